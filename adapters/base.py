@@ -1,0 +1,45 @@
+"""The base model as an adapter sees it: which modules exist, and their shapes. Pure."""
+
+from typing import Literal
+
+import msgspec
+
+SiteKind = Literal["qkv", "o", "gate_up", "down", "embed_tokens", "lm_head"]
+
+# A *site* is one fused matrix product of the base; its projections share the input.
+SITE_PROJECTIONS: dict[SiteKind, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+    "embed_tokens": ("embed_tokens",),
+    "lm_head": ("lm_head",),
+}
+LAYER_SITES: tuple[SiteKind, ...] = ("qkv", "o", "gate_up", "down")
+MODEL_SITES: tuple[SiteKind, ...] = ("embed_tokens", "lm_head")
+
+
+class ModuleShape(msgspec.Struct, frozen=True):
+    """A linear module `y = x W^T`. path: as in the checkpoint, e.g. `self_attn.q_proj`."""
+
+    path: str
+    in_features: int
+    out_features: int
+
+
+class BaseSpec(msgspec.Struct, frozen=True):
+    """What adapters are validated against.
+
+    digest: identity of the base (sha256 hex).
+    names: every value of `base_model_name_or_path` that means this base.
+    layer_modules: short name (`q_proj`, …) -> shape; the same in every layer.
+    model_modules: `embed_tokens` and `lm_head` -> shape (`embed_tokens`: in = vocabulary, out = hidden).
+    """
+
+    digest: str
+    names: tuple[str, ...]
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    layer_modules: dict[str, ModuleShape]
+    model_modules: dict[str, ModuleShape]

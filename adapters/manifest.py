@@ -1,0 +1,77 @@
+"""A validated adapter, and how its weights lie in a packed slab. Pure."""
+
+from typing import Literal
+
+import msgspec
+
+from adapters.base import SiteKind
+
+SlabDtype = Literal["float32", "float16", "bfloat16"]
+
+LAYOUT_VERSION = 1
+
+
+class AdapterManifest(msgspec.Struct, frozen=True):
+    """Validated content. `digest` is the adapter's identity everywhere after admission.
+
+    digest: sha256 hex over the used config and the weights.
+    base: what the adapter's config names as its base model.
+    targets: short module names it changes, sorted.
+    ranks: the distinct LoRA ranks in it, ascending.
+    nbytes: bytes of its LoRA tensors as published.
+    dtype: of the published tensors, as safetensors spells it (`BF16`, `F32`, …).
+    chat_template: the adapter's own template, if it brings one.
+    """
+
+    digest: str
+    base: str
+    targets: tuple[str, ...]
+    ranks: tuple[int, ...]
+    nbytes: int
+    dtype: str
+    chat_template: str | None = None
+
+
+class SiteLayout(msgspec.Struct, frozen=True, array_like=True):
+    """Where one site's LoRA tensors lie. Offsets are bytes from the slab's start, 256-byte aligned.
+
+    layer: 0-based, or -1 for `embed_tokens` and `lm_head`.
+    ranks, scales, b_offsets: one entry per projection of the site (`SITE_PROJECTIONS`);
+        rank 0 = not targeted (its b_offset is 0 and means nothing).
+    a_offset: A of all projections stacked, `[sum(ranks), in_features]` row-major;
+        for `embed_tokens` it is A transposed, `[vocab, rank]`, so that a token reads one row.
+    b_offsets: each B is `[out_features, rank]` row-major, as PEFT stores it.
+    scales: `lora_alpha / r` or `lora_alpha / sqrt(r)` (rsLoRA); not folded into the weights.
+    """
+
+    layer: int
+    kind: SiteKind
+    ranks: tuple[int, ...]
+    scales: tuple[float, ...]
+    a_offset: int
+    b_offsets: tuple[int, ...]
+
+
+class SlabLayout(msgspec.Struct, frozen=True, array_like=True):
+    """One adapter packed for one base, dtype and tensor-parallel shard.
+
+    The slab is cut into extents of `extent_bytes`. No tensor crosses an extent's border unless it is
+    larger than an extent; then it starts on a border and owns a *run* of extents that must stay
+    contiguous. `runs` lists the lengths, in extents, of the pieces that may be placed apart from
+    each other, in order: all 1 but for such tensors. `nbytes == sum(runs) * extent_bytes`.
+    Only sites with some rank > 0 are listed.
+    """
+
+    digest: str
+    base_digest: str
+    dtype: SlabDtype
+    tp_rank: int
+    tp_size: int
+    extent_bytes: int
+    runs: tuple[int, ...]
+    sites: tuple[SiteLayout, ...]
+    version: int = LAYOUT_VERSION
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.runs) * self.extent_bytes

@@ -1,0 +1,59 @@
+"""A router's settings: frozen, built once by the launcher, no I/O here."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Fields are options of `loraplex router`."""
+
+    workers: tuple[str, ...] = field(
+        metadata={"help": "workers to serve from, e.g. ws://10.0.0.7:8090", "flag": "worker"}
+    )
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=8080, metadata={"help": "port to listen on (0 = any)"})
+    secret: str = field(
+        default="", metadata={"help": "shared secret that opens the workers", "secret": True}
+    )
+    model_card: Path | None = field(
+        default=None, metadata={"help": "a saved model card, to count tokens before a worker is up"}
+    )
+    cache_dir: Path = field(
+        default=Path("~/.cache/loraplex"), metadata={"help": "where model cards are kept"}
+    )
+    adapters: tuple[str, ...] = field(
+        default=(), metadata={"help": "NAME=REF, a public name for an adapter", "flag": "adapter"}
+    )
+    hub_owners: tuple[str, ...] = field(
+        default=(), metadata={"help": "Hub owners whose adapters are allowed (default: all)"}
+    )
+    default_source: str = field(
+        default="hub", metadata={"help": "source of an adapter_id that names none: hub or local"}
+    )
+    share_hub_token: bool = field(
+        default=False,
+        metadata={"help": "lend HF_TOKEN to callers who name a Hub adapter without a token"},
+    )
+    adapter_ttl_s: float = field(
+        default=30.0, metadata={"help": "seconds for which a resolved reference is trusted"}
+    )
+    adapter_timeout_s: float = field(
+        default=120.0, metadata={"help": "longest wait for a cold adapter"}
+    )
+    max_body_bytes: int = field(
+        default=4 << 20, metadata={"help": "largest request body", "unit": "bytes"}
+    )
+    max_queue: int = field(default=1024, metadata={"help": "sequences waiting for a worker"})
+    max_queue_bytes: int = field(
+        default=256 << 20, metadata={"help": "their prompts, in bytes", "unit": "bytes"}
+    )
+    max_n: int = field(default=8, metadata={"help": "largest n or best_of"})
+    max_stop_sequences: int = field(default=16, metadata={"help": "most stop strings a request"})
+    max_logprobs: int = field(default=20, metadata={"help": "most alternatives a token"})
+    request_timeout_s: float = field(
+        default=600.0, metadata={"help": "longest time from a request to its last token"}
+    )
+    max_stream_buffer: int = field(
+        default=1024, metadata={"help": "token events a slow reader may fall behind"}
+    )

@@ -1,0 +1,121 @@
+"""What an API asks of the router, and what it gets back: the types between HTTP shapes and dispatch. Pure.
+
+`router.api.*` parses a body into a GenerationCall and formats TextEvents and ChoiceResults; dispatch
+and text modules do the rest and know no API.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from adapters.ref import AdapterRef
+from server.protocol import SamplingParams
+
+Api = Literal["lorax", "completions", "chat"]
+# eos: the model ended; stop: a stop string or stop token id of the caller's.
+FinishReason = Literal["eos", "stop", "length", "abort", "error"]
+
+
+class Secret(str):
+    """A credential. It never shows in a repr or a log line."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "Secret(…)"
+
+
+class AdapterChoice(msgspec.Struct, frozen=True):
+    """Which adapter the caller named, in the caller's words, and with which credential."""
+
+    adapter_id: str
+    ref: AdapterRef
+    token: Secret | None = None
+
+
+class GenerationCall(msgspec.Struct, frozen=True):
+    """One API request, validated as far as is possible without the model.
+
+    prompts: texts or token ids; exactly one for chat (then `messages` is set and prompts is empty).
+    adapter: None = the base. sampling.max_tokens is not yet resolved: see max_tokens.
+    max_tokens: None = all that fits. n: choices to return a prompt; best_of >= n: to generate.
+    stop: stop strings. include_stop: keep the stop string in the text (LoRAX does, OpenAI does not).
+    truncate: keep only the last so many prompt tokens.
+    """
+
+    api: Api
+    prompts: tuple[str | list[int], ...]
+    messages: list[dict[str, Any]] | None
+    adapter: AdapterChoice | None
+    sampling: SamplingParams
+    max_tokens: int | None
+    n: int
+    best_of: int
+    stop: tuple[str, ...]
+    include_stop: bool
+    echo: bool
+    stream: bool
+    seed: int | None
+    add_special_tokens: bool = True
+    truncate: int | None = None
+    user: str | None = None
+
+
+class TextToken(msgspec.Struct, frozen=True):
+    """One generated or prompt token. text: what it adds to the text ("" inside a UTF-8 sequence).
+
+    token: the token's own text, whatever its neighbours. top: (id, token text, logprob).
+    """
+
+    token_id: int
+    text: str
+    token: str
+    logprob: float | None
+    special: bool
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+class TextEvent(msgspec.Struct, frozen=True):
+    """New text of one choice. Text that may still become part of a stop string is held back.
+
+    The event with `finish` is the choice's last.
+    """
+
+    prompt_index: int
+    choice: int
+    text: str
+    tokens: tuple[TextToken, ...]
+    finish: FinishReason | None = None
+
+
+class ChoiceResult(msgspec.Struct, frozen=True):
+    """A whole choice. sum_logprob: over generated tokens, when logprobs were asked for."""
+
+    prompt_index: int
+    choice: int
+    text: str
+    tokens: tuple[TextToken, ...]
+    finish: FinishReason
+    generated_tokens: int
+    sum_logprob: float | None = None
+
+
+class PromptInfo(msgspec.Struct, frozen=True):
+    """Known before the first token. tokens: with logprobs when prompt logprobs were asked for."""
+
+    prompt_index: int
+    text: str
+    num_tokens: int
+    cached_tokens: int = 0
+    tokens: tuple[TextToken, ...] = ()
+
+
+class AnswerHead(msgspec.Struct, frozen=True):
+    """What every part of one answer shares. model: as the caller named it. seed: the one in use."""
+
+    request_id: str
+    created: int
+    model: str
+    adapter_id: str | None
+    adapter_digest: str | None
+    seed: int

@@ -1,0 +1,86 @@
+"""A worker's and an engine's settings: frozen, built once by the launcher, no I/O here."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from adapters.manifest import SlabDtype
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker: a model copy, its shell and its engine. Fields are options of `loraplex worker`."""
+
+    model: str = field(metadata={"help": "Hub id or folder of the base model"})
+    revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of MODEL"})
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on for routers"})
+    port: int = field(default=8090, metadata={"help": "port to listen on for routers (0 = any)"})
+    secret: str = field(
+        default="", metadata={"help": "shared secret that routers must show", "secret": True}
+    )
+    worker_id: str = field(default="", metadata={"help": "name of this worker (default: made up)"})
+    device: Device = field(default="auto", metadata={"help": "where to compute"})
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = field(
+        default="auto", metadata={"help": "of weights and activations (auto: fp32 on a CPU)"}
+    )
+    cache_dir: Path = field(
+        default=Path("~/.cache/loraplex"), metadata={"help": "fetched adapters and packed slabs"}
+    )
+    adapter_roots: tuple[Path, ...] = field(
+        default=(), metadata={"help": "folders under which local: adapters may lie"}
+    )
+    hub_owners: tuple[str, ...] = field(
+        default=(), metadata={"help": "Hub owners whose adapters are allowed (default: all)"}
+    )
+    allow_other_base: bool = field(
+        default=False, metadata={"help": "accept adapters that name another base model"}
+    )
+    max_adapter_bytes: int = field(
+        default=4 << 30,
+        metadata={"help": "largest adapter, in bytes as published", "unit": "bytes"},
+    )
+    max_lora_rank: int = field(default=256, metadata={"help": "largest LoRA rank"})
+    adapter_memory: int = field(
+        default=256 << 20, metadata={"help": "device memory for adapters", "unit": "bytes"}
+    )
+    host_adapter_memory: int = field(
+        default=512 << 20, metadata={"help": "host memory for adapters", "unit": "bytes"}
+    )
+    kv_memory: int = field(
+        default=256 << 20, metadata={"help": "device memory for the KV cache", "unit": "bytes"}
+    )
+    max_context: int | None = field(
+        default=None, metadata={"help": "prompt and output tokens together (default: the model's)"}
+    )
+    max_running: int = field(default=64, metadata={"help": "sequences computed at once"})
+    max_waiting: int = field(default=1024, metadata={"help": "sequences accepted beyond those"})
+    max_step_tokens: int = field(
+        default=512, metadata={"help": "token budget of one step (chunked prefill)"}
+    )
+    page_size: int = field(default=16, metadata={"help": "tokens a KV page"})
+    adapter_slots: int = field(default=256, metadata={"help": "adapters on the device at once"})
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """What the engine process is told on its command line, as JSON.
+
+    dtype is resolved; model_path is a folder. host_arena_bytes: size of the shared arena it maps.
+    """
+
+    model_path: str
+    device: Literal["cpu", "cuda"]
+    dtype: SlabDtype
+    page_size: int
+    kv_memory: int
+    adapter_memory: int
+    host_arena_bytes: int
+    extent_bytes: int
+    max_context: int | None
+    max_running: int
+    max_waiting: int
+    max_step_tokens: int
+    adapter_slots: int

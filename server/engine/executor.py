@@ -1,0 +1,79 @@
+"""The seam between policy and tensors: what an engine needs of a device."""
+
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from adapters.manifest import SlabLayout
+from server.engine.plan import SliceResult, StepPlan
+
+
+class ExecutorLimits(msgspec.Struct, frozen=True):
+    """What the executor allocated; constant for its life.
+
+    max_rows: sequences that may hold a row at once. max_step_tokens: of one plan.
+    adapter_slots: rows of the device table. arena_extents: extents of `extent_bytes` for adapters.
+    """
+
+    num_pages: int
+    page_size: int
+    max_rows: int
+    max_step_tokens: int
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    adapter_slots: int
+    arena_extents: int
+    extent_bytes: int
+
+
+class AdapterCopy(msgspec.Struct, frozen=True):
+    """Copy a slab from the host arena to the device arena and write the slot's table rows.
+
+    host_extents, device_extents: the first extent of each run of `layout.runs`, in either arena.
+    """
+
+    adapter_slot: int
+    layout: SlabLayout
+    host_extents: tuple[int, ...]
+    device_extents: tuple[int, ...]
+
+
+class CopyDone(msgspec.Struct, frozen=True):
+    adapter_slot: int
+    digest: str
+    error: str | None = None
+
+
+class Ticket(Protocol):
+    """A launched step. `ready()` never blocks."""
+
+    def ready(self) -> bool: ...
+
+
+T = TypeVar("T", bound=Ticket)
+
+
+class Executor(Protocol[T]):
+    """Launch and collect are apart so that the host plans step n+1 while the device runs step n.
+
+    Steps run in launch order. A row, page or extent freed by a plan may be reused by the next one.
+    """
+
+    limits: ExecutorLimits
+
+    def launch(self, plan: StepPlan) -> T: ...
+
+    def collect(self, ticket: T) -> list[SliceResult]:
+        """Wait for the step; one result per slice, in order."""
+        ...
+
+    def start_copy(self, copy: AdapterCopy) -> None:
+        """Begin a copy beside running steps; never blocks them."""
+        ...
+
+    def finished_copies(self) -> list[CopyDone]:
+        """Copies that ended since the last call; never blocks."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,107 @@
+"""The pipe between a worker's shell and its engine process: typed msgpack frames. Pure.
+
+Framing on the stream socket: a 4-byte little-endian length, then the frame.
+"""
+
+import msgspec
+
+from adapters.manifest import SlabLayout
+from server.protocol import GenerateRequest, TokenEvent
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="su"):
+    """Take this sequence. key: the shell's own number for it, used in both directions."""
+
+    key: int
+    request: GenerateRequest
+
+
+class AbortSequence(msgspec.Struct, frozen=True, array_like=True, tag="ab"):
+    key: int
+
+
+class SlabStaged(msgspec.Struct, frozen=True, array_like=True, tag="ss"):
+    """Answers NeedSlab: the slab lies in the host arena. extents: first extent of each run there."""
+
+    layout: SlabLayout
+    extents: tuple[int, ...]
+
+
+class SlabMissing(msgspec.Struct, frozen=True, array_like=True, tag="sm"):
+    """Answers NeedSlab: it cannot be staged. Its waiting sequences end in an error."""
+
+    digest: str
+    message: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="sd"):
+    """Finish nothing more and leave."""
+
+
+class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
+    """Everything is allocated and warm. summary: lines for a person (memory split, back ends)."""
+
+    total_pages: int
+    page_size: int
+    max_rows: int
+    max_context: int
+    arena_bytes: int
+    extent_bytes: int
+    dtype: str
+    device: str
+    summary: tuple[str, ...] = ()
+
+
+class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="ef"):
+    """It could not start; message says why and what to do."""
+
+    message: str
+
+
+class NeedSlab(msgspec.Struct, frozen=True, array_like=True, tag="ns"):
+    """The engine wants this adapter's bytes in the host arena."""
+
+    digest: str
+
+
+class SlabReleased(msgspec.Struct, frozen=True, array_like=True, tag="sr"):
+    """The copy to the device is over (or was given up): the host block is no longer read."""
+
+    digest: str
+
+
+class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):
+    key: int
+    event: TokenEvent
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges after a step. digests are adapters on the device."""
+
+    free_pages: int
+    running: int
+    waiting: int
+    resident: tuple[str, ...]
+    loading: tuple[str, ...]
+    preemptions: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    evictions: int
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
+    """What one step produced. step_s: seconds from plan to commit. Also sent when idle stats change."""
+
+    step: int
+    events: tuple[SequenceEvent, ...]
+    stats: EngineStats
+    step_s: float
+    num_tokens: int
+
+
+ToEngine = Submit | AbortSequence | SlabStaged | SlabMissing | Shutdown
+FromEngine = EngineReady | EngineFailed | NeedSlab | SlabReleased | StepOutput
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

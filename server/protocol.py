@@ -1,0 +1,217 @@
+"""The wire contract between router and worker: typed msgpack frames over one WebSocket. Pure.
+
+Frames are msgspec structs encoded as tagged arrays: small, bounded, without object deserialisation.
+New fields go at the end, with a default. One WebSocket message carries one frame.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from adapters.errors import AdapterErrorCode, Violation
+from adapters.manifest import AdapterManifest
+from adapters.ref import AdapterRef
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 16 << 20
+GREEDY = 0.0
+
+Finish = Literal["stop", "length", "abort", "error"]
+ErrorCode = Literal[
+    "invalid_request",  # a value that the engine cannot take (an id out of range, …)
+    "context_length",  # prompt and max_tokens do not fit
+    "adapter_unavailable",  # the adapter could not be brought to the device
+    "out_of_memory",
+    "deadline",  # dropped: its time was over
+    "overloaded",  # the worker has no room
+    "engine_lost",  # the engine died under it; a retry elsewhere is safe
+    "draining",
+    "internal",
+]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens are drawn. Defaults change nothing.
+
+    temperature: 0 = greedy. top_k: 0 = off. top_p, typical_p: 1 = off. min_p: 0 = off.
+    repetition_penalty: over prompt and output (1 = off); frequency and presence: over the output.
+    max_tokens: of output, accepted ones included.
+    logprobs: None = none; n >= 0 = the chosen token's, with the n most likely beside it.
+    prompt_logprobs: the same for the prompt's tokens.
+    stop_token_ids: end the output in addition to the model's end-of-sequence ids.
+    Logprobs are those of the raw logits (log-softmax before temperature, penalties and truncation).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class RouterHello(msgspec.Struct, frozen=True, array_like=True, tag="rh"):
+    """The router's first frame."""
+
+    router_id: str
+    version: int = PROTOCOL_VERSION
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
+    """One sequence to generate. `n` choices are n requests with the same prompt and seed.
+
+    adapter: digest, or None for the base. accepted_ids: output already given to the client (resume);
+    generation goes on at index len(accepted_ids). deadline_s: time left. salt: separates tenants in
+    the prefix cache.
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    adapter: str | None
+    prompt_ids: list[int]
+    accepted_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    priority: int = 0
+    deadline_s: float | None = None
+    salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="ab"):
+    """Stop a request. choice None = all of its choices. It still ends in one terminal event."""
+
+    request_id: str
+    attempt: int
+    choice: int | None = None
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, tag="al"):
+    """Turn a pinned reference into a digest: fetch, check, pack. Answered by AdapterState.
+
+    ref: `hub` refs carry a commit as revision. token: the caller's credential for the source; never
+    logged or stored. expected_digest: when given, other content is a violation.
+    """
+
+    load_id: str
+    ref: AdapterRef
+    token: str | None = None
+    expected_digest: str | None = None
+
+
+class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="wh"):
+    """The worker's first frame. credits: sequences this router may have in flight here."""
+
+    worker_id: str
+    epoch: int
+    card_digest: str
+    credits: int
+    version: int = PROTOCOL_VERSION
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """logprob is None only for the first token of a prompt. top: (id, logprob), most likely first."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence. The event with `finish` set is the last, and the only such.
+
+    index: position in the output of the first of token_ids. A stop token is included in token_ids.
+    logprobs: parallel to token_ids when asked for. prompt_logprobs, cached_tokens: on the first event.
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    index: int
+    token_ids: tuple[int, ...]
+    finish: Finish | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int | None = None
+    error: ErrorCode | None = None
+    message: str | None = None
+
+
+class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag="se"):
+    """All events of one engine step for one router."""
+
+    step: int
+    events: tuple[TokenEvent, ...]
+
+
+LoadStage = Literal["fetching", "packing", "ready", "failed"]
+
+
+class AdapterState(msgspec.Struct, frozen=True, array_like=True, tag="as"):
+    """Progress of an AdapterLoad; `ready` (manifest set) and `failed` (error, message set) are final."""
+
+    load_id: str
+    stage: LoadStage
+    manifest: AdapterManifest | None = None
+    error: AdapterErrorCode | None = None
+    message: str | None = None
+    violations: tuple[Violation, ...] = ()
+    retry_after_s: float | None = None
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
+    """Hints, twice a second. ready: the engine takes work now. resident, loading: adapter digests."""
+
+    worker_id: str
+    epoch: int
+    base_digest: str
+    ready: bool
+    draining: bool
+    free_pages: int
+    total_pages: int
+    running: int
+    waiting: int
+    resident: tuple[str, ...]
+    loading: tuple[str, ...]
+    step: int
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """All that a router needs of a model, fetched once over HTTP as JSON and cached by its digest.
+
+    names: what `model` may say for the base itself; the first is shown.
+    tokenizer_json: the tokenizer's file, whole. chat_template: Jinja source, or None.
+    special_tokens: `bos_token` and the like, as the template needs them.
+    max_context: prompt and output together.
+    """
+
+    base_digest: str
+    names: tuple[str, ...]
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_context: int
+    dtype: str
+    device: str
+    max_lora_rank: int
+    created: int = 0
+    sampling_defaults: dict[str, float] = {}
+
+
+RouterFrame = RouterHello | GenerateRequest | Abort | AdapterLoad
+WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus
+
+encode = msgspec.msgpack.Encoder().encode
+decode_router_frame = msgspec.msgpack.Decoder(RouterFrame).decode
+decode_worker_frame = msgspec.msgpack.Decoder(WorkerFrame).decode

@@ -33,7 +33,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     digest: identity of the base (sha256 hex).
     names: every value of `base_model_name_or_path` that means this base.
     layer_modules: short name (`q_proj`, …) -> shape; the same in every layer.
-    model_modules: `embed_tokens` and `lm_head` -> shape (`embed_tokens`: in = vocabulary, out = hidden).
+    model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
     """
 
     digest: str

@@ -1,7 +1,7 @@
-"""What an API asks of the router, and what it gets back: the types between HTTP shapes and dispatch. Pure.
+"""What an API asks of the router, and what it gets back. Pure.
 
-`router.api.*` parses a body into a GenerationCall and formats TextEvents and ChoiceResults; dispatch
-and text modules do the rest and know no API.
+`router.api.*` parses a body into a GenerationCall and formats TextEvents and ChoiceResults;
+dispatch and text modules do the rest and know no API.
 """
 
 from typing import Any, Literal
@@ -39,7 +39,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     prompts: texts or token ids; exactly one for chat (then `messages` is set and prompts is empty).
     adapter: None = the base. sampling.max_tokens is not yet resolved: see max_tokens.
     max_tokens: None = all that fits. n: choices to return a prompt; best_of >= n: to generate.
-    stop: stop strings. include_stop: keep the stop string in the text (LoRAX does, OpenAI does not).
+    stop: stop strings. include_stop: keep them in the text (LoRAX does, OpenAI does not).
     truncate: keep only the last so many prompt tokens.
     """
 

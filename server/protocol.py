@@ -69,9 +69,9 @@ class RouterHello(msgspec.Struct, frozen=True, array_like=True, tag="rh"):
 class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
     """One sequence to generate. `n` choices are n requests with the same prompt and seed.
 
-    adapter: digest, or None for the base. accepted_ids: output already given to the client (resume);
-    generation goes on at index len(accepted_ids). deadline_s: time left. salt: separates tenants in
-    the prefix cache.
+    adapter: digest, or None for the base. accepted_ids: output already given to the client
+    (resume); generation goes on at index len(accepted_ids). deadline_s: time left.
+    salt: separates tenants in the prefix cache.
     """
 
     request_id: str
@@ -119,7 +119,7 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="wh"):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """logprob is None only for the first token of a prompt. top: (id, logprob), most likely first."""
+    """logprob: None only for a prompt's first token. top: (id, logprob), most likely first."""
 
     token_id: int
     logprob: float | None
@@ -130,7 +130,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence. The event with `finish` set is the last, and the only such.
 
     index: position in the output of the first of token_ids. A stop token is included in token_ids.
-    logprobs: parallel to token_ids when asked for. prompt_logprobs, cached_tokens: on the first event.
+    logprobs: parallel to token_ids when asked for.
+    prompt_logprobs, cached_tokens: on the first event.
     """
 
     request_id: str
@@ -157,7 +158,7 @@ LoadStage = Literal["fetching", "packing", "ready", "failed"]
 
 
 class AdapterState(msgspec.Struct, frozen=True, array_like=True, tag="as"):
-    """Progress of an AdapterLoad; `ready` (manifest set) and `failed` (error, message set) are final."""
+    """Progress of an AdapterLoad. Final: `ready` (manifest set), `failed` (error, message set)."""
 
     load_id: str
     stage: LoadStage
@@ -169,7 +170,7 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True, tag="as"):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
-    """Hints, twice a second. ready: the engine takes work now. resident, loading: adapter digests."""
+    """Hints, twice a second. ready: the engine takes work. resident, loading: adapter digests."""
 
     worker_id: str
     epoch: int

@@ -21,7 +21,7 @@ class AbortSequence(msgspec.Struct, frozen=True, array_like=True, tag="ab"):
 
 
 class SlabStaged(msgspec.Struct, frozen=True, array_like=True, tag="ss"):
-    """Answers NeedSlab: the slab lies in the host arena. extents: first extent of each run there."""
+    """Answers NeedSlab: it lies in the host arena. extents: first extent of each run there."""
 
     layout: SlabLayout
     extents: tuple[int, ...]
@@ -90,7 +90,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
-    """What one step produced. step_s: seconds from plan to commit. Also sent when idle stats change."""
+    """What one step produced; also sent when idle stats change. step_s: from plan to commit."""
 
     step: int
     events: tuple[SequenceEvent, ...]

@@ -1,4 +1,4 @@
-"""What one step computes, as plain ints: decided by the scheduler, carried out by every rank. Pure."""
+"""What one step computes, as plain ints: the scheduler decides, every rank carries out. Pure."""
 
 import msgspec
 

@@ -1,0 +1,49 @@
+# `make run` serves the demo; `make test` checks everything. Each makes its own environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CLIENTS := .venv-clients
+PIP_FLAGS := --quiet --disable-pip-version-check
+
+.PHONY: run test lint unit setup setup-dev clean
+
+run: setup
+	$(BIN)/loraplex serve $(ARGS)
+
+test: lint unit
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+unit: setup-dev $(CLIENTS)/.ready
+	$(BIN)/pytest
+
+setup: $(VENV)/.serve
+setup-dev: $(VENV)/.dev
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "loraplex needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing loraplex into $(VENV) (once; this takes a minute)"
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[serve]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing loraplex and its test tools into $(VENV) (once; this takes a minute)"
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.serve
+
+# Published clients whose pins clash with ours live in an environment of their own.
+$(CLIENTS)/.ready: constraints.clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install $(PIP_FLAGS) -r constraints.clients.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

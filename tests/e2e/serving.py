@@ -1,0 +1,53 @@
+"""Starts the product as a user does, and waits until it is ready."""
+
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+READY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Serving:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start_serving(*options: str, log: Path) -> Serving:
+    port = free_port()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launcher", "serve", "--port", str(port), *options],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not is_ready(url):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"not ready:\n{log.read_text()[-4000:]}")
+        time.sleep(0.1)  # polls a condition, bounded by the deadline
+    return Serving(url, process, log)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,317 @@
+"""One live connection to a worker: credits, sequences in flight, adapter loads, status.
+
+It lasts as long as its WebSocket. Reconnecting and model cards are `worker_client`'s business.
+"""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+import msgspec
+from websockets.asyncio.client import ClientConnection
+
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from adapters.ref import AdapterRef
+from router.placement import WorkerView
+from server.protocol import (
+    MAX_FRAME_BYTES,
+    Abort,
+    AdapterLoad,
+    AdapterState,
+    GenerateRequest,
+    RouterFrame,
+    StepEvents,
+    TokenEvent,
+    WorkerHello,
+    WorkerStatus,
+    decode_worker_frame,
+    encode,
+)
+
+MAX_OUTBOX_BYTES = 64 << 20
+MAX_LOADS = 1024
+MAX_REMEMBERED_ADAPTERS = 1 << 16
+
+Sink = Callable[[TokenEvent], None]
+SequenceKey = tuple[str, int, int]
+
+
+class WorkerLost(Exception):
+    """The connection to the worker is gone, or cannot take this frame."""
+
+
+class ProtocolFault(Exception):
+    """The worker sent something that the protocol does not allow."""
+
+
+class _Live:
+    """A sequence in flight. It ends with the worker's terminal event, or with the connection."""
+
+    __slots__ = ("next_index", "sink")
+
+    def __init__(self, sink: Sink, next_index: int) -> None:
+        self.sink: Sink | None = sink
+        self.next_index = next_index
+
+
+class Credit:
+    """The right to one sequence on this connection; `submit` spends it, `release` gives it back."""
+
+    __slots__ = ("_held", "session")
+
+    def __init__(self, session: "WorkerSession") -> None:
+        self.session = session
+        self._held = True
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Sends the sequence; its events go to `sink`, the last has `finish`. Raises WorkerLost."""
+        self.session.submit(request, sink)
+        self.release()
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self.session.give_back()
+
+
+class WorkerSession:
+    """`on_change` is called, once a frame, when room, readiness or residency may have changed."""
+
+    def __init__(
+        self, socket: ClientConnection, hello: WorkerHello, on_change: Callable[[], None]
+    ) -> None:
+        self.hello = hello
+        self.status: WorkerStatus | None = None
+        self._socket = socket
+        self._on_change = on_change
+        self._live: dict[SequenceKey, _Live] = {}
+        self._reserved = 0
+        self._loads: dict[str, asyncio.Future[AdapterManifest]] = {}
+        self._admitting: dict[str, asyncio.Future[AdapterManifest]] = {}
+        self._admitted: OrderedDict[str, None] = OrderedDict()
+        self._resident: frozenset[str] = frozenset()
+        self._loading: frozenset[str] = frozenset()
+        self._next_load = 0
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self._outbox_filled = asyncio.Event()
+        self._closed = False
+
+    @property
+    def worker_id(self) -> str:
+        return self.hello.worker_id
+
+    @property
+    def view(self) -> WorkerView:
+        status = self.status
+        return WorkerView(
+            worker_id=self.hello.worker_id,
+            ready=not self._closed and status is not None and status.ready,
+            draining=status is not None and status.draining,
+            in_flight=len(self._live) + self._reserved,
+            credits=self.hello.credits,
+            load=0 if status is None else status.running + status.waiting,
+            resident=self._resident,
+            loading=self._loading,
+            admitted=self._admitted,
+        )
+
+    # Sequences
+
+    def reserve(self) -> Credit:
+        self._reserved += 1
+        return Credit(self)
+
+    def give_back(self) -> None:
+        self._reserved -= 1
+        self._on_change()
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        frame = encode(request)
+        if len(frame) > MAX_FRAME_BYTES:
+            raise WorkerLost(f"the request is larger than a frame: {len(frame)} bytes")
+        self._send_frame(frame)
+        key = (request.request_id, request.attempt, request.choice)
+        self._live[key] = _Live(sink, len(request.accepted_ids))
+
+    def abandon(self, request_id: str, attempt: int, choice: int) -> None:
+        """Aborts a sequence and drops its further events. Its credit comes back with the last."""
+        live = self._live.get((request_id, attempt, choice))
+        if live is None or live.sink is None:
+            return
+        live.sink = None
+        if not self._closed:
+            self._send(Abort(request_id, attempt, choice))
+
+    # Adapters
+
+    def knows(self, digest: str) -> bool:
+        return digest in self._admitted or digest in self._resident
+
+    def forget(self, digest: str) -> None:
+        """The worker said that it does not have it (any more)."""
+        self._admitted.pop(digest, None)
+        self._resident -= {digest}
+
+    async def admit(self, ref: AdapterRef, token: str | None, digest: str) -> None:
+        """Makes sure that the worker has this content; callers at the same time share one load."""
+        if self.knows(digest):
+            return
+        pending = self._admitting.get(digest)
+        if pending is None:
+            pending = asyncio.ensure_future(self.load(ref, token, digest))
+            self._admitting[digest] = pending
+            pending.add_done_callback(lambda done: self._end_admission(digest, done))
+        await asyncio.shield(pending)
+
+    async def load(
+        self, ref: AdapterRef, token: str | None, expected_digest: str | None = None
+    ) -> AdapterManifest:
+        """Asks the worker to fetch and check an adapter. Raises AdapterError, WorkerLost."""
+        if len(self._loads) >= MAX_LOADS:
+            raise AdapterError("unavailable", "too many adapters are being fetched", (), 2.0)
+        load_id = f"l{self._next_load}"
+        self._next_load += 1
+        credential = None if token is None else str(token)
+        self._send(AdapterLoad(load_id, ref, credential, expected_digest))
+        future: asyncio.Future[AdapterManifest] = asyncio.get_running_loop().create_future()
+        self._loads[load_id] = future
+        try:
+            return await future
+        finally:
+            self._loads.pop(load_id, None)
+
+    def _end_admission(self, digest: str, done: asyncio.Future[AdapterManifest]) -> None:
+        self._admitting.pop(digest, None)
+        if not done.cancelled():
+            done.exception()  # every waiter may have left: it counts as seen
+
+    # The connection
+
+    async def run(self) -> None:
+        """Serves the connection until it ends, always by an exception; then tells all who wait."""
+        writer = asyncio.create_task(self._write())
+        try:
+            await self._read()
+        finally:
+            self._close("the connection to the worker was lost")
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self) -> None:
+        while True:
+            await self._outbox_filled.wait()
+            while self._outbox:
+                frame = self._outbox.popleft()
+                self._outbox_bytes -= len(frame)
+                await self._socket.send(frame)
+            self._outbox_filled.clear()
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._socket.recv()
+            if isinstance(message, str):
+                raise ProtocolFault("a text frame")
+            try:
+                frame = decode_worker_frame(message)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ProtocolFault(f"a frame that cannot be read: {error}") from error
+            if isinstance(frame, StepEvents):
+                self._on_step(frame)
+            elif isinstance(frame, WorkerStatus):
+                self._on_status(frame)
+            elif isinstance(frame, AdapterState):
+                self._on_adapter_state(frame)
+            else:
+                raise ProtocolFault("a second hello")
+
+    def _on_step(self, step: StepEvents) -> None:
+        freed = False
+        for event in step.events:
+            key = (event.request_id, event.attempt, event.choice)
+            live = self._live.get(key)
+            if live is None:
+                continue  # a late attempt
+            if event.token_ids and event.index != live.next_index:
+                self._break(key, live, event)
+                continue
+            live.next_index += len(event.token_ids)
+            if event.finish is not None:
+                del self._live[key]
+                freed = True
+            if live.sink is not None:
+                live.sink(event)
+        if freed:
+            self._on_change()
+
+    def _break(self, key: SequenceKey, live: _Live, event: TokenEvent) -> None:
+        """Tokens were lost or repeated on the way: this attempt is over, the next one resumes."""
+        sink = live.sink
+        self.abandon(*key)
+        if event.finish is not None:
+            del self._live[key]
+        if sink is not None:
+            sink(lost(*key, f"expected token {live.next_index}, got token {event.index}"))
+
+    def _on_status(self, status: WorkerStatus) -> None:
+        self.status = status
+        self._resident = frozenset(status.resident)
+        self._loading = frozenset(status.loading)
+        self._on_change()
+
+    def _on_adapter_state(self, state: AdapterState) -> None:
+        future = self._loads.get(state.load_id)
+        if future is None or future.done():
+            return
+        if state.stage == "ready":
+            if state.manifest is None:
+                raise ProtocolFault("an adapter is ready without a manifest")
+            self._remember(state.manifest.digest)
+            future.set_result(state.manifest)
+        elif state.stage == "failed":
+            future.set_exception(
+                AdapterError(
+                    state.error or "unavailable",
+                    state.message or "the worker could not load the adapter",
+                    state.violations,
+                    state.retry_after_s,
+                )
+            )
+
+    def _remember(self, digest: str) -> None:
+        self._admitted[digest] = None
+        self._admitted.move_to_end(digest)
+        if len(self._admitted) > MAX_REMEMBERED_ADAPTERS:
+            self._admitted.popitem(last=False)
+
+    def _send(self, frame: RouterFrame) -> None:
+        self._send_frame(encode(frame))
+
+    def _send_frame(self, frame: bytes) -> None:
+        if self._closed:
+            raise WorkerLost("the connection to the worker was lost")
+        if self._outbox_bytes + len(frame) > MAX_OUTBOX_BYTES:
+            self._socket.transport.abort()  # it has not read for long: no use in waiting
+            raise WorkerLost("the worker does not read")
+        self._outbox.append(frame)
+        self._outbox_bytes += len(frame)
+        self._outbox_filled.set()
+
+    def _close(self, why: str) -> None:
+        self._closed = True
+        live, self._live = self._live, {}
+        for key, sequence in live.items():
+            if sequence.sink is not None:
+                sequence.sink(lost(*key, why))
+        for future in self._loads.values():
+            if not future.done():
+                future.set_exception(WorkerLost(why))
+        self._on_change()
+
+
+def lost(request_id: str, attempt: int, choice: int, why: str) -> TokenEvent:
+    """The terminal event of an attempt whose worker cannot send one any more."""
+    return TokenEvent(
+        request_id, attempt, choice, 0, (), finish="error", error="engine_lost", message=why
+    )

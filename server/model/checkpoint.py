@@ -1,0 +1,171 @@
+"""A base model's Hub-format folder: its configuration, shards, tensor table and digest. No torch.
+
+Only safetensors are read; `.bin` and `.pt` files are never opened. weights.py loads tensors.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from server.model.config import ModelConfig
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_MAX_JSON_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+# Two fine-tunes of one model share config and header, so the digest also samples every tensor.
+_SAMPLES_PER_TENSOR = 4
+_SAMPLE_BYTES = 64
+# Says where a copy came from, not what it computes.
+_VOLATILE_KEYS = ("_name_or_path", "transformers_version")
+
+
+class CheckpointError(Exception):
+    """The folder cannot be served as a base model; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One entry of a shard's header. dtype: as safetensors spells it. begin, end: file offsets."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    path: Path
+    nbytes: int
+    header: bytes
+    tensors: dict[str, StoredTensor]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the model. Raises CheckpointError with the file's name."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: larger than {_MAX_JSON_BYTES} bytes")
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}; expected a model folder as on the Hugging Face Hub"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return value
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The folder's ModelConfig. Raises CheckpointError listing everything unsupported."""
+    config = read_json(folder / CONFIG_FILE)
+    generation = read_optional_json(folder / GENERATION_FILE)
+    try:
+        return ModelConfig.from_json(config, generation)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from None
+
+
+def read_shards(folder: Path) -> tuple[Shard, ...]:
+    """The weight files' headers, in order of name. Raises CheckpointError."""
+    return tuple(_read_shard(folder / name) for name in _shard_names(folder))
+
+
+def base_digest(folder: Path) -> str:
+    """Identity of a base model: sha256 hex over its configuration, and over every shard's name,
+    size, header and a sample of every tensor's bytes."""
+    config = read_json(folder / CONFIG_FILE)
+    for key in _VOLATILE_KEYS:
+        config.pop(key, None)
+    digest = hashlib.sha256()
+    _feed(digest, json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+    for shard in read_shards(folder):
+        _feed(digest, f"{shard.path.name}:{shard.nbytes}".encode())
+        _feed(digest, shard.header)
+        with shard.path.open("rb") as file:
+            for name in sorted(shard.tensors):
+                _feed(digest, _sample(file.fileno(), shard.tensors[name]))
+    return digest.hexdigest()
+
+
+def _feed(digest: "hashlib._Hash", part: bytes) -> None:
+    digest.update(len(part).to_bytes(8, "little"))
+    digest.update(part)
+
+
+def _sample(descriptor: int, tensor: StoredTensor) -> bytes:
+    step = max((tensor.end - tensor.begin) // _SAMPLES_PER_TENSOR, 1)
+    offsets = range(tensor.begin, tensor.end, step)
+    return b"".join(
+        os.pread(descriptor, min(_SAMPLE_BYTES, tensor.end - offset), offset)
+        for offset in offsets[:_SAMPLES_PER_TENSOR]
+    )
+
+
+def _shard_names(folder: Path) -> list[str]:
+    if (folder / INDEX_FILE).exists():
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map is missing or empty")
+        names = sorted({str(name) for name in weight_map.values()})
+    elif (folder / WEIGHTS_FILE).exists():
+        names = [WEIGHTS_FILE]
+    else:
+        raise CheckpointError(_no_weights(folder))
+    outside = [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]
+    if outside:
+        raise CheckpointError(f"{folder / INDEX_FILE}: not a safetensors file of it: {outside}")
+    missing = [n for n in names if not (folder / n).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: shards named by the index are missing: {missing}")
+    return names
+
+
+def _no_weights(folder: Path) -> str:
+    found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+    if found:
+        return (
+            f"{folder} has only {', '.join(found[:4])}, which can run code when opened and are"
+            " never read; convert the model to safetensors (save_pretrained writes them)"
+        )
+    return f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}"
+
+
+def _read_shard(path: Path) -> Shard:
+    nbytes = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, nbytes - 8):
+            raise CheckpointError(f"{path}: not a safetensors file (header of {length} bytes)")
+        header = file.read(length)
+    try:
+        entries = json.loads(header)
+        tensors = {
+            str(name): _stored(entry, 8 + length, nbytes)
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: malformed safetensors header ({error})") from None
+    return Shard(path, nbytes, header, tensors)
+
+
+def _stored(entry: dict[str, Any], data: int, nbytes: int) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    if not 0 <= begin <= end <= nbytes - data:
+        raise ValueError("a tensor lies outside the file; is the download complete?")
+    shape = tuple(int(n) for n in entry["shape"])
+    return StoredTensor(str(entry["dtype"]), shape, data + begin, data + end)

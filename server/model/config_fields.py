@@ -1,0 +1,37 @@
+"""Reads numbers from a model's JSON tables; collects every problem, not the first only. Pure."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+class Fields:
+    """`config.json` and the problems found in it so far."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.problems: list[str] = []
+
+    def refuse(self, problem: str) -> None:
+        self.problems.append(problem)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """A positive integer at the top level; 1 when it is malformed."""
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            self.refuse(f"{key} must be a positive integer, got {value!r}")
+            return 1
+        return value
+
+    def number(self, table: Mapping[str, Any], key: str, default: float | None) -> float:
+        """A positive, finite number of `table`; 1 when it is malformed."""
+        value = table.get(key)
+        if value is None:
+            value = default
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is None or not good or not math.isfinite(value) or value <= 0:
+            self.refuse(f"{key} must be a positive number, got {value!r}")
+            return 1.0
+        return float(value)

@@ -1,0 +1,225 @@
+"""Which adapters lie in an arena of fixed-size extents, who uses them, and who must go. Pure.
+
+Used for the device arena (by the scheduler) and for the host arena (by the worker shell). It moves
+no bytes and knows no clock: recency is the order of calls.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+AdapterStage = Literal["absent", "loading", "ready"]
+
+_FREE = 1
+_TAKEN = 0
+
+
+class Placement(NamedTuple):
+    """Where an adapter lies. extents: the first extent of each of its runs, in the runs' order."""
+
+    adapter_slot: int
+    extents: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Entry:
+    placement: Placement
+    extents: tuple[int, ...]  # every one of them
+    ready: bool = False
+    leases: int = 0
+
+
+class AdapterArena:
+    """ABSENT -> LOADING -> READY (leases) -> ABSENT, for every digest.
+
+    A lease protects an adapter from eviction. Its holder keeps it until the last step that reads
+    the adapter was *collected*, so an unleased adapter is read by no step in flight, and its
+    extents and slot may be overwritten at once. Without a use for slots, give as many as extents.
+    """
+
+    def __init__(self, num_extents: int, extent_bytes: int, num_slots: int) -> None:
+        self.num_extents = num_extents
+        self.extent_bytes = extent_bytes
+        self.num_slots = num_slots
+        self.evictions = 0
+        self._map = bytearray([_FREE]) * num_extents
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+
+    # ---- questions
+
+    @property
+    def free_extents(self) -> int:
+        return self._map.count(_FREE)
+
+    def stage(self, digest: str) -> AdapterStage:
+        entry = self._entries.get(digest)
+        if entry is None:
+            return "absent"
+        return "ready" if entry.ready else "loading"
+
+    def placement(self, digest: str) -> Placement | None:
+        entry = self._entries.get(digest)
+        return entry.placement if entry else None
+
+    def leases(self, digest: str) -> int:
+        entry = self._entries.get(digest)
+        return entry.leases if entry else 0
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """Digests, least recently used first."""
+        return tuple(d for d, e in self._entries.items() if e.ready)
+
+    @property
+    def loading(self) -> tuple[str, ...]:
+        return tuple(d for d, e in self._entries.items() if not e.ready)
+
+    def refusal(self, runs: Sequence[int]) -> str | None:
+        """Why an adapter of these runs can never be placed, or None if it can."""
+        if any(length < 1 for length in runs):
+            return "malformed layout: a run of extents must have a length of at least 1"
+        if self.num_slots == 0:
+            return "no adapter slots: adapters are switched off here"
+        if sum(runs) > self.num_extents:
+            need, have = sum(runs) * self.extent_bytes, self.num_extents * self.extent_bytes
+            return f"adapter needs {need} bytes of adapter memory, but there are only {have} in all"
+        return None
+
+    def would_fit(self, runs: Sequence[int], without: Collection[str]) -> bool:
+        """Whether there were room if the adapters `without` and every unleased one were gone."""
+        gone = [e for d, e in self._entries.items() if d in without or self._evictable(e)]
+        return self._try(runs, gone) is not None
+
+    # ---- changes
+
+    def acquire(self, digest: str) -> Placement | None:
+        """Look up and lease in one step; None unless READY. Every lease is released once."""
+        entry = self._entries.get(digest)
+        if entry is None or not entry.ready:
+            return None
+        entry.leases += 1
+        self._entries.move_to_end(digest)
+        return entry.placement
+
+    def release(self, digest: str) -> None:
+        entry = self._entries[digest]
+        if entry.leases < 1:
+            raise ValueError(f"adapter {digest} has no lease to release")
+        entry.leases -= 1
+        self._entries.move_to_end(digest)
+
+    def place(
+        self, digest: str, runs: Sequence[int], keep: Collection[str] = ()
+    ) -> Placement | None:
+        """ABSENT -> LOADING. Evicts unleased READY adapters, oldest use first, as few as it takes.
+
+        None: no room now, and nothing was evicted. `keep`: digests that must not be evicted.
+        """
+        if digest in self._entries:
+            raise ValueError(f"adapter {digest} is already {self.stage(digest)}")
+        if self.refusal(runs) is not None:
+            return None
+        candidates = [d for d, e in self._entries.items() if self._evictable(e) and d not in keep]
+        victims = self._choose_victims(runs, candidates)
+        if victims is None:
+            return None
+        for victim in victims:
+            self._remove(victim)
+        self.evictions += len(victims)
+        extents = self._try(runs, ())
+        assert extents is not None
+        placement = Placement(self._free_slots.pop(), extents)
+        entry = _Entry(placement, _spread(extents, runs))
+        for extent in entry.extents:
+            self._map[extent] = _TAKEN
+        self._entries[digest] = entry
+        return placement
+
+    def finish(self, digest: str) -> None:
+        """LOADING -> READY: its bytes are there."""
+        entry = self._entries[digest]
+        if entry.ready:
+            raise ValueError(f"adapter {digest} is ready already")
+        entry.ready = True
+
+    def drop(self, digest: str) -> None:
+        """LOADING (given up; nothing writes it any more) or READY without leases -> ABSENT."""
+        if self._entries[digest].leases:
+            raise ValueError(f"adapter {digest} is in use")
+        self._remove(digest)
+
+    # ---- inside
+
+    @staticmethod
+    def _evictable(entry: _Entry) -> bool:
+        return entry.ready and entry.leases == 0
+
+    def _remove(self, digest: str) -> None:
+        entry = self._entries.pop(digest)
+        for extent in entry.extents:
+            self._map[extent] = _FREE
+        self._free_slots.append(entry.placement.adapter_slot)
+
+    def _choose_victims(self, runs: Sequence[int], candidates: list[str]) -> list[str] | None:
+        """The fewest oldest candidates that make room; then spare each whose room is not needed."""
+        entries = [self._entries[d] for d in candidates]
+        low, high = 0, 0
+        while self._try(runs, entries[:high]) is None:
+            if high == len(entries):
+                return None
+            low, high = high + 1, min(max(1, 2 * high), len(entries))
+        while low < high:
+            middle = (low + high) // 2
+            if self._try(runs, entries[:middle]) is None:
+                low = middle + 1
+            else:
+                high = middle
+        victims = dict(zip(candidates[:low], entries[:low], strict=True))
+        for digest in reversed(candidates[:low]):
+            others = [e for d, e in victims.items() if d != digest]
+            if self._try(runs, others) is not None:
+                del victims[digest]
+        return list(victims)
+
+    def _try(self, runs: Sequence[int], gone: Collection[_Entry]) -> tuple[int, ...] | None:
+        """First extents for `runs` if `gone` were not there, or None.
+
+        Long runs are packed first-fit, longest first, from the low end; single extents fill the
+        high end, so that long holes stay long.
+        """
+        if not self._free_slots and not gone:
+            return None
+        if self.free_extents + sum(len(e.extents) for e in gone) < sum(runs):
+            return None
+        space = bytearray(self._map)
+        for entry in gone:
+            for extent in entry.extents:
+                space[extent] = _FREE
+        first: list[int] = [0] * len(runs)
+        for i in sorted(range(len(runs)), key=lambda i: -runs[i]):
+            length = runs[i]
+            hole = bytes([_FREE]) * length
+            at = space.rfind(hole) if length == 1 else space.find(hole)
+            if at < 0:
+                return None
+            space[at : at + length] = bytes([_TAKEN]) * length
+            first[i] = at
+        return tuple(first)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError: extents conserved and disjoint, slots too, leases sane."""
+        taken = [x for e in self._entries.values() for x in e.extents]
+        assert len(taken) == len(set(taken)), "two adapters share an extent"
+        assert all(self._map[x] == _TAKEN for x in taken), "a used extent is marked free"
+        assert len(taken) + self.free_extents == self.num_extents, "extents lost"
+        slots = [e.placement.adapter_slot for e in self._entries.values()] + self._free_slots
+        assert sorted(slots) == list(range(self.num_slots)), "adapter slots lost or shared"
+        for digest, entry in self._entries.items():
+            assert entry.leases >= 0, f"negative leases of {digest}"
+            assert entry.ready or entry.leases == 0, f"{digest} leased while loading"
+
+
+def _spread(firsts: Sequence[int], runs: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x for f, n in zip(firsts, runs, strict=True) for x in range(f, f + n))

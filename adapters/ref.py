@@ -1,19 +1,103 @@
-"""What a person may write to name an adapter. Pure."""
+"""What a person may write to name an adapter: its grammar, and back to text. Pure."""
 
+import re
 from typing import Literal
 
 import msgspec
 
+from adapters.errors import AdapterError
+
 RefSource = Literal["hub", "local", "s3", "alias"]
+
+MAX_REF_CHARS = 1024
+
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_SEGMENT = r"[A-Za-z0-9._+=,~-]{1,255}"
+_NAMES: dict[RefSource, re.Pattern[str]] = {
+    "alias": re.compile(_WORD),
+    "hub": re.compile(rf"{_WORD}(?:/{_WORD})?"),
+    "local": re.compile(rf"/?{_SEGMENT}(?:/{_SEGMENT})*"),
+    "s3": re.compile(rf"[a-z0-9][a-z0-9.-]{{1,62}}(?:/{_SEGMENT})+"),
+}
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_EXPECTED = "hub:org/name, hub:org/name@revision, local:path, or the name of a registered adapter"
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
     """A parsed reference. It names an adapter; it never identifies one (the digest does).
 
     source: `alias` is a name that the operator registered.
-    revision: branch, tag or commit for `hub`; None = the default branch, or meaningless.
+    revision: branch, tag or commit for `hub`, fingerprint of the folder for `local`;
+        None = the default branch, or whatever the folder holds now.
     """
 
     source: RefSource
     name: str
     revision: str | None = None
+
+
+def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
+    """The reference that `text` spells.
+
+    `source:name[@revision]` is explicit. Without a source, `org/name` belongs to `default_source`,
+    and a bare name is an alias, or a folder when `default_source` is `local`.
+    Raises AdapterError `bad_ref`.
+    """
+    if len(text) > MAX_REF_CHARS:
+        raise _bad_ref(text, f"longer than {MAX_REF_CHARS} characters")
+    prefix, colon, rest = text.partition(":")
+    source, body = (
+        _explicit(text, prefix, rest) if colon else (_implied(text, default_source), text)
+    )
+    name, at, revision = body.partition("@")
+    if not _NAMES[source].fullmatch(name) or not _well_formed(source, name):
+        raise _bad_ref(text, f"not the name of an adapter for source {source!r}")
+    if at and (source == "alias" or not _REVISION.fullmatch(revision) or not _safe_path(revision)):
+        raise _bad_ref(text, "what follows '@' is not a branch, tag or commit")
+    return AdapterRef(source, name, revision if at else None)
+
+
+def format_ref(ref: AdapterRef) -> str:
+    """The one spelling that `parse_ref` reads back as this reference, whatever the default."""
+    revision = f"@{ref.revision}" if ref.revision is not None else ""
+    return f"{ref.source}:{ref.name}{revision}"
+
+
+def is_pinned(ref: AdapterRef) -> bool:
+    """Whether the reference names one content for ever: a commit, or a folder's fingerprint."""
+    if ref.revision is None:
+        return False
+    return ref.source == "local" or bool(_COMMIT.fullmatch(ref.revision))
+
+
+def _explicit(text: str, prefix: str, rest: str) -> tuple[RefSource, str]:
+    for source in _NAMES:
+        if prefix == source:
+            return source, rest.removeprefix("//") if source == "s3" else rest
+    raise _bad_ref(text, f"unknown source; known: {', '.join(_NAMES)}")
+
+
+def _implied(text: str, default_source: RefSource) -> RefSource:
+    bare = "/" not in text.partition("@")[0]
+    return "alias" if bare and default_source != "local" else default_source
+
+
+def _well_formed(source: RefSource, name: str) -> bool:
+    if not _safe_path(name.removeprefix("/")):
+        return False
+    return source != "hub" or not any(
+        "--" in part or part.endswith((".", "-", ".git")) for part in name.split("/")
+    )
+
+
+def _safe_path(text: str) -> bool:
+    """No empty, `.` or `..` part, and no `..` within one either (a Git rule, too)."""
+    return ".." not in text and all(part not in ("", ".") for part in text.split("/"))
+
+
+def _bad_ref(text: str, reason: str) -> AdapterError:
+    shown = ascii(text[:80]) + ("…" if len(text) > 80 else "")
+    return AdapterError(
+        "bad_ref", f"bad adapter reference {shown}: {reason}. Expected {_EXPECTED}."
+    )

@@ -1,0 +1,53 @@
+"""A request's body: read within limits of bytes and time, whatever the client sends."""
+
+import asyncio
+
+from starlette.requests import Request
+
+BODY_TIMEOUT_S = 30.0
+
+
+class BodyError(Exception):
+    """The body cannot be taken. status: 408, 413 or 415."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class ClientGone(Exception):
+    """The client left: nobody is there to answer."""
+
+
+async def read_json_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request that carries JSON. Raises BodyError, ClientGone."""
+    _check_headers(request, max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise BodyError(413, f"the body may have at most {max_bytes} bytes")
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError as error:
+        raise BodyError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
+
+
+def _check_headers(request: Request, max_bytes: int) -> None:
+    # A browser's page may post forms and text to any address without asking; JSON it may not.
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0]
+    media_type = media_type.strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise BodyError(415, f"expected content-type application/json, got {media_type[:100]!r}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise BodyError(415, f"content-encoding {encoding[:100]!r} is not supported: send plain")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
+        raise BodyError(413, f"the body may have at most {max_bytes} bytes, got {length[:20]}")

@@ -1,0 +1,99 @@
+"""HTTP/1.1 on a socket, with the limits that uvicorn's protocol lacks.
+
+A client that sends its head too slowly or too large, or that stops reading its answer, is cut off.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_TIMEOUT_S = 10.0
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 128
+WRITE_STALL_S = 60.0
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection. Its answers to what is not HTTP are JSON, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _stop(self._head_timer)
+        _stop(self._write_timer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_timer is None:
+                self._await_head()
+        super().data_received(data)
+        too_large = self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS
+        if self._in_head and too_large and not self.transport.is_closing():
+            self._refuse(b"431 Request Header Fields Too Large", "the request head is too large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        _stop(self._head_timer)
+        self._head_timer = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", "not a valid HTTP request")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_STALL_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        _stop(self._write_timer)
+        super().resume_writing()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_late)
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if self._head_bytes == 0:
+            self.transport.close()  # it never began: nothing to answer
+        elif not self.transport.is_closing():
+            self._refuse(b"408 Request Timeout", "the request head did not arrive in time")
+
+    def _refuse(self, status: bytes, message: str) -> None:
+        """Answers without the application, and closes."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # an answer is under way: it cannot be followed by another
+            return
+        body = json.dumps({"error": message, "error_type": "validation"}).encode()
+        head = (
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head % (status, len(body)) + body)
+        self.transport.close()
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

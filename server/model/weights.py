@@ -1,0 +1,194 @@
+"""A model's weights on the device: packed as the decoder multiplies them, read from safetensors."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from server.model.checkpoint import CheckpointError, Shard, read_shards
+from server.model.config import ModelConfig
+
+_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+# Derived from the configuration; old checkpoints carry them along.
+_DERIVED = "rotary_emb.inv_freq"
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Matrices are `[out_features, in_features]`.
+
+    qkv: q, k and v stacked, `[(heads + 2 kv_heads) * head_dim, hidden]`; gate_up likewise.
+    qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then of k.
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """embed and lm_head: `[vocab, hidden]`; the same tensor when they are tied."""
+
+    embed: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    lm_head: torch.Tensor
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this model must hold, and its shape."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    layer = dict(_layer_tensors(config))
+    for index in range(config.num_layers):
+        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
+    return shapes
+
+
+def load_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> ModelWeights:
+    """Read the checkpoint, cast to `dtype`. Raises CheckpointError with everything that is missing,
+    unexpected or of another shape."""
+    shards = read_shards(folder)
+    _check(folder, shards, config)
+    with torch.inference_mode():
+        source = _Source(shards, dtype, device)
+        embed = source.get("model.embed_tokens.weight")
+        layers = tuple(_load_layer(source, config, i) for i in range(config.num_layers))
+        lm_head = embed if config.tie_word_embeddings else source.get("lm_head.weight")
+        return ModelWeights(embed, layers, source.get("model.norm.weight"), lm_head)
+
+
+def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    linears = (
+        ("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
+        ("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, config.q_size, config.o_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for name, rows, columns, bias in linears:
+        yield f"{name}.weight", (rows, columns)
+        if bias:
+            yield f"{name}.bias", (rows,)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", (config.head_dim,)
+        yield "self_attn.k_norm.weight", (config.head_dim,)
+
+
+def _check(folder: Path, shards: tuple[Shard, ...], config: ModelConfig) -> None:
+    stored = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    expected = expected_tensors(config)
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    missing = [name for name in expected if name not in stored]
+    unexpected = [
+        name
+        for name in stored
+        if name not in expected and name not in ignored and not name.endswith(_DERIVED)
+    ]
+    wrong = [
+        f"{name} (expected {list(shape)}, got {stored[name].dtype} {list(stored[name].shape)})"
+        for name, shape in expected.items()
+        if name in stored
+        and (stored[name].shape != shape or stored[name].dtype not in _FLOAT_DTYPES)
+    ]
+    problems = [
+        f"{len(names)} {kind}: {', '.join(names[:_MAX_LISTED])}"
+        f"{', …' if len(names) > _MAX_LISTED else ''}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("wrong", wrong))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(f"{folder}: tensors do not fit config.json: {'; '.join(problems)}")
+
+
+class _Source:
+    """Tensors by name out of memory-mapped shards."""
+
+    def __init__(self, shards: tuple[Shard, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._shard_of = {name: shard.path for shard in shards for name in shard.tensors}
+        try:
+            self._files = {
+                shard.path: safe_open(str(shard.path), framework="pt", device="cpu")
+                for shard in shards
+            }
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read the weights: {error}") from None
+
+    def _mapped(self, name: str) -> torch.Tensor:
+        path = self._shard_of[name]
+        try:
+            tensor: torch.Tensor = self._files[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {name}: {error}") from None
+        return tensor
+
+    def get(self, name: str) -> torch.Tensor:
+        """An own copy: the file may be replaced while we serve."""
+        mapped = self._mapped(name)
+        return torch.empty(mapped.shape, dtype=self.dtype, device=self.device).copy_(mapped)
+
+    def stack(self, names: tuple[str, ...]) -> torch.Tensor:
+        """Several tensors one below the other, copied once."""
+        parts = [self._mapped(name) for name in names]
+        shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+        stacked = torch.empty(shape, dtype=self.dtype, device=self.device)
+        row = 0
+        for part in parts:
+            stacked[row : row + part.shape[0]].copy_(part)
+            row += part.shape[0]
+        return stacked
+
+
+def _load_layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
+    prefix = f"model.layers.{index}."
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    qkv = tuple(f"{attention}{p}_proj" for p in "qkv")
+    gate_up = (f"{mlp}gate_proj", f"{mlp}up_proj")
+
+    def bias(names: tuple[str, ...], present: bool) -> torch.Tensor | None:
+        return source.stack(tuple(f"{name}.bias" for name in names)) if present else None
+
+    return LayerWeights(
+        input_norm=source.get(f"{prefix}input_layernorm.weight"),
+        qkv=source.stack(tuple(f"{name}.weight" for name in qkv)),
+        qkv_bias=bias(qkv, config.qkv_bias),
+        qk_norm=_qk_norm(source, config, attention) if config.qk_norm else None,
+        o=source.get(f"{attention}o_proj.weight"),
+        o_bias=bias((f"{attention}o_proj",), config.o_bias),
+        post_norm=source.get(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=source.stack(tuple(f"{name}.weight" for name in gate_up)),
+        gate_up_bias=bias(gate_up, config.mlp_bias),
+        down=source.get(f"{mlp}down_proj.weight"),
+        down_bias=bias((f"{mlp}down_proj",), config.mlp_bias),
+    )
+
+
+def _qk_norm(source: _Source, config: ModelConfig, attention: str) -> torch.Tensor:
+    q = source.get(f"{attention}q_norm.weight").expand(config.num_heads, -1)
+    k = source.get(f"{attention}k_norm.weight").expand(config.num_kv_heads, -1)
+    return torch.cat((q, k))

@@ -8,12 +8,38 @@ from typing import Any, Literal
 
 import msgspec
 
+from adapters.errors import Violation
 from adapters.ref import AdapterRef
 from server.protocol import SamplingParams
 
 Api = Literal["lorax", "completions", "chat"]
 # eos: the model ended; stop: a stop string or stop token id of the caller's.
 FinishReason = Literal["eos", "stop", "length", "abort", "error"]
+# Why a request is not answered; `router.api.errors` says what each API makes of it.
+Cause = Literal[
+    "invalid",  # malformed, or a value that cannot be
+    "unsupported",  # understood, and not served
+    "context_length",  # prompt and output do not fit the model
+    "template_error",  # the chat template cannot render these messages
+    "unauthorized",  # no key, or a wrong one
+    "forbidden",  # this caller may not
+    "adapter_not_found",
+    "route_not_found",
+    "method_not_allowed",
+    "body_timeout",  # the body did not arrive in time
+    "conflict",  # a lifecycle operation contradicts another
+    "gone",  # removed
+    "too_large",  # the body, in bytes
+    "media_type",  # not JSON, or compressed
+    "adapter_invalid",
+    "adapter_too_large",
+    "overloaded",  # a queue is full
+    "rate_limited",  # a quota is used up
+    "unavailable",  # nothing can serve it now; a retry may help
+    "deadline",
+    "incomplete",  # the answer broke off
+    "internal",
+]
 
 
 class Secret(str):
@@ -33,6 +59,29 @@ class AdapterChoice(msgspec.Struct, frozen=True):
     token: Secret | None = None
 
 
+class RequestError(Exception):
+    """A request ends without an answer, for a reason that its caller is told.
+
+    param: the field at fault, as the caller spelled it. retry_after_s: when a retry may help.
+    """
+
+    def __init__(
+        self,
+        cause: Cause,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        violations: tuple[Violation, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.cause: Cause = cause
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.violations = violations
+
+
 class GenerationCall(msgspec.Struct, frozen=True):
     """One API request, validated as far as is possible without the model.
 
@@ -41,6 +90,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     max_tokens: None = all that fits. n: choices to return a prompt; best_of >= n: to generate.
     stop: stop strings. include_stop: keep them in the text (LoRAX does, OpenAI does not).
     truncate: keep only the last so many prompt tokens.
+    template_vars: what the caller adds to the chat template's variables.
     """
 
     api: Api
@@ -59,12 +109,14 @@ class GenerationCall(msgspec.Struct, frozen=True):
     add_special_tokens: bool = True
     truncate: int | None = None
     user: str | None = None
+    template_vars: dict[str, Any] = {}
 
 
 class TextToken(msgspec.Struct, frozen=True):
     """One generated or prompt token. text: what it adds to the text ("" inside a UTF-8 sequence).
 
     token: the token's own text, whatever its neighbours. top: (id, token text, logprob).
+    raw: its bytes where they are no UTF-8 by themselves, else None.
     """
 
     token_id: int
@@ -73,12 +125,14 @@ class TextToken(msgspec.Struct, frozen=True):
     logprob: float | None
     special: bool
     top: tuple[tuple[int, str, float], ...] = ()
+    raw: bytes | None = None
 
 
 class TextEvent(msgspec.Struct, frozen=True):
     """New text of one choice. Text that may still become part of a stop string is held back.
 
-    The event with `finish` is the choice's last.
+    The event with `finish` is the choice's last. tokens: empty unless logprobs were asked for.
+    num_tokens: generated since the event before, whether or not `tokens` lists them.
     """
 
     prompt_index: int
@@ -86,6 +140,7 @@ class TextEvent(msgspec.Struct, frozen=True):
     text: str
     tokens: tuple[TextToken, ...]
     finish: FinishReason | None = None
+    num_tokens: int = 0
 
 
 class ChoiceResult(msgspec.Struct, frozen=True):
@@ -119,3 +174,4 @@ class AnswerHead(msgspec.Struct, frozen=True):
     adapter_id: str | None
     adapter_digest: str | None
     seed: int
+    base_digest: str = ""

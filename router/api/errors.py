@@ -1,0 +1,176 @@
+"""The one table of errors: what each cause is to each API. Pure."""
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from adapters.errors import AdapterError, AdapterErrorCode
+from router.generation import Api, Cause, RequestError
+from server.protocol import ErrorCode
+
+# The shape of an error: LoRAX's {"error", "error_type"} or OpenAI's {"error": {…}}.
+Dialect = Literal["lorax", "openai"]
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """One cause. code: OpenAI's `code`; lorax_status: where it differs from status."""
+
+    status: int
+    type: str
+    code: str | None
+    error_type: str
+    lorax_status: int | None = None
+
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+# `type` as OpenAI's SDKs know it; `error_type` as lorax-client knows it (validation, overloaded,
+# generation, incomplete_generation) wherever one of those fits.
+_TABLE: dict[Cause, _Row] = {
+    "invalid": _Row(400, _INVALID, None, "validation", 422),
+    "unsupported": _Row(400, _INVALID, "unsupported_parameter", "validation", 422),
+    "context_length": _Row(400, _INVALID, "context_length_exceeded", "validation", 422),
+    "template_error": _Row(400, _INVALID, "template_error", "template_error", 422),
+    "unauthorized": _Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
+    "forbidden": _Row(403, "permission_error", "forbidden", "forbidden"),
+    "adapter_not_found": _Row(404, _INVALID, "model_not_found", "adapter_not_found"),
+    "route_not_found": _Row(404, _INVALID, "unknown_url", "not_found"),
+    "method_not_allowed": _Row(405, _INVALID, "method_not_allowed", "method_not_allowed"),
+    "body_timeout": _Row(408, _INVALID, "body_timeout", "body_timeout"),
+    "conflict": _Row(409, _INVALID, "conflict", "conflict"),
+    "gone": _Row(410, _INVALID, "gone", "gone"),
+    "too_large": _Row(413, _INVALID, "body_too_large", "body_too_large"),
+    "media_type": _Row(415, _INVALID, "unsupported_media_type", "unsupported_media_type"),
+    "adapter_invalid": _Row(422, _INVALID, "adapter_invalid", "adapter_invalid"),
+    "adapter_too_large": _Row(422, _INVALID, "adapter_too_large", "adapter_too_large"),
+    "overloaded": _Row(429, "rate_limit_error", "overloaded", "overloaded"),
+    "rate_limited": _Row(429, "rate_limit_error", "rate_limit_exceeded", "rate_limited"),
+    "unavailable": _Row(503, _SERVER, "unavailable", "unavailable"),
+    "deadline": _Row(504, _SERVER, "deadline_exceeded", "deadline_exceeded"),
+    "incomplete": _Row(500, _SERVER, "incomplete_generation", "incomplete_generation"),
+    "internal": _Row(500, _SERVER, "internal_error", "generation"),
+}
+# Causes for which a Retry-After is sent even when nobody knew how long.
+_RETRY_AFTER_S: dict[Cause, float] = {"overloaded": 1.0, "rate_limited": 1.0, "unavailable": 2.0}
+
+_OF_ADAPTER: dict[AdapterErrorCode, Cause] = {
+    "bad_ref": "invalid",
+    "not_found": "adapter_not_found",
+    "forbidden": "forbidden",
+    "unauthorized": "unauthorized",
+    "invalid": "adapter_invalid",
+    "too_large": "adapter_too_large",
+    "unavailable": "unavailable",
+}
+_OF_ENGINE: dict[ErrorCode, Cause] = {
+    "invalid_request": "invalid",
+    "context_length": "context_length",
+    "adapter_unavailable": "unavailable",
+    "out_of_memory": "unavailable",
+    "deadline": "deadline",
+    "overloaded": "overloaded",
+    "engine_lost": "unavailable",
+    "draining": "unavailable",
+    "internal": "internal",
+}
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """A whole error response; `content-type: application/json` is among the headers."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+def dialect_of(api: Api) -> Dialect:
+    return "lorax" if api == "lorax" else "openai"
+
+
+def dialect_of_path(path: str) -> Dialect:
+    """For errors of a route that belongs to no generation API, or to none at all."""
+    return "openai" if path == "/v1" or path.startswith("/v1/") else "lorax"
+
+
+def from_adapter_error(error: AdapterError, param: str | None = None) -> RequestError:
+    """What a catalog, source or worker said of an adapter."""
+    return RequestError(
+        _OF_ADAPTER[error.code],
+        error.message,
+        param=param,
+        retry_after_s=error.retry_after_s,
+        violations=error.violations,
+    )
+
+
+def from_engine_error(code: ErrorCode, message: str) -> RequestError:
+    """What a worker said of a sequence."""
+    return RequestError(_OF_ENGINE[code], message)
+
+
+def status_of(cause: Cause, dialect: Dialect) -> int:
+    row = _TABLE[cause]
+    if dialect == "lorax" and row.lorax_status is not None:
+        return row.lorax_status
+    return row.status
+
+
+def error_object(error: RequestError, dialect: Dialect) -> dict[str, Any]:
+    """The JSON body. An invalid adapter's violations are all listed."""
+    row = _TABLE[error.cause]
+    body: dict[str, Any]
+    if dialect == "lorax":
+        body = {"error": _lorax_message(error, row), "error_type": row.error_type}
+        target = body
+    else:
+        target = {
+            "message": _with_violations(error),
+            "type": row.type,
+            "param": error.param,
+            "code": row.code,
+        }
+        body = {"error": target}
+    if error.violations:
+        target["violations"] = list(error.violations)
+    return body
+
+
+def error_answer(error: RequestError, dialect: Dialect) -> ErrorAnswer:
+    """The response to a request that fails before its first byte."""
+    headers = {"content-type": "application/json"}
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None:
+        retry_after_s = _RETRY_AFTER_S.get(error.cause)
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    return ErrorAnswer(
+        status_of(error.cause, dialect), headers, msgspec.json.encode(error_object(error, dialect))
+    )
+
+
+def error_table(dialect: Dialect) -> dict[int, tuple[str, ...]]:
+    """Status -> the machine-readable names it comes with, for the API's description."""
+    table: dict[int, list[str]] = {}
+    for cause, row in _TABLE.items():
+        name = row.error_type if dialect == "lorax" else row.code or row.type
+        names = table.setdefault(status_of(cause, dialect), [])
+        if name not in names:
+            names.append(name)
+    return {status: tuple(names) for status, names in sorted(table.items())}
+
+
+def _lorax_message(error: RequestError, row: _Row) -> str:
+    message = _with_violations(error)
+    if row.error_type == "validation":
+        return f"Input validation error: {message}"
+    if row.error_type in ("generation", "incomplete_generation"):
+        return f"Request failed during generation: {message}"
+    return message
+
+
+def _with_violations(error: RequestError) -> str:
+    """The violations are in the text too: most clients show nothing else."""
+    lines = [f"{v.where}: {v.message} ({v.code})" for v in error.violations]
+    return "\n- ".join([error.message, *lines])

@@ -1,0 +1,192 @@
+"""One choice: token events of the worker to text events of the client. Pure.
+
+Text passes the detokenizer, then the stop strings; a token is told only with all of its text.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from router.generation import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
+from router.text.detokenizer import Detokenizer
+from router.text.stops import StopMatcher
+from server.protocol import TokenEvent, TokenLogprob
+
+
+class Vocabulary(Protocol):
+    """What a stream has to know of the tokenizer."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text; b"" for special tokens."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """The token by itself, special tokens spelled out."""
+        ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+class StreamGap(Exception):
+    """Tokens are missing between what was accepted and an event: the worker broke the protocol."""
+
+
+class _Pending(msgspec.Struct):
+    """A token whose text, the characters from start to end of the output, is not yet released."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+    start: int
+    end: int
+    text: str
+
+
+class ChoiceStream:
+    """Feed it a choice's TokenEvents in order; it returns what the client may see.
+
+    accepted_ids: output tokens so far, for a resume elsewhere. must_abort: a stop string ended the
+    choice before the worker did; the rest is to be aborted. finish: set once it is over.
+    """
+
+    def __init__(
+        self, call: GenerationCall, vocabulary: Vocabulary, prompt_index: int = 0, choice: int = 0
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._prompt_index = prompt_index
+        self._choice = choice
+        self._wants_tokens = call.sampling.logprobs is not None
+        self._stop_ids = frozenset(call.sampling.stop_token_ids)
+        self._detokenizer = Detokenizer()
+        self._stops = StopMatcher(call.stop, call.include_stop)
+        self._decoded = 0
+        self._released = 0
+        self._pending: deque[_Pending] = deque()
+        self._texts: list[str] = []
+        self._tokens: list[TextToken] = []
+        self._logprob_sum = 0.0
+        self.accepted_ids: list[int] = []
+        self.must_abort = False
+        self.finish: FinishReason | None = None
+
+    def feed(self, event: TokenEvent) -> TextEvent | None:
+        """What the event adds, or None. Tokens accepted before (after a resume) are passed over.
+
+        Raises StreamGap.
+        """
+        if self.finish is not None:
+            return None
+        skip = len(self.accepted_ids) - event.index
+        if skip < 0:
+            raise StreamGap(f"expected index {len(self.accepted_ids)}, got {event.index}")
+        before = len(self.accepted_ids)
+        text = ""
+        for i in range(skip, len(event.token_ids)):
+            is_last = event.finish == "stop" and i == len(event.token_ids) - 1
+            logprob = event.logprobs[i] if event.logprobs is not None else None
+            text += self._accept(event.token_ids[i], logprob, is_stop_token=is_last)
+            if self._stops.hit is not None:
+                break
+        if self._stops.hit is not None:
+            self.finish = "stop"
+            self.must_abort = event.finish is None
+        elif event.finish is not None:
+            text += self._end()
+            self.finish = self._finish_of(event)
+        return self._event(text, len(self.accepted_ids) - before)
+
+    def result(self) -> ChoiceResult:
+        """The whole choice, once it is over."""
+        assert self.finish is not None
+        return ChoiceResult(
+            prompt_index=self._prompt_index,
+            choice=self._choice,
+            text="".join(self._texts),
+            tokens=tuple(self._tokens),
+            finish=self.finish,
+            generated_tokens=len(self.accepted_ids),
+            sum_logprob=self._logprob_sum if self._wants_tokens else None,
+        )
+
+    def _accept(self, token_id: int, logprob: TokenLogprob | None, *, is_stop_token: bool) -> str:
+        self.accepted_ids.append(token_id)
+        if logprob is not None and logprob.logprob is not None:
+            self._logprob_sum += logprob.logprob
+        data = b"" if is_stop_token else self._vocabulary.token_bytes(token_id)
+        text = self._detokenizer.push(data)
+        if self._wants_tokens:
+            start, self._decoded = self._decoded, self._decoded + len(text)
+            self._pending.append(_Pending(token_id, logprob, start, self._decoded, text))
+        return self._stops.push(text)
+
+    def _end(self) -> str:
+        tail = self._detokenizer.flush()
+        if tail and self._pending:
+            last = self._pending[-1]
+            last.text += tail
+            last.end += len(tail)
+        return self._stops.push(tail) + self._stops.flush()
+
+    def _finish_of(self, event: TokenEvent) -> FinishReason:
+        if self._stops.hit is not None:  # by the text of an unfinished character
+            return "stop"
+        if event.finish != "stop":
+            return event.finish or "error"
+        last = self.accepted_ids[-1] if self.accepted_ids else None
+        own = last in self._stop_ids or last not in self._vocabulary.eos_token_ids
+        return "stop" if own else "eos"
+
+    def _event(self, text: str, num_tokens: int) -> TextEvent | None:
+        self._released += len(text)
+        self._texts.append(text)
+        tokens = self._release_tokens() if self._wants_tokens else ()
+        if not (text or tokens or self.finish or num_tokens):
+            return None
+        self._tokens.extend(tokens)
+        return TextEvent(self._prompt_index, self._choice, text, tokens, self.finish, num_tokens)
+
+    def _release_tokens(self) -> tuple[TextToken, ...]:
+        """Tokens whose text is out; at the end also what the stop string left of one."""
+        tokens = []
+        while self._pending:
+            token = self._pending[0]
+            if token.end > self._released:
+                if self.finish is None or token.start >= self._released:
+                    break
+                token.text = token.text[: self._released - token.start]
+            tokens.append(self._text_token(token))
+            self._pending.popleft()
+        return tuple(tokens)
+
+    def _text_token(self, pending: _Pending) -> TextToken:
+        return text_token(self._vocabulary, pending.token_id, pending.text, pending.logprob)
+
+
+def text_token(
+    vocabulary: Vocabulary, token_id: int, text: str, logprob: TokenLogprob | None
+) -> TextToken:
+    """A token as the client sees it. text: what it adds to the text."""
+    own = vocabulary.token_text(token_id)
+    top: tuple[tuple[int, str, float], ...] = ()
+    if logprob is not None and logprob.top:
+        top = tuple((i, vocabulary.token_text(i), value) for i, value in logprob.top)
+    raw = vocabulary.token_bytes(token_id) if "�" in own else None
+    value = logprob.logprob if logprob is not None else None
+    return TextToken(token_id, text, own, value, vocabulary.is_special(token_id), top, raw)
+
+
+def prompt_tokens(
+    vocabulary: Vocabulary, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+) -> tuple[TextToken, ...]:
+    """A prompt's tokens for PromptInfo, with their text as part of the prompt."""
+    detokenizer = Detokenizer()
+    tokens = []
+    for i, token_id in enumerate(ids):
+        text = detokenizer.push(vocabulary.token_bytes(token_id))
+        logprob = logprobs[i] if logprobs is not None and i < len(logprobs) else None
+        tokens.append(text_token(vocabulary, token_id, text, logprob))
+    return tuple(tokens)

@@ -1,0 +1,155 @@
+"""Chat templates that tenants bring, rendered in processes of their own with little to spend.
+
+A template that uses up its time or memory costs its process, never the router.
+"""
+
+import asyncio
+import hashlib
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from router.text.chat import MAX_OUTPUT_CHARS, TemplateFault
+from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, Job, Outcome
+
+START_TIMEOUT_S = 30.0
+RENDER_TIMEOUT_S = 20.0
+# A template that cost a process is refused unseen for so long.
+REFUSED_S = 30.0
+_MAX_REFUSED = 256
+_MAX_FRAME_BYTES = 4 * MAX_OUTPUT_CHARS + 64
+_ROOT = str(Path(__file__).parents[2])
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from router.text.template_worker import main; main()"
+)
+
+
+class TemplateSandbox:
+    """At most `processes` templates render at once; processes start when first needed."""
+
+    def __init__(self, processes: int = 2) -> None:
+        self._idle: list[_Renderer] = [_Renderer() for _ in range(processes)]
+        self._all = tuple(self._idle)
+        self._slots = asyncio.Semaphore(processes)
+        self._refused: OrderedDict[bytes, float] = OrderedDict()
+
+    async def render(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        messages: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+    ) -> str:
+        """As `ChatTemplate(source, special_tokens).render(messages, variables)`.
+
+        Raises TemplateFault.
+        """
+        job = Job(source, special_tokens, list(messages), variables)
+        key = hashlib.sha256(source.encode("utf-8", "replace")).digest()
+        async with self._slots:
+            self._check_refused(key)
+            renderer = self._idle.pop()
+            try:
+                outcome = await renderer.render(job)
+            except _Lost:
+                self._refuse(key)
+                raise TemplateFault(
+                    f"the adapter's chat template used more than {CPU_SECONDS:g} s of processor "
+                    f"time or {MEMORY_BYTES >> 20} MiB of memory"
+                ) from None
+            finally:
+                self._idle.append(renderer)
+        if outcome.text is None:
+            raise TemplateFault(outcome.fault or "the adapter's chat template failed")
+        return outcome.text
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        for renderer in self._all:
+            await renderer.stop()
+
+    def _check_refused(self, key: bytes) -> None:
+        until = self._refused.get(key)
+        if until is not None and until > asyncio.get_running_loop().time():
+            raise TemplateFault("the adapter's chat template was stopped a moment ago")
+
+    def _refuse(self, key: bytes) -> None:
+        self._refused[key] = asyncio.get_running_loop().time() + REFUSED_S
+        self._refused.move_to_end(key)
+        if len(self._refused) > _MAX_REFUSED:
+            self._refused.popitem(last=False)
+
+
+class _Lost(Exception):
+    """The process ended, hung or answered nonsense in the middle of a template."""
+
+
+class _Renderer:
+    """One process, started on demand and again after it was lost."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def render(self, job: Job) -> Outcome:
+        """Raises _Lost. However it ends otherwise, no reply is left behind for the next caller."""
+        if self._process is None:
+            self._process = await _start()
+        finished = False
+        try:
+            async with asyncio.timeout(RENDER_TIMEOUT_S):
+                outcome = await _exchange(self._process, job)
+            finished = True
+            return outcome
+        except (TimeoutError, OSError, EOFError, ValueError) as error:
+            raise _Lost from error
+        finally:
+            if not finished:  # also when cancelled: its answer would be read as another's
+                await self.stop()
+
+    async def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        await asyncio.shield(process.wait())
+
+
+async def _start() -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-c", _PROGRAM, _ROOT),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={},
+    )
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await _read(process)
+    except BaseException:
+        if process.returncode is None:
+            process.kill()
+        raise
+    return process
+
+
+async def _exchange(process: asyncio.subprocess.Process, job: Job) -> Outcome:
+    assert process.stdin is not None
+    frame = msgspec.msgpack.encode(job)
+    process.stdin.write(len(frame).to_bytes(4, "big") + frame)
+    await process.stdin.drain()
+    return await _read(process)
+
+
+async def _read(process: asyncio.subprocess.Process) -> Outcome:
+    """Raises EOFError, and ValueError for what is no Outcome."""
+    assert process.stdout is not None
+    size = int.from_bytes(await process.stdout.readexactly(4), "big")
+    if size > _MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes")
+    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Outcome)

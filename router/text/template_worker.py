@@ -1,0 +1,86 @@
+"""The process that renders tenants' chat templates: limits on itself first, then one at a time.
+
+Frames on stdin and stdout: 4 bytes of length, big-endian, then msgpack. It gives up memory, files,
+processes and all but a little processor time before it reads anything.
+"""
+
+import resource
+import signal
+import sys
+import time
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from router.text.chat import ChatTemplate, TemplateFault
+
+CPU_SECONDS = 1.0
+MEMORY_BYTES = 512 << 20
+_KEPT_TEMPLATES = 16
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    """Render `source` over messages."""
+
+    source: str
+    special_tokens: dict[str, str]
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """text, or why there is none."""
+
+    text: str | None
+    fault: str | None = None
+
+
+def main() -> None:
+    _limit_self()
+    decode = msgspec.msgpack.Decoder(Job).decode
+    templates: OrderedDict[str, ChatTemplate] = OrderedDict()
+    _write(Outcome(""))  # ready
+    while (frame := _read()) is not None:
+        # Its default action ends the process, in the middle of a C call if need be.
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        outcome = _render(templates, decode(frame))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(outcome)
+
+
+def _limit_self() -> None:
+    time.localtime()  # loads the time zone while files can still be opened
+    for kind, limit in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 3),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _render(templates: "OrderedDict[str, ChatTemplate]", job: Job) -> Outcome:
+    try:
+        template = templates.get(job.source)
+        if template is None:
+            template = templates[job.source] = ChatTemplate(job.source, job.special_tokens)
+            if len(templates) > _KEPT_TEMPLATES:
+                templates.popitem(last=False)
+        return Outcome(template.render(job.messages, job.variables))
+    except TemplateFault as fault:
+        return Outcome(None, str(fault))
+
+
+def _read() -> bytes | None:
+    head = sys.stdin.buffer.read(4)
+    if len(head) < 4:
+        return None
+    return sys.stdin.buffer.read(int.from_bytes(head, "big"))
+
+
+def _write(outcome: Outcome) -> None:
+    frame = msgspec.msgpack.encode(outcome)
+    sys.stdout.buffer.write(len(frame).to_bytes(4, "big") + frame)
+    sys.stdout.buffer.flush()

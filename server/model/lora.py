@@ -176,7 +176,7 @@ class LoraBatch:
     token_slots: torch.Tensor
 
     def add(self, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        """y += scale (x A^T) B^T, where there is an adapter; x `[tokens, in]`, y `[tokens, out]`."""
+        """y += scale (x A^T) B^T of each token's adapter; x `[tokens, in]`, y `[tokens, out]`."""
         if site not in self.sites:
             return
         for segment in self.segments:

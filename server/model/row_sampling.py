@@ -85,7 +85,7 @@ class RowSampling:
         return np.array(sorted({i for i in ids if 0 <= i < self.vocab_size}), dtype=np.int64)
 
     def batch(self, rows: Rows, seq_rows: np.ndarray, lengths: np.ndarray) -> SamplingBatch:
-        """seq_rows, lengths: int64 `[n]`, the rows that sample, and how many tokens each has now."""
+        """seq_rows, lengths: int64 `[n]`, the rows that sample, and the tokens each has now."""
         index = lengths - rows.prompt_len[seq_rows]
         temperature = self._floats["temperature"][seq_rows]
         return SamplingBatch(

@@ -48,7 +48,7 @@ class Rows:
             return
         lengths = [len(values) for _, _, values in writes]
         rows = np.repeat([row for row, _, _ in writes], lengths)
-        columns = np.concatenate([np.arange(f, f + n) for (_, f, _), n in zip(writes, lengths)])
+        columns = np.concatenate([np.arange(f, f + len(v)) for _, f, v in writes])
         values = np.concatenate([np.asarray(v, dtype=np.int64) for _, _, v in writes])
         packed = torch.from_numpy(np.stack((rows, columns, values))).to(self.device)
         table[packed[0], packed[1]] = packed[2].to(table.dtype)

@@ -1,0 +1,92 @@
+"""Copies of adapters from the host arena to the device's, in a thread beside the steps."""
+
+import queue
+import threading
+from contextlib import nullcontext
+
+import torch
+
+from server.engine.executor import AdapterCopy, CopyDone
+from server.model.lora import AdapterTable, SiteWeights
+
+# A copy in pieces lets the steps have the memory bus in between.
+_PIECE_BYTES = 4 << 20
+
+_Finished = tuple[AdapterCopy, dict[int, SiteWeights], str | None]
+
+
+class AdapterCopies:
+    """One thread, in order of arrival. A slot can be used once `finished` reported it."""
+
+    def __init__(self, table: AdapterTable, host_arena: memoryview) -> None:
+        self.table = table
+        self._host = torch.frombuffer(host_arena, dtype=torch.uint8) if host_arena else None
+        self._stream = torch.cuda.Stream() if table.arena.is_cuda else None
+        self._pending: queue.SimpleQueue[AdapterCopy | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="adapter-copies", daemon=True)
+        self._thread.start()
+
+    def start(self, copy: AdapterCopy) -> None:
+        self._pending.put(copy)
+
+    def finished(self) -> list[CopyDone]:
+        """Bind the slots whose copies are over, between steps; never blocks."""
+        done = []
+        while not self._finished.empty():
+            copy, weights, error = self._finished.get()
+            if error is None:
+                self.table.bind(copy.adapter_slot, weights)
+            done.append(CopyDone(copy.adapter_slot, copy.layout.digest, error))
+        return done
+
+    def close(self) -> None:
+        """Ends the thread after the copy that it is at."""
+        while not self._pending.empty():
+            self._pending.get_nowait()
+        self._pending.put(None)
+        self._thread.join()
+        self._host = None
+
+    def _run(self) -> None:
+        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), stream:
+            while (copy := self._pending.get()) is not None:
+                try:
+                    self._copy(copy)
+                    weights = self.table.prepare(
+                        copy.adapter_slot, copy.layout, copy.device_extents
+                    )
+                except (ValueError, RuntimeError) as error:
+                    self._finished.put((copy, {}, str(error)))
+                else:
+                    self._finished.put((copy, weights, None))
+
+    def _copy(self, copy: AdapterCopy) -> None:
+        layout = copy.layout
+        if layout.extent_bytes != self.table.extent_bytes:
+            raise ValueError(
+                f"the slab has extents of {layout.extent_bytes} bytes, the arena of"
+                f" {self.table.extent_bytes}"
+            )
+        if not len(layout.runs) == len(copy.host_extents) == len(copy.device_extents):
+            raise ValueError("a run of extents lacks a place in the host or the device arena")
+        size = layout.extent_bytes
+        for run, source, target in zip(
+            layout.runs, copy.host_extents, copy.device_extents, strict=True
+        ):
+            self._copy_run(source * size, target * size, run * size)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy_run(self, source: int, target: int, nbytes: int) -> None:
+        host, device = self._host, self.table.arena
+        host_bytes = 0 if host is None else host.numel()
+        inside = 0 <= source <= host_bytes - nbytes and 0 <= target <= device.numel() - nbytes
+        if host is None or not inside:
+            raise ValueError("a run of extents lies outside an arena")
+        for offset in range(0, nbytes, _PIECE_BYTES):
+            end = min(offset + _PIECE_BYTES, nbytes)
+            device[target + offset : target + end].copy_(
+                host[source + offset : source + end], non_blocking=True
+            )

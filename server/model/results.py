@@ -1,0 +1,92 @@
+"""What a launched step leaves to be collected: tensors on their way to the host."""
+
+from dataclasses import dataclass
+
+import torch
+
+from server.engine.plan import SliceResult
+from server.model.sampling import Logprobs, Sampled
+from server.protocol import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """Logprobs of one step's tokens, by place in the step. counts: alternatives that each wants."""
+
+    places: list[int]
+    counts: list[int]
+    values: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of one slice. token_ids: those predicted, int64 `[n]`."""
+
+    place: int
+    token_ids: torch.Tensor
+    parts: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTicket:
+    """A launched step: results by place in the step, and how places map to the plan's slices.
+
+    samples: place of each sampled row. done: the device's event, None where launching computed.
+    """
+
+    order: list[int]
+    samples: list[int]
+    sampled: Sampled | None
+    logprobs: HostLogprobs | None
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+    done: torch.cuda.Event | None
+
+    def ready(self) -> bool:
+        return self.done is None or self.done.query()
+
+    def results(self) -> list[SliceResult]:
+        """Waits for the device. One result per slice, in the plan's order."""
+        if self.done is not None:
+            self.done.synchronize()
+        tokens: dict[int, int] = {}
+        failed = set()
+        if self.sampled is not None:
+            flags = self.sampled.failed.tolist()
+            for place, token, bad in zip(
+                self.samples, self.sampled.token_ids.tolist(), flags, strict=True
+            ):
+                if bad:
+                    failed.add(place)
+                else:
+                    tokens[place] = token
+        logprobs = {} if self.logprobs is None else _by_place(self.logprobs, tokens)
+        prompts = {p.place: _prompt(p) for p in self.prompt_logprobs}
+        results: list[SliceResult] = [SliceResult(None)] * len(self.order)
+        for place, index in enumerate(self.order):
+            results[index] = SliceResult(
+                tokens.get(place), logprobs.get(place), prompts.get(place), place in failed
+            )
+        return results
+
+
+def _by_place(found: HostLogprobs, tokens: dict[int, int]) -> dict[int, TokenLogprob]:
+    chosen, ids, top = (
+        t.tolist() for t in (found.values.chosen, found.values.top_ids, found.values.top)
+    )
+    result = {}
+    for i, (place, count) in enumerate(zip(found.places, found.counts, strict=True)):
+        if place in tokens:
+            alternatives = tuple(zip(ids[i][:count], top[i][:count], strict=True))
+            result[place] = TokenLogprob(tokens[place], chosen[i], alternatives)
+    return result
+
+
+def _prompt(prompt: PromptLogprobs) -> list[TokenLogprob]:
+    token_ids = prompt.token_ids.tolist()
+    chosen = [value for part in prompt.parts for value in part.chosen.tolist()]
+    ids = [row for part in prompt.parts for row in part.top_ids.tolist()]
+    top = [row for part in prompt.parts for row in part.top.tolist()]
+    return [
+        TokenLogprob(token, value, tuple(zip(i, t, strict=True)))
+        for token, value, i, t in zip(token_ids, chosen, ids, top, strict=True)
+    ]

@@ -1,0 +1,57 @@
+"""A StepPlan as arrays: the flat batch, which of its rows give logits, and how results map back."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from server.engine.plan import SeqSlice, StepPlan
+from server.model.ops import StepLayout
+from server.model.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The slices reordered: decodes first, and within them and the rest by adapter, so that an
+    adapter's tokens are neighbours.
+
+    order: int64 `[slices]`, a slice's place in the plan. ends: `[slices]`, its last token in the
+    batch. token_slots: `[tokens]`, adapter slots. All of these lie on the host.
+    """
+
+    slices: list[SeqSlice]
+    order: np.ndarray
+    seq_rows: np.ndarray
+    starts: np.ndarray
+    num_new: np.ndarray
+    ends: np.ndarray
+    token_slots: np.ndarray
+    samples: np.ndarray
+    layout: StepLayout
+
+    @classmethod
+    def build(cls, plan: StepPlan, rows: Rows) -> "Step":
+        table = np.array(
+            [(s.seq_row, s.start, s.num_new, s.adapter_slot, s.sample) for s in plan.slices],
+            dtype=np.int64,
+        ).reshape(-1, 5)
+        order = np.lexsort((table[:, 3], table[:, 2] > 1))
+        seq_rows, starts, num_new, slots, samples = table[order].T.copy()
+        ends = np.cumsum(num_new)
+        begins = ends - num_new
+        positions = np.arange(ends[-1]) + np.repeat(starts - begins, num_new)
+        token_rows = np.repeat(seq_rows, num_new)
+        packed = torch.from_numpy(np.stack((token_rows, positions))).to(
+            rows.device, non_blocking=True
+        )
+        return cls(
+            slices=[plan.slices[i] for i in order],
+            order=order,
+            seq_rows=seq_rows,
+            starts=starts,
+            num_new=num_new,
+            ends=ends - 1,
+            token_slots=np.repeat(slots, num_new),
+            samples=np.flatnonzero(samples),
+            layout=StepLayout(seq_rows, starts, num_new, packed[0], packed[1], rows.page_table),
+        )

@@ -1,0 +1,191 @@
+"""Drives a TorchExecutor by hand: pages, rows, chunks and slots as a test asks for them."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adapters.manifest import SlabLayout
+from server.config import EngineConfig
+from server.engine.executor import AdapterCopy, CopyDone
+from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
+from server.model.executor import TorchExecutor
+from server.protocol import SamplingParams, TokenLogprob
+
+EXTENT = 4096
+COPY_TIMEOUT_S = 60.0
+EVERY_LOGPROB = 1 << 30
+
+
+def engine_config(folder: Path, **changes: Any) -> EngineConfig:
+    config = EngineConfig(
+        model_path=str(folder),
+        device="cpu",
+        dtype="float32",
+        page_size=4,
+        kv_memory=4 << 20,
+        adapter_memory=8 << 20,
+        host_arena_bytes=8 << 20,
+        extent_bytes=EXTENT,
+        max_context=None,
+        max_running=48,
+        max_waiting=16,
+        max_step_tokens=512,
+        adapter_slots=16,
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+class Driver:
+    """One executor with a host arena; hands out pages and extents upwards, or as it is told."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.config = engine_config(folder, **changes)
+        self.arena = bytearray(self.config.host_arena_bytes)
+        self.executor = TorchExecutor(self.config, memoryview(self.arena))
+        self.free_pages = list(range(self.executor.limits.num_pages))
+        self.step = 0
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> CopyDone:
+        """Copy a slab into the slot. Its runs lie in reverse order from device extent `first` on,
+        and with a gap between each two in the host arena."""
+        size = layout.extent_bytes
+        host, device = [], []
+        host_next, device_next, read = 0, first + sum(layout.runs), 0
+        for run in layout.runs:
+            self.arena[host_next * size : (host_next + run) * size] = slab[
+                read * size : (read + run) * size
+            ]
+            host.append(host_next)
+            device_next -= run
+            device.append(device_next)
+            host_next += run + 1
+            read += run
+        self.executor.start_copy(AdapterCopy(slot, layout, tuple(host), tuple(device)))
+        return self.wait_for_copy()
+
+    def wait_for_copy(self) -> CopyDone:
+        deadline = time.monotonic() + COPY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            done = self.executor.finished_copies()
+            if done:
+                return done[0]
+            time.sleep(0.001)
+        raise TimeoutError("the copy did not end")
+
+    def run(self, plan: StepPlan) -> list[SliceResult]:
+        return self.executor.collect(self.executor.launch(plan))
+
+
+class Stream:
+    """One sequence on a row of a driver: prompt in chunks, then decodes."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        row: int,
+        prompt: Sequence[int],
+        *,
+        slot: int = -1,
+        seed: int = 0,
+        choice: int = 0,
+        accepted: Sequence[int] = (),
+        sampling: SamplingParams | None = None,
+        suppressed_until: int = 0,
+    ) -> None:
+        self.driver = driver
+        self.row = row
+        self.slot = slot
+        self.prompt_len = len(prompt)
+        self.tokens = [*prompt, *accepted]
+        self.computed = 0
+        self.pages: list[int] = []
+        self.sampling = sampling or SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB)
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.failed = False
+        self._seed, self._choice, self._suppressed_until = seed, choice, suppressed_until
+        self._started = False
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    def start(self) -> list[RowStart]:
+        if self._started:
+            return []
+        self._started = True
+        return [
+            RowStart(
+                self.row,
+                list(self.tokens),
+                self.prompt_len,
+                self.sampling,
+                self._seed,
+                self._choice,
+                self._suppressed_until,
+            )
+        ]
+
+    def grant(self, count: int) -> list[PageGrant]:
+        needed = -(-(self.computed + count) // self.driver.config.page_size) - len(self.pages)
+        if needed <= 0:
+            return []
+        first = len(self.pages)
+        pages = [self.driver.free_pages.pop() for _ in range(needed)]
+        self.pages += pages
+        return [PageGrant(self.row, first, pages)]
+
+    def slice(self, count: int, *, inline: bool = False) -> SeqSlice:
+        last = self.computed + count == len(self.tokens)
+        inputs = self.tokens[self.computed : self.computed + count]
+        prefill = self.computed < self.prompt_len
+        return SeqSlice(
+            seq_row=self.row,
+            start=self.computed,
+            num_new=count,
+            token_ids=inputs if inline or count > 1 or prefill else [],
+            adapter_slot=self.slot,
+            sample=last,
+            prompt_logprobs=self.sampling.prompt_logprobs is not None and prefill,
+        )
+
+    def take(self, count: int, result: SliceResult) -> None:
+        self.computed += count
+        self.failed |= result.failed
+        if result.token_id is not None:
+            self.tokens.append(result.token_id)
+        if result.logprob is not None:
+            self.logprobs.append(result.logprob)
+        self.prompt_logprobs += result.prompt_logprobs or []
+
+    def free(self) -> None:
+        self.driver.free_pages += self.pages
+        self.pages = []
+
+
+def step(driver: Driver, work: Sequence[tuple[Stream, int]]) -> None:
+    """One step: each stream computes that many tokens (at most what it has left)."""
+    jobs = [(s, min(count, len(s.tokens) - s.computed)) for s, count in work]
+    jobs = [(s, count) for s, count in jobs if count > 0]
+    plan = StepPlan(
+        step=driver.step,
+        new_rows=[start for s, _ in jobs for start in s.start()],
+        grants=[grant for s, count in jobs for grant in s.grant(count)],
+        slices=[s.slice(count) for s, count in jobs],
+        freed_rows=[],
+    )
+    driver.step += 1
+    for (stream, count), result in zip(jobs, driver.run(plan), strict=True):
+        stream.take(count, result)
+
+
+def generate(driver: Driver, streams: Sequence[Stream], tokens: int, chunk: int) -> None:
+    """Until every stream has `tokens` of output; prompts go in by chunks of up to `chunk`."""
+    while any(len(s.output) < tokens and not s.failed for s in streams):
+        step(driver, [(s, chunk) for s in streams if len(s.output) < tokens and not s.failed])

@@ -1,0 +1,135 @@
+"""Tiny random base models and adapters, made and saved by transformers and PEFT: the oracle."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Wide enough that logits differ by much more than rounding.
+    "initializer_range": 0.15,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+# name -> (family, what differs from SIZES)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-biases-tied": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "llama-dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral-head-dim": ("mistral", {"head_dim": 32, "sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN_ROPE}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+}
+
+
+def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    family, changes = VARIANTS[name]
+    config_class, model_class = _CLASSES[family]
+    torch.manual_seed(seed)
+    model: PreTrainedModel = model_class(config_class(**{**SIZES, **changes, **overrides}))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name or "bias" in parameter_name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
+
+
+def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def add_adapter(
+    model: PreTrainedModel | PeftModel, name: str, config: LoraConfig, seed: int
+) -> PeftModel:
+    """Wrap the model (once), add an adapter of random weights; B too, which PEFT leaves at zero."""
+    if isinstance(model, PeftModel):
+        model.add_adapter(name, config)
+        peft = model
+    else:
+        peft = get_peft_model(model, config, adapter_name=name)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in peft.named_parameters():
+            if f".{name}" in parameter_name and "lora_" in parameter_name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    return peft.eval()
+
+
+@torch.inference_mode()
+def reference_logprobs(
+    model: PreTrainedModel | PeftModel, adapter: str | None, ids: list[int]
+) -> torch.Tensor:
+    """Log-softmax after every token, float32 `[tokens, vocab]`."""
+    inputs = torch.tensor([ids])
+    if isinstance(model, PeftModel):
+        if adapter is None:
+            with model.disable_adapter():
+                logits = model(input_ids=inputs).logits
+        else:
+            model.set_adapter(adapter)
+            logits = model(input_ids=inputs).logits
+    else:
+        logits = model(input_ids=inputs).logits
+    scores: torch.Tensor = logits[0].float().log_softmax(-1)
+    return scores

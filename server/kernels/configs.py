@@ -1,0 +1,128 @@
+"""Tuned launch parameters, read from `configs/<arch>.json`.
+
+A file holds three lists: `tile_rows`, `shrink` and `expand`. An entry applies where the batch has
+at most `max_rows` rows, the adapters at most `max_rank` (of one projection) and the site at most
+`max_features` (input features for shrink, output features for expand); a bound left out is
+unbounded, and the first entry that applies wins. `default.json` serves every other architecture.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+Phase = Literal["decode", "prefill"]
+DEFAULT_ARCH = "default"
+_FOLDER = Path(__file__).parent / "configs"
+_CPU_PROCESSORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkConfig:
+    """block_k: input features a step; row_block_k: the same for a tile of one row.
+
+    split_k: programs that share one tile's input features.
+    num_programs: the most programs that are launched; each loops over its share of the tiles.
+    """
+
+    block_k: int
+    row_block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+    num_programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandConfig:
+    """block_n: output features of one program; num_programs: as in ShrinkConfig."""
+
+    block_n: int
+    num_warps: int
+    num_programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    phase: Phase
+    max_rows: float
+    max_rank: float
+    max_features: float
+    values: dict[str, int]
+
+    def applies(self, phase: Phase, rows: int, rank: int, features: int) -> bool:
+        return (
+            phase == self.phase
+            and rows <= self.max_rows
+            and rank <= self.max_rank
+            and features <= self.max_features
+        )
+
+
+class KernelConfigs:
+    """The launch parameters of one device."""
+
+    def __init__(self, arch: str, processors: int, table: dict[str, list[dict[str, Any]]]) -> None:
+        self.arch = arch
+        self.processors = processors
+        self._shrink = [_entry(row) for row in table["shrink"]]
+        self._expand = [_entry(row) for row in table["expand"]]
+        self._tiles = [_entry(row) for row in table["tile_rows"]]
+
+    def tile_rows(self, phase: Phase, rows: int) -> int:
+        """Rows of a tile in a batch of `rows`."""
+        return _find(self._tiles, phase, rows, 0, 0)["tile_rows"]
+
+    def shrink(self, phase: Phase, rows: int, rank: int, in_features: int) -> ShrinkConfig:
+        """rank: the largest rank of one projection that may be in the batch."""
+        v = _find(self._shrink, phase, rows, rank, in_features)
+        programs = self.processors * v["programs_per_processor"]
+        sizes = (v["block_k"], v["row_block_k"], v["split_k"])
+        return ShrinkConfig(*sizes, v["num_warps"], v["num_stages"], programs)
+
+    def expand(self, phase: Phase, rows: int, rank: int, out_features: int) -> ExpandConfig:
+        """out_features: of all projections of the site together."""
+        v = _find(self._expand, phase, rows, rank, out_features)
+        programs = self.processors * v["programs_per_processor"]
+        return ExpandConfig(v["block_n"], v["num_warps"], programs)
+
+    @property
+    def max_split_k(self) -> int:
+        """The largest `split_k` of any entry: what a decode workspace needs."""
+        return max(entry.values["split_k"] for entry in self._shrink)
+
+
+def load_configs(device: torch.device | str) -> KernelConfigs:
+    """The tuned file of the device's architecture, else `default.json`."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return _read(DEFAULT_ARCH, _CPU_PROCESSORS)
+    properties = torch.cuda.get_device_properties(device)
+    arch = f"sm{properties.major}{properties.minor}"
+    known = (_FOLDER / f"{arch}.json").is_file()
+    return _read(arch if known else DEFAULT_ARCH, properties.multi_processor_count)
+
+
+def _read(arch: str, processors: int) -> KernelConfigs:
+    text = (_FOLDER / f"{arch}.json").read_text(encoding="utf-8")
+    return KernelConfigs(arch, processors, json.loads(text))
+
+
+def _entry(row: dict[str, Any]) -> _Entry:
+    bounds = {name: float(row.get(name, "inf")) for name in ("max_rows", "max_rank")}
+    values = {k: v for k, v in row.items() if k != "phase" and not k.startswith("max_")}
+    return _Entry(
+        row["phase"], **bounds, max_features=float(row.get("max_features", "inf")), values=values
+    )
+
+
+def _find(
+    entries: Sequence[_Entry], phase: Phase, rows: int, rank: int, features: int
+) -> dict[str, int]:
+    for entry in entries:
+        if entry.applies(phase, rows, rank, features):
+            return entry.values
+    raise ValueError(f"no launch parameters for {phase}, {rows} rows, rank {rank}, {features}")

@@ -1,0 +1,156 @@
+"""From each row's adapter slot to tiles of rows that share an adapter, all on the device.
+
+The grids of the other kernels cover the worst case and read the number of tiles from the device, so
+a captured graph stays valid for any assignment of adapters to rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_FUSED_ROWS = 512
+TILE_WORDS = 4  # slot, first position in `order`, rows, unused
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Rows grouped by adapter and cut into tiles of at most `tile_rows`. All tensors are int32.
+
+    order `[rows]`: the batch row at each sorted position: rows of one slot are neighbours, in
+    batch order; rows without an adapter come last and are in no tile.
+    tiles `[max_tiles, 4]`: slot, first position, number of rows. num_tiles `[1]`: how many
+    of them are valid.
+    scratch `[rows]`: of the routing kernel.
+    """
+
+    rows: int
+    tile_rows: int
+    num_slots: int
+    order: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+    scratch: torch.Tensor
+
+    @property
+    def max_tiles(self) -> int:
+        return self.tiles.shape[0]
+
+
+def max_tiles(rows: int, tile_rows: int, num_slots: int) -> int:
+    """The most tiles that any assignment of `num_slots` adapters to `rows` rows can need."""
+    return min(rows, rows // tile_rows + min(rows, num_slots))
+
+
+def allocate_segments(
+    rows: int, tile_rows: int, num_slots: int, device: torch.device | str
+) -> Segments:
+    """Buffers for batches of exactly `rows` rows; tile_rows is a power of two of at least 16."""
+    if rows < 0 or num_slots < 1:
+        raise ValueError(f"expected rows >= 0 and num_slots >= 1, got {rows} and {num_slots}")
+    if tile_rows < 16 or tile_rows & (tile_rows - 1):
+        raise ValueError(f"tile_rows must be a power of two of at least 16, got {tile_rows}")
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    tiles = ints(max_tiles(rows, tile_rows, num_slots), TILE_WORDS)
+    return Segments(rows, tile_rows, num_slots, ints(rows), tiles, ints(1), ints(rows))
+
+
+def route(slots: torch.Tensor, segments: Segments) -> None:
+    """Fill `segments` from `slots` `[rows]` int32 (-1 = no adapter), deterministically, no sync.
+
+    One kernel up to 512 rows (fit for a CUDA graph), a few torch operations beyond.
+    """
+    if slots.dtype != torch.int32 or slots.shape != (segments.rows,) or not slots.is_contiguous():
+        raise ValueError(
+            f"slots must be contiguous int32 [{segments.rows}], "
+            f"got {slots.dtype} {list(slots.shape)}"
+        )
+    if slots.device != segments.order.device:
+        raise ValueError(f"slots are on {slots.device}, segments on {segments.order.device}")
+    if segments.rows == 0:
+        return
+    if segments.rows > MAX_FUSED_ROWS:
+        _route_torch(slots, segments)
+        return
+    block = max(16, triton.next_power_of_2(segments.rows))
+    _route_kernel[(1,)](
+        slots,
+        segments.order,
+        segments.tiles,
+        segments.num_tiles,
+        segments.scratch,
+        segments.rows,
+        TILE_ROWS=segments.tile_rows,
+        BLOCK=block,
+        CHUNK=min(32, block),
+        num_warps=8 if block >= 128 else 4,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _route_kernel(
+    slots_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    num_tiles_ptr: tl.tensor,
+    scratch_ptr: tl.tensor,
+    rows: tl.tensor,
+    TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """One program: a counting sort by comparing all pairs, then a scan over the tiles' heads."""
+    last: tl.constexpr = 2147483647
+    i = tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + i, mask=i < rows, other=-1)
+    key = tl.where(slot >= 0, slot, last)
+    group_start = tl.zeros((BLOCK,), tl.int32)
+    group_size = tl.zeros((BLOCK,), tl.int32)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, rows, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        other = tl.load(slots_ptr + j, mask=j < rows, other=-1)
+        other_key = tl.where(other >= 0, other, last)
+        real = (j < rows)[None, :]
+        less = (other_key[None, :] < key[:, None]) & real
+        same = (other_key[None, :] == key[:, None]) & real
+        earlier = same & (j[None, :] < i[:, None])
+        group_start += tl.sum(less.to(tl.int32), axis=1)
+        group_size += tl.sum(same.to(tl.int32), axis=1)
+        rank += tl.sum(earlier.to(tl.int32), axis=1)
+    position = group_start + rank
+    is_head = (slot >= 0) & (rank % TILE_ROWS == 0)
+    tl.store(order_ptr + position, i, mask=i < rows)
+    tl.store(scratch_ptr + position, tl.where(is_head, group_size - rank, 0), mask=i < rows)
+    tl.debug_barrier()
+    left = tl.load(scratch_ptr + i, mask=i < rows, other=0)
+    head = left > 0
+    tile = tl.cumsum(head.to(tl.int32), axis=0) - 1
+    row = tl.load(order_ptr + i, mask=head, other=0)
+    tl.store(tiles_ptr + tile * 4, tl.load(slots_ptr + row, mask=head, other=0), mask=head)
+    tl.store(tiles_ptr + tile * 4 + 1, i, mask=head)
+    tl.store(tiles_ptr + tile * 4 + 2, tl.minimum(left, TILE_ROWS), mask=head)
+    tl.store(num_tiles_ptr, tl.sum(head.to(tl.int32), axis=0))
+
+
+def _route_torch(slots: torch.Tensor, segments: Segments) -> None:
+    num_slots, size = segments.num_slots, segments.tile_rows
+    keys = torch.where(slots >= 0, slots, num_slots).long()
+    segments.order.copy_(torch.sort(keys, stable=True).indices)
+    counts = torch.zeros(num_slots + 1, dtype=torch.long, device=slots.device)
+    counts.scatter_add_(0, keys, torch.ones_like(keys))
+    counts = counts[:num_slots]
+    starts = torch.cumsum(counts, 0) - counts
+    tiles = (counts + size - 1) // size
+    ends = torch.cumsum(tiles, 0)
+    index = torch.arange(segments.max_tiles, device=slots.device)
+    slot = torch.searchsorted(ends, index, right=True).clamp_(max=num_slots - 1)
+    done = (index - (ends - tiles)[slot]) * size
+    segments.tiles[:, 0] = slot
+    segments.tiles[:, 1] = starts[slot] + done
+    segments.tiles[:, 2] = (counts[slot] - done).clamp_(0, size)
+    segments.num_tiles.copy_(ends[-1:])

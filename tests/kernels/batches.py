@@ -1,0 +1,116 @@
+"""Adapters in an arena full of NaN, the table that points to them, and a LoRA product over a batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from server.kernels.configs import Phase, load_configs
+from server.kernels.expand import expand
+from server.kernels.reference import SiteWeights
+from server.kernels.segments import Segments, allocate_segments, route
+from server.kernels.shrink import shrink
+from server.kernels.table import LoraTable
+from server.kernels.workspace import Workspace, allocate_workspace
+
+ALIGNMENT = 256
+NUM_SITES = 3
+SITE = 1
+
+
+@dataclass(slots=True)
+class Adapters:
+    """Random adapters by slot, of one site. `arena` is NaN wherever no weight lies."""
+
+    dtype: torch.dtype
+    device: torch.device
+    num_slots: int
+    arena_bytes: int = 4 << 20
+    used: int = 0
+    arena: torch.Tensor = field(init=False)
+    table: LoraTable = field(init=False)
+    weights: list[SiteWeights | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.arena = torch.full((self.arena_bytes,), 0xFF, dtype=torch.uint8, device=self.device)
+        assert self.arena.view(self.dtype).isnan().all()
+        self.table = LoraTable(NUM_SITES, self.num_slots, self.device)
+        self.weights = [None] * self.num_slots
+
+    def put(self, slot: int, in_features: int, widths: Sequence[int], ranks: Sequence[int]) -> None:
+        """A: `[sum(ranks), in]` stacked, B: `[width, rank]` each, as a slab has them."""
+        a_ptr, stacked = self._place(torch.randn(sum(ranks), in_features) / in_features**0.5)
+        placed = [
+            self._place(torch.randn(w, r) / max(r, 1) ** 0.5)
+            for w, r in zip(widths, ranks, strict=True)
+        ]
+        scales = [0.5 + 0.25 * i for i in range(len(ranks))]
+        self.table.write(slot, SITE, a_ptr, [p for p, _ in placed], ranks, scales)
+        self.table.upload(slot)
+        a = tuple(stacked.split(list(ranks)))
+        self.weights[slot] = SiteWeights(a, tuple(b for _, b in placed), tuple(scales))
+
+    def put_embedding(self, slot: int, vocab: int, width: int, rank: int) -> None:
+        """A: `[vocab, rank]`, the transpose of what PEFT stores."""
+        a_ptr, a = self._place(torch.randn(vocab, rank))
+        b_ptr, b = self._place(torch.randn(width, rank) / rank**0.5)
+        self.table.write(slot, SITE, a_ptr, [b_ptr], [rank], [2.0])
+        self.table.upload(slot)
+        self.weights[slot] = SiteWeights((a.T,), (b,), (2.0,))
+
+    def remove(self, slot: int) -> None:
+        self.table.clear(slot)
+        self.weights[slot] = None
+
+    def _place(self, values: torch.Tensor) -> tuple[int, torch.Tensor]:
+        values = values.to(self.dtype)
+        nbytes = values.numel() * values.element_size()
+        assert self.used + nbytes <= self.arena_bytes
+        view = self.arena[self.used : self.used + nbytes].view(self.dtype).view(values.shape)
+        view.copy_(values)
+        address = self.arena.data_ptr() + self.used
+        self.used += -(-(nbytes + 1) // ALIGNMENT) * ALIGNMENT
+        return address, view.cpu()
+
+
+@dataclass(slots=True)
+class Batch:
+    """Static buffers for batches of one size, as an executor owns them."""
+
+    segments: Segments
+    workspace: Workspace
+    slots: torch.Tensor
+    phase: Phase
+    max_rank: int = 256
+
+    def run(
+        self, y: torch.Tensor, x: torch.Tensor, widths: Sequence[int], table: LoraTable
+    ) -> None:
+        configs = load_configs(x.device)
+        rows = self.segments.rows
+        shrink_config = configs.shrink(self.phase, rows, self.max_rank, x.shape[1])
+        expand_config = configs.expand(self.phase, rows, self.max_rank, y.shape[1])
+        route(self.slots, self.segments)
+        shrink(x, table, SITE, self.segments, self.workspace, shrink_config)
+        expand(y, widths, table, SITE, self.segments, self.workspace, expand_config)
+
+
+def make_batch(rows: int, adapters: Adapters, phase: Phase = "decode") -> Batch:
+    configs = load_configs(adapters.device)
+    tile_rows = configs.tile_rows(phase, rows)
+    segments = allocate_segments(rows, tile_rows, adapters.num_slots, adapters.device)
+    split = configs.max_split_k if phase == "decode" else 1
+    workspace = allocate_workspace(max(rows, 1), adapters.dtype, adapters.device, split)
+    workspace.bridge.fill_(float("nan"))
+    workspace.planes.fill_(float("nan"))
+    slots = torch.full((rows,), -1, dtype=torch.int32, device=adapters.device)
+    return Batch(segments, workspace, slots, phase)
+
+
+def assert_close(out: torch.Tensor, ref: torch.Tensor, dtype: torch.dtype) -> None:
+    """Relative Frobenius error within what `dtype` inputs and a `dtype` bridge can give."""
+    limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    out, ref = out.float().cpu(), ref.float().cpu()
+    assert out.isfinite().all()
+    error = float((out - ref).norm() / ref.norm().clamp_min(1e-9))
+    assert error < limit, f"relative error {error:.2e}, limit {limit:.0e}"

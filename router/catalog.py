@@ -52,7 +52,8 @@ class CatalogRules:
 
     def target(self, choice: AdapterChoice) -> tuple[AdapterRef, Secret | None]:
         """The reference to fetch, and the credential to fetch it with. Raises AdapterError."""
-        alias = self.aliases.get(choice.ref.name) if choice.ref.source == "alias" else None
+        spelled = choice.ref.name if choice.ref.source == "alias" else choice.adapter_id
+        alias = self.aliases.get(spelled)
         if alias is not None:
             return alias, self.hub_token or choice.token
         if choice.ref.source == "alias":

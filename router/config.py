@@ -57,3 +57,13 @@ class RouterConfig:
     max_stream_buffer: int = field(
         default=1024, metadata={"help": "token events a slow reader may fall behind"}
     )
+    hub_token: str = field(
+        default="",
+        metadata={"help": "Hub credential that opens registered adapters", "secret": True},
+    )
+    max_requests: int = field(
+        default=4096, metadata={"help": "requests being answered at once, streams included"}
+    )
+    drain_timeout_s: float = field(
+        default=30.0, metadata={"help": "longest wait for running answers when told to stop"}
+    )

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
+from router.failures import DeadlinePassed, NoWorker
 from router.generation import Secret
 from router.model_card import CardStore
 from router.placement import Reason, WorkerView, choose, choose_loader
@@ -19,19 +20,6 @@ from server.protocol import ModelCard
 
 _TICK_S = 0.25
 _LOAD_ATTEMPTS = 3
-
-
-class NoWorker(Exception):
-    """No worker can take work now. retry_after_s: a hint for the caller."""
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.message = message
-        self.retry_after_s = retry_after_s
-
-
-class DeadlinePassed(Exception):
-    """The request's time was over before a worker could take it."""
 
 
 Placed = tuple[Credit, Reason]

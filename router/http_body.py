@@ -4,16 +4,9 @@ import asyncio
 
 from starlette.requests import Request
 
+from router.generation import RequestError
+
 BODY_TIMEOUT_S = 30.0
-
-
-class BodyError(Exception):
-    """The body cannot be taken. status: 408, 413 or 415."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
 
 
 class ClientGone(Exception):
@@ -21,7 +14,7 @@ class ClientGone(Exception):
 
 
 async def read_json_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request that carries JSON. Raises BodyError, ClientGone."""
+    """The body of a request that carries JSON. Raises RequestError, ClientGone."""
     _check_headers(request, max_bytes)
     body = bytearray()
     try:
@@ -32,11 +25,13 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
                     raise ClientGone
                 body += message.get("body", b"")
                 if len(body) > max_bytes:
-                    raise BodyError(413, f"the body may have at most {max_bytes} bytes")
+                    raise RequestError("too_large", f"the body may have at most {max_bytes} bytes")
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError as error:
-        raise BodyError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
+        raise RequestError(
+            "body_timeout", f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+        ) from error
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
@@ -44,10 +39,16 @@ def _check_headers(request: Request, max_bytes: int) -> None:
     media_type = request.headers.get("content-type", "application/json").partition(";")[0]
     media_type = media_type.strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
-        raise BodyError(415, f"expected content-type application/json, got {media_type[:100]!r}")
+        raise RequestError(
+            "media_type", f"expected content-type application/json, got {media_type[:100]!r}"
+        )
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise BodyError(415, f"content-encoding {encoding[:100]!r} is not supported: send plain")
+        raise RequestError(
+            "media_type", f"content-encoding {encoding[:100]!r} is not supported: send plain"
+        )
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
-        raise BodyError(413, f"the body may have at most {max_bytes} bytes, got {length[:20]}")
+        raise RequestError(
+            "too_large", f"the body may have at most {max_bytes} bytes, got {length[:20]}"
+        )

@@ -13,7 +13,8 @@ from functools import partial
 import msgspec
 
 from router.catalog import ServedAdapter
-from router.fleet import DeadlinePassed, Fleet
+from router.failures import DeadlinePassed, ReaderTooSlow, SequenceFailed
+from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.waiting import Waiting
 from router.worker_session import Credit, WorkerLost, WorkerSession
@@ -26,19 +27,6 @@ _BUSY_DELAY_S = 0.05
 _LONGEST_BUSY_DELAY_S = 1.0
 # Of a sequence that waits: a list's entry and a Python int.
 _BYTES_A_TOKEN = 36
-
-
-class SequenceFailed(Exception):
-    """A worker ended the sequence in an error, or no worker could go on with it."""
-
-    def __init__(self, code: ErrorCode, message: str) -> None:
-        super().__init__(message)
-        self.code: ErrorCode = code
-        self.message = message
-
-
-class ReaderTooSlow(Exception):
-    """The client reads more slowly than tokens arrive, by more than the buffer holds."""
 
 
 class Inbox:
@@ -115,10 +103,8 @@ class SequenceRun:
         self._done = True
         self._placing.cancel()
         if self._session is not None:
-            try:
+            with contextlib.suppress(WorkerLost):  # then the sequence ended with the connection
                 self._session.abandon(self._request.request_id, self._attempt, self._request.choice)
-            except WorkerLost:
-                pass  # with the connection the sequence ended, too
             self._session = None
 
     # Placing

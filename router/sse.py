@@ -31,7 +31,7 @@ async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Streams `first`, then what `rest` yields; `close` is awaited however it ends."""
+    """Streams `first`, then what `rest` yields; `close` is called however it ends."""
 
     media_type = "text/event-stream"
 
@@ -39,7 +39,7 @@ class EventStream(Response):
         self,
         first: bytes,
         rest: AsyncIterator[bytes],
-        close: Callable[[], Awaitable[None]],
+        close: Callable[[], None],
         headers: Mapping[str, str],
     ) -> None:
         self.status_code = 200
@@ -65,7 +65,7 @@ class EventStream(Response):
                 stream.result()
         finally:
             await _cancel(stream, watch)
-            await self._close()
+            self._close()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

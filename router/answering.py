@@ -1,0 +1,108 @@
+"""Answers the generation routes: a body in, an answer or a stream of events out.
+
+A stream's first event or failure is awaited before its headers go out, so that an error before the
+first token is a real HTTP status.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.errors import dialect_of, error_answer
+from router.api.formatter import ApiLimits, ApiRequest, Formatter
+from router.base_model import BaseModel
+from router.dispatch import Dispatcher
+from router.generation import AnswerHead, Api, PromptInfo, RequestError
+from router.generation_run import Generation, Part
+from router.http_body import read_json_body
+from router.sse import EventStream, until_disconnect
+
+logger = logging.getLogger(__name__)
+
+# `parse` of an API's module: body, limits, the value of `Authorization: Bearer …`.
+Parse = Callable[[bytes, ApiLimits, str | None], ApiRequest]
+
+
+def error_response(error: RequestError, api: Api) -> Response:
+    answer = error_answer(error, dialect_of(api))
+    return Response(answer.body, answer.status, answer.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """One generation route's work, whatever its API."""
+
+    base: BaseModel
+    dispatcher: Dispatcher
+    max_body_bytes: int
+
+    async def answer(self, request: Request, parse: Parse) -> Response:
+        """Raises RequestError for what fails before the first byte; ClientGone."""
+        body = await read_json_body(request, self.max_body_bytes)
+        self.base.require()
+        api_request = parse(body, self.base.limits, _bearer(request))
+        call = api_request.call
+        generation = await until_disconnect(
+            request, self.dispatcher.start(call, request.state.request_id)
+        )
+        formatter = api_request.formatter(generation.head)
+        if call.stream:
+            return await self._stream(request, generation, formatter)
+        try:
+            results = await until_disconnect(request, generation.finish())
+        finally:
+            generation.close()
+        whole = formatter.whole(results, generation.prompts)
+        headers = _headers(generation.head)
+        return Response(whole, 200, headers, media_type="application/json")
+
+    async def _stream(
+        self, request: Request, generation: Generation, formatter: Formatter
+    ) -> Response:
+        try:
+            first = b""
+            while not first and (parts := await until_disconnect(request, generation.next())):
+                first = _write(formatter, parts)
+        except BaseException:
+            generation.close()
+            raise
+        rest = _rest(generation, formatter)
+        return EventStream(first, rest, generation.close, _headers(generation.head))
+
+
+async def _rest(generation: Generation, formatter: Formatter) -> AsyncIterator[bytes]:
+    """What follows the first event, to the one end or error."""
+    try:
+        while parts := await generation.next():
+            chunk = _write(formatter, parts)
+            if chunk:
+                yield chunk
+        last = formatter.end()
+    except RequestError as error:
+        last = formatter.error(error)
+    except Exception:  # the process edge: a client that has headers still gets an answer
+        logger.exception("request %s failed in its stream", generation.head.request_id)
+        last = formatter.error(RequestError("internal", "internal error"))
+    if last:
+        yield last
+
+
+def _write(formatter: Formatter, parts: list[Part]) -> bytes:
+    return b"".join(
+        formatter.prompt(part) if isinstance(part, PromptInfo) else formatter.chunk(part)
+        for part in parts
+    )
+
+
+def _headers(head: AnswerHead) -> dict[str, str]:
+    if head.adapter_digest is None:
+        return {}
+    return {"x-loraplex-adapter-digest": head.adapter_digest}
+
+
+def _bearer(request: Request) -> str | None:
+    scheme, _, credential = request.headers.get("authorization", "").partition(" ")
+    return credential.strip() or None if scheme.lower() == "bearer" else None

@@ -1,0 +1,60 @@
+"""The base model that this router serves: whose card it holds, and which workers may serve it."""
+
+import asyncio
+import logging
+
+from router.api.formatter import ApiLimits, limits_from
+from router.config import RouterConfig
+from router.generation import RequestError
+from router.text.model import TextModel
+from server.protocol import ModelCard
+
+logger = logging.getLogger(__name__)
+
+
+class BaseModel:
+    """Nothing until the first card. One base at a time; another may replace one that is idle."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._text: TextModel | None = None
+        self._limits = ApiLimits()
+        self._adopting = asyncio.Lock()
+
+    @property
+    def text(self) -> TextModel | None:
+        return self._text
+
+    @property
+    def limits(self) -> ApiLimits:
+        """What bodies may ask for; it means nothing before the first card."""
+        return self._limits
+
+    def require(self) -> TextModel:
+        """Raises RequestError `unavailable` before the first card."""
+        if self._text is None:
+            raise RequestError("unavailable", "no worker has told its model yet; try again soon")
+        return self._text
+
+    async def adopt(self, card: ModelCard, *, in_use: bool) -> str | None:
+        """Serve this model from now on; None = it is the one that is served.
+
+        in_use: other workers are connected. Returns why not, when they serve another base or the
+        card's tokenizer cannot be used.
+        """
+        async with self._adopting:
+            held = self._text
+            if held is not None and held.card.base_digest == card.base_digest:
+                return None
+            if held is not None and in_use:
+                return (
+                    f"it serves {card.names[0]} ({card.base_digest[:12]}), this router serves "
+                    f"{held.card.names[0]} ({held.card.base_digest[:12]})"
+                )
+            try:
+                self._text = await asyncio.to_thread(TextModel, card)
+            except ValueError as error:
+                return str(error)
+            self._limits = limits_from(self._config, card.names, card.sampling_defaults)
+            logger.info("serving %s (%s)", card.names[0], card.base_digest[:12])
+            return None

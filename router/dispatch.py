@@ -1,0 +1,132 @@
+"""Starts a GenerationCall: its adapter, its prompts, its place in the queue."""
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from adapters.errors import AdapterError
+from router.base_model import BaseModel
+from router.catalog import Catalog, ServedAdapter
+from router.failures import NoWorker, request_error
+from router.fleet import Fleet
+from router.generation import AnswerHead, GenerationCall, RequestError
+from router.generation_run import Generation, PromptTask
+from router.metrics import RouterMetrics
+from router.sequence_run import Inbox, RunContext
+from router.text.model import TextModel
+from router.text.prompts import build_prompts, resolve_sampling
+from router.text.template_sandbox import TemplateSandbox
+from router.waiting import QueueFull
+
+_SEED_BITS = 53  # what JSON numbers carry without loss everywhere
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchLimits:
+    """From RouterConfig: see there."""
+
+    max_requests: int
+    max_stream_buffer: int
+    request_timeout_s: float
+
+
+class Dispatcher:
+    """Starts generations. `running` counts those that are not closed."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        catalog: Catalog,
+        fleet: Fleet,
+        sandbox: TemplateSandbox,
+        metrics: RouterMetrics,
+        limits: DispatchLimits,
+    ) -> None:
+        self.running = 0
+        self._base = base
+        self._catalog = catalog
+        self._fleet = fleet
+        self._sandbox = sandbox
+        self._metrics = metrics
+        self._limits = limits
+
+    async def start(self, call: GenerationCall, request_id: str) -> Generation:
+        """Resolves, tokenises, checks and queues. Raises RequestError."""
+        if self.running >= self._limits.max_requests:
+            raise RequestError("overloaded", f"{self.running} requests are being answered already")
+        self.running += 1
+        try:
+            return await self._start(call, request_id)
+        except BaseException:
+            self.running -= 1
+            raise
+
+    async def _start(self, call: GenerationCall, request_id: str) -> Generation:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            async with asyncio.timeout_at(started + self._limits.request_timeout_s):
+                model = self._base.require()
+                self._fleet.check_ready()
+                adapter = await self._resolve(call)
+                template = None if adapter is None else adapter.manifest.chat_template
+                prompts = await build_prompts(call, model, template, self._sandbox)
+            call = _with_ranking(call)
+            samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
+            self._fleet.queue.check_room(len(prompts) * call.best_of, 0)
+        except (TimeoutError, AdapterError, NoWorker, QueueFull) as error:
+            raise request_error(error, call.api) from error
+        context = RunContext(
+            fleet=self._fleet,
+            inbox=Inbox(self._limits.max_stream_buffer * call.best_of * len(prompts)),
+            metrics=self._metrics,
+            adapter=adapter,
+            deadline=started + self._limits.request_timeout_s,
+        )
+        head = _head(call, request_id, model, adapter)
+        tasks = [
+            PromptTask(index, prompt, sampling)
+            for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+        return Generation(call, head, model, tasks, context, started, self._closed)
+
+    async def _resolve(self, call: GenerationCall) -> ServedAdapter | None:
+        if call.adapter is None:
+            return None
+        started = asyncio.get_running_loop().time()
+        outcome = "failed"
+        try:
+            adapter = await self._catalog.resolve(call.adapter)
+            outcome = "ready"
+            return adapter
+        finally:
+            elapsed = asyncio.get_running_loop().time() - started
+            self._metrics.adapter_load_s.labels(outcome).observe(elapsed)
+
+    def _closed(self) -> None:
+        self.running -= 1
+
+
+def _with_ranking(call: GenerationCall) -> GenerationCall:
+    """The best of several are found by their log-probabilities, whether or not they are shown."""
+    if call.best_of <= call.n or call.sampling.logprobs is not None:
+        return call
+    sampling = msgspec.structs.replace(call.sampling, logprobs=0)
+    return msgspec.structs.replace(call, sampling=sampling)
+
+
+def _head(
+    call: GenerationCall, request_id: str, model: TextModel, adapter: ServedAdapter | None
+) -> AnswerHead:
+    return AnswerHead(
+        request_id=request_id,
+        created=int(time.time()),
+        model=model.card.names[0] if adapter is None else adapter.adapter_id,
+        adapter_id=None if adapter is None else adapter.adapter_id,
+        adapter_digest=None if adapter is None else adapter.digest,
+        seed=secrets.randbits(_SEED_BITS) if call.seed is None else call.seed,
+        base_digest=model.card.base_digest,
+    )

@@ -1,0 +1,54 @@
+"""Why a generation fails on its way from the queue, and what its caller is told. Pure."""
+
+from adapters.errors import AdapterError
+from router.api.errors import from_adapter_error, from_engine_error
+from router.generation import Api, RequestError
+from router.waiting import QueueFull
+from server.protocol import ErrorCode
+
+
+class NoWorker(Exception):
+    """No worker can take work now. retry_after_s: a hint for the caller."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class DeadlinePassed(Exception):
+    """The request's time was over before its answer was complete."""
+
+
+class SequenceFailed(Exception):
+    """A worker ended the sequence in an error, or no worker could go on with it."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+        self.message = message
+
+
+class ReaderTooSlow(Exception):
+    """The client reads more slowly than tokens arrive, by more than the buffer holds."""
+
+
+FAILURES = (
+    *(QueueFull, NoWorker, DeadlinePassed, TimeoutError, AdapterError),
+    *(SequenceFailed, ReaderTooSlow),
+)
+
+
+def request_error(error: Exception, api: Api) -> RequestError:
+    """What the caller is told of a failure anywhere between the queue and a worker."""
+    if isinstance(error, AdapterError):
+        return from_adapter_error(error, "adapter_id" if api == "lorax" else "model")
+    if isinstance(error, SequenceFailed):
+        return from_engine_error(error.code, error.message)
+    if isinstance(error, QueueFull):
+        return RequestError("overloaded", error.message, retry_after_s=error.retry_after_s)
+    if isinstance(error, NoWorker):
+        return RequestError("unavailable", error.message, retry_after_s=error.retry_after_s)
+    if isinstance(error, ReaderTooSlow):
+        return RequestError("incomplete", "the answer was not read fast enough and was given up")
+    return RequestError("deadline", "the request's time was over before its answer was complete")

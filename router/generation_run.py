@@ -1,0 +1,175 @@
+"""One answer under way: its sequences' tokens in, text events out, in one reader's hands.
+
+Which adapter, which prompts and whether there is room was settled before, by `dispatch`.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from router.failures import FAILURES, DeadlinePassed, request_error
+from router.generation import (
+    AnswerHead,
+    ChoiceResult,
+    GenerationCall,
+    PromptInfo,
+    TextEvent,
+    TextToken,
+)
+from router.sequence_run import RunContext, SequenceRun
+from router.text.model import TextModel
+from router.text.prompts import Prompt
+from router.text.stream import ChoiceStream, prompt_tokens
+from server.protocol import GenerateRequest, SamplingParams, TokenEvent
+
+# What a reader of a Generation gets: a prompt's PromptInfo comes before its first TextEvent.
+Part = PromptInfo | TextEvent
+
+
+class PromptTask(msgspec.Struct, frozen=True):
+    """One prompt of a call, and how its output is drawn."""
+
+    index: int
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+class _Choice:
+    """One sequence and its text. last_at: when its latest token came, on the loop's clock."""
+
+    __slots__ = ("last_at", "run", "stream", "task")
+
+    def __init__(self, task: PromptTask, stream: ChoiceStream, run: SequenceRun) -> None:
+        self.task = task
+        self.stream = stream
+        self.run = run
+        self.last_at: float | None = None
+
+
+class Generation:
+    """`next` until it returns nothing, then `results`; `close` in any case, also before the end."""
+
+    def __init__(
+        self,
+        call: GenerationCall,
+        head: AnswerHead,
+        model: TextModel,
+        tasks: Sequence[PromptTask],
+        context: RunContext,
+        started: float,
+        on_close: Callable[[], None],
+    ) -> None:
+        self.head = head
+        self.prompts: list[PromptInfo] = []
+        self._call = call
+        self._model = model
+        self._context = context
+        self._started = started
+        self._on_close = on_close
+        self._announced: set[int] = set()
+        self._first_token_seen = False
+        self._closed = False
+        self._clock = asyncio.get_running_loop().time
+        self._timer = asyncio.get_running_loop().call_at(
+            context.deadline, context.inbox.fail, DeadlinePassed()
+        )
+        # Ids on the wire are unique even if two callers choose the same request id.
+        wire_id = f"{head.request_id}.{secrets.token_hex(8)}"
+        self._choices = [
+            self._start_choice(task, choice, f"{wire_id}.{task.index}")
+            for task in tasks
+            for choice in range(call.best_of)
+        ]
+        self._live = len(self._choices)
+        context.metrics.prompt_tokens.inc(sum(len(task.prompt.ids) for task in tasks))
+
+    def _start_choice(self, task: PromptTask, choice: int, wire_id: str) -> _Choice:
+        call = self._call
+        request = GenerateRequest(
+            request_id=wire_id,
+            attempt=0,
+            choice=choice,
+            adapter=self.head.adapter_digest,
+            prompt_ids=task.prompt.ids,
+            accepted_ids=[],
+            sampling=task.sampling,
+            seed=self.head.seed,
+        )
+        slot = task.index * call.best_of + choice
+        stream = ChoiceStream(call, self._model, task.index, choice)
+        return _Choice(task, stream, SequenceRun(self._context, slot, request))
+
+    async def next(self) -> list[Part]:
+        """What came since the last call, at least one part; nothing = all choices have ended.
+
+        Raises RequestError when the request fails; then there is no more.
+        """
+        while self._live:
+            try:
+                events = await self._context.inbox.take()
+            except FAILURES as error:
+                raise request_error(error, self._call.api) from error
+            parts: list[Part] = []
+            for slot, event in events:
+                self._advance(self._choices[slot], event, parts)
+            if parts:
+                return parts
+        return []
+
+    async def finish(self) -> list[ChoiceResult]:
+        """Reads to the end: all choices, prompt by prompt, in order. Raises RequestError."""
+        while await self.next():
+            pass
+        return [choice.stream.result() for choice in self._choices]
+
+    def close(self) -> None:
+        """Aborts what still runs. May be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        self._timer.cancel()
+        for choice in self._choices:
+            choice.run.stop()
+        self._on_close()
+
+    def _advance(self, choice: _Choice, event: TokenEvent, parts: list[Part]) -> None:
+        stream = choice.stream
+        if stream.finish is not None:
+            return
+        self._measure(choice, len(event.token_ids))
+        if choice.task.index not in self._announced:
+            self._announced.add(choice.task.index)
+            info = self._prompt_info(choice.task, event)
+            self.prompts.append(info)
+            parts.append(info)
+        text_event = stream.feed(event)
+        if text_event is not None:
+            parts.append(text_event)
+        if stream.finish is not None:
+            self._live -= 1
+            if stream.must_abort:
+                choice.run.stop()
+
+    def _prompt_info(self, task: PromptTask, event: TokenEvent) -> PromptInfo:
+        prompt = task.prompt
+        tokens: tuple[TextToken, ...] = ()
+        if task.sampling.prompt_logprobs is not None:
+            tokens = prompt_tokens(self._model, prompt.ids, event.prompt_logprobs)
+        return PromptInfo(
+            task.index, prompt.text, len(prompt.ids), event.cached_tokens or 0, tokens
+        )
+
+    def _measure(self, choice: _Choice, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        now = self._clock()
+        metrics = self._context.metrics
+        metrics.generated_tokens.inc(num_tokens)
+        if choice.last_at is not None:
+            metrics.token_gap_s.observe(now - choice.last_at)
+        elif not self._first_token_seen:
+            self._first_token_seen = True
+            metrics.first_token_s.observe(now - self._started)
+        choice.last_at = now

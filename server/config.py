@@ -31,10 +31,10 @@ class WorkerConfig:
         default=Path("~/.cache/loraplex"), metadata={"help": "fetched adapters and packed slabs"}
     )
     adapter_roots: tuple[Path, ...] = field(
-        default=(), metadata={"help": "folders under which local: adapters may lie"}
+        default=(), metadata={"help": "folder under which local: adapters may lie"}
     )
     hub_owners: tuple[str, ...] = field(
-        default=(), metadata={"help": "Hub owners whose adapters are allowed (default: all)"}
+        default=(), metadata={"help": "Hub owner whose adapters are allowed (default: all)"}
     )
     allow_other_base: bool = field(
         default=False, metadata={"help": "accept adapters that name another base model"}
@@ -63,6 +63,21 @@ class WorkerConfig:
     )
     page_size: int = field(default=16, metadata={"help": "tokens a KV page"})
     adapter_slots: int = field(default=256, metadata={"help": "adapters on the device at once"})
+    model_names: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "further name of the base model, for clients and adapters"},
+    )
+    drain_timeout_s: float = field(
+        default=30.0, metadata={"help": "seconds in which running sequences may end at a stop"}
+    )
+    step_timeout_s: float = field(
+        default=120.0,
+        metadata={"help": "seconds without a step, with work to do, until the engine is restarted"},
+    )
+    executor: Literal["torch", "certify"] = field(
+        default="torch",
+        metadata={"help": "certify: a deterministic engine without torch, to try a deployment"},
+    )
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

@@ -1,0 +1,198 @@
+"""The `loraplex` command."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from adapters.errors import AdapterError
+from launcher import config, names
+from launcher.command_line import Parser, add_options
+from launcher.options import OptionError
+
+ABOUT = """\
+Serve thousands of LoRA fine-tunes of one base model from the same GPUs.
+
+  loraplex serve                                   the demo model and its adapters, offline
+  loraplex serve meta-llama/Llama-3.1-8B-Instruct --adapter sql=hub:org/sql-lora@main
+  loraplex serve ./llama --adapter-root ./adapters  adapters by local: names at run time
+  loraplex adapter check ./my-lora --base ./llama   what is wrong with this adapter?
+  loraplex info                                    what this machine can do, and why not
+
+Every option is also a variable: --kv-memory 2GB is LORAPLEX_KV_MEMORY=2GB; a flag wins.
+Secrets come from variables or files only, as others can see a process's flags.
+"""
+SERVE = """\
+Start a router and a worker on this machine. Without MODEL: the demo model and its adapters.
+
+  loraplex serve
+  loraplex serve Qwen/Qwen2.5-0.5B-Instruct --adapter pirate=./pirate-lora --port 9000
+  curl http://127.0.0.1:8080/generate -H 'Content-Type: application/json' \\
+    -d '{"inputs": "Hello", "parameters": {"adapter_id": "pirate"}}'
+
+Ctrl-C once finishes what runs and stops; twice stops at once.
+"""
+ROUTER = """\
+Start a router: HTTP for clients, text and tokens; needs no GPU and no torch.
+
+  LORAPLEX_SECRET=... loraplex router --host 0.0.0.0 --worker ws://gpu-1:8090 --worker ws://gpu-2:8090
+"""
+WORKER = """\
+Start a worker: one copy of MODEL on this machine's device, for routers to connect to.
+
+  LORAPLEX_SECRET=... loraplex worker meta-llama/Llama-3.1-8B --host 0.0.0.0 --kv-memory 40GB
+"""
+
+Command = Callable[[argparse.Namespace, Mapping[str, str]], None]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exit codes: 0 done, 1 failed (one sentence on stderr), 2 misused."""
+    arguments = _parser().parse_args(argv)
+    command: Command = arguments.command
+    try:
+        complaint = names.clash()
+        if complaint is not None:
+            fail(complaint, 1)
+        environ = config.environment()
+        config.check_variables(environ)
+        command(arguments, environ)
+    except OptionError as error:
+        fail(str(error), 2)
+    except AdapterError as error:
+        fail(error.message, 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def fail(sentence: str, code: int) -> None:
+    sys.stderr.write(f"loraplex: {sentence}\n")
+    sys.exit(code)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="loraplex", description=ABOUT)
+    parser.add_argument("--version", action="version", version=f"loraplex {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    serve = commands.add_parser(
+        "serve", help="router and worker on this machine", description=SERVE
+    )
+    serve.add_argument("model", metavar="MODEL", nargs="?", help="Hub id or folder")
+    add_options(serve, config.serve_options())
+    serve.set_defaults(command=_serve)
+    router = commands.add_parser(
+        "router", help="a router of a fleet", description=ROUTER, usage="loraplex router [OPTIONS]"
+    )
+    add_options(router, config.ROUTER_OPTIONS)
+    router.set_defaults(command=_router)
+    worker = commands.add_parser(
+        "worker",
+        help="a worker of a fleet",
+        description=WORKER,
+        usage="loraplex worker MODEL [OPTIONS]",
+    )
+    worker.add_argument("model", metavar="MODEL", nargs="?", help="Hub id or folder")
+    worker.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    add_options(worker, config.WORKER_OPTIONS)
+    worker.set_defaults(command=_worker)
+    _add_adapter(commands)
+    info = commands.add_parser("info", help="what this machine can do, and why not")
+    info.add_argument("--json", action="store_true", help="for programs")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
+    adapter = commands.add_parser("adapter", help="check, fetch and pack adapters")
+    actions = adapter.add_subparsers(metavar="ACTION", required=True)
+    check = actions.add_parser("check", help="everything that is wrong with an adapter, at once")
+    pull = actions.add_parser("pull", help="fetch an adapter into the store")
+    pack = actions.add_parser("pack", help="write an adapter's packed weights to a file")
+    for parser in (check, pull, pack):
+        parser.add_argument("ref", metavar="REF", help="folder, hub:org/name[@rev] or local:path")
+        parser.add_argument("--base", metavar="MODEL", help="base model (default: the demo model)")
+        parser.add_argument("--allow-other-base", action="store_true", help="whatever it names")
+    for parser in (pull, pack):
+        parser.add_argument("--cache-dir", metavar="PATH", help="the store [LORAPLEX_CACHE_DIR]")
+    pack.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    pack.add_argument("--out", metavar="FILE", required=True, help="where the slab goes")
+    for parser, name in ((check, "check"), (pull, "pull"), (pack, "pack")):
+        parser.set_defaults(command=_adapter, action=name)
+
+
+def _version() -> str:
+    try:
+        return version(names.OUR_DISTRIBUTION)
+    except PackageNotFoundError:
+        return "(from a checkout)"
+
+
+# Commands import what they need when they run: --help is quick, and a router needs no torch.
+
+
+def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    from launcher.processes import ChildFailed
+    from launcher.serve import serve
+    from server.worker.address import AddressError
+
+    options = config.serve_options()
+    try:
+        serve(config.resolve(options, arguments, environ, optional=("model",)), environ)
+    except (AddressError, ChildFailed) as error:
+        fail(str(error), 1)
+
+
+def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    from router.main import run
+
+    _log_to_stderr()
+    values = config.resolve(config.ROUTER_OPTIONS, arguments, environ)
+    run(config.build(config.RouterConfig, values))
+
+
+def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    from server.worker.address import AddressError
+    from server.worker.main import run
+    from server.worker.setup import WorkerStartError
+
+    _log_to_stderr()
+    values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
+    try:
+        run(config.build(config.WorkerConfig, values), arguments.listen_fd)
+    except (AddressError, WorkerStartError) as error:
+        fail(str(error), 1)
+    # A download on a thread must not hold the process back: nothing more is to be done.
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _adapter(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    from launcher import adapter_commands
+
+    _log_to_stderr(logging.WARNING)
+    cache = arguments.cache_dir if "cache_dir" in arguments else None
+    folder = cache or environ.get("LORAPLEX_CACHE_DIR", "~/.cache/loraplex")
+    sys.exit(adapter_commands.run(arguments, folder))
+
+
+def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    from launcher.info import gather, to_json, to_text
+
+    facts = gather()
+    sys.stdout.write(to_json(facts) if arguments.json else to_text(facts))
+
+
+def _log_to_stderr(level: int = logging.INFO) -> None:
+    """Libraries speak only of trouble: what they say otherwise may hold URLs with credentials."""
+    logging.basicConfig(
+        level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
+    )
+    for name in ("httpx", "httpcore", "huggingface_hub", "uvicorn", "websockets", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""argparse from options: grouped, with their variables and defaults in the help."""
+
+import argparse
+from collections.abc import Iterable, Mapping
+
+from launcher.options import Option, show
+
+# Fields by the heading under which the help shows them; the rest comes under "Limits".
+GROUPS: Mapping[str, frozenset[str]] = {
+    "Model": frozenset({"revision", "device", "dtype", "model_names", "max_context", "executor"}),
+    "Address": frozenset({"host", "port", "secret", "workers", "worker_id", "model_card"}),
+    "Adapters": frozenset(
+        {
+            "adapters",
+            "adapter_roots",
+            "hub_owners",
+            "default_source",
+            "share_hub_token",
+            "allow_other_base",
+            "cache_dir",
+            "max_adapter_bytes",
+            "max_lora_rank",
+            "adapter_ttl_s",
+            "adapter_timeout_s",
+        }
+    ),
+    "Memory": frozenset(
+        {"adapter_memory", "host_adapter_memory", "kv_memory", "page_size", "adapter_slots"}
+    ),
+}
+REST = "Limits"
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=100)
+
+
+class Parser(argparse.ArgumentParser):
+    """No abbreviations: an option added later must not change what a script means."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        kwargs["allow_abbrev"] = False
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
+    """One flag per option; values are kept as text until `launcher.config.resolve`."""
+    groups = {title: parser.add_argument_group(title) for title in (*GROUPS, REST)}
+    for option in options:
+        title = next((t for t, fields in GROUPS.items() if option.field in fields), REST)
+        if option.field != "model":
+            _add_option(groups[title], option)
+
+
+def _add_option(group: "argparse._ArgumentGroup", option: Option) -> None:
+    text = _help(option)
+    if option.is_secret:
+        group.add_argument(
+            f"--{option.flag}-file",
+            dest=f"{option.field}_file",
+            metavar="PATH",
+            help=f"file with the {text}".replace("%", "%%"),
+        )
+        return
+    if option.kind == "bool":
+        _add_switch(group, option, text)
+        return
+    group.add_argument(
+        f"--{option.flag}",
+        dest=option.field,
+        metavar=_metavar(option),
+        action="append" if option.is_list else "store",
+        help=text.replace("%", "%%"),
+    )
+
+
+def _add_switch(group: "argparse._ArgumentGroup", option: Option, text: str) -> None:
+    group.add_argument(
+        f"--{option.flag}", dest=option.field, action="store_const", const="true", help=text
+    )
+    group.add_argument(
+        f"--no-{option.flag}",
+        dest=option.field,
+        action="store_const",
+        const="false",
+        help=argparse.SUPPRESS,
+    )
+
+
+def _help(option: Option) -> str:
+    notes = []
+    if option.is_list:
+        notes.append("may be repeated")
+    elif not option.is_required and option.default not in ("", None, False):
+        notes.append(f"default: {show(option, option.default)}")
+    notes.append(option.variable)
+    return f"{option.help} [{'; '.join(notes)}]"
+
+
+def _metavar(option: Option) -> str:
+    if option.choices:
+        return "{" + ",".join(option.choices) + "}"
+    named = {"adapters": "NAME=REF", "workers": "URL", "revision": "REV", "host": "ADDRESS"}
+    kinds = {"int": "N", "float": "SECONDS", "bytes": "SIZE", "path": "PATH", "text": "NAME"}
+    return named.get(option.field) or kinds[option.kind]

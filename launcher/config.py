@@ -1,0 +1,114 @@
+"""The only place that reads the environment: LORAPLEX_* variables, secrets, those of children."""
+
+import os
+from argparse import Namespace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launcher.options import (
+    PREFIX,
+    Option,
+    OptionError,
+    Values,
+    options_of,
+    parse,
+    unknown_variables,
+)
+from router.config import RouterConfig
+from server.config import WorkerConfig
+
+_MAX_SECRET_BYTES = 4096
+
+WORKER_OPTIONS = options_of(WorkerConfig)
+ROUTER_OPTIONS = options_of(RouterConfig)
+
+
+def environment() -> Mapping[str, str]:
+    return dict(os.environ)
+
+
+def serve_options() -> tuple[Option, ...]:
+    """What `serve` takes: the router's options and the worker's; it sets the wiring itself.
+
+    Where both have an option, one value serves both, but for the address, which is the router's.
+    """
+    wiring = {"workers", "model_card", "secret", "worker_id"}
+    router = {option.field: option for option in ROUTER_OPTIONS if option.field not in wiring}
+    worker = {option.field: option for option in WORKER_OPTIONS if option.field not in wiring}
+    address = {name: router[name] for name in ("host", "port")}
+    return tuple((router | worker | address).values())
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raises OptionError for LORAPLEX_ variables that are no option of any command."""
+    options = (*WORKER_OPTIONS, *ROUTER_OPTIONS)
+    known = {option.variable for option in options}
+    known |= {f"{option.variable}_FILE" for option in options if option.is_secret}
+    problems = unknown_variables(environ, known)
+    if problems:
+        raise OptionError("; ".join(problems))
+
+
+def resolve(
+    options: Iterable[Option],
+    arguments: Namespace,
+    environ: Mapping[str, str],
+    optional: Collection[str] = (),
+) -> dict[str, Values]:
+    """Values of all options by field: flag, else variable, else default. Raises OptionError.
+
+    optional: fields that may be None here although their config requires a value.
+    """
+    options = [replace(o, default=None) if o.field in optional else o for o in options]
+    return {option.field: _resolve_one(option, arguments, environ) for option in options}
+
+
+def _resolve_one(option: Option, arguments: Namespace, environ: Mapping[str, str]) -> Values:
+    if option.is_secret:
+        return _secret(option, arguments, environ)
+    given: list[str] | str | None = getattr(arguments, option.field, None)
+    name = f"--{option.flag}" if option.field != "model" else "MODEL"
+    if given is not None:
+        texts = [given] if isinstance(given, str) else given
+        return parse(option, texts, name)
+    text = environ.get(option.variable)
+    if text is not None:
+        texts = [part.strip() for part in text.split(",") if part.strip()]
+        return parse(option, texts if option.is_list else [text], option.variable)
+    if option.is_required:
+        raise OptionError(f"{name} (or {option.variable}) is needed: {option.help}")
+    default: Values = option.default
+    return default
+
+
+def _secret(option: Option, arguments: Namespace, environ: Mapping[str, str]) -> str:
+    """From the environment or a file; never a flag, which any user of the machine could read."""
+    flag: str | None = getattr(arguments, f"{option.field}_file", None)
+    named = flag or environ.get(f"{option.variable}_FILE")
+    if not named:
+        return environ.get(option.variable, "")
+    try:
+        with Path(named).expanduser().open("rb") as file:
+            secret = file.read(_MAX_SECRET_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"the secret file {named} cannot be read: {error}") from None
+    if not secret:
+        raise OptionError(f"the secret file {named} is empty")
+    return secret
+
+
+def build(config: type[Any], values: Mapping[str, Values]) -> Any:
+    """An instance of a config dataclass from those of `values` that it has."""
+    fields = {option.field for option in options_of(config)}
+    return config(**{name: value for name, value in values.items() if name in fields})
+
+
+def child_environment(
+    environ: Mapping[str, str], options: Iterable[Option], values: Mapping[str, Values]
+) -> dict[str, str]:
+    """A child's options stand on its command line; its secrets are here, hidden from `ps`."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
+    hidden = {o.variable: str(values[o.field]) for o in options if o.is_secret and values[o.field]}
+    return kept | hidden | {"PYTHONUNBUFFERED": "1"}

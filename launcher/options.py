@@ -1,0 +1,222 @@
+"""Options from config dataclasses: their flags, variables, and values from text. Pure.
+
+A field's metadata: `help`; `flag` (default: its name, in the singular for a list, whose flag is
+repeated); `unit` ("bytes"); `secret`; `min`, `max`.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+PREFIX = "LORAPLEX_"
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
+    "0": False, "false": False, "no": False, "off": False
+}  # fmt: skip
+MAX_PORT = 65535
+
+Kind = Literal["text", "int", "float", "bytes", "bool", "path", "choice"]
+Value = str | int | float | bool | Path | None
+Values = Value | tuple[Value, ...]
+
+
+class OptionError(ValueError):
+    """A bad value; str() names the option, what is expected and what was got."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of a config dataclass as users may set it."""
+
+    field: str
+    flag: str
+    kind: Kind
+    help: str
+    default: Any
+    choices: tuple[str, ...] = ()
+    is_list: bool = False
+    is_optional: bool = False
+    is_secret: bool = False
+    low: float = 0
+    high: float = math.inf
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.flag.replace("-", "_").upper()
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+
+def options_of(config: type) -> tuple[Option, ...]:
+    """Options of a config dataclass, in the order of its fields."""
+    hints = typing.get_type_hints(config)
+    return tuple(_option(field, hints[field.name]) for field in dataclasses.fields(config))
+
+
+def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
+    hint, is_optional = _without_none(hint)
+    is_list = typing.get_origin(hint) is tuple
+    if is_list:
+        hint = typing.get_args(hint)[0]
+    kind = _kind(hint, field.metadata)
+    name = field.name.removesuffix("s") if is_list else field.name
+    return Option(
+        field=field.name,
+        flag=field.metadata.get("flag", name.replace("_", "-")),
+        kind=kind,
+        help=field.metadata.get("help", ""),
+        default=field.default,
+        choices=typing.get_args(hint) if kind == "choice" else (),
+        is_list=is_list,
+        is_optional=is_optional,
+        is_secret=bool(field.metadata.get("secret", False)),
+        low=field.metadata.get("min", 0),
+        high=field.metadata.get("max", MAX_PORT if field.name == "port" else math.inf),
+    )
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint, False
+    rest = [part for part in typing.get_args(hint) if part is not type(None)]
+    if len(rest) != 1:
+        raise TypeError(f"an option cannot have the type {hint}")
+    return rest[0], True
+
+
+def _kind(hint: Any, metadata: Mapping[str, Any]) -> Kind:
+    if typing.get_origin(hint) is Literal:
+        return "choice"
+    if hint is int and metadata.get("unit") == "bytes":
+        return "bytes"
+    kinds: dict[Any, Kind] = {str: "text", int: "int", float: "float", bool: "bool", Path: "path"}
+    if hint not in kinds:
+        raise TypeError(f"an option cannot have the type {hint}")
+    return kinds[hint]
+
+
+# Values from text
+
+
+def parse(option: Option, texts: Sequence[str], source: str) -> Values:
+    """The value that `texts` (one, or one per repetition of a list's flag) give to an option.
+
+    source: the flag or variable, for the message. Raises OptionError.
+    """
+    if option.is_list:
+        return tuple(_parse_one(option, text, source) for text in texts)
+    return _parse_one(option, texts[-1], source)
+
+
+def _parse_one(option: Option, text: str, source: str) -> Value:
+    if option.is_optional and text.strip().lower() == "none":
+        return None
+    if option.kind == "text":
+        return _text(text, source)
+    if option.kind == "path":
+        return Path(_text(text, source)).expanduser()
+    if option.kind == "choice":
+        return _choice(option, text, source)
+    if option.kind == "bool":
+        return _bool(text, source)
+    number = _bytes(text, source) if option.kind == "bytes" else _number(option.kind, text, source)
+    if not option.low <= number <= option.high:
+        bounds = f"at least {option.low:g}" if number < option.low else f"at most {option.high:g}"
+        raise OptionError(f"{source} must be {bounds}, got {text}")
+    return number
+
+
+def _text(text: str, source: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise OptionError(f"{source} must not be empty")
+    return text
+
+
+def _choice(option: Option, text: str, source: str) -> str:
+    if text not in option.choices:
+        raise OptionError(f"{source} must be one of {', '.join(option.choices)}; got {text!r}")
+    return text
+
+
+def _bool(text: str, source: str) -> bool:
+    value = _BOOLEANS.get(text.strip().lower())
+    if value is None:
+        raise OptionError(f"{source} must be true or false, got {text!r}")
+    return value
+
+
+def _number(kind: Kind, text: str, source: str) -> int | float:
+    try:
+        number = int(text) if kind == "int" else float(text)
+    except ValueError:
+        expected = "a whole number" if kind == "int" else "a number"
+        raise OptionError(f"{source} must be {expected}, got {text!r}") from None
+    if not math.isfinite(number):
+        raise OptionError(f"{source} must be a finite number, got {text!r}")
+    return number
+
+
+def _bytes(text: str, source: str) -> int:
+    match = _BYTES.fullmatch(text.strip())
+    unit = _BYTE_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise OptionError(f"{source} must be a size such as 512MiB or 2GB, got {text!r}")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+# Values to text
+
+
+def render(options: Iterable[Option], values: Mapping[str, Values]) -> list[str]:
+    """Flags that give these values where they differ from the defaults. Secrets are left out."""
+    flags: list[str] = []
+    for option in options:
+        value = values[option.field]
+        if option.is_secret or value == option.default:
+            continue
+        if option.kind == "bool":
+            flags.append(f"--{'' if value else 'no-'}{option.flag}")
+            continue
+        for item in value if isinstance(value, tuple) else (value,):
+            flags.append(f"--{option.flag}={show(option, item)}")
+    return flags
+
+
+def show(option: Option, value: Value) -> str:
+    """A value as one would write it."""
+    if option.kind == "bytes" and isinstance(value, int):
+        for unit in ("TiB", "GiB", "MiB", "KiB"):
+            if value and value % _BYTE_UNITS[unit.lower()] == 0:
+                return f"{value // _BYTE_UNITS[unit.lower()]}{unit}"
+    return "none" if value is None else str(value)
+
+
+# The environment
+
+
+def unknown_variables(environ: Iterable[str], known: Iterable[str]) -> list[str]:
+    """One sentence for each LORAPLEX_ variable that is no option."""
+    names = set(known)
+    problems = []
+    for name in sorted(environ):
+        if not name.startswith(PREFIX) or name in names:
+            continue
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {close[0]}?" if close else "; see `loraplex --help`"
+        problems.append(f"{name} is no option{hint}")
+    return problems

@@ -1,0 +1,79 @@
+"""What `serve` runs: its options, the demo and adapter names turned into two configurations."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adapters.errors import AdapterError
+from adapters.ref import parse_ref
+from launcher.demo import EXAMPLES, adapter_paths, model_path
+from launcher.options import OptionError, Values
+from router.config import RouterConfig
+from server.config import WorkerConfig
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The two configurations; adapter names and a prompt for the example shown when ready."""
+
+    worker: WorkerConfig
+    router: RouterConfig
+    aliases: tuple[str, ...]
+    example: str
+
+
+def plan(values: Mapping[str, Values]) -> Plan:
+    """The children's configurations from `serve`'s options. Raises OptionError."""
+    is_demo = values["model"] is None
+    aliases: list[str] = []
+    roots: list[Path] = list(_paths(values["adapter_roots"]))
+    if is_demo:
+        for name, path in adapter_paths().items():
+            aliases.append(f"{name}=local:{path}")
+            roots.append(path.parent)
+    for text in _texts(values["adapters"]):
+        alias, root = resolve_alias(text)
+        aliases.append(alias)
+        roots.extend([root] if root else [])
+    model = str(model_path()) if is_demo else str(values["model"])
+    shared = {**values, "model": model, "adapter_roots": tuple(dict.fromkeys(roots))}
+    worker = WorkerConfig(**fields_of(WorkerConfig, shared))  # type: ignore[arg-type]
+    router_values = {**values, "workers": (), "adapters": tuple(aliases)}
+    router = RouterConfig(**fields_of(RouterConfig, router_values))  # type: ignore[arg-type]
+    names = tuple(alias.partition("=")[0] for alias in aliases)
+    example = EXAMPLES[0] if is_demo else "Tell me about llamas."
+    return Plan(dataclasses.replace(worker, host=LOOPBACK, port=0), router, names, example)
+
+
+def fields_of(config: type, values: Mapping[str, Values]) -> dict[str, Values]:
+    names = {field.name for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _paths(value: Values) -> Sequence[Path]:
+    return [Path(str(item)) for item in value] if isinstance(value, tuple) else []
+
+
+def _texts(value: Values) -> Sequence[str]:
+    return [str(item) for item in value] if isinstance(value, tuple) else []
+
+
+def resolve_alias(text: str) -> tuple[str, Path | None]:
+    """`NAME=REF` with a path made `local:`, and the root it lies under. Raises OptionError."""
+    name, equals, reference = text.partition("=")
+    if not equals or not name or not reference:
+        raise OptionError(f"--adapter must be NAME=REF, got {text!r}")
+    path = Path(reference.removeprefix("local:")).expanduser()
+    if reference.startswith(("local:", "/", "./", "../", "~")) or path.is_dir():
+        folder = path.absolute()
+        if not folder.is_dir():
+            raise OptionError(f"--adapter {name}: there is no folder {folder}")
+        return f"{name}=local:{folder}", folder.parent
+    try:
+        parse_ref(reference, default_source="hub")
+    except AdapterError as error:
+        raise OptionError(f"--adapter {name}: {error.message}") from error
+    return text, None

@@ -1,0 +1,178 @@
+"""A child process of the launcher: started, its output shown line by line, watched, stopped."""
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from server.worker import tether
+from server.worker.recovery import Backoff
+
+MAX_LINE_BYTES = 8192
+KEPT_LINES = 20
+_READ_BYTES = 1 << 16
+
+Say = Callable[[str], None]
+
+
+class ChildFailed(Exception):
+    """A child ended before it was ever ready; str() is a sentence for a person."""
+
+
+class Lines:
+    """Cuts a stream of bytes into lines; a carriage return ends one, too (progress bars)."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        *whole, self._rest = (self._rest + data).replace(b"\r", b"\n").split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            whole.append(self._rest)
+            self._rest = b""
+        texts = [line[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip() for line in whole]
+        return [text for text in texts if text]
+
+
+class Child:
+    """One life of a child. `exited` is set as soon as the process is gone."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output_fd: int, on_line: Say) -> None:
+        self._process = process
+        self._output_fd = output_fd
+        self._lines = Lines()
+        self._on_line = on_line
+        self.exited = asyncio.Event()
+        self._pidfd = os.pidfd_open(process.pid)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._pidfd, self._on_exit)
+        loop.add_reader(output_fd, self._on_output)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ending(self) -> str:
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+    def _on_output(self) -> None:
+        try:
+            data = os.read(self._output_fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._close_output()
+        for line in self._lines.feed(data or b"\n"):
+            self._on_line(line)
+
+    def _close_output(self) -> None:
+        if self._output_fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._output_fd)
+            os.close(self._output_fd)
+            self._output_fd = -1
+
+    def _on_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._process.wait()
+        # Its last words first; a grandchild may hold the pipe open, so only what is there.
+        while self._output_fd >= 0 and self._has_output():
+            self._on_output()
+        self._close_output()
+        self.exited.set()
+
+    def _has_output(self) -> bool:
+        return bool(select.select([self._output_fd], [], [], 0)[0])
+
+    def signal(self, number: signal.Signals) -> None:
+        if not self.exited.is_set():
+            self._process.send_signal(number)
+
+
+def start_child(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    on_line: Say,
+    pass_fds: Sequence[int] = (),
+) -> Child:
+    """Start `loraplex ARGUMENTS` as a child that dies with us."""
+    reading, writing = os.pipe()
+    try:
+        process = tether.spawn("launcher", arguments, environment, pass_fds, writing)
+    finally:
+        os.close(writing)
+    os.set_blocking(reading, False)
+    return Child(process, reading, on_line)
+
+
+class Service:
+    """Keeps one kind of child alive: restarts it with back-off once it has been ready."""
+
+    def __init__(self, name: str, start: Callable[[Say], Child], say: Say) -> None:
+        self.name = name
+        self.was_ready = asyncio.Event()
+        self._start = start
+        self._say = say
+        self._backoff = Backoff()
+        self._child: Child | None = None
+        self._stopping = asyncio.Event()
+        self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    async def run(self) -> None:
+        """Until `stop` or `kill`. Raises ChildFailed."""
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            self._child = self._start(self._on_line)
+            await self._child.exited.wait()
+            if self._stopping.is_set():
+                return
+            if not self.was_ready.is_set():
+                raise ChildFailed(self._failure(self._child.ending))
+            delay_s = self._backoff.delay_s(time.monotonic() - started)
+            self._say(f"{self.name} died ({self._child.ending}); starting it again in {delay_s} s")
+            await self._pause(delay_s)
+
+    async def _pause(self, delay_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), delay_s)
+        except TimeoutError:
+            return
+
+    def _on_line(self, line: str) -> None:
+        self._last_lines.append(line)
+        sys.stdout.write(f"{self.name:<6} | {line}\n")
+        sys.stdout.flush()
+
+    def _failure(self, ending: str) -> str:
+        """A child's own sentence (`loraplex: …`) says it best."""
+        for line in reversed(self._last_lines):
+            if line.startswith("loraplex: "):
+                return line.removeprefix("loraplex: ")
+        return f"the {self.name} could not start ({ending}); its last lines are above"
+
+    async def stop(self, limit_s: float) -> None:
+        """SIGTERM, and SIGKILL after limit_s; it is gone on return."""
+        self._stopping.set()
+        if self._child is None:
+            return
+        self._child.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._child.exited.wait(), limit_s)
+        except TimeoutError:
+            self._say(f"{self.name} did not stop within {limit_s:g} s: killed")
+            self.kill()
+            await self._child.exited.wait()
+
+    def kill(self) -> None:
+        self._stopping.set()
+        if self._child is not None:
+            self._child.signal(signal.SIGKILL)

@@ -1,0 +1,164 @@
+"""`loraplex serve`: a worker and a router on this machine, started, joined, watched and stopped."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import httpx
+
+from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, child_environment
+from launcher.options import Option, Values, render
+from launcher.plan import LOOPBACK, Plan, fields_of, plan
+from launcher.processes import Child, Say, Service, start_child
+from router.config import RouterConfig
+from server.config import WorkerConfig
+from server.worker.address import is_loopback, open_listener
+
+POLL_INTERVAL_S = 0.1
+STOP_MARGIN_S = 10.0
+
+
+def free_port(host: str, port: int) -> int:
+    """The port to serve on. Raises AddressError when it is taken, before anything is loaded."""
+    with open_listener(host, port) as probe:
+        chosen: int = probe.getsockname()[1]
+        return chosen
+
+
+class Serve:
+    """One run of `loraplex serve`."""
+
+    def __init__(self, plan: Plan, environ: Mapping[str, str]) -> None:
+        port = free_port(plan.router.host, plan.router.port)
+        # Kept open here, so that a restarted worker is found where the first one was.
+        self._listener = open_listener(LOOPBACK, 0)
+        self._worker_url = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
+        secret = secrets.token_urlsafe(32)
+        self._plan = dataclasses.replace(
+            plan,
+            worker=dataclasses.replace(plan.worker, secret=secret),
+            router=dataclasses.replace(
+                plan.router,
+                port=port,
+                secret=secret,
+                workers=(self._worker_url.replace("http", "ws"),),
+            ),
+        )
+        self._environ = environ
+        self._stop = asyncio.Event()
+        self._signals = 0
+        self.worker = Service("worker", self._start_worker, say)
+        self.router = Service("router", self._start_router, say)
+
+    @property
+    def url(self) -> str:
+        host = self._plan.router.host
+        shown = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        return f"http://{shown}:{self._plan.router.port}"
+
+    def _start_worker(self, on_line: Say) -> Child:
+        values = fields_of(WorkerConfig, dataclasses.asdict(self._plan.worker))
+        options = [option for option in WORKER_OPTIONS if option.field not in ("model", "port")]
+        fd = self._listener.fileno()
+        arguments = ["worker", self._plan.worker.model, f"--listen-fd={fd}"]
+        return self._start_child(arguments, options, values, on_line, (fd,))
+
+    def _start_router(self, on_line: Say) -> Child:
+        values = fields_of(RouterConfig, dataclasses.asdict(self._plan.router))
+        return self._start_child(["router"], ROUTER_OPTIONS, values, on_line)
+
+    def _start_child(
+        self,
+        command: list[str],
+        options: Sequence[Option],
+        values: Mapping[str, Values],
+        on_line: Say,
+        pass_fds: tuple[int, ...] = (),
+    ) -> Child:
+        environ = child_environment(self._environ, options, values)
+        return start_child([*command, *render(options, values)], environ, on_line, pass_fds)
+
+    async def run(self) -> None:
+        """Until a signal. Raises ChildFailed."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+        tasks = [
+            asyncio.create_task(self.worker.run()),
+            asyncio.create_task(self.router.run()),
+            asyncio.create_task(self._stop.wait()),
+        ]
+        announcing = asyncio.create_task(self._announce())
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            announcing.cancel()
+            # The router first: it finishes its answers while the worker still computes.
+            await self.router.stop(self._plan.router.drain_timeout_s + STOP_MARGIN_S)
+            await self.worker.stop(self._plan.worker.drain_timeout_s + STOP_MARGIN_S)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, announcing, return_exceptions=True)
+            self._listener.close()
+        for task in done:
+            task.result()
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            say("stopping; once more to stop at once")
+            self._stop.set()
+        else:
+            self.router.kill()
+            self.worker.kill()
+
+    async def _announce(self) -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
+            await _until_ready(http, self._worker_url)
+            self.worker.was_ready.set()
+            await _until_ready(http, self.url)
+            self.router.was_ready.set()
+        say(f"ready at {self.url}. Try:\n\n{self.example()}\n")
+
+    def example(self) -> str:
+        """A curl line that can be pasted."""
+        parameters: dict[str, object] = {"max_new_tokens": 64}
+        if self._plan.aliases:
+            parameters["adapter_id"] = self._plan.aliases[0]
+        body = json.dumps({"inputs": self._plan.example, "parameters": parameters})
+        quoted = body.replace("'", "'\\''")
+        return f"    curl {self.url}/generate -H 'Content-Type: application/json' -d '{quoted}'"
+
+
+async def _until_ready(http: httpx.AsyncClient, url: str) -> None:
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if (await http.get(f"{url}/health/ready")).status_code == 200:
+                return
+        await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"loraplex: {text}\n")
+    sys.stdout.flush()
+
+
+def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:
+    if not is_loopback(config.host):
+        say(f"anyone who reaches {config.host}:{config.port} may use this server")
+
+
+def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
+    """Blocks until stopped. Raises OptionError, AddressError, ChildFailed."""
+    chosen = plan(values)
+    warn_if_open(chosen.router, say)
+    asyncio.run(_run(chosen, environ))
+
+
+async def _run(chosen: Plan, environ: Mapping[str, str]) -> None:
+    await Serve(chosen, environ).run()

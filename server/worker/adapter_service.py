@@ -1,0 +1,121 @@
+"""Turns AdapterLoad frames into admitted adapters: fetched, checked and packed on threads."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+from adapters.store import AdapterStore
+
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from adapters.ref import AdapterRef
+from server.protocol import AdapterLoad, AdapterState, LoadStage
+from server.worker.metrics import WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING_LOADS = 4096
+RETRY_AFTER_S = 2.0
+
+Report = Callable[[AdapterState], None]
+
+
+class _Flight(NamedTuple):
+    """Loads that cannot differ in their result. credential: a hash, as keys outlive their use."""
+
+    ref: AdapterRef
+    expected_digest: str | None
+    credential: str
+
+
+class AdapterService:
+    """Loads of one adapter with one credential share a thread; the store shares the fetch.
+
+    Authorisation stays the caller's own: another token is another flight.
+    """
+
+    def __init__(self, store: AdapterStore, threads: Executor, metrics: WorkerMetrics) -> None:
+        self._store = store
+        self._threads = threads
+        self._metrics = metrics
+        self._flights: dict[_Flight, list[tuple[str, Report]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pending = 0
+
+    def load(self, frame: AdapterLoad, report: Report) -> None:
+        """Answer with AdapterStates; the last is `ready` or `failed`, and there is always one."""
+        if self._pending >= MAX_PENDING_LOADS:
+            error = AdapterError(
+                "unavailable", "too many adapters are being loaded", (), RETRY_AFTER_S
+            )
+            report(failed(frame.load_id, error))
+            return
+        self._pending += 1
+        credential = hashlib.sha256((frame.token or "").encode()).hexdigest()
+        flight = _Flight(frame.ref, frame.expected_digest, credential)
+        waiting = self._flights.get(flight)
+        if waiting is not None:
+            waiting.append((frame.load_id, report))
+            return
+        self._flights[flight] = [(frame.load_id, report)]
+        task = asyncio.create_task(self._fly(flight, frame))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _fly(self, flight: _Flight, frame: AdapterLoad) -> None:
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+
+        def progress(stage: LoadStage) -> None:
+            loop.call_soon_threadsafe(self._progress, flight, stage)
+
+        try:
+            manifest = await loop.run_in_executor(
+                self._threads,
+                lambda: self._store.admit(frame.ref, frame.token, frame.expected_digest, progress),
+            )
+        except AdapterError as error:
+            self._failed(flight, error)
+        except Exception:
+            # The edge of a thread: a fault of ours must still answer the callers.
+            log.exception("an adapter of source %s could not be loaded", frame.ref.source)
+            self._failed(flight, AdapterError("unavailable", "the adapter could not be loaded"))
+        else:
+            self._metrics.load_seconds.observe(time.monotonic() - started)
+            self._ready(flight, manifest)
+
+    def _progress(self, flight: _Flight, stage: LoadStage) -> None:
+        if stage == "fetching":
+            self._metrics.fetches.labels(flight.ref.source).inc()
+        for load_id, report in self._flights.get(flight, ()):
+            report(AdapterState(load_id, stage))
+
+    def _ready(self, flight: _Flight, manifest: AdapterManifest) -> None:
+        for load_id, report in self._land(flight):
+            self._metrics.loads.labels("ready").inc()
+            report(AdapterState(load_id, "ready", manifest))
+
+    def _failed(self, flight: _Flight, error: AdapterError) -> None:
+        for load_id, report in self._land(flight):
+            self._metrics.loads.labels(error.code).inc()
+            report(failed(load_id, error))
+
+    def _land(self, flight: _Flight) -> list[tuple[str, Report]]:
+        waiting = self._flights.pop(flight)
+        self._pending -= len(waiting)
+        return waiting
+
+
+def failed(load_id: str, error: AdapterError) -> AdapterState:
+    return AdapterState(
+        load_id,
+        "failed",
+        error=error.code,
+        message=error.message,
+        violations=error.violations,
+        retry_after_s=error.retry_after_s,
+    )

@@ -1,0 +1,93 @@
+"""The worker's HTTP face: model card, WebSocket for routers, health, metrics."""
+
+import hmac
+
+from starlette.applications import Starlette
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
+
+from server.worker.connections import RouterConnection
+from server.worker.metrics import CONTENT_TYPE
+from server.worker.worker import Worker
+
+MAX_ROUTERS = 256
+_RETRY = {"Retry-After": "1"}
+
+
+class WorkerApp:
+    """Routes. `/card` and `/connect` need the secret; health and metrics tell no secrets."""
+
+    def __init__(self, worker: Worker, secret: str) -> None:
+        self._worker = worker
+        self._secret = secret.encode()
+        self._connections = 0
+        self._next_number = 0
+
+    def build(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/card", self.card),
+                Route("/health/live", self.live),
+                Route("/health/ready", self.ready),
+                Route("/metrics", self.metrics),
+                WebSocketRoute("/connect", self.connect),
+            ]
+        )
+
+    def _refusal(self, connection: HTTPConnection) -> Response | None:
+        """Why this peer may not come in, or None."""
+        if not self._secret:
+            # Bound to the loopback only; a browser's page on this machine is still a stranger.
+            if "origin" in connection.headers:
+                return JSONResponse({"error": "browsers are not served"}, 403)
+            return None
+        expected = b"Bearer " + self._secret
+        given = connection.headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(given, expected):
+            return JSONResponse({"error": "wrong or missing secret"}, 401)
+        return None
+
+    async def card(self, request: Request) -> Response:
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return refusal
+        if self._worker.card is None:
+            return JSONResponse({"error": "the engine is starting"}, 503, _RETRY)
+        etag = f'"{self._worker.card_digest}"'
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers={"ETag": etag})
+        body = self._worker.card
+        return Response(body, media_type="application/json", headers={"ETag": etag})
+
+    async def connect(self, websocket: WebSocket) -> None:
+        refusal = self._refusal(websocket)
+        if refusal is None and self._worker.card is None:
+            refusal = JSONResponse({"error": "the engine is starting"}, 503, _RETRY)
+        if refusal is None and self._worker.draining:
+            refusal = JSONResponse({"error": "the worker is draining"}, 503, _RETRY)
+        if refusal is None and self._connections >= MAX_ROUTERS:
+            refusal = JSONResponse({"error": "too many routers are connected"}, 503, _RETRY)
+        if refusal is not None:
+            await websocket.send_denial_response(refusal)
+            return
+        self._connections += 1
+        self._next_number += 1
+        try:
+            await websocket.accept()
+            await RouterConnection(self._next_number, websocket, self._worker).serve()
+        finally:
+            self._connections -= 1
+
+    async def live(self, request: Request) -> Response:
+        return JSONResponse({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        state = self._worker.state
+        if state == "ready":
+            return JSONResponse({"status": state})
+        return JSONResponse({"status": state}, 503, _RETRY)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._worker.render_metrics(), media_type=CONTENT_TYPE)

@@ -1,0 +1,114 @@
+"""One life of the engine process: start it, exchange frames with it, see it die."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+
+import msgspec
+
+from server.config import EngineConfig
+from server.engine.messages import (
+    FromEngine,
+    Shutdown,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from server.worker import tether
+
+ENGINE_MODULE = "server.engine.main"
+LENGTH_BYTES = 4
+MAX_ENGINE_FRAME = 64 << 20
+
+
+class EngineDied(Exception):
+    """The engine process is gone or no longer speaks the protocol; str() says how it ended."""
+
+
+class EngineProcess:
+    """A running engine. `receive` never returns after the first EngineDied."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._exited = asyncio.Event()
+        self._pidfd = os.pidfd_open(process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _on_exit(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._process.wait()
+        self._exited.set()
+
+    def send(self, frame: ToEngine) -> None:
+        """Queue a frame. What a dead engine is sent is lost; `receive` tells of its death."""
+        body = encode(frame)
+        self._writer.write(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+
+    async def receive(self) -> FromEngine:
+        """The next frame. Raises EngineDied."""
+        try:
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
+            if length > MAX_ENGINE_FRAME:
+                raise EngineDied(f"it sent a frame of {length} bytes")
+            frame: FromEngine = decode_from_engine(await self._reader.readexactly(length))
+            return frame
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise EngineDied(await self._last_words()) from error
+        except msgspec.MsgspecError as error:
+            raise EngineDied(f"it sent a malformed frame ({error})") from error
+
+    async def _last_words(self) -> str:
+        """A closed pipe is the end of an engine: one that stays alive without it is killed."""
+        try:
+            await asyncio.wait_for(self._exited.wait(), 1.0)
+        except TimeoutError:
+            return "it closed its pipe"
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"it left with code {code}"
+
+    def kill(self) -> None:
+        if not self._exited.is_set():
+            self._process.kill()
+
+    async def close(self, grace_s: float) -> None:
+        """Ask it to leave, and kill it when it has not after grace_s. It is gone on return."""
+        if not self._exited.is_set() and grace_s > 0:
+            self.send(Shutdown())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exited.wait(), grace_s)
+        self.kill()
+        await self._exited.wait()
+        self._writer.close()
+
+
+async def start_engine(executor: str, config: EngineConfig, arena_fd: int) -> EngineProcess:
+    """Start an engine process; its first frame says whether it is ready. On the main thread."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        arguments = [
+            *("--executor", executor),
+            *("--socket-fd", str(theirs.fileno())),
+            *("--arena-fd", str(arena_fd)),
+            *("--config", msgspec.json.encode(config).decode()),
+        ]
+        process = tether.spawn(ENGINE_MODULE, arguments, pass_fds=(theirs.fileno(), arena_fd))
+    ours.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+    return EngineProcess(process, reader, writer)

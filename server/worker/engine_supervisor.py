@@ -1,0 +1,134 @@
+"""Keeps an engine alive: starts it, hands its frames on, restarts it when it dies or stalls."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from server.engine.messages import EngineFailed, EngineReady, FromEngine, ToEngine
+from server.worker.engine_process import EngineDied, EngineProcess
+from server.worker.recovery import Backoff, StallWatch
+
+log = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.5
+SHUTDOWN_GRACE_S = 5.0
+
+
+class EngineStartError(Exception):
+    """The engine cannot start at all; str() says why and what to do."""
+
+
+class EngineListener(Protocol):
+    """Whom the supervisor tells. Called on the event loop; must not block."""
+
+    def engine_ready(self, ready: EngineReady) -> None: ...
+
+    def engine_frame(self, frame: FromEngine) -> None: ...
+
+    def engine_lost(self, reason: str) -> None:
+        """All that the engine had is gone."""
+        ...
+
+    def engine_has_work(self) -> bool:
+        """It owes a step: there is work, and nothing that it waits for from us."""
+        ...
+
+
+class EngineSupervisor:
+    """Runs engines one after the other until `close`."""
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[EngineProcess]],
+        listener: EngineListener,
+        step_timeout_s: float,
+    ) -> None:
+        self._start = start
+        self._listener = listener
+        self._step_timeout_s = step_timeout_s
+        self._watch = StallWatch(step_timeout_s)
+        self._backoff = Backoff()
+        self._engine: EngineProcess | None = None
+        self._closing = False
+        self.ready = False
+        self.restarts = 0
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._engine.pid if self._engine else None
+
+    def send(self, frame: ToEngine) -> None:
+        """To the present engine. Without one the frame is lost, as engine_lost tells."""
+        if self._engine is not None:
+            self._engine.send(frame)
+
+    async def run(self) -> None:
+        """Until `close`. Raises EngineStartError when the very first engine does not get ready."""
+        was_ready = False
+        while not self._closing:
+            ready_at = None
+            try:
+                self._engine = await self._start()
+                ready = await self._await_ready(self._engine)
+                ready_at = time.monotonic()
+                was_ready = self.ready = True
+                self._listener.engine_ready(ready)
+                await self._pump(self._engine)
+            except (EngineDied, EngineStartError) as error:
+                if not was_ready:
+                    await self._discard()
+                    raise EngineStartError(str(error)) from error
+                await self._lost(str(error), ready_at)
+
+    async def _await_ready(self, engine: EngineProcess) -> EngineReady:
+        frame = await engine.receive()
+        if isinstance(frame, EngineFailed):
+            raise EngineStartError(frame.message)
+        if not isinstance(frame, EngineReady):
+            raise EngineDied(f"it spoke before it was ready ({type(frame).__name__})")
+        return frame
+
+    async def _pump(self, engine: EngineProcess) -> None:
+        self._watch = StallWatch(self._step_timeout_s)
+        watcher = asyncio.create_task(self._kill_when_stalled(engine))
+        try:
+            while True:
+                frame = await engine.receive()
+                self._watch.progressed(time.monotonic())
+                self._listener.engine_frame(frame)
+        finally:
+            watcher.cancel()
+
+    async def _kill_when_stalled(self, engine: EngineProcess) -> None:
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            if self._watch.stalled(time.monotonic(), self._listener.engine_has_work()):
+                break
+        log.error("the engine made no step for %g s with work to do: killed", self._step_timeout_s)
+        engine.kill()
+
+    async def _lost(self, reason: str, ready_at: float | None) -> None:
+        self.ready = False
+        await self._discard()
+        if self._closing:
+            return
+        self._listener.engine_lost(reason)
+        healthy_s = 0.0 if ready_at is None else time.monotonic() - ready_at
+        delay_s = self._backoff.delay_s(healthy_s)
+        self.restarts += 1
+        log.error("the engine is gone: %s; it is started again in %g s", reason, delay_s)
+        await asyncio.sleep(delay_s)
+
+    async def _discard(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close(grace_s=0)
+
+    async def close(self) -> None:
+        """Let the engine leave; it is gone on return."""
+        self._closing = True
+        self.ready = False
+        if self._engine is not None:
+            await self._engine.close(SHUTDOWN_GRACE_S)

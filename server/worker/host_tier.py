@@ -1,0 +1,149 @@
+"""Packed adapters in host memory that the engine maps: staged from disk, pinned while it copies.
+
+What lies where and who must go is `AdapterArena`'s policy. Everything here runs on the event loop;
+only reading from disk is done on threads.
+"""
+
+import asyncio
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import NamedTuple
+
+from adapters.pack import copy_runs, read_slab_layout
+
+from adapters.errors import AdapterError
+from adapters.manifest import SlabLayout
+from server.engine.residency import AdapterArena
+
+log = logging.getLogger(__name__)
+
+MAX_PREFETCHES = 64
+
+
+class SlabUnavailable(Exception):
+    """The adapter cannot be brought to host memory; str() may be told to the client."""
+
+
+class StagedSlab(NamedTuple):
+    """extents: the first extent of each of layout.runs, in host memory."""
+
+    layout: SlabLayout
+    extents: tuple[int, ...]
+
+
+class HostMemory:
+    """Anonymous memory of a fixed size that an engine process can map by its descriptor."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("loraplex-adapters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, nbytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.view = memoryview(mmap.mmap(self.fd, nbytes))
+
+
+class HostTier:
+    """`acquire` stages and pins, `release` unpins; the rest is evicted when room is needed."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        arena: AdapterArena,
+        open_slab: Callable[[str], Path],
+        threads: Executor,
+    ) -> None:
+        self._memory = memory
+        self._arena = arena
+        self._open_slab = open_slab
+        self._threads = threads
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._layouts: dict[str, SlabLayout] = {}
+        self._room = asyncio.Event()
+
+    @property
+    def used_bytes(self) -> int:
+        free = self._arena.free_extents
+        return (self._arena.num_extents - free) * self._arena.extent_bytes
+
+    def prefetch(self, digest: str) -> None:
+        """Begin to stage it: the engine will ask for it soon. Failures show when it does."""
+        if digest not in self._layouts and len(self._jobs) < MAX_PREFETCHES:
+            self._job(digest)
+
+    async def acquire(self, digest: str) -> StagedSlab:
+        """Its place in host memory, pinned until `release`. Raises SlabUnavailable."""
+        while True:
+            placement = self._arena.acquire(digest)
+            if placement is not None:
+                return StagedSlab(self._layouts[digest], placement.extents)
+            # Shielded: another caller may wait for the same job.
+            await asyncio.shield(self._job(digest))
+
+    def release(self, digest: str) -> None:
+        if self._arena.leases(digest):
+            self._arena.release(digest)
+            self._room.set()
+
+    def release_all(self) -> None:
+        """The engine is gone, and with it every pin."""
+        for digest in self._arena.ready:
+            while self._arena.leases(digest):
+                self._arena.release(digest)
+        self._room.set()
+
+    def _job(self, digest: str) -> asyncio.Task[None]:
+        job = self._jobs.get(digest)
+        if job is None:
+            job = self._jobs[digest] = asyncio.create_task(self._stage(digest))
+            job.add_done_callback(lambda done: self._end_job(digest, done))
+        return job
+
+    def _end_job(self, digest: str, job: asyncio.Task[None]) -> None:
+        del self._jobs[digest]
+        self._room.set()
+        if not job.cancelled():
+            job.exception()  # whoever waits gets it; a prefetch has nobody who waits
+
+    async def _stage(self, digest: str) -> None:
+        """Raises SlabUnavailable."""
+        loop = asyncio.get_running_loop()
+        try:
+            path = await loop.run_in_executor(self._threads, self._open_slab, digest)
+            layout = await loop.run_in_executor(self._threads, read_slab_layout, path)
+            extents = await self._place(digest, layout)
+            try:
+                await loop.run_in_executor(self._threads, self._copy, path, layout, extents)
+            except BaseException:
+                self._arena.drop(digest)
+                raise
+        except AdapterError as error:
+            raise SlabUnavailable(error.message) from error
+        except OSError as error:
+            log.error("adapter %.12s cannot be read: %s", digest, error)
+            raise SlabUnavailable("its packed weights cannot be read from disk") from error
+        self._arena.finish(digest)
+        self._layouts[digest] = layout
+
+    async def _place(self, digest: str, layout: SlabLayout) -> tuple[int, ...]:
+        """Wait for room. It comes: the engine holds a pin only for the time of a copy."""
+        refusal = self._arena.refusal(layout.runs)
+        if refusal is not None:
+            raise SlabUnavailable(f"{refusal} (option host_adapter_memory)")
+        while True:
+            self._room.clear()
+            placement = self._arena.place(digest, layout.runs)
+            if placement is not None:
+                self._forget_evicted()
+                return placement.extents
+            await self._room.wait()
+
+    def _copy(self, path: Path, layout: SlabLayout, extents: tuple[int, ...]) -> None:
+        copy_runs(path, self._memory, extents)
+
+    def _forget_evicted(self) -> None:
+        for digest in [d for d in self._layouts if self._arena.stage(d) == "absent"]:
+            del self._layouts[digest]

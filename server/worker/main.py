@@ -1,0 +1,137 @@
+"""A worker process from its configuration to its end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import uvicorn
+import uvloop
+
+from server.config import WorkerConfig
+from server.protocol import MAX_FRAME_BYTES
+from server.worker.address import check_exposure, open_listener
+from server.worker.app import WorkerApp
+from server.worker.engine_process import start_engine
+from server.worker.engine_supervisor import EngineStartError, EngineSupervisor
+from server.worker.setup import Prepared, WorkerStartError, prepare
+
+log = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 10.0
+PING_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 5
+
+
+def run(config: WorkerConfig, listen_fd: int | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. listen_fd: an already bound socket to listen on instead.
+
+    Raises WorkerStartError, AddressError.
+    """
+    check_exposure(config.host, config.secret)
+    with open_listener(config.host, config.port, listen_fd) as listener:
+        prepared = prepare(config)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, prepared, listener))
+
+
+class _Server(uvicorn.Server):
+    """Signals are the worker's own business: it drains before the server stops."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(prepared: Prepared, secret: str) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            WorkerApp(prepared.worker, secret).build(),
+            http="httptools",
+            ws="websockets-sansio",
+            ws_max_size=MAX_FRAME_BYTES,
+            ws_per_message_deflate=False,
+            ws_ping_interval=PING_INTERVAL_S,
+            ws_ping_timeout=PING_TIMEOUT_S,
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        )
+    )
+
+
+async def _serve(config: WorkerConfig, prepared: Prepared, listener: socket.socket) -> None:
+    worker = prepared.worker
+    start = partial(start_engine, config.executor, prepared.engine, prepared.memory.fd)
+    supervisor = EngineSupervisor(start, worker, config.step_timeout_s)
+    worker.attach(supervisor)
+    server = _server(prepared, config.secret)
+    stop = _stop_on_signals()
+    tasks = {
+        "engine": asyncio.create_task(supervisor.run()),
+        "http": asyncio.create_task(server.serve(sockets=[listener])),
+        "status": asyncio.create_task(worker.report_status()),
+        "announce": asyncio.create_task(_announce(prepared, listener)),
+        "stop": asyncio.create_task(stop.wait()),
+    }
+    vital = [tasks[name] for name in ("engine", "http", "stop")]
+    try:
+        await asyncio.wait(vital, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            log.info("draining: finishing what runs, for at most %g s", config.drain_timeout_s)
+            await worker.drain(config.drain_timeout_s)
+    finally:
+        server.should_exit = True
+        await supervisor.close()
+        await asyncio.wait([tasks["http"]])
+        for task in tasks.values():
+            task.cancel()
+        ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
+    _raise_first(ended)
+
+
+def _raise_first(ended: list[object]) -> None:
+    for result in ended:
+        if isinstance(result, EngineStartError):
+            raise WorkerStartError(f"the engine cannot start: {result}") from result
+        if isinstance(result, Exception):
+            raise result
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """The first signal drains, the second ends the process at once (and the kernel its engine)."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def received() -> None:
+        if stop.is_set():
+            sys.stderr.flush()
+            signal.raise_signal(signal.SIGKILL)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, received)
+    return stop
+
+
+async def _announce(prepared: Prepared, listener: socket.socket) -> None:
+    await prepared.worker.became_ready.wait()
+    host, port = listener.getsockname()[:2]
+    name, engine = prepared.model.names[0], prepared.engine
+    log.info(
+        "ready: %s serves %s (%s, %s) to routers at ws://%s:%d",
+        prepared.worker_id,
+        name,
+        engine.device,
+        engine.dtype,
+        f"[{host}]" if ":" in host else host,
+        port,
+    )

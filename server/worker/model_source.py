@@ -1,0 +1,196 @@
+"""From what the operator calls the model to a folder: a local one, or a download from the Hub.
+
+Only safetensors, JSON and tokenizer files are downloaded; a branch or tag is pinned to its commit.
+"""
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.hf_api import ModelInfo
+
+log = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 5.0
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+METADATA_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    INDEX_FILE,
+)
+_SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")
+
+
+class ModelError(Exception):
+    """The model cannot be had; str() is one sentence for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """names: what people and adapters call it, the best first. revision: a commit, or None."""
+
+    path: Path
+    names: tuple[str, ...]
+    revision: str | None
+
+
+def find_model(text: str, revision: str | None) -> ModelFolder:
+    """A folder that exists, or else a Hub id. Blocks while downloading. Raises ModelError."""
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelError(f"--revision is for models of the Hub; {text} is a folder")
+        return ModelFolder(folder, _folder_names(folder, text), None)
+    if text.startswith(("/", ".", "~")) or text.count("/") > 1:
+        raise ModelError(f"there is no folder {text}")
+    try:
+        path, commit = _download(text, revision)
+    except HFValidationError as error:
+        raise ModelError(f"{text!r} is neither a folder nor a Hub id (org/name)") from error
+    except (HfHubHTTPError, OSError, httpx.HTTPError) as error:
+        raise ModelError(_explain(text, revision, error)) from error
+    return ModelFolder(path, (text,), commit)
+
+
+def _folder_names(folder: Path, text: str) -> tuple[str, ...]:
+    """A snapshot in the Hub's cache is still called by its Hub id."""
+    resolved = folder.resolve()
+    snapshot = _SNAPSHOT.search(str(resolved)) or _SNAPSHOT.search(str(folder))
+    hub_id = [f"{snapshot[1]}/{snapshot[2]}"] if snapshot else []
+    return tuple(dict.fromkeys([*hub_id, resolved.name, text, str(resolved)]))
+
+
+def _download(repo: str, revision: str | None) -> tuple[Path, str]:
+    try:
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+    except (OfflineModeIsEnabled, httpx.TransportError) as error:
+        return _from_cache(repo, revision, error)
+    commit = info.sha
+    if commit is None:
+        raise ModelError(f"the Hub names no commit for {repo}")
+    files = _wanted_files(repo, commit, info)
+    missing = _bytes_of(info, files)
+    log.info("model %s at %.12s: %s in %d files", repo, commit, gigabytes(missing), len(files))
+    with _Progress(repo, missing):
+        path = snapshot_download(repo, revision=commit, allow_patterns=files)
+    return Path(path), commit
+
+
+def _from_cache(repo: str, revision: str | None, why: Exception) -> tuple[Path, str]:
+    """Without the Hub, what was downloaded before is as good as new."""
+    try:
+        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise why from None
+    log.warning("the Hub cannot be reached; %s is taken from the cache (%.12s)", repo, path.name)
+    return path, path.name
+
+
+def _wanted_files(repo: str, commit: str, info: ModelInfo) -> list[str]:
+    present = {sibling.rfilename for sibling in info.siblings or ()}
+    wanted = [name for name in METADATA_FILES if name in present]
+    if INDEX_FILE in present:
+        index = json.loads(Path(hf_hub_download(repo, INDEX_FILE, revision=commit)).read_text())
+        shards = sorted(set(index.get("weight_map", {}).values()))
+    else:
+        shards = [WEIGHTS_FILE]
+    absent = [shard for shard in shards if shard not in present]
+    if absent or not shards:
+        raise ModelError(
+            f"{repo} has no safetensors weights ({', '.join(absent[:3])} missing); "
+            "other formats are never opened"
+        )
+    return wanted + shards
+
+
+def _bytes_of(info: ModelInfo, files: Iterable[str]) -> int:
+    chosen = set(files)
+    return sum(s.size or 0 for s in info.siblings or () if s.rfilename in chosen)
+
+
+def _explain(repo: str, revision: str | None, error: Exception) -> str:
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo} and set HF_TOKEN"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repo} has no revision {revision!r}"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"{repo} is no folder here and no model on the Hub that this machine may see "
+            "(a private one needs HF_TOKEN)"
+        )
+    if isinstance(error, OfflineModeIsEnabled | httpx.TransportError | LocalEntryNotFoundError):
+        return (
+            f"{repo} is no folder here and was not downloaded before, and the Hub cannot be "
+            f"reached ({type(error).__name__}): check the network, HF_ENDPOINT, HF_HUB_OFFLINE"
+        )
+    if isinstance(error, HfHubHTTPError):
+        return f"the Hub refused {repo}: {str(error).splitlines()[0]}"
+    return f"{repo} cannot be downloaded: {error}"
+
+
+class _Progress:
+    """Says every few seconds how much of a download lies on the disk."""
+
+    def __init__(self, repo: str, total: int) -> None:
+        self._folder = (
+            Path(constants.HF_HUB_CACHE)
+            / repo_folder_name(repo_id=repo, repo_type="model")
+            / "blobs"
+        )
+        self._repo = repo
+        self._total = total
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._report, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _report(self) -> None:
+        while not self._done.wait(PROGRESS_INTERVAL_S):
+            present = min(_disk_bytes(self._folder), self._total)
+            log.info(
+                "downloading %s: %s of %s", self._repo, gigabytes(present), gigabytes(self._total)
+            )
+
+
+def _disk_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*"):
+        try:
+            # Space in use, not length: a download may lay the file out in full first.
+            total += path.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"

@@ -1,0 +1,173 @@
+"""Which sequence belongs to which router: the shell's keys, and how many may be in flight. Pure.
+
+It knows nothing of sockets or the engine; `worker.py` carries out what it decides.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from server.engine.messages import SequenceEvent
+from server.protocol import ErrorCode, GenerateRequest, TokenEvent
+
+
+class Identity(NamedTuple):
+    """A sequence's name on its router connection."""
+
+    request_id: str
+    attempt: int
+    choice: int
+
+
+class _Live:
+    """A sequence in the engine. connection None: its router is gone, the abort is on its way."""
+
+    __slots__ = ("connection", "identity", "next_index")
+
+    def __init__(self, connection: int | None, identity: Identity, next_index: int) -> None:
+        self.connection = connection
+        self.identity = identity
+        self.next_index = next_index
+
+
+class DuplicateSequence(ValueError):
+    """A router used the identity of a sequence that is still in flight."""
+
+
+ByConnection = dict[int, list[TokenEvent]]
+
+
+class SequenceTable:
+    """Live sequences by key; at most `capacity` of them, shared by all routers.
+
+    A sequence leaves only by its terminal event or by `lose_all`, so that aborted ones hold their
+    credit for as long as the engine holds their memory.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._live: dict[int, _Live] = {}
+        self._choices: dict[int, dict[tuple[str, int], dict[int, int]]] = {}
+        self._next_key = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def open(self, connection: int, request: GenerateRequest) -> int | None:
+        """A key for a new sequence, or None when all credits are in use.
+
+        Raises DuplicateSequence.
+        """
+        requests = self._choices.setdefault(connection, {})
+        choices = requests.get((request.request_id, request.attempt), {})
+        if request.choice in choices:
+            raise DuplicateSequence(request.request_id)
+        if len(self._live) >= self.capacity:
+            return None
+        key = self._next_key
+        self._next_key += 1
+        identity = Identity(request.request_id, request.attempt, request.choice)
+        self._live[key] = _Live(connection, identity, len(request.accepted_ids))
+        requests.setdefault((identity.request_id, identity.attempt), choices)[identity.choice] = key
+        return key
+
+    def keys_of(
+        self, connection: int, request_id: str, attempt: int, choice: int | None
+    ) -> list[int]:
+        """Live keys that an Abort means; empty when it comes too late."""
+        choices = self._choices.get(connection, {}).get((request_id, attempt), {})
+        if choice is None:
+            return list(choices.values())
+        return [choices[choice]] if choice in choices else []
+
+    def disconnect(self, connection: int) -> list[int]:
+        """The router is gone: its keys, to be aborted. Their later events go nowhere."""
+        requests = self._choices.pop(connection, {})
+        keys = [key for choices in requests.values() for key in choices.values()]
+        for key in keys:
+            self._live[key].connection = None
+        return keys
+
+    def route(self, events: Iterable[SequenceEvent]) -> ByConnection:
+        """Sort one step's events by connection; terminal ones end their sequence.
+
+        Events of unknown keys (after the terminal one) are dropped.
+        """
+        routed: ByConnection = {}
+        for key, event in ((item.key, item.event) for item in events):
+            live = self._live.get(key)
+            if live is None:
+                continue
+            live.next_index = event.index + len(event.token_ids)
+            if live.connection is not None:
+                routed.setdefault(live.connection, []).append(event)
+            if event.finish is not None:
+                self._close(key)
+        return routed
+
+    def end_all(self, error: ErrorCode, message: str) -> ByConnection:
+        """Every live sequence ends in this error: its one terminal event, by connection."""
+        routed: ByConnection = {}
+        for key in list(self._live):
+            live = self._live[key]
+            if live.connection is not None:
+                event = TokenEvent(
+                    *live.identity,
+                    live.next_index,
+                    (),
+                    finish="error",
+                    error=error,
+                    message=message,
+                )
+                routed.setdefault(live.connection, []).append(event)
+            self._close(key)
+        return routed
+
+    def _close(self, key: int) -> None:
+        live = self._live.pop(key)
+        if live.connection is None:
+            return
+        requests = self._choices[live.connection]
+        name = (live.identity.request_id, live.identity.attempt)
+        del requests[name][live.identity.choice]
+        if not requests[name]:
+            del requests[name]
+        if not requests:
+            del self._choices[live.connection]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the two views of the live sequences differ."""
+        listed = {
+            key: (connection, Identity(*name, choice))
+            for connection, requests in self._choices.items()
+            for name, choices in requests.items()
+            for choice, key in choices.items()
+        }
+        owned = {
+            key: (live.connection, live.identity)
+            for key, live in self._live.items()
+            if live.connection is not None
+        }
+        assert listed == owned, (listed, owned)
+        assert len(self._live) <= self.capacity
+
+
+def refusal(request: GenerateRequest, error: ErrorCode, message: str) -> TokenEvent:
+    """The terminal event of a request that never reached the engine."""
+    return TokenEvent(
+        request.request_id,
+        request.attempt,
+        request.choice,
+        len(request.accepted_ids),
+        (),
+        finish="error",
+        error=error,
+        message=message,
+    )
+
+
+def split_events(events: Sequence[TokenEvent]) -> list[Sequence[TokenEvent]]:
+    """Two halves of a step's events, for a frame that came out too large; one event stays whole."""
+    if len(events) < 2:
+        return [events]
+    middle = len(events) // 2
+    return [events[:middle], events[middle:]]

@@ -1,0 +1,148 @@
+"""Everything a worker decides before its loop runs: device, dtype, memory, card, adapter store."""
+
+import logging
+import secrets
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from adapters.store import AdapterStore
+
+from adapters.base import BaseSpec
+from adapters.manifest import SlabDtype
+from server.config import EngineConfig, WorkerConfig
+from server.engine.residency import AdapterArena
+from server.model.card import model_card
+from server.model.checkpoint import CheckpointError, base_digest, read_config
+from server.model.config import base_spec
+from server.protocol import ModelCard
+from server.worker.adapter_service import AdapterService
+from server.worker.device import (
+    ChosenDevice,
+    DeviceError,
+    choose_device,
+    cuda_devices,
+    torch_build,
+)
+from server.worker.host_tier import HostMemory, HostTier
+from server.worker.metrics import WorkerMetrics
+from server.worker.model_source import ModelError, ModelFolder, find_model
+from server.worker.sizing import choose_dtype, choose_extent_bytes
+from server.worker.worker import AdapterRooms, Worker
+
+log = logging.getLogger(__name__)
+
+LOAD_THREADS = 16
+STAGE_THREADS = 4
+
+
+class WorkerStartError(Exception):
+    """The worker cannot start; str() is one sentence for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A worker that is ready to run but for its engine process."""
+
+    worker: Worker
+    worker_id: str
+    engine: EngineConfig
+    memory: HostMemory
+    model: ModelFolder
+
+
+def prepare(config: WorkerConfig) -> Prepared:
+    """Blocks: it may download the model. Raises WorkerStartError."""
+    try:
+        device = _device(config)
+        model = find_model(config.model, config.revision)
+        return _prepare(config, device, model)
+    except (CheckpointError, DeviceError, ModelError) as error:
+        raise WorkerStartError(str(error)) from error
+    except OSError as error:
+        raise WorkerStartError(f"the worker cannot be set up: {error}") from error
+
+
+def _device(config: WorkerConfig) -> ChosenDevice:
+    if config.executor == "certify":
+        return ChosenDevice("cpu", True)
+    device = choose_device(config.device, cuda_devices(), torch_build())
+    if device.note is not None:
+        log.warning("%s", device.note)
+    return device
+
+
+def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> Prepared:
+    names = tuple(dict.fromkeys([*config.model_names, *model.names]))
+    model_config = read_config(model.path)
+    base = base_spec(model_config, base_digest(model.path), names)
+    dtype = choose_dtype(config.dtype, device.kind, model_config.dtype, device.has_bfloat16)
+    engine = _engine_config(config, device, model, base, dtype)
+    card = model_card(
+        model.path,
+        names=names,
+        dtype=dtype,
+        device=device.kind,
+        max_lora_rank=config.max_lora_rank,
+        max_context=config.max_context,
+        created=int(time.time()),
+    )
+    memory = HostMemory(engine.host_arena_bytes)
+    worker_id = config.worker_id or f"worker-{secrets.token_hex(4)}"
+    worker = _worker(config, worker_id, card, base, engine, memory)
+    return Prepared(worker, worker_id, engine, memory, model)
+
+
+def _engine_config(
+    config: WorkerConfig,
+    device: ChosenDevice,
+    model: ModelFolder,
+    base: BaseSpec,
+    dtype: SlabDtype,
+) -> EngineConfig:
+    extent_bytes = choose_extent_bytes(base, dtype, config.adapter_memory)
+    host_extents = config.host_adapter_memory // extent_bytes
+    if host_extents < 1:
+        raise WorkerStartError(
+            f"host_adapter_memory must hold at least one extent of {extent_bytes} bytes, "
+            f"got {config.host_adapter_memory}"
+        )
+    return EngineConfig(
+        model_path=str(model.path),
+        device=device.kind,
+        dtype=dtype,
+        page_size=config.page_size,
+        kv_memory=config.kv_memory,
+        adapter_memory=config.adapter_memory,
+        host_arena_bytes=host_extents * extent_bytes,
+        extent_bytes=extent_bytes,
+        max_context=config.max_context,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        max_step_tokens=config.max_step_tokens,
+        adapter_slots=config.adapter_slots,
+    )
+
+
+def _worker(
+    config: WorkerConfig,
+    worker_id: str,
+    card: ModelCard,
+    base: BaseSpec,
+    engine: EngineConfig,
+    memory: HostMemory,
+) -> Worker:
+    metrics = WorkerMetrics()
+    store = AdapterStore.open(config, base)
+    loading = ThreadPoolExecutor(LOAD_THREADS, "adapter-load")
+    staging = ThreadPoolExecutor(STAGE_THREADS, "slab-stage")
+    extents = engine.host_arena_bytes // engine.extent_bytes
+    tier = HostTier(
+        memory.view,
+        AdapterArena(extents, engine.extent_bytes, extents),
+        partial(store.slab, dtype=engine.dtype, extent_bytes=engine.extent_bytes),
+        staging,
+    )
+    rooms = AdapterRooms(AdapterService(store, loading, metrics), tier)
+    return Worker(config, worker_id, card, rooms, metrics)

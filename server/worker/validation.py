@@ -1,0 +1,90 @@
+"""What the shell checks of a router's frames: what it uses itself (names, the digest, which becomes
+a path) and what must fit into a frame. Ids and sampling values are checked in the engine, beside
+the code that uses them. Pure.
+"""
+
+import re
+from typing import NamedTuple
+
+from server.protocol import MAX_FRAME_BYTES, Abort, AdapterLoad, ErrorCode, GenerateRequest
+
+MAX_ID_LENGTH = 256
+MAX_SALT_LENGTH = 256
+MAX_REF_LENGTH = 4096
+MAX_TOKEN_LENGTH = 4096
+MAX_PRIORITY = 1 << 20
+_UINT64 = 1 << 64
+_INT31 = 1 << 31
+# Of an encoded (id, logprob) pair: 5 bytes of id, 9 of float64, 1 of array header.
+_PAIR_BYTES = 15
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Refusal(NamedTuple):
+    error: ErrorCode
+    message: str
+
+
+def check_name(frame: GenerateRequest | Abort) -> str | None:
+    """Why this frame is no valid frame at all, or None. Such a frame costs the connection."""
+    if not 0 < len(frame.request_id) <= MAX_ID_LENGTH:
+        return f"request_id must have 1 to {MAX_ID_LENGTH} characters"
+    if not 0 <= frame.attempt < _INT31:
+        return f"attempt must lie in 0..2^31-1, got {frame.attempt}"
+    if frame.choice is not None and not 0 <= frame.choice < _INT31:
+        return f"choice must lie in 0..2^31-1, got {frame.choice}"
+    return None
+
+
+def check_load(frame: AdapterLoad) -> str | None:
+    """The same for an AdapterLoad. What its reference may say is the sources' business."""
+    if frame.expected_digest is not None and not _DIGEST.fullmatch(frame.expected_digest):
+        return "expected_digest must be 64 hexadecimal digits"
+    lengths = {
+        "load_id": (frame.load_id, MAX_ID_LENGTH),
+        "ref.name": (frame.ref.name, MAX_REF_LENGTH),
+        "ref.revision": (frame.ref.revision or "", MAX_REF_LENGTH),
+        "token": (frame.token or "", MAX_TOKEN_LENGTH),
+    }
+    for name, (text, most) in lengths.items():
+        if len(text) > most:
+            return f"{name} must have at most {most} characters, got {len(text)}"
+    return None
+
+
+def check_request(request: GenerateRequest, max_context: int) -> Refusal | None:
+    """Why this sequence cannot be taken, or None; only this sequence ends."""
+    if len(request.prompt_ids) > max_context:
+        message = (
+            f"the prompt has {len(request.prompt_ids)} tokens; prompt and output together can have"
+            f" at most {max_context}"
+        )
+        return Refusal("context_length", message)
+    problem = _check_envelope(request) or _check_answer_size(request)
+    return Refusal("invalid_request", problem) if problem else None
+
+
+def _check_envelope(request: GenerateRequest) -> str | None:
+    if request.adapter is not None and not _DIGEST.fullmatch(request.adapter):
+        return "adapter must be a digest of 64 hexadecimal digits"
+    if not 0 <= request.seed < _UINT64:
+        return f"seed must lie in 0..2^64-1, got {request.seed}"
+    if abs(request.priority) > MAX_PRIORITY:
+        return f"priority must lie within +-{MAX_PRIORITY}, got {request.priority}"
+    if len(request.salt) > MAX_SALT_LENGTH:
+        return f"salt must have at most {MAX_SALT_LENGTH} characters"
+    return None
+
+
+def _check_answer_size(request: GenerateRequest) -> str | None:
+    """All logprobs of a prompt travel in one event, which must fit into a frame."""
+    top = request.sampling.prompt_logprobs
+    if top is None:
+        return None
+    fitting = MAX_FRAME_BYTES // 2 // ((max(top, 0) + 2) * _PAIR_BYTES)
+    if len(request.prompt_ids) > fitting:
+        return (
+            f"prompt_logprobs={top} fit for prompts of at most {fitting} tokens, "
+            f"got {len(request.prompt_ids)}"
+        )
+    return None

@@ -1,0 +1,310 @@
+"""Between routers and engine: submits, aborts, events, status. All on one event loop; never waits.
+
+Sockets are `connections.py`'s, the process is `engine_supervisor.py`'s, adapters are
+`adapter_service.py`'s and `host_tier.py`'s business; who owns which sequence is decided in
+`sequences.py`.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from server.config import WorkerConfig
+from server.engine.messages import (
+    AbortSequence,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    NeedSlab,
+    SlabMissing,
+    SlabReleased,
+    SlabStaged,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+from server.protocol import (
+    Abort,
+    AdapterLoad,
+    AdapterState,
+    ErrorCode,
+    GenerateRequest,
+    ModelCard,
+    RouterFrame,
+    WorkerHello,
+    WorkerStatus,
+)
+from server.worker.adapter_service import AdapterService
+from server.worker.connections import POLICY_VIOLATION, ConnectionFault, RouterConnection
+from server.worker.engine_supervisor import EngineSupervisor
+from server.worker.host_tier import HostTier, SlabUnavailable
+from server.worker.metrics import WorkerMetrics
+from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
+from server.worker.validation import check_load, check_name, check_request
+
+log = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 0.5
+FLUSH_S = 1.0
+
+State = Literal["starting", "ready", "engine_lost", "draining"]
+_NO_STATS = EngineStats(0, 0, 0, (), (), 0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRooms:
+    """Where adapters come from: fetched and checked by `service`, held for the engine by `tier`."""
+
+    service: AdapterService
+    tier: HostTier
+
+
+class Worker:
+    """Implements `EngineListener` and `FrameHandler`."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        worker_id: str,
+        card: ModelCard,
+        adapters: AdapterRooms,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self.state: State = "starting"
+        self.card: bytes | None = None
+        self.card_digest = ""
+        self._worker_id = worker_id
+        self._base_card = card
+        self._max_context = card.max_context
+        self._adapters = adapters
+        self._metrics = metrics
+        self._table = SequenceTable(config.max_running + config.max_waiting)
+        self._connections: dict[int, RouterConnection] = {}
+        self._supervisor: EngineSupervisor | None = None
+        self._stats = _NO_STATS
+        self._total_pages = 0
+        self._step = 0
+        self._epoch = 0
+        self._staging: dict[str, asyncio.Task[None]] = {}
+        self.became_ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def attach(self, supervisor: EngineSupervisor) -> None:
+        self._supervisor = supervisor
+
+    @property
+    def draining(self) -> bool:
+        return self.state == "draining"
+
+    # Routers
+
+    def hello(self) -> WorkerHello:
+        return WorkerHello(self._worker_id, self._epoch, self.card_digest, self._table.capacity)
+
+    def connected(self, connection: RouterConnection) -> None:
+        self._connections[connection.number] = connection
+        self._metrics.routers.set(len(self._connections))
+        connection.send_status(self._status())
+
+    def disconnected(self, connection: RouterConnection) -> None:
+        """Nobody reads the rest: the engine is told to stop at once."""
+        self._connections.pop(connection.number, None)
+        self._metrics.routers.set(len(self._connections))
+        for key in self._table.disconnect(connection.number):
+            self._to_engine(AbortSequence(key))
+
+    def router_frame(self, connection: RouterConnection, frame: RouterFrame) -> None:
+        if isinstance(frame, GenerateRequest):
+            self._submit(connection, frame)
+        elif isinstance(frame, Abort):
+            self._abort(connection, frame)
+        elif isinstance(frame, AdapterLoad):
+            self._load(connection, frame)
+
+    def _submit(self, connection: RouterConnection, request: GenerateRequest) -> None:
+        require(check_name(request))
+        refused = self._refused(request)
+        if refused is not None:
+            self._refuse(connection, request, *refused)
+            return
+        try:
+            key = self._table.open(connection.number, request)
+        except DuplicateSequence as error:
+            raise ConnectionFault(POLICY_VIOLATION, "a sequence was submitted twice") from error
+        if key is None:
+            message = f"{self._table.capacity} sequences are in flight"
+            self._refuse(connection, request, "overloaded", message)
+            return
+        self._idle.clear()
+        self._metrics.sequences.set(len(self._table))
+        self._to_engine(Submit(key, request))
+        if request.adapter is not None and request.adapter not in self._stats.resident:
+            self._adapters.tier.prefetch(request.adapter)
+
+    def _refused(self, request: GenerateRequest) -> tuple[ErrorCode, str] | None:
+        if self.state == "draining":
+            return "draining", "the worker is draining"
+        if self.state != "ready":
+            return "engine_lost", "the engine is being started again"
+        return check_request(request, self._max_context)
+
+    def _refuse(
+        self,
+        connection: RouterConnection,
+        request: GenerateRequest,
+        error: ErrorCode,
+        message: str,
+    ) -> None:
+        self._metrics.refused.labels(error).inc()
+        connection.send_events(self._step, [refusal(request, error, message)])
+
+    def _abort(self, connection: RouterConnection, frame: Abort) -> None:
+        require(check_name(frame))
+        keys = self._table.keys_of(connection.number, frame.request_id, frame.attempt, frame.choice)
+        for key in keys:
+            self._to_engine(AbortSequence(key))
+
+    def _load(self, connection: RouterConnection, frame: AdapterLoad) -> None:
+        require(check_load(frame))
+
+        def report(state: AdapterState) -> None:
+            if connection.number in self._connections:
+                connection.send(state)
+
+        self._adapters.service.load(frame, report)
+
+    # Engine
+
+    def engine_ready(self, ready: EngineReady) -> None:
+        for line in ready.summary:
+            log.info("%s", line)
+        if self.card is None:
+            self._publish_card(ready)
+        self._total_pages = ready.total_pages
+        self._metrics.engine_started(ready.total_pages)
+        self._stats = msgspec.structs.replace(_NO_STATS, free_pages=ready.total_pages)
+        self._epoch = max(self._epoch + 1, int(time.time() * 1000))
+        if self.state != "draining":
+            self._enter("ready")
+            self.became_ready.set()
+
+    def _publish_card(self, ready: EngineReady) -> None:
+        max_context = min(self._base_card.max_context, ready.max_context)
+        card = msgspec.structs.replace(
+            self._base_card, max_context=max_context, dtype=ready.dtype, device=ready.device
+        )
+        self._max_context = max_context
+        self.card = msgspec.json.encode(card)
+        self.card_digest = hashlib.sha256(self.card).hexdigest()
+
+    def engine_frame(self, frame: FromEngine) -> None:
+        if isinstance(frame, StepOutput):
+            self._step = frame.step
+            self._stats = frame.stats
+            self._metrics.stepped(frame)
+            self._deliver(self._table.route(frame.events))
+        elif isinstance(frame, NeedSlab):
+            task = asyncio.create_task(self._stage(frame.digest))
+            self._staging[frame.digest] = task
+            task.add_done_callback(lambda _: self._staging.pop(frame.digest, None))
+        elif isinstance(frame, SlabReleased):
+            self._adapters.tier.release(frame.digest)
+
+    def engine_lost(self, reason: str) -> None:
+        """Each of its sequences gets its one terminal event; routers try again elsewhere."""
+        for task in self._staging.values():
+            task.cancel()
+        self._adapters.tier.release_all()
+        self._stats = _NO_STATS
+        self._metrics.restarts.inc()
+        if self.state == "ready":
+            self._enter("engine_lost")
+        self._deliver(self._table.end_all("engine_lost", "the engine was lost"))
+
+    def engine_has_work(self) -> bool:
+        return len(self._table) > 0 and not self._staging
+
+    async def _stage(self, digest: str) -> None:
+        """Answers NeedSlab. The host block stays where it is until SlabReleased."""
+        try:
+            staged = await self._adapters.tier.acquire(digest)
+        except SlabUnavailable as error:
+            log.warning("adapter %.12s cannot be brought to the engine: %s", digest, error)
+            self._to_engine(SlabMissing(digest, str(error)))
+        else:
+            self._to_engine(SlabStaged(staged.layout, staged.extents))
+
+    def _to_engine(self, frame: ToEngine) -> None:
+        if self._supervisor is not None:
+            self._supervisor.send(frame)
+
+    def _deliver(self, routed: ByConnection) -> None:
+        for number, events in routed.items():
+            connection = self._connections.get(number)
+            if connection is not None:
+                connection.send_events(self._step, events)
+        self._metrics.sequences.set(len(self._table))
+        if not len(self._table):
+            self._idle.set()
+
+    # Status
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._metrics.ready.set(state == "ready")
+        self._broadcast_status()
+
+    def _status(self) -> WorkerStatus:
+        return WorkerStatus(
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            base_digest=self._base_card.base_digest,
+            ready=self.state == "ready",
+            draining=self.draining,
+            free_pages=self._stats.free_pages,
+            total_pages=self._total_pages,
+            running=self._stats.running,
+            waiting=max(len(self._table) - self._stats.running, 0),
+            resident=self._stats.resident,
+            loading=self._stats.loading,
+            step=self._step,
+        )
+
+    def _broadcast_status(self) -> None:
+        status = self._status()
+        for connection in self._connections.values():
+            connection.send_status(status)
+
+    async def report_status(self) -> None:
+        """Twice a second, for ever."""
+        while True:
+            self._broadcast_status()
+            await asyncio.sleep(STATUS_INTERVAL_S)
+
+    def render_metrics(self) -> bytes:
+        self._metrics.host_bytes.set(self._adapters.tier.used_bytes)
+        return self._metrics.render()
+
+    # The end
+
+    async def drain(self, limit_s: float) -> None:
+        """Take nothing new and finish what runs; what is left after limit_s ends in an error."""
+        self._enter("draining")
+        try:
+            await asyncio.wait_for(self._idle.wait(), limit_s)
+        except TimeoutError:
+            log.warning("%d sequences did not end in time", len(self._table))
+            self._deliver(self._table.end_all("draining", "the worker was stopped"))
+        for connection in list(self._connections.values()):
+            await connection.flush(FLUSH_S)
+
+
+def require(problem: str | None) -> None:
+    if problem is not None:
+        raise ConnectionFault(POLICY_VIOLATION, problem)

@@ -1,4 +1,4 @@
-"""Adapters in an arena full of NaN, the table that points to them, and a LoRA product over a batch."""
+"""Adapters in an arena full of NaN, the table that points to them, and buffers for a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -131,7 +131,8 @@ def test_strided_rows(device: torch.device) -> None:
     batch.run(wide[:, 64:128], x, (64,), adapters.table)
     expected = lora_reference(torch.zeros(4, 64), x.cpu(), [0] * 4, adapters.weights, (64,))
     assert_close(wide[:, 64:128], expected, torch.float32)
-    assert (wide[:, :64] == 0).all() and (wide[:, 128:] == 0).all()
+    assert (wide[:, :64] == 0).all()
+    assert (wide[:, 128:] == 0).all()
 
 
 def test_a_cleared_slot_touches_nothing(device: torch.device) -> None:

@@ -1,0 +1,59 @@
+"""What answers of every API have in common: ranking, counting, events, finite numbers. Pure."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from router.api.errors import Dialect, error_object
+from router.generation import ChoiceResult, FinishReason, RequestError
+
+encode = msgspec.json.Encoder().encode
+
+# OpenAI's stand-in for "very unlikely": JSON has no infinity.
+LEAST_LOGPROB = -9999.0
+# Line ends of Unicode: legal in JSON and no line ends of SSE, yet several clients split at them.
+_LINE_ENDS = (
+    (b"\xc2\x85", b"\\u0085"),
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+)
+
+
+def sse(payload: Any) -> bytes:
+    """One server-sent event with a JSON payload."""
+    data = encode(payload)
+    if not data.isascii():
+        for raw, escaped in _LINE_ENDS:
+            data = data.replace(raw, escaped)
+    return b"data: " + data + b"\n\n"
+
+
+def sse_error(error: RequestError, dialect: Dialect) -> bytes:
+    return sse(error_object(error, dialect))
+
+
+def finite(logprob: float | None) -> float:
+    """A log-probability as JSON can carry it."""
+    if logprob is None or not math.isfinite(logprob):
+        return LEAST_LOGPROB
+    return logprob
+
+
+def best_first(results: Sequence[ChoiceResult]) -> list[ChoiceResult]:
+    """By mean log-probability of a token; equals stay in order."""
+    return sorted(results, key=_badness)
+
+
+def completed(finish: FinishReason) -> FinishReason:
+    """Raises RequestError (incomplete) for an answer that was broken off."""
+    if finish in ("abort", "error"):
+        raise RequestError("incomplete", "the answer broke off before its end")
+    return finish
+
+
+def _badness(result: ChoiceResult) -> float:
+    if result.sum_logprob is None or not result.generated_tokens:
+        return 0.0
+    return -finite(result.sum_logprob) / result.generated_tokens

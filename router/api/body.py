@@ -1,0 +1,59 @@
+"""A request body's bytes to a typed struct: strict JSON, every fault named by its field. Pure."""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from adapters.strict_json import StrictJsonError, decode_object
+from router.generation import RequestError
+
+# Arrays and objects in one body: what is cheap to send must not be dear to walk.
+MAX_CONTAINERS = 1 << 16
+_FAULT = re.compile(r"(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
+    """The typed body, and all of it as plain values (for fields that `kind` does not know).
+
+    Refused: bytes that are no UTF-8 JSON object (RFC 8259), a byte order mark, NaN and Infinity,
+    lone surrogates, a key that occurs twice, more than 32 levels, values of another type than
+    declared or out of range. Raises RequestError (invalid).
+    """
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        raise RequestError("invalid", f"more than {MAX_CONTAINERS} arrays and objects in the body")
+    try:
+        plain = decode_object(body)
+        if _SURROGATE.search(body):
+            msgspec.json.encode(plain)
+        return msgspec.convert(plain, kind, str_keys=True), plain
+    except StrictJsonError as error:
+        raise RequestError("invalid", f"expected a JSON object: {error}") from None
+    except UnicodeEncodeError:
+        raise RequestError("invalid", "a string holds half of a surrogate pair") from None
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+
+
+def require(condition: object, message: str, param: str) -> None:
+    """Raises RequestError (invalid) that names the field unless the condition holds."""
+    if not condition:
+        raise RequestError("invalid", f"`{param}`: {message}", param=param)
+
+
+def _field_error(text: str) -> RequestError:
+    """From `Expected `int`, got `str` - at `$.a.b[0]`` to the field and what is wrong with it."""
+    match = _FAULT.fullmatch(text)
+    if match is None:
+        missing = re.search(r"required field `(\w+)`", text)
+        return RequestError("invalid", _lower(text), param=missing[1] if missing else None)
+    path = match["path"].removeprefix("parameters.")
+    key = "a key: " if match["key"] else ""
+    return RequestError("invalid", f"`{path}`: {key}{_lower(match['what'])}", param=path)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

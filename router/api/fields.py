@@ -1,0 +1,86 @@
+"""Ranges that several APIs share, as types; and which adapter a caller names. Pure."""
+
+from typing import Annotated, Literal, cast
+
+from msgspec import Meta
+
+from adapters.errors import AdapterError
+from adapters.ref import RefSource, parse_ref
+from router.api.body import require
+from router.api.errors import from_adapter_error
+from router.api.formatter import ApiLimits
+from router.generation import AdapterChoice, RequestError, Secret
+
+MAX_INT32 = 2**31 - 1
+# The engine divides logits by the temperature: what lies below this is greedy.
+LEAST_TEMPERATURE = 1e-5
+
+NonNegative = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_INT32)]
+Probability = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=1e4)]
+StopString = Annotated[str, Meta(min_length=1)]
+
+_NOT_YET: dict[str, str] = {"s3": "adapters from S3", "pbase": "adapters from Predibase"}
+_HUB_TOKEN_PREFIX = "hf_"
+
+
+def temperature_of(value: float) -> float:
+    return 0.0 if value < LEAST_TEMPERATURE else value
+
+
+def check_stops(stops: list[str], limits: ApiLimits) -> tuple[str, ...]:
+    most = limits.max_stop_sequences
+    require(len(stops) <= most, f"expected at most {most} stop strings, got {len(stops)}", "stop")
+    for stop in stops:
+        require(
+            0 < len(stop) <= limits.max_stop_chars,
+            f"expected stop strings of 1 to {limits.max_stop_chars} characters, got {len(stop)}",
+            "stop",
+        )
+    return tuple(stops)
+
+
+def choose_adapter(
+    name: str | None,
+    source: str | None,
+    token: str | None,
+    param: Literal["model", "adapter_id"],
+    limits: ApiLimits,
+) -> AdapterChoice | None:
+    """The adapter that the caller names, None for the base. Raises RequestError."""
+    if not name or (name in limits.base_names and source is None):
+        return None
+    if source in _NOT_YET:
+        raise RequestError(
+            "unsupported", f"{_NOT_YET[source]} are not supported yet", param="adapter_source"
+        )
+    require(
+        source in (None, "", "hub", "local"),
+        f"expected 'hub' or 'local', got {source!r:.40}",
+        "adapter_source",
+    )
+    try:
+        ref = parse_ref(name, cast(RefSource, source or limits.default_source))
+    except AdapterError as error:
+        raise from_adapter_error(error, param) from None
+    if ref.source == "s3":
+        raise RequestError("unsupported", f"{_NOT_YET['s3']} are not supported yet", param=param)
+    require(
+        not source or ref.source in (source, "alias"),
+        f"{source!r} contradicts the adapter's own source {ref.source!r}",
+        "adapter_source",
+    )
+    return AdapterChoice(name, ref, Secret(token) if token else None)
+
+
+def credential(api_token: str | None, bearer: str | None) -> str | None:
+    """The caller's credential for the adapter's source: the one named so, or a Hub token as bearer.
+
+    Other bearers are keys for this service, or the placeholder that some SDKs insist on sending;
+    they are nobody else's business.
+    """
+    if api_token:
+        return api_token
+    return bearer if bearer and bearer.startswith(_HUB_TOKEN_PREFIX) else None

@@ -1,0 +1,229 @@
+"""LoRA time of one decode step of Llama-3.1-8B's shapes, alone and over the base's GEMMs.
+
+    python -m server.kernels.bench --json
+
+Random weights are made on the GPU. Every time is of one CUDA graph; the floor is the bytes of the
+batch's distinct adapters at the copy bandwidth measured in the same run.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import triton
+
+from server.kernels.configs import KernelConfigs, load_configs
+from server.kernels.expand import expand
+from server.kernels.segments import allocate_segments, route
+from server.kernels.shrink import shrink
+from server.kernels.table import LoraTable
+from server.kernels.workspace import allocate_workspace
+
+LAYERS = 32
+SITES: tuple[tuple[int, tuple[int, ...]], ...] = (
+    (4096, (4096, 1024, 1024)),
+    (4096, (4096,)),
+    (4096, (14336, 14336)),
+    (14336, (4096,)),
+)
+POINTS = (
+    (1, 1), (8, 8), (32, 1), (32, 32), (64, 64), (128, 128), (256, 1), (256, 64), (256, 256),
+)  # fmt: skip
+RANKS: dict[str, tuple[int, ...]] = {"16": (16,), "64": (64,), "mix": (8, 16, 32, 64)}
+BUDGET_FACTOR, BUDGET_MS = 1.25, 0.25
+NUM_SLOTS = 256
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Milliseconds of one step. added_ms: over_ms - base_ms; budget_ms: what it may be."""
+
+    B: int
+    D: int
+    r: str
+    floor_ms: float
+    budget_ms: float
+    alone_ms: float
+    base_ms: float
+    over_ms: float
+    added_ms: float
+
+
+class Adapters:
+    """`count` random adapters in device memory, adapter i of rank `ranks[i % len(ranks)]`."""
+
+    def __init__(self, count: int, ranks: Sequence[int]) -> None:
+        self.count = count
+        self.max_rank = max(ranks)
+        # As many slots as an engine would have: the graph is then valid for any assignment.
+        self.table = LoraTable(LAYERS * len(SITES), NUM_SLOTS, "cuda")
+        self._arenas: list[torch.Tensor] = []
+        self.nbytes = sum(self._make(slot, ranks[slot % len(ranks)]) for slot in range(count))
+
+    def _make(self, slot: int, rank: int) -> int:
+        per_layer = sum(len(widths) * k + sum(widths) for k, widths in SITES) * rank
+        arena = torch.empty(LAYERS * per_layer, dtype=DTYPE, device="cuda").normal_(std=0.01)
+        self._arenas.append(arena)
+        address = arena.data_ptr()
+        for index in range(LAYERS * len(SITES)):
+            k, widths = SITES[index % len(SITES)]
+            pointers = [address, address + 2 * k * rank * len(widths)]
+            for width in widths:
+                pointers.append(pointers[-1] + 2 * width * rank)
+            address = pointers.pop()
+            n = len(widths)
+            self.table.write(slot, index, pointers[0], pointers[1:], [rank] * n, [2.0] * n)
+        self.table.upload(slot)
+        return arena.numel() * 2
+
+
+class Step:
+    """One decode step's GEMMs and LoRA at a batch size."""
+
+    def __init__(self, batch: int, weights: list[torch.Tensor], configs: KernelConfigs) -> None:
+        self.batch = batch
+        self.weights = weights
+        self.configs = configs
+        self.slots = torch.full((batch,), -1, dtype=torch.int32, device="cuda")
+        tile_rows = configs.tile_rows("decode", batch)
+        self.segments = allocate_segments(batch, tile_rows, NUM_SLOTS, "cuda")
+        self.workspace = allocate_workspace(batch, DTYPE, "cuda", configs.max_split_k)
+        self.inputs = {k: torch.randn(batch, k, dtype=DTYPE, device="cuda") for k, _ in SITES}
+        self.outputs = [
+            torch.zeros(batch, sum(widths), dtype=DTYPE, device="cuda") for _, widths in SITES
+        ]
+        self.side = torch.cuda.Stream()
+
+    def base(self) -> None:
+        for index, weight in enumerate(self.weights):
+            self._gemm(index, weight)
+
+    def lora(self, adapters: Adapters, over_base: bool) -> None:
+        """Shrink on a side stream beside the base's GEMM if there is one; expand after it."""
+        main = torch.cuda.current_stream()
+        route(self.slots, self.segments)
+        for index, weight in enumerate(self.weights):
+            k, widths = SITES[index % len(SITES)]
+            y = self.outputs[index % len(SITES)]
+            context = (adapters.table, index, self.segments, self.workspace)
+            first = self.configs.shrink("decode", self.batch, adapters.max_rank, k)
+            second = self.configs.expand("decode", self.batch, adapters.max_rank, sum(widths))
+            if over_base:
+                self.side.wait_stream(main)
+                with torch.cuda.stream(self.side):
+                    shrink(self.inputs[k], *context, first)
+                self._gemm(index, weight)
+                main.wait_stream(self.side)
+            else:
+                shrink(self.inputs[k], *context, first)
+            expand(y, widths, *context, second, after_gemm=over_base)
+
+    def assign(self, distinct: int) -> None:
+        """Spread the batch's rows over adapters 0 .. distinct-1."""
+        self.slots.copy_(torch.arange(self.batch, dtype=torch.int32) % distinct)
+
+    def _gemm(self, index: int, weight: torch.Tensor) -> None:
+        k, _ = SITES[index % len(SITES)]
+        torch.mm(self.inputs[k], weight.T, out=self.outputs[index % len(SITES)])
+
+
+def graph_ms(step: Callable[[], object], replays: int) -> float:
+    """Median time of a replay of the graph of `step`."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return median_ms(graph.replay, replays)
+
+
+def median_ms(run: Callable[[], object], repeats: int) -> float:
+    for _ in range(3):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    return float(statistics.median(times))
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a device-to-device copy of 4 GiB."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / (median_ms(lambda: target.copy_(source), 10) * 1e-3)
+
+
+def make_weights() -> list[torch.Tensor]:
+    return [
+        torch.empty(sum(widths), k, dtype=DTYPE, device="cuda").normal_(std=0.01)
+        for _ in range(LAYERS)
+        for k, widths in SITES
+    ]
+
+
+def measure(points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: int) -> list[Result]:
+    configs = load_configs("cuda")
+    bandwidth = copy_bandwidth()
+    weights = make_weights()
+    base = {b: graph_ms(Step(b, weights, configs).base, replays) for b in {b for b, _ in points}}
+    results = []
+    for distinct in sorted({d for _, d in points}):
+        for name in ranks:
+            adapters = Adapters(distinct, RANKS[name])
+            floor = 1e3 * adapters.nbytes / bandwidth
+            for batch in [b for b, d in points if d == distinct]:
+                step = Step(batch, weights, configs)
+                step.assign(distinct)
+                alone = graph_ms(partial(step.lora, adapters, over_base=False), replays)
+                over = graph_ms(partial(step.lora, adapters, over_base=True), replays)
+                budget = BUDGET_FACTOR * floor + BUDGET_MS
+                times = (floor, budget, alone, base[batch], over, over - base[batch])
+                results.append(Result(batch, distinct, name, *(round(t, 4) for t in times)))
+            del adapters, step
+            torch.cuda.empty_cache()
+    return results
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = [f"{'(B, D)':>12} {'rank':>5} {'floor':>7} {'alone':>7} {'added':>7} {'budget':>7}"]
+    for r in results:
+        verdict = "" if r.added_ms <= r.budget_ms else "  over"
+        lines.append(
+            f"{f'({r.B}, {r.D})':>12} {r.r:>5} {r.floor_ms:7.2f} {r.alone_ms:7.2f} "
+            f"{r.added_ms:7.2f} {r.budget_ms:7.2f}{verdict}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a line, then the table"
+    )
+    parser.add_argument("--rank", choices=[*RANKS], action="append", help="default: all")
+    parser.add_argument("--replays", type=int, default=20)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: this benchmark needs a GPU")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
+        "ms of one step"
+    )
+    results = measure(POINTS, arguments.rank or [*RANKS], arguments.replays)
+    if arguments.json:
+        for result in results:
+            print(json.dumps(asdict(result)))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""An executor without a model, for tests and failover drills: its tokens certify their origin.
+
+Every token is a function of the adapter's digest and all tokens before it, so an answer alone
+proves the right prompt, adapter, position and KV pages. It also checks strictly what plans promise.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
+from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
+from server.protocol import TokenLogprob
+
+_Mark = bytes
+
+
+class ContractError(AssertionError):
+    """A plan or copy that no executor could carry out correctly."""
+
+
+class CertifyOptions(msgspec.Struct, frozen=True):
+    """eos_percent: how often a token is the first end-of-sequence id (0 = never).
+
+    step_s: seconds that a step takes. copy_polls: calls of `finished_copies` until a copy is over.
+    """
+
+    vocab_size: int = 512
+    eos_token_ids: tuple[int, ...] = (2,)
+    eos_percent: int = 0
+    step_s: float = 0.0
+    copy_polls: int = 1
+
+
+def _root(adapter: str | None) -> _Mark:
+    return blake2b(b"base" if adapter is None else b"lora" + adapter.encode()).digest()
+
+
+def _next_mark(mark: _Mark, token_id: int) -> _Mark:
+    return blake2b(mark + token_id.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def _token_of(mark: _Mark, options: CertifyOptions, may_stop: bool = True) -> int:
+    number = int.from_bytes(mark, "little")
+    if may_stop and options.eos_token_ids and number % 100 < options.eos_percent:
+        return options.eos_token_ids[0]
+    token_id = (number >> 8) % options.vocab_size
+    while token_id in options.eos_token_ids:
+        token_id = (token_id + 1) % options.vocab_size
+    return token_id
+
+
+def certified_output(
+    adapter: str | None,
+    prompt_ids: Sequence[int],
+    count: int,
+    options: CertifyOptions,
+    min_tokens: int = 0,
+) -> list[int]:
+    """The right output for a prompt: at most `count` tokens, ending after an end-of-sequence id.
+
+    adapter: digest, or None for the base.
+    """
+    mark = _root(adapter)
+    for token_id in prompt_ids:
+        mark = _next_mark(mark, token_id)
+    output: list[int] = []
+    while len(output) < count and not (output and output[-1] in options.eos_token_ids):
+        output.append(_token_of(mark, options, len(output) >= min_tokens))
+        mark = _next_mark(mark, output[-1])
+    return output
+
+
+class FakeTicket:
+    """A launched step; its results are known, but not before `collect`."""
+
+    def __init__(self, plan: StepPlan, results: list[SliceResult]) -> None:
+        self.plan = plan
+        self.results = results
+
+    def ready(self) -> bool:
+        return True
+
+
+class _Row:
+    def __init__(self, start: RowStart) -> None:
+        self.start = start
+        self.tokens = list(start.token_ids)
+        self.pages: list[int] = []
+        self.num_computed = -1  # unknown before the first slice
+        self.adapter: str | None = None
+        self.marks: list[_Mark] = []  # after each computed token
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ContractError(message)
+
+
+class CertifyingExecutor:
+    """Keeps in each KV place the mark of all tokens up to it, and reads them back in every step."""
+
+    def __init__(self, limits: ExecutorLimits, options: CertifyOptions | None = None) -> None:
+        self.limits = limits
+        self.options = options or CertifyOptions(limits.vocab_size, limits.eos_token_ids)
+        empty: list[_Mark | None] = [None] * limits.page_size
+        self._kv = [list(empty) for _ in range(limits.num_pages)]
+        self._holders: list[set[int]] = [set() for _ in range(limits.num_pages)]
+        self._rows: dict[int, _Row] = {}
+        self._slots: dict[int, tuple[str, frozenset[int]]] = {}
+        self._copies: list[tuple[int, AdapterCopy]] = []  # with polls left
+        self._in_flight: deque[FakeTicket] = deque()
+        self._step = 0
+
+    # ---- steps
+
+    def launch(self, plan: StepPlan) -> FakeTicket:
+        _check(plan.step > self._step, f"step {plan.step} after step {self._step}")
+        _check(bool(plan.slices), "an empty plan")
+        _check(plan.num_tokens <= self.limits.max_step_tokens, "over the token budget")
+        self._step = plan.step
+        for seq_row in plan.freed_rows:
+            self._free(seq_row)
+        for start in plan.new_rows:
+            _check(0 <= start.seq_row < self.limits.max_rows, f"no row {start.seq_row}")
+            _check(start.seq_row not in self._rows, f"row {start.seq_row} is in use")
+            self._rows[start.seq_row] = _Row(start)
+        for grant in plan.grants:
+            self._grant(grant)
+        rows = [piece.seq_row for piece in plan.slices]
+        _check(len(rows) == len(set(rows)), "two slices of one row")
+        ticket = FakeTicket(plan, [self._compute(piece) for piece in plan.slices])
+        self._in_flight.append(ticket)
+        return ticket
+
+    def collect(self, ticket: FakeTicket) -> list[SliceResult]:
+        _check(bool(self._in_flight) and self._in_flight[0] is ticket, "not the oldest step")
+        if self.options.step_s:
+            time.sleep(self.options.step_s)
+        self._in_flight.popleft()
+        return ticket.results
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self._rows.clear()
+
+    def _free(self, seq_row: int) -> None:
+        row = self._rows.pop(seq_row, None)
+        _check(row is not None, f"row {seq_row} freed twice")
+        assert row is not None
+        busy = {piece.seq_row for t in self._in_flight for piece in t.plan.slices}
+        _check(seq_row not in busy, f"row {seq_row} freed under a step in flight")
+        for page in row.pages:
+            self._holders[page].discard(seq_row)
+
+    def _grant(self, grant: PageGrant) -> None:
+        row = self._rows.get(grant.seq_row)
+        _check(row is not None, f"pages for no row {grant.seq_row}")
+        assert row is not None
+        _check(grant.first == len(row.pages), f"pages of row {grant.seq_row} leave a gap")
+        for page in grant.pages:
+            _check(0 <= page < self.limits.num_pages, f"no page {page}")
+            _check(page not in row.pages, f"page {page} twice in row {grant.seq_row}")
+            self._holders[page].add(grant.seq_row)
+            row.pages.append(page)
+
+    # ---- a slice
+
+    def _compute(self, piece: SeqSlice) -> SliceResult:
+        row = self._rows.get(piece.seq_row)
+        _check(row is not None, f"a slice of no row {piece.seq_row}")
+        assert row is not None
+        end = piece.start + piece.num_new
+        self._check_inputs(row, piece, end)
+        self._check_adapter(row, piece)
+        self._read_prefix(row, piece.start)
+        mark = row.marks[-1] if row.marks else _root(row.adapter)
+        scored = []
+        for position in range(piece.start, end):
+            mark = _next_mark(mark, row.tokens[position])
+            self._write(row, piece.seq_row, position, mark)
+            if piece.prompt_logprobs and position + 1 < row.start.prompt_len:
+                count = row.start.sampling.prompt_logprobs or 0
+                scored.append(self._logprob(mark, row.tokens[position + 1], count))
+        row.num_computed = end
+        return self._sample(row, piece, mark, scored if piece.prompt_logprobs else None)
+
+    def _sample(
+        self, row: _Row, piece: SeqSlice, mark: _Mark, scored: list[TokenLogprob] | None
+    ) -> SliceResult:
+        if not piece.sample:
+            return SliceResult(None, prompt_logprobs=scored)
+        _check(row.num_computed == len(row.tokens), "a sample before all inputs are computed")
+        index = len(row.tokens) - row.start.prompt_len
+        token_id = _token_of(mark, self.options, index >= row.start.eos_suppressed_until)
+        row.tokens.append(token_id)
+        count = row.start.sampling.logprobs
+        logprob = None if count is None else self._logprob(mark, token_id, count)
+        return SliceResult(token_id, logprob, scored)
+
+    def _logprob(self, mark: _Mark, token_id: int, count: int) -> TokenLogprob:
+        """Made up from the mark alone, so that it certifies as much as the token."""
+        best = -(mark[0] + 1) / 256
+        top = tuple(
+            ((token_id + i) % self.limits.vocab_size, best - i)
+            for i in range(min(count, self.limits.vocab_size))
+        )
+        return TokenLogprob(token_id, best, top)
+
+    def _check_inputs(self, row: _Row, piece: SeqSlice, end: int) -> None:
+        _check(piece.num_new > 0, "an empty slice")
+        _check(end <= min(len(row.tokens), self.limits.max_context), "tokens that are not there")
+        _check(len(row.pages) * self.limits.page_size >= end, "tokens without pages")
+        if row.num_computed >= 0:
+            _check(piece.start == row.num_computed, "a gap or an overlap in computed tokens")
+        if not piece.token_ids:
+            sampled = len(row.tokens) > len(row.start.token_ids)
+            last = piece.num_new == 1 and end == len(row.tokens)
+            _check(sampled and last, "no sample on the device to go on from")
+        else:
+            _check(piece.token_ids == row.tokens[piece.start : end], "other tokens than the row's")
+
+    def _check_adapter(self, row: _Row, piece: SeqSlice) -> None:
+        digest = None
+        if piece.adapter_slot >= 0:
+            _check(piece.adapter_slot in self._slots, f"slot {piece.adapter_slot} is not loaded")
+            digest = self._slots[piece.adapter_slot][0]
+        if row.num_computed < 0:
+            row.adapter = digest
+        _check(row.adapter == digest, f"row {piece.seq_row} changed its adapter")
+
+    def _read_prefix(self, row: _Row, start: int) -> None:
+        mark = row.marks[-1] if row.marks else _root(row.adapter)
+        for token_id in row.tokens[len(row.marks) : start]:  # reused pages, before the first slice
+            mark = _next_mark(mark, token_id)
+            row.marks.append(mark)
+        size = self.limits.page_size
+        for i in range(-(-start // size)):
+            expected = row.marks[i * size : min(start, (i + 1) * size)]
+            found = self._kv[row.pages[i]][: len(expected)]
+            _check(found == expected, f"page {row.pages[i]} holds another prefix")
+
+    def _write(self, row: _Row, seq_row: int, position: int, mark: _Mark) -> None:
+        page = row.pages[position // self.limits.page_size]
+        _check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
+        self._kv[page][position % self.limits.page_size] = mark
+        row.marks.append(mark)
+
+    # ---- adapters
+
+    def start_copy(self, copy: AdapterCopy) -> None:
+        _check(0 <= copy.adapter_slot < self.limits.adapter_slots, f"no slot {copy.adapter_slot}")
+        runs = copy.layout.runs
+        _check(len(copy.host_extents) == len(copy.device_extents) == len(runs), "runs do not match")
+        target = _extents(copy)
+        _check(len(target) == sum(runs), "the slab's runs overlap")
+        _check(all(0 <= x < self.limits.arena_extents for x in target), "outside the arena")
+        for _, other in self._copies:
+            _check(other.adapter_slot != copy.adapter_slot, "two copies to one slot")
+            _check(not _extents(other) & target, "two copies to one extent")
+        read = {p.adapter_slot for t in self._in_flight for p in t.plan.slices}
+        for slot, (digest, extents) in list(self._slots.items()):
+            if slot == copy.adapter_slot or extents & target:
+                _check(slot not in read, f"{digest} is overwritten under a step in flight")
+                del self._slots[slot]
+        self._copies.append((self.options.copy_polls, copy))
+
+    def finished_copies(self) -> list[CopyDone]:
+        done, going = [], []
+        for polls, copy in self._copies:
+            if polls > 1:
+                going.append((polls - 1, copy))
+                continue
+            self._slots[copy.adapter_slot] = (copy.layout.digest, frozenset(_extents(copy)))
+            done.append(CopyDone(copy.adapter_slot, copy.layout.digest))
+        self._copies = going
+        return done
+
+
+def _extents(copy: AdapterCopy) -> set[int]:
+    pairs: Iterable[tuple[int, int]] = zip(copy.device_extents, copy.layout.runs, strict=True)
+    return {x for first, n in pairs for x in range(first, first + n)}

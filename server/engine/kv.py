@@ -1,0 +1,71 @@
+"""What sequences hold of the KV cache: taking pages, sharing full ones, giving them up. Pure."""
+
+from server.engine.pages import PageHash, PagePool
+from server.engine.sequence import Sequence
+
+# A prompt waits for another's prefill of the same tokens when that saves at least so many.
+SHARE_WORTH_TOKENS = 64
+
+
+class SequencePages:
+    """The page pool, as sequences use it."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.pool = PagePool(num_pages, page_size)
+        self._computing: dict[PageHash, Sequence] = {}  # full prompt pages on their way
+
+    def is_computed_elsewhere(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to publish much of the same prompt."""
+        if not self._computing:
+            return False
+        soon = sum(1 for h in self._readable(sequence) if h in self._computing)
+        return soon * self.pool.page_size >= SHARE_WORTH_TOKENS
+
+    def take(self, sequence: Sequence, reserve: int) -> bool:
+        """Pages for all its tokens, cached ones first, if `reserve` are left over for others."""
+        readable = self._readable(sequence)
+        cached = self.pool.match(readable)
+        missing = self.pool.pages_for(len(sequence.tokens)) - len(cached)
+        if self.pool.available < missing + reserve:
+            self.pool.release(cached)
+            return False
+        fresh = self.pool.allocate(missing)
+        assert fresh is not None
+        sequence.pages = cached + fresh
+        sequence.num_published = len(cached)
+        sequence.num_computed = len(cached) * self.pool.page_size
+        for digest in readable[len(cached) :]:
+            self._computing.setdefault(digest, sequence)
+        return True
+
+    def missing(self, sequence: Sequence) -> int:
+        """Pages it lacks for one more token."""
+        return self.pool.pages_for(sequence.num_computed + 1) - len(sequence.pages)
+
+    def publish(self, sequence: Sequence, num_computed: int) -> None:
+        """Its first `num_computed` tokens are computed, and no worse than they should be."""
+        num_full = num_computed // self.pool.page_size
+        hashes = sequence.full_page_hashes(self.pool.page_size, num_full)
+        for i in range(sequence.num_published, num_full):
+            self.pool.publish(sequence.pages[i], hashes[i])
+            self._no_longer_computes(sequence, hashes[i])
+        sequence.num_published = max(sequence.num_published, num_full)
+
+    def release(self, sequence: Sequence) -> None:
+        for digest in sequence.hashes[sequence.num_published :]:
+            self._no_longer_computes(sequence, digest)
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.num_published = 0
+        sequence.num_computed = 0
+
+    def _readable(self, sequence: Sequence) -> list[PageHash]:
+        """Full pages it may read instead of computing; at least one token is computed."""
+        if sequence.needs_prompt_logprobs:
+            return []
+        size = self.pool.page_size
+        return sequence.full_page_hashes(size, (len(sequence.tokens) - 1) // size)
+
+    def _no_longer_computes(self, sequence: Sequence, digest: PageHash) -> None:
+        if self._computing.get(digest) is sequence:
+            del self._computing[digest]

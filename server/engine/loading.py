@@ -1,0 +1,196 @@
+"""How an absent adapter comes to the device: who waits for it, whose turn it is, who must give way.
+
+Pure. It asks the shell for slabs, places them in the device arena and orders the copies. Sequences
+of other adapters go on meanwhile; one that waits too long for room makes a few adapters in use run
+dry.
+"""
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import attrgetter
+
+from server.engine.executor import AdapterCopy
+from server.engine.residency import AdapterArena
+from server.engine.sequence import Order, Sequence
+
+ORDER = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A slab in the host arena that waits for room on the device."""
+
+    copy: AdapterCopy  # without places on the device
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """`digests` take no sequence that comes after `order`, until `beneficiary` has room."""
+
+    beneficiary: str
+    order: Order
+    digests: frozenset[str]
+
+
+class AdapterLoads:
+    """A digest with waiters is asked for -> staged -> copying -> ready; `max_loading` at once.
+
+    The caller takes `needed`, `copies` and `released` (lists) after each round and empties them.
+    """
+
+    def __init__(self, arena: AdapterArena, max_loading: int, drain_after_s: float) -> None:
+        self.arena = arena
+        self.max_loading = max_loading
+        self.drain_after_s = drain_after_s
+        self.needed: list[str] = []
+        self.copies: list[AdapterCopy] = []
+        self.released: list[str] = []
+        self._parked: dict[str, list[Sequence]] = {}
+        self._asked: set[str] = set()
+        self._staged: dict[str, Staged] = {}
+        self._copying: set[str] = set()
+        self._drain: Drain | None = None
+
+    @property
+    def num_parked(self) -> int:
+        return sum(map(len, self._parked.values()))
+
+    @property
+    def copying(self) -> bool:
+        return bool(self._copying)
+
+    @property
+    def loading(self) -> tuple[str, ...]:
+        return (*self._asked, *self._staged, *self._copying)
+
+    # ---- waiters
+
+    def park(self, sequence: Sequence) -> None:
+        assert sequence.adapter is not None
+        insort(self._parked.setdefault(sequence.adapter, []), sequence, key=ORDER)
+
+    def unpark(self, sequence: Sequence) -> None:
+        assert sequence.adapter is not None
+        parked = self._parked.get(sequence.adapter, [])
+        if sequence in parked:
+            parked.remove(sequence)
+            if not parked:
+                del self._parked[sequence.adapter]
+
+    def holds_back(self, sequence: Sequence) -> bool:
+        """Whether its adapter is to run dry before this sequence may start."""
+        drain = self._drain
+        return (
+            drain is not None and sequence.adapter in drain.digests and sequence.order > drain.order
+        )
+
+    # ---- answers of the shell and the executor
+
+    def staged(self, copy: AdapterCopy, now: float) -> str | None:
+        """The slab lies in the host arena; `copy` tells where. Returns why it cannot be used."""
+        layout = copy.layout
+        if layout.digest not in self._asked:
+            if layout.digest not in self.loading:
+                self.released.append(layout.digest)
+            return None
+        self._asked.discard(layout.digest)
+        problem = self.arena.refusal(layout.runs)
+        if problem is None and len(copy.host_extents) != len(layout.runs):
+            problem = "malformed layout: one host extent a run expected"
+        if problem is None and layout.extent_bytes != self.arena.extent_bytes:
+            problem = f"slab has extents of {layout.extent_bytes} bytes, the arena has others"
+        if problem is not None or layout.digest not in self._parked:
+            self.released.append(layout.digest)
+            return problem
+        self._staged[layout.digest] = Staged(copy, now)
+        return None
+
+    def missing(self, digest: str) -> list[Sequence]:
+        """The slab cannot be staged. Returns those who waited for it."""
+        if digest not in self._asked:
+            return []
+        self._asked.discard(digest)
+        return self.take_waiters(digest)
+
+    def copied(self, digest: str, error: str | None) -> None:
+        """The copy is over: READY, or (error) ABSENT."""
+        self._copying.discard(digest)
+        self.released.append(digest)
+        if error is None:
+            self.arena.finish(digest)
+        else:
+            self.arena.drop(digest)
+
+    def take_waiters(self, digest: str) -> list[Sequence]:
+        """All that wait for it, in order; they wait here no longer."""
+        return self._parked.pop(digest, [])
+
+    # ---- once a plan
+
+    def advance(self, now: float, waiting: list[Sequence], running: Iterable[Sequence]) -> None:
+        """Give room to staged slabs, those with the oldest waiter first, and ask for more slabs.
+
+        waiting: sequences with a ready adapter, in order: older ones keep it from being evicted.
+        """
+        for digest in [d for d in self._staged if d not in self._parked]:
+            del self._staged[digest]
+            self.released.append(digest)
+        self._give_room(now, waiting, running)
+        while self._parked and len(self.loading) < self.max_loading:
+            busy = set(self.loading)
+            absent = [d for d in self._parked if d not in busy]
+            if not absent:
+                break
+            digest = min(absent, key=self._oldest)
+            self._asked.add(digest)
+            self.needed.append(digest)
+
+    def _oldest(self, digest: str) -> Order:
+        return self._parked[digest][0].order
+
+    def _give_room(self, now: float, waiting: list[Sequence], running: Iterable[Sequence]) -> None:
+        drain, self._drain = self._drain, None
+        for digest in sorted(self._staged, key=self._oldest):
+            staged = self._staged[digest]
+            order = self._oldest(digest)
+            keep = _adapters_before(order, waiting)
+            placement = self.arena.place(digest, staged.copy.layout.runs, keep)
+            if placement is not None:
+                del self._staged[digest]
+                self._copying.add(digest)
+                layout, host = staged.copy.layout, staged.copy.host_extents
+                self.copies.append(
+                    AdapterCopy(placement.adapter_slot, layout, host, placement.extents)
+                )
+            elif now - staged.since >= self.drain_after_s:
+                # Nobody may overtake it any more, or small adapters would starve a large one.
+                self._drain = self._renew(drain, digest, order, running)
+                break
+
+    def _renew(
+        self, drain: Drain | None, digest: str, order: Order, running: Iterable[Sequence]
+    ) -> Drain:
+        """Adapters whose end makes room for `digest`, soonest done first. A choice is kept."""
+        runs = self._staged[digest].copy.layout.runs
+        kept = drain.digests if drain is not None and drain.beneficiary == digest else frozenset()
+        if kept and self.arena.would_fit(runs, kept):
+            return Drain(digest, order, kept)
+        remaining: dict[str, int] = {}
+        for sequence in running:
+            if sequence.adapter is not None:
+                longest = max(remaining.get(sequence.adapter, 0), sequence.remaining)
+                remaining[sequence.adapter] = longest
+        chosen: set[str] = set()
+        for candidate in sorted(remaining, key=lambda d: (remaining[d], d)):
+            if self.arena.would_fit(runs, chosen):
+                break
+            chosen.add(candidate)
+        return Drain(digest, order, frozenset(chosen))
+
+
+def _adapters_before(order: Order, waiting: Iterable[Sequence]) -> set[str]:
+    earlier = takewhile(lambda s: s.order < order, waiting)
+    return {s.adapter for s in earlier if s.adapter is not None}

@@ -1,0 +1,112 @@
+"""KV pages: who holds which, and which full pages can be read again by a later prompt. Pure.
+
+A page's content is named by a SHA-256 chain over salt, adapter digest (or base) and all tokens up
+to its end. Only full pages are shared and nobody writes to a full page, so nothing is ever copied.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+
+PageHash = bytes
+
+
+def root_hash(salt: str, adapter: str | None) -> PageHash:
+    """Start of a chain. The base and an adapter of any digest never share one."""
+    kind = b"base" if adapter is None else b"adapter"
+    parts = (salt.encode(), kind, (adapter or "").encode())
+    return sha256(b"".join(len(p).to_bytes(8, "little") + p for p in parts)).digest()
+
+
+def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:
+    """The hash of a full page of `token_ids` after the pages that `parent` stands for."""
+    return sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class PagePool:
+    """A page is free, held (references > 0), or cached: full, known by hash, held by nobody.
+
+    Cached pages are reused by hash, and overwritten oldest first when no free page is left.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+        self._hash_of: dict[int, PageHash] = {}
+        self._page_of: dict[PageHash, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached pages, oldest first
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` could give now."""
+        return len(self._free) + len(self._idle)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def match(self, hashes: Iterable[PageHash]) -> list[int]:
+        """Hold the longest known prefix of `hashes`; its pages, in order."""
+        pages: list[int] = []
+        for digest in hashes:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            self._references[page] += 1
+            self._idle.pop(page, None)
+            pages.append(page)
+        return pages
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Hold `count` pages of no defined content, or None if there are not so many."""
+        if count > self.available:
+            return None
+        pages = []
+        for _ in range(count):
+            page = self._free.pop() if self._free else self._evict()
+            self._references[page] = 1
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, digest: PageHash) -> None:
+        """A held page is now full and computed. Content known already stays where it is."""
+        if digest not in self._page_of and page not in self._hash_of:
+            self._page_of[digest] = page
+            self._hash_of[page] = digest
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give up one reference each. A prefix's last pages become the first to be overwritten."""
+        for page in reversed(pages):
+            if self._references[page] < 1:
+                raise ValueError(f"page {page} is not held")
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            if page in self._hash_of:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Held pages whose content must not be read again by anyone new."""
+        for page in pages:
+            digest = self._hash_of.pop(page, None)
+            if digest is not None:
+                del self._page_of[digest]
+
+    def _evict(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of[self._hash_of.pop(page)]
+        return page
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError: every page is in exactly one of free, cached, held."""
+        held = {p for p, n in enumerate(self._references) if n > 0}
+        assert min(self._references, default=0) >= 0, "negative references"
+        groups = [*self._free, *self._idle, *held]
+        assert sorted(groups) == list(range(self.num_pages)), "pages lost or in two places"
+        assert set(self._idle) <= set(self._hash_of), "a cached page without a hash"
+        assert not set(self._free) & set(self._hash_of), "a free page with a hash"
+        assert self._page_of == {h: p for p, h in self._hash_of.items()}, "hashes out of step"

@@ -1,0 +1,358 @@
+"""Which tokens of which sequences each step computes, and what comes of them. Pure.
+
+There is no prefill or decode phase: every sequence has a computed count that catches up with its
+token count, under one token budget a step. A plan may be made while earlier steps are in flight.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from server.engine.batch import Batch
+from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
+from server.engine.kv import SequencePages
+from server.engine.loading import ORDER, AdapterLoads
+from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
+from server.engine.outcome import error_event, finish_at, finished_before, token_event
+from server.engine.plan import SeqSlice, SliceResult, StepPlan
+from server.engine.residency import AdapterArena
+from server.engine.sequence import Order, Sequence, State
+from server.engine.validation import refuse, token_limit
+from server.protocol import ErrorCode, Finish, GenerateRequest
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    """max_waiting: sequences not yet running. max_loading: adapters on their way at once.
+
+    drain_after_s: how long a staged adapter waits for room before others must give way.
+    """
+
+    max_waiting: int = 1024
+    max_loading: int = 8
+    drain_after_s: float = 1.0
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What the loop is to carry out, in this order: copies, slabs, events."""
+
+    copies: list[AdapterCopy] = field(default_factory=list)
+    needed_slabs: list[str] = field(default_factory=list)
+    released_slabs: list[str] = field(default_factory=list)
+    events: list[SequenceEvent] = field(default_factory=list)
+
+
+class Scheduler:
+    """Single-threaded. Rows, pages and leases a sequence holds are given up only when no step in
+    flight contains it; its terminal event does not wait for that.
+    """
+
+    def __init__(self, limits: ExecutorLimits, config: SchedulerConfig) -> None:
+        self.limits = limits
+        self.config = config
+        self.pages = SequencePages(limits.num_pages, limits.page_size)
+        self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
+        self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
+        self._eos = frozenset(limits.eos_token_ids)
+        # Every running sequence can have a token in every step.
+        num_rows = min(limits.max_rows, limits.max_step_tokens)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._freed_rows: list[int] = []
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting: list[Sequence] = []  # both in order
+        self._running: list[Sequence] = []
+        self._departing: set[Sequence] = set()  # will give up what they hold at some commit
+        self._in_flight: deque[Batch] = deque()
+        self._deadlines: list[tuple[float, int]] = []
+        self._events: list[SequenceEvent] = []
+        self._arrivals = 0
+        self._step = 0
+        self._preemptions = 0
+        self._prefix_hit_tokens = 0
+        self._prompt_tokens = 0
+
+    # ---- requests
+
+    def submit(self, key: int, request: GenerateRequest, now: float) -> None:
+        """Take a request. Whatever is wrong with it ends it at once in an error event."""
+        self._arrivals += 1
+        order = Order(request.priority, self._arrivals)
+        refusal = refuse(request, self.limits)
+        limit = token_limit(request, self.limits)
+        deadline = None if request.deadline_s is None else now + request.deadline_s
+        sequence = Sequence(key, request, order, limit, deadline)
+        if key in self._sequences:
+            self._events.append(error_event(sequence, "invalid_request", f"key {key} is in use"))
+            return
+        self._sequences[key] = sequence
+        if refusal is not None:
+            self._fail(sequence, refusal.code, refusal.message)
+        elif deadline is not None and deadline <= now:
+            self._fail(sequence, "deadline", "the deadline was over on arrival")
+        elif (finish := finished_before(sequence, self._eos)) is not None:
+            self._finish(sequence, finish)
+        elif len(self._waiting) + self.loads.num_parked >= self.config.max_waiting:
+            self._fail(sequence, "overloaded", f"{self.config.max_waiting} sequences wait already")
+        else:
+            if deadline is not None:
+                heapq.heappush(self._deadlines, (deadline, key))
+            self._enqueue(sequence)
+
+    def abort(self, key: int) -> None:
+        """End it with finish `abort`. An unknown key has ended already."""
+        sequence = self._sequences.get(key)
+        if sequence is not None:
+            self._finish(sequence, "abort")
+
+    def fail_running(self, code: ErrorCode, message: str) -> None:
+        """The device lost the steps in flight: end all that were computed on it."""
+        lost = {s for batch in self._in_flight for s in batch.sequences}
+        self._in_flight.clear()
+        for sequence in [*self._running, *self._departing]:
+            sequence.in_flight = sequence.pending = 0
+            if sequence in lost:
+                self.pages.pool.forget(sequence.pages)
+            if sequence.state is State.RUNNING:
+                self._fail(sequence, code, message)
+            else:
+                self._settle(sequence)
+
+    # ---- adapters
+
+    def slab_staged(self, staged: SlabStaged, now: float) -> None:
+        copy = AdapterCopy(-1, staged.layout, staged.extents, ())
+        problem = self.loads.staged(copy, now)
+        if problem is not None:
+            self._fail_waiters(self.loads.take_waiters(staged.layout.digest), problem)
+
+    def slab_missing(self, digest: str, message: str) -> None:
+        self._fail_waiters(self.loads.missing(digest), message)
+
+    def copy_done(self, done: CopyDone) -> None:
+        self.loads.copied(done.digest, done.error)
+        waiters = self.loads.take_waiters(done.digest)
+        if done.error is not None:
+            self._fail_waiters(waiters, done.error)
+            return
+        for sequence in waiters:
+            sequence.move(State.WAITING)
+            insort(self._waiting, sequence, key=ORDER)
+
+    def _fail_waiters(self, waiters: list[Sequence], message: str) -> None:
+        for sequence in waiters:
+            self._fail(sequence, "adapter_unavailable", message)
+
+    # ---- output
+
+    def take(self) -> Outbox:
+        """Everything decided since the last call."""
+        loads = self.loads
+        out = Outbox(loads.copies, loads.needed, loads.released, self._events)
+        loads.copies, loads.needed, loads.released, self._events = [], [], [], []
+        return out
+
+    def next_deadline(self) -> float | None:
+        """When `plan` has something to do though nothing else happens."""
+        while self._deadlines and self._deadlines[0][1] not in self._sequences:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            free_pages=self.pages.pool.available,
+            running=len(self._running),
+            waiting=len(self._waiting) + self.loads.num_parked,
+            resident=self.arena.ready,
+            loading=self.loads.loading,
+            preemptions=self._preemptions,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            prompt_tokens=self._prompt_tokens,
+            evictions=self.arena.evictions,
+        )
+
+    # ---- plan
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before something else happens."""
+        self._expire(now)
+        self.loads.advance(now, self._waiting, self._running)
+        batch = Batch(self._step + 1, self.limits.max_step_tokens, self._freed_rows)
+        running = list(self._running)
+        for sequence in running:  # first the streams that go on
+            if sequence.num_wanted == 1 and self._can_run(sequence) and self._grow(batch, sequence):
+                batch.add(sequence)
+        for sequence in running:
+            if batch.budget and sequence.num_wanted > 1 and self._can_run(sequence):
+                batch.add(sequence)
+        self._admit(batch)
+        if not batch.sequences:
+            return None
+        self._step += 1
+        self._freed_rows = []
+        self._in_flight.append(batch)
+        return batch.plan
+
+    @staticmethod
+    def _can_run(sequence: Sequence) -> bool:
+        return sequence.state is State.RUNNING and not sequence.leaving
+
+    def _expire(self, now: float) -> None:
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            _, key = heapq.heappop(self._deadlines)
+            self._fail(self._sequences[key], "deadline", "the deadline passed")
+
+    def _grow(self, batch: Batch, sequence: Sequence) -> bool:
+        """A page for one more token if it needs one, taken from the youngest if none is left."""
+        while (missing := self.pages.missing(sequence)) > 0:
+            pages = self.pages.pool.allocate(missing)
+            if pages is not None:
+                batch.grant(sequence, pages)
+                return True
+            if self._departing:
+                return False  # pages come free at a commit
+            victim = self._running[-1]
+            self._preemptions += 1
+            victim.leaving = True
+            self._settle(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _admit(self, batch: Batch) -> None:
+        if any(s.leaving for s in self._departing):
+            return
+        for sequence in list(self._waiting):
+            if not batch.budget or not self._free_rows:
+                return
+            if self.loads.holds_back(sequence) or self.pages.is_computed_elsewhere(sequence):
+                continue
+            if not self._has_adapter(sequence):
+                self._discard(self._waiting, sequence)
+                self._enqueue(sequence)
+            elif self.pages.take(sequence, reserve=len(self._running)):
+                self._start(batch, sequence)
+            else:
+                return  # in order: small ones must not overtake a large one for ever
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        return sequence.adapter is None or self.arena.stage(sequence.adapter) == "ready"
+
+    def _start(self, batch: Batch, sequence: Sequence) -> None:
+        self._discard(self._waiting, sequence)
+        insort(self._running, sequence, key=ORDER)
+        sequence.move(State.RUNNING)
+        sequence.seq_row = self._free_rows.pop()
+        if sequence.adapter is not None:
+            placement = self.arena.acquire(sequence.adapter)
+            assert placement is not None
+            sequence.adapter_slot = placement.adapter_slot
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_len)
+            self._prefix_hit_tokens += sequence.cached_tokens
+            self._prompt_tokens += sequence.prompt_len
+        batch.start(sequence)
+        batch.add(sequence)
+
+    # ---- commit
+
+    def commit(self, step: int, results: list[SliceResult]) -> None:
+        """The results of the oldest step in flight."""
+        batch = self._in_flight.popleft()
+        if batch.plan.step != step or len(results) != len(batch.sequences):
+            raise ValueError(
+                f"expected {len(batch.sequences)} results of step {batch.plan.step}, "
+                f"got {len(results)} of step {step}"
+            )
+        for piece, sequence, result in zip(
+            batch.plan.slices, batch.sequences, results, strict=True
+        ):
+            sequence.in_flight -= 1
+            sequence.pending -= piece.sample
+            if sequence.state is State.RUNNING:
+                self._apply(sequence, piece, result)
+            self._settle(sequence)
+
+    def _apply(self, sequence: Sequence, piece: SeqSlice, result: SliceResult) -> None:
+        if result.failed:
+            self.pages.pool.forget(sequence.pages)
+            self._fail(sequence, "internal", "the model gave logits that are not finite")
+            return
+        end = piece.start + piece.num_new
+        self.pages.publish(sequence, end)
+        if piece.prompt_logprobs:
+            sequence.prompt_logprobs += result.prompt_logprobs or ()
+        if not piece.sample:
+            if end >= sequence.limit:  # the prompt was only to be scored
+                self._finish(sequence, "length")
+            return
+        token_id = result.token_id
+        if token_id is None or not 0 <= token_id < self.limits.vocab_size:
+            self._fail(sequence, "internal", f"the model gave token id {token_id}")
+            return
+        finish = finish_at(sequence, token_id, self._eos)
+        logprob = result.logprob if sequence.request.sampling.logprobs is not None else None
+        self._events.append(token_event(sequence, token_id, logprob, finish))
+        if finish is not None:
+            self._end(sequence)
+
+    # ---- endings
+
+    def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
+        self._events.append(error_event(sequence, code, message))
+        self._end(sequence)
+
+    def _finish(self, sequence: Sequence, finish: Finish) -> None:
+        self._events.append(token_event(sequence, None, finish=finish))
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.key]
+        if sequence.state is State.NEEDS_ADAPTER:
+            self.loads.unpark(sequence)
+        else:
+            self._discard(self._waiting, sequence)
+        sequence.move(State.FINISHED)
+        self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Give up what it holds if it is over or leaving, and no step in flight contains it."""
+        over = sequence.state is State.FINISHED
+        if sequence.seq_row < 0 or not (over or sequence.leaving):
+            return
+        if over:
+            self._discard(self._running, sequence)
+        if sequence.in_flight:
+            self._departing.add(sequence)
+            return
+        self._departing.discard(sequence)
+        self._release(sequence)
+        if not over:
+            self._discard(self._running, sequence)
+            sequence.move(State.WAITING)
+            self._enqueue(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pages.release(sequence)
+        self._free_rows.append(sequence.seq_row)
+        self._freed_rows.append(sequence.seq_row)
+        if sequence.adapter is not None:
+            self.arena.release(sequence.adapter)
+        sequence.seq_row = sequence.adapter_slot = -1
+        sequence.leaving = False
+        sequence.prompt_logprobs.clear()
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        if self._has_adapter(sequence):
+            insort(self._waiting, sequence, key=ORDER)
+        else:
+            sequence.move(State.NEEDS_ADAPTER)
+            self.loads.park(sequence)
+
+    @staticmethod
+    def _discard(sequences: list[Sequence], sequence: Sequence) -> None:
+        at = bisect_left(sequences, sequence.order, key=ORDER)
+        if at < len(sequences) and sequences[at] is sequence:
+            del sequences[at]

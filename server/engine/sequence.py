@@ -1,0 +1,112 @@
+"""One request inside the engine: its tokens, how far they are computed, and what it holds. Pure."""
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from server.engine.pages import PageHash, page_hash, root_hash
+from server.protocol import Finish, GenerateRequest, TokenLogprob
+
+
+class State(enum.Enum):
+    WAITING = "waiting"  # for a row and pages
+    NEEDS_ADAPTER = "needs_adapter"  # its adapter is not on the device
+    RUNNING = "running"  # holds a row, pages and its adapter's lease
+    FINISHED = "finished"  # its terminal event is out; steps in flight may still use what it holds
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.NEEDS_ADAPTER, State.RUNNING, State.FINISHED}),
+    State.NEEDS_ADAPTER: frozenset({State.WAITING, State.FINISHED}),
+    State.RUNNING: frozenset({State.WAITING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+class Order(NamedTuple):
+    """Who goes first: lower `priority`, then earlier arrival."""
+
+    priority: int
+    arrival: int
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """tokens: all that are known, prompt first. limit: prompt and output can have so many tokens.
+
+    num_computed: tokens whose KV is computed or being computed by steps in flight.
+    in_flight: launched steps, not yet collected, that contain this sequence.
+    pending: samples of those that are not known yet.
+    leaving: it is to be preempted as soon as no step in flight uses what it holds.
+    """
+
+    key: int
+    request: GenerateRequest
+    order: Order
+    limit: int
+    deadline: float | None
+    state: State = State.WAITING
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    in_flight: int = 0
+    pending: int = 0
+    leaving: bool = False
+    seq_row: int = -1
+    row_tokens: int = 0  # tokens known when the row was taken; later ones were sampled on it
+    adapter_slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    num_published: int = 0
+    hashes: list[PageHash] = field(default_factory=list)
+    cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    started: bool = False  # its first event is out
+    finish: Finish | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt_ids, *self.request.accepted_ids]
+
+    def move(self, state: State) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"sequence {self.key}: {self.state.name} -> {state.name}")
+        self.state = state
+
+    @property
+    def adapter(self) -> str | None:
+        return self.request.adapter
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens known; the next event's index."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens to be computed now. The last token of an output is never an input."""
+        last_input = max(self.limit - 1, self.prompt_len)
+        return min(self.num_tokens, last_input) - self.num_computed
+
+    @property
+    def remaining(self) -> int:
+        """Upper bound of the samples still to come."""
+        return self.limit - self.num_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        asked = self.request.sampling.prompt_logprobs is not None
+        return asked and not self.started and not self.request.accepted_ids
+
+    def full_page_hashes(self, page_size: int, num_pages: int) -> list[PageHash]:
+        """Hashes of the first `num_pages` pages, all full of known tokens; kept for later."""
+        parent = self.hashes[-1] if self.hashes else root_hash(self.request.salt, self.adapter)
+        for i in range(len(self.hashes), num_pages):
+            parent = page_hash(parent, self.tokens[i * page_size : (i + 1) * page_size])
+            self.hashes.append(parent)
+        return self.hashes[:num_pages]

@@ -1,0 +1,113 @@
+"""What the engine refuses at the door, so that nothing decoded can hurt a step. Pure."""
+
+import math
+from typing import NamedTuple
+
+from server.engine.executor import ExecutorLimits
+from server.protocol import ErrorCode, GenerateRequest, SamplingParams
+
+MAX_TOP_LOGPROBS = 128
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+_INT32_MAX = 2**31 - 1
+
+
+class Refusal(NamedTuple):
+    code: ErrorCode
+    message: str
+
+
+def token_limit(request: GenerateRequest, limits: ExecutorLimits) -> int:
+    """Prompt and output tokens together that this request may reach."""
+    return min(len(request.prompt_ids) + request.sampling.max_tokens, limits.max_context)
+
+
+def refuse(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
+    """The first reason why this request can never run here, or None."""
+    problem = _bad_ids(request, limits.vocab_size) or _bad_sampling(request.sampling)
+    problem = problem or _bad_identity(request)
+    if problem is not None:
+        return Refusal("invalid_request", problem)
+    return _too_long(request, limits)
+
+
+def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
+    sampling = request.sampling
+    lists = (
+        ("prompt_ids", request.prompt_ids),
+        ("accepted_ids", request.accepted_ids),
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", sampling.logit_bias),
+    )
+    for name, ids in lists:
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            bad = next(i for i in ids if not 0 <= i < vocab_size)
+            return f"{name}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})"
+    if not request.prompt_ids:
+        return "prompt_ids: expected at least one token, got none"
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        return f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS}"
+    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+        return f"logit_bias: expected at most {MAX_LOGIT_BIAS} tokens"
+    return None
+
+
+def _bad_sampling(sampling: SamplingParams) -> str | None:
+    # NaN fails every comparison, and so every range.
+    ranges: tuple[tuple[str, float | None, float, float], ...] = (
+        ("temperature", sampling.temperature, 0.0, 1e6),
+        ("top_k", sampling.top_k, 0, _INT32_MAX),
+        ("top_p", sampling.top_p, 0.0, 1.0),
+        ("min_p", sampling.min_p, 0.0, 1.0),
+        ("typical_p", sampling.typical_p, 0.0, 1.0),
+        ("repetition_penalty", sampling.repetition_penalty, 0.0, 1e6),
+        ("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6),
+        ("presence_penalty", sampling.presence_penalty, -1e6, 1e6),
+        ("max_tokens", sampling.max_tokens, 0, _INT32_MAX),
+        ("min_tokens", sampling.min_tokens, 0, _INT32_MAX),
+        ("logprobs", sampling.logprobs, 0, MAX_TOP_LOGPROBS),
+        ("prompt_logprobs", sampling.prompt_logprobs, 0, MAX_TOP_LOGPROBS),
+    )
+    for name, value, low, high in ranges:
+        if value is not None and not low <= value <= high:
+            return f"{name}: expected {low} to {high}, got {value}"
+    for name in ("top_p", "typical_p", "repetition_penalty"):
+        if getattr(sampling, name) == 0:
+            return f"{name}: expected more than 0"
+    if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
+        return "logit_bias: expected finite values"
+    return None
+
+
+def _bad_identity(request: GenerateRequest) -> str | None:
+    if request.adapter == "":
+        return "adapter: expected a digest or nothing, got an empty string"
+    if not 0 <= request.choice <= _INT32_MAX:
+        return f"choice: expected 0 to {_INT32_MAX}, got {request.choice}"
+    if request.deadline_s is not None and math.isnan(request.deadline_s):
+        return "deadline_s: expected seconds, got NaN"
+    return None
+
+
+def _too_long(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
+    prompt_len, output_len = len(request.prompt_ids), len(request.accepted_ids)
+    if prompt_len + min(1, request.sampling.max_tokens) > limits.max_context:
+        return Refusal(
+            "context_length",
+            f"the prompt has {prompt_len} tokens; prompt and output together can have at most "
+            f"{limits.max_context}",
+        )
+    limit = token_limit(request, limits)
+    if prompt_len + output_len > limit:
+        return Refusal(
+            "invalid_request",
+            f"accepted_ids: expected at most {limit - prompt_len} tokens, got {output_len}",
+        )
+    capacity = limits.num_pages * limits.page_size
+    inputs = max(limit - 1, prompt_len)
+    if inputs > capacity:
+        return Refusal(
+            "context_length",
+            f"prompt and max_tokens need a KV cache of {inputs} tokens; this worker has {capacity}",
+        )
+    return None

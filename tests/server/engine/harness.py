@@ -1,0 +1,221 @@
+"""The scheduler under a certifying executor and a made-up shell, advanced by hand."""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from adapters.manifest import SlabLayout
+from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
+from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
+from server.engine.messages import SlabStaged
+from server.engine.plan import SliceResult, StepPlan
+from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.protocol import GenerateRequest, SamplingParams, TokenEvent
+
+LIMITS = ExecutorLimits(
+    num_pages=24,
+    page_size=4,
+    max_rows=4,
+    max_step_tokens=12,
+    max_context=64,
+    vocab_size=100,
+    eos_token_ids=(2, 3),
+    adapter_slots=2,
+    arena_extents=6,
+    extent_bytes=256,
+)
+
+
+def limits(**changes: Any) -> ExecutorLimits:
+    return msgspec.structs.replace(LIMITS, **changes)
+
+
+def layout(digest: str, runs: tuple[int, ...] = (1, 1), extent_bytes: int = 256) -> SlabLayout:
+    return SlabLayout(digest, "base", "float32", 0, 1, extent_bytes, runs, ())
+
+
+def make_request(
+    prompt: list[int],
+    max_tokens: int = 4,
+    adapter: str | None = None,
+    **changes: Any,
+) -> GenerateRequest:
+    """changes: of fields of the request or of its sampling."""
+    sampling = {n: changes.pop(n) for n in SamplingParams.__struct_fields__ if n in changes}
+    request = GenerateRequest(
+        request_id="r",
+        attempt=1,
+        choice=0,
+        adapter=adapter,
+        prompt_ids=prompt,
+        accepted_ids=[],
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        seed=7,
+    )
+    return msgspec.structs.replace(request, **changes)
+
+
+class TestExecutor(CertifyingExecutor):
+    """Fails copies of digests in `bad_copies`, and rows in `bad_rows` in their next sample."""
+
+    __test__ = False
+
+    def __init__(self, limits: ExecutorLimits, options: CertifyOptions | None = None) -> None:
+        super().__init__(limits, options)
+        self.bad_copies: set[str] = set()
+        self.results: dict[int, SliceResult] = {}
+
+    def finished_copies(self) -> list[CopyDone]:
+        done = super().finished_copies()
+        for copy in done:
+            if copy.digest in self.bad_copies:
+                del self._slots[copy.adapter_slot]
+        return [
+            msgspec.structs.replace(d, error="copy failed") if d.digest in self.bad_copies else d
+            for d in done
+        ]
+
+    def collect(self, ticket: FakeTicket) -> list[SliceResult]:
+        real = super().collect(ticket)
+        return [
+            self.results.pop(piece.seq_row, result)
+            for piece, result in zip(ticket.plan.slices, real, strict=True)
+        ]
+
+
+class Harness:
+    """`cycle` is one round of the loop: answers in, a plan launched, at most `depth` in flight."""
+
+    def __init__(
+        self,
+        limits: ExecutorLimits = LIMITS,
+        depth: int = 1,
+        config: SchedulerConfig | None = None,
+        options: CertifyOptions | None = None,
+        auto_stage: bool = True,
+    ) -> None:
+        self.limits = limits
+        self.depth = depth
+        self.auto_stage = auto_stage
+        self.executor = TestExecutor(limits, options)
+        self.scheduler = Scheduler(limits, config or SchedulerConfig())
+        self.tickets: deque[FakeTicket] = deque()
+        self.events: dict[int, list[TokenEvent]] = {}
+        self.needed: list[str] = []
+        self.held: set[str] = set()  # staged and not released
+        self.runs: dict[str, tuple[int, ...]] = {}
+        self.plans: list[StepPlan] = []
+        self.copies: list[AdapterCopy] = []
+        self.now = 0.0
+        self.keys = 0
+
+    def submit(self, request: GenerateRequest) -> int:
+        self.keys += 1
+        self.scheduler.submit(self.keys, request, self.now)
+        self.drain()
+        return self.keys
+
+    def abort(self, key: int) -> None:
+        self.scheduler.abort(key)
+        self.drain()
+
+    def stage(self, digest: str) -> None:
+        self.needed.remove(digest)
+        self.held.add(digest)
+        runs = self.runs.get(digest, (1, 1))
+        staged = SlabStaged(layout(digest, runs), tuple(range(len(runs))))
+        self.scheduler.slab_staged(staged, self.now)
+        self.drain()
+
+    def miss(self, digest: str, message: str = "gone") -> None:
+        self.needed.remove(digest)
+        self.scheduler.slab_missing(digest, message)
+        self.drain()
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan(self.now)
+        self.drain()
+        if plan is not None:
+            self.plans.append(plan)
+            self.tickets.append(self.executor.launch(plan))
+        self.check()
+        return plan
+
+    def commit(self) -> None:
+        ticket = self.tickets.popleft()
+        self.scheduler.commit(ticket.plan.step, self.executor.collect(ticket))
+        self.drain()
+        self.check()
+
+    def finish_copies(self) -> None:
+        for done in self.executor.finished_copies():
+            self.scheduler.copy_done(done)
+        self.drain()
+
+    def cycle(self) -> bool:
+        """Returns whether anything can still happen without the outside."""
+        for digest in list(self.needed) if self.auto_stage else []:
+            self.stage(digest)
+        self.finish_copies()
+        plan = self.plan()
+        committed = bool(self.tickets) and (plan is None or len(self.tickets) >= self.depth)
+        if committed:
+            self.commit()
+        busy = committed or bool(self.tickets) or self.scheduler.loads.copying
+        return busy or bool(self.needed and self.auto_stage)
+
+    def run(self, cycles: int = 2000) -> None:
+        for _ in range(cycles):
+            self.now += 0.01
+            if not self.cycle():
+                return
+        raise AssertionError("it never comes to rest")
+
+    def drain(self) -> None:
+        out = self.scheduler.take()
+        for copy in out.copies:
+            assert copy.layout.digest in self.held, "copied after its host block was given back"
+            self.copies.append(copy)
+            self.executor.start_copy(copy)
+        self.needed += out.needed_slabs
+        for digest in out.released_slabs:
+            self.held.remove(digest)
+        for event in out.events:
+            events = self.events.setdefault(event.key, [])
+            assert not events or events[-1].finish is None, "an event after the terminal one"
+            events.append(event.event)
+
+    def check(self) -> None:
+        self.scheduler.pages.pool.check_invariants()
+        self.scheduler.arena.check_invariants()
+
+    # ---- what came out
+
+    def tokens(self, key: int) -> list[int]:
+        """Output so far; events must be gapless."""
+        tokens: list[int] = []
+        events = self.events.get(key, [])
+        first = events[0].index if events else 0
+        for event in events:
+            assert event.index == first + len(tokens), "a gap or a repetition in the output"
+            tokens += event.token_ids
+        return tokens
+
+    def last(self, key: int) -> TokenEvent:
+        return self.events[key][-1]
+
+    def assert_at_rest(self) -> None:
+        """Nothing is held by anyone."""
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.free_pages == self.limits.num_pages
+        assert not self.held
+        assert not self.scheduler.loads.copying
+        assert all(self.scheduler.arena.leases(d) == 0 for d in self.scheduler.arena.ready)
+        assert sorted(self.scheduler._free_rows) == list(
+            range(min(self.limits.max_rows, self.limits.max_step_tokens))
+        )
+        assert not self.scheduler.pages._computing
+        assert not self.scheduler._departing
+        assert not self.scheduler._sequences

@@ -46,31 +46,28 @@ class Answerer:
         api_request = parse(body, self.base.limits, _bearer(request))
         call = api_request.call
         generation = await until_disconnect(
-            request, self.dispatcher.start(call, request.state.request_id)
+            request, self.dispatcher.start(call, request.state.request_id), Generation.close
         )
-        formatter = api_request.formatter(generation.head)
-        if call.stream:
-            return await self._stream(request, generation, formatter)
         try:
+            formatter = api_request.formatter(generation.head)
+            if call.stream:
+                return await _stream(request, generation, formatter)
             results = await until_disconnect(request, generation.finish())
-        finally:
-            generation.close()
-        whole = formatter.whole(results, generation.prompts)
-        headers = _headers(generation.head)
-        return Response(whole, 200, headers, media_type="application/json")
-
-    async def _stream(
-        self, request: Request, generation: Generation, formatter: Formatter
-    ) -> Response:
-        try:
-            first = b""
-            while not first and (parts := await until_disconnect(request, generation.next())):
-                first = _write(formatter, parts)
+            whole = formatter.whole(results, generation.prompts)
         except BaseException:
             generation.close()
             raise
-        rest = _rest(generation, formatter)
-        return EventStream(first, rest, generation.close, _headers(generation.head))
+        generation.close()
+        headers = _headers(generation.head)
+        return Response(whole, 200, headers, media_type="application/json")
+
+
+async def _stream(request: Request, generation: Generation, formatter: Formatter) -> Response:
+    first = b""
+    while not first and (parts := await until_disconnect(request, generation.next())):
+        first = _write(formatter, parts)
+    rest = _rest(generation, formatter)
+    return EventStream(first, rest, generation.close, _headers(generation.head))
 
 
 async def _rest(generation: Generation, formatter: Formatter) -> AsyncIterator[bytes]:

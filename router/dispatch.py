@@ -17,7 +17,7 @@ from router.generation_run import Generation, PromptTask
 from router.metrics import RouterMetrics
 from router.sequence_run import Inbox, RunContext
 from router.text.model import TextModel
-from router.text.prompts import build_prompts, resolve_sampling
+from router.prompts import build_prompts, resolve_sampling
 from router.text.template_sandbox import TemplateSandbox
 from router.waiting import QueueFull
 

@@ -20,7 +20,7 @@ from router.generation import (
 )
 from router.sequence_run import RunContext, SequenceRun
 from router.text.model import TextModel
-from router.text.prompts import Prompt
+from router.prompts import Prompt
 from router.text.stream import ChoiceStream, prompt_tokens
 from server.protocol import GenerateRequest, SamplingParams, TokenEvent
 

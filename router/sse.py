@@ -17,17 +17,30 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 T = TypeVar("T")
 
 
-async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises ClientGone."""
+async def until_disconnect(
+    request: Request, work: Awaitable[T], discard: Callable[[T], None] | None = None
+) -> T:
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientGone.
+
+    discard: frees a result that came too late to be returned.
+    """
     task = asyncio.ensure_future(work)
     watch = asyncio.create_task(_disconnected(request.receive))
+    delivered = False
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        if not task.done():
+            raise ClientGone
+        delivered = True
+        return task.result()
     finally:
         await _cancel(task, watch)
+        if discard is not None and not delivered and _succeeded(task):
+            discard(task.result())
+
+
+def _succeeded(task: "asyncio.Future[Any]") -> bool:
+    return not task.cancelled() and task.exception() is None
 
 
 class EventStream(Response):

@@ -1,0 +1,124 @@
+"""A call's prompts as token ids, and its sampling as the model allows it.
+
+Runs on the event loop; long texts are rendered and encoded in threads.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from router.generation import GenerationCall, RequestError
+from router.text.chat import TemplateFault
+from router.text.model import TextModel
+from router.text.template_sandbox import TemplateSandbox
+from server.protocol import SamplingParams
+
+# Encoding runs at a few MB/s: below this size a thread costs more than it saves.
+_INLINE_SIZE = 16 << 10
+
+T = TypeVar("T")
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """text: as given or rendered (of token ids: decoded)."""
+
+    text: str
+    ids: list[int]
+
+
+async def build_prompts(
+    call: GenerationCall,
+    model: TextModel,
+    adapter_template: str | None,
+    sandbox: TemplateSandbox,
+) -> list[Prompt]:
+    """The call's prompts, in order. adapter_template: the adapter's own, in place of the base's.
+
+    Raises RequestError (template_error, context_length, invalid, unsupported).
+    """
+    if call.messages is not None:
+        text = await _render(call, model, adapter_template, sandbox)
+        return await _in_thread_if(len(text), lambda: [_encode(call, model, text, "messages")])
+    size = sum(len(prompt) for prompt in call.prompts)
+    return await _in_thread_if(
+        size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
+    )
+
+
+def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> SamplingParams:
+    """The call's sampling with max_tokens set for this prompt, and every id within the vocabulary.
+
+    Raises RequestError (context_length, invalid).
+    """
+    _check_ids(call.sampling.stop_token_ids, model, "stop_token_ids")
+    _check_ids(call.sampling.logit_bias, model, "logit_bias")
+    room = model.card.max_context - len(prompt.ids)
+    if room < 1 or (call.max_tokens or 1) > room:
+        asked = "" if call.max_tokens is None else f" and {call.max_tokens} more to generate"
+        raise RequestError(
+            "context_length",
+            f"the model's context is {model.card.max_context} tokens, prompt and output together; "
+            f"got a prompt of {len(prompt.ids)}{asked}",
+            param=_PARAM[call.api],
+        )
+    max_tokens = room if call.max_tokens is None else call.max_tokens
+    return msgspec.structs.replace(call.sampling, max_tokens=max_tokens)
+
+
+_PARAM = {"lorax": "inputs", "completions": "prompt", "chat": "messages"}
+
+
+async def _render(
+    call: GenerationCall, model: TextModel, template: str | None, sandbox: TemplateSandbox
+) -> str:
+    messages = call.messages or []
+    if template is None:
+        return await _in_thread_if(
+            len(repr(messages)), lambda: model.render_chat(messages, call.template_vars)
+        )
+    try:
+        return await sandbox.render(
+            template, model.card.special_tokens, messages, call.template_vars
+        )
+    except TemplateFault as fault:
+        raise RequestError("template_error", str(fault), param="messages") from fault
+
+
+async def _in_thread_if(size: int, work: Callable[[], T]) -> T:
+    """size: characters or ids that `work` goes through."""
+    if size <= _INLINE_SIZE:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, str):
+        return _encode(call, model, prompt, _PARAM[call.api])
+    _check_ids(prompt, model, "prompt")
+    return _checked(call, Prompt(model.decode(prompt), prompt), "prompt")
+
+
+def _encode(call: GenerationCall, model: TextModel, text: str, param: str) -> Prompt:
+    if call.truncate is None:
+        model.check_size(text, param)
+    return _checked(call, Prompt(text, model.encode(text, call.add_special_tokens)), param)
+
+
+def _checked(call: GenerationCall, prompt: Prompt, param: str) -> Prompt:
+    if call.truncate is not None and len(prompt.ids) > call.truncate:
+        prompt = Prompt(prompt.text, prompt.ids[-call.truncate :])
+    if not prompt.ids:
+        raise RequestError("invalid", "expected a prompt of at least one token", param=param)
+    return prompt
+
+
+def _check_ids(ids: "Sequence[int] | dict[int, float]", model: TextModel, param: str) -> None:
+    for token_id in ids:
+        if not model.has_token(token_id):
+            raise RequestError(
+                "invalid",
+                f"expected token ids from 0 to {model.card.vocab_size - 1}, got {token_id}",
+                param=param,
+            )

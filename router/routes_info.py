@@ -1,0 +1,124 @@
+"""Routes that tell of the router: health, models, adapters, info, metrics."""
+
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from adapters.ref import format_ref
+from router.generation import RequestError
+from router.metrics import CONTENT_TYPE
+from router.service import Service
+from server.protocol import ModelCard
+
+_RETRY = {"retry-after": "2"}
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+class InfoRoutes:
+    """Each method answers one route. None of them tells a secret."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._version = version("loraplex")
+
+    async def live(self, request: Request) -> Response:
+        return json_response({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether a new request would find a worker."""
+        if self._service.fleet.ready and self._service.base.text is not None:
+            return json_response({"status": "ready"})
+        body = {
+            "status": "not ready",
+            "error": "no worker is ready",
+            "error_type": "healthcheck",
+        }
+        return json_response(body, 503, _RETRY)
+
+    async def health(self, request: Request) -> Response:
+        """LoRAX's: an empty 200, or 503 in JSON."""
+        answer = await self.ready(request)
+        return Response(status_code=200) if answer.status_code == 200 else answer
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def info(self, request: Request) -> Response:
+        """LoRAX's fields where they mean something here, and ours."""
+        card = self._service.base.require().card
+        config = self._service.config
+        views = self._service.fleet.views
+        return json_response(
+            {
+                "model_id": card.names[0],
+                "model_sha": card.base_digest,
+                "model_dtype": card.dtype,
+                "model_device_type": card.device,
+                "model_pipeline_tag": "text-generation",
+                "max_concurrent_requests": config.max_requests,
+                "max_best_of": config.max_n,
+                "max_stop_sequences": config.max_stop_sequences,
+                "max_input_length": card.max_context - 1,
+                "max_total_tokens": card.max_context,
+                "max_lora_rank": card.max_lora_rank,
+                "max_queue": config.max_queue,
+                "workers_ready": sum(view.able for view in views),
+                "workers": len(self._service.fleet.clients),
+                "adapters": sorted(self._service.catalog.rules.aliases),
+                "version": self._version,
+                "sha": None,
+                "docker_label": None,
+            }
+        )
+
+    async def models(self, request: Request) -> Response:
+        card = self._service.base.require().card
+        names = [card.names[0], *sorted(self._service.catalog.rules.aliases)]
+        return json_response({"object": "list", "data": [_model(card, name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        card = self._service.base.require().card
+        name = request.path_params["name"]
+        if name not in card.names and name not in self._service.catalog.rules.aliases:
+            raise RequestError("adapter_not_found", f"no model {name[:200]!r}", param="model")
+        return json_response(_model(card, name))
+
+    async def adapters(self, request: Request) -> Response:
+        """Adapters that the operator registered. What callers brought is theirs to know."""
+        rules = self._service.catalog.rules
+        data = [self._adapter(name) for name in sorted(rules.aliases)]
+        return json_response({"object": "list", "data": data})
+
+    def _adapter(self, name: str) -> dict[str, Any]:
+        catalog = self._service.catalog
+        ref = catalog.rules.aliases[name]
+        digest = catalog.known_digest(name)
+        views = self._service.fleet.views
+        return {
+            "id": name,
+            "object": "adapter",
+            "source": ref.source,
+            # A folder's path is the operator's own business.
+            "ref": format_ref(ref) if ref.source == "hub" else None,
+            "digest": digest,
+            "resident_on": sorted(v.worker_id for v in views if digest and digest in v.resident),
+            "loading_on": sorted(v.worker_id for v in views if digest and digest in v.loading),
+        }
+
+
+def _model(card: ModelCard, name: str) -> dict[str, Any]:
+    is_base = name in card.names
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "loraplex",
+        "root": card.names[0],
+        "parent": None if is_base else card.names[0],
+    }

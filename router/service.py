@@ -1,0 +1,147 @@
+"""Builds a router's parts from its config, and runs those that live."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef, parse_ref
+from router.answering import Answerer
+from router.base_model import BaseModel
+from router.catalog import Catalog, CatalogRules
+from router.config import RouterConfig
+from router.dispatch import Dispatcher, DispatchLimits
+from router.fleet import Fleet
+from router.generation import Secret
+from router.metrics import RouterMetrics
+from router.model_card import CardStore, read_card
+from router.text.template_sandbox import TemplateSandbox
+from router.waiting import WaitingQueue
+from server.protocol import ModelCard
+
+_HUB_THREADS = 8
+
+
+class ConfigError(Exception):
+    """The router cannot start with this value; the message names the option."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """The parts that routes need."""
+
+    config: RouterConfig
+    base: BaseModel
+    catalog: Catalog
+    fleet: Fleet
+    dispatcher: Dispatcher
+    answerer: Answerer
+    metrics: RouterMetrics
+    sandbox: TemplateSandbox
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        """Connected to the workers while inside. Raises ConfigError for a bad model card."""
+        if self.config.model_card is not None:
+            card = await asyncio.to_thread(read_card, self.config.model_card)
+            refusal = await self.base.adopt(card, in_use=False)
+            if refusal is not None:
+                raise ConfigError(f"--model-card: {refusal}")
+        cards = CardStore(self.config.cache_dir)
+        self.fleet.connect(self.config.workers, uuid.uuid4().hex, self.config.secret, cards)
+        connections = asyncio.create_task(self.fleet.run())
+        try:
+            yield
+        finally:
+            connections.cancel()
+            await asyncio.gather(connections, return_exceptions=True)
+            await self.sandbox.close()
+
+
+class Hub(Protocol):
+    """Finds the commit behind a reference. May block; is called in a thread."""
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
+        """Raises AdapterError."""
+        ...
+
+
+def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
+    """Raises ConfigError."""
+    metrics = RouterMetrics(registry)
+    base = BaseModel(config)
+    fleet = Fleet(
+        WaitingQueue(config.max_queue, config.max_queue_bytes),
+        lambda card: _accept(base, fleet, card),
+    )
+    catalog = Catalog(_rules(config), _Pinner(hub).pin, fleet.load_adapter, _now)
+    sandbox = TemplateSandbox()
+    limits = DispatchLimits(config.max_requests, config.max_stream_buffer, config.request_timeout_s)
+    dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits)
+    answerer = Answerer(base, dispatcher, config.max_body_bytes)
+    _watch(metrics, fleet, dispatcher)
+    return Service(config, base, catalog, fleet, dispatcher, answerer, metrics, sandbox)
+
+
+class _Pinner:
+    """Asks the Hub in threads of its own: it may be slow."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._threads = ThreadPoolExecutor(_HUB_THREADS, "hub")
+
+    async def pin(self, ref: AdapterRef, token: Secret | None) -> AdapterRef:
+        """Raises AdapterError. Local references are the worker's to look at."""
+        if ref.source != "hub":
+            return ref
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._hub.resolve, ref, token)
+
+
+async def _accept(base: BaseModel, fleet: Fleet, card: ModelCard) -> str | None:
+    return await base.adopt(card, in_use=bool(fleet.views))
+
+
+def _rules(config: RouterConfig) -> CatalogRules:
+    return CatalogRules(
+        aliases=dict(_alias(text, config) for text in config.adapters),
+        hub_owners=config.hub_owners,
+        hub_token=Secret(config.hub_token) if config.hub_token else None,
+        share_hub_token=config.share_hub_token,
+        ttl_s=config.adapter_ttl_s,
+        timeout_s=config.adapter_timeout_s,
+    )
+
+
+def _alias(text: str, config: RouterConfig) -> tuple[str, AdapterRef]:
+    name, equals, target = text.partition("=")
+    try:
+        if not equals or parse_ref(name) != AdapterRef("alias", name):
+            raise ConfigError(f"--adapter {text!r}: expected NAME=REF")
+        ref = parse_ref(target, "local" if config.default_source == "local" else "hub")
+    except AdapterError as error:
+        raise ConfigError(f"--adapter {text!r}: {error.message}") from error
+    if ref.source == "alias":
+        raise ConfigError(f"--adapter {text!r}: {target!r} names no source; write hub: or local:")
+    return name, ref
+
+
+def _watch(metrics: RouterMetrics, fleet: Fleet, dispatcher: Dispatcher) -> None:
+    metrics.watch("queue_sequences", "Sequences waiting for a worker", lambda: len(fleet.queue))
+    metrics.watch("queue_bytes", "Bytes of the prompts that wait", lambda: fleet.queue.nbytes)
+    metrics.watch("requests_running", "Requests being answered", lambda: dispatcher.running)
+    metrics.watch(
+        "workers_ready",
+        "Workers that take work",
+        lambda: sum(view.able for view in fleet.views),
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,96 @@
+"""Chat messages as callers send them, and as templates want them. Pure."""
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from router.api.body import require
+from router.generation import RequestError
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """Of the kinds that OpenAI has, `text` alone is served."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    """arguments: JSON text, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
+class Message(msgspec.Struct, frozen=True):
+    """content may be null only beside tool calls of the assistant's."""
+
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+
+
+def to_template(messages: list[Message]) -> list[dict[str, Any]]:
+    """Plain dicts as chat templates expect them; null fields left out. Raises RequestError."""
+    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _plain(message: Message, where: str) -> dict[str, Any]:
+    # Templates know the older name of the role.
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _content(message, where)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    if message.tool_calls:
+        require(role == "assistant", "only the assistant calls tools", f"{where}.tool_calls")
+        plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return plain
+
+
+def _content(message: Message, where: str) -> str:
+    content = message.content
+    if content is None:
+        allowed = message.role == "assistant" and message.tool_calls
+        require(allowed, "expected a text or a list of text parts", f"{where}.content")
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        param = f"{where}.content[{i}]"
+        if part.type != "text":
+            raise RequestError(
+                "unsupported",
+                f"`{param}`: content of type {part.type[:40]!r} is not supported: send text",
+                param=param,
+            )
+        require(part.text is not None, "expected `text`", param)
+        texts.append(part.text or "")
+    require(texts, "expected at least one part", f"{where}.content")
+    return "\n".join(texts)
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    """Templates print arguments as JSON, so they get the object that the text spells."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = call.function.arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": call.type, "id": call.id, "function": function}

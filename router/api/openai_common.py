@@ -1,0 +1,224 @@
+"""What OpenAI's completions and chat routes share: sampling fields, usage, checks. Pure."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from router.api.answers import completed
+from router.api.body import decode_body, require
+from router.api.fields import (
+    NonNegative,
+    Penalty,
+    Positive,
+    Probability,
+    RepetitionPenalty,
+    StopString,
+    check_stops,
+    choose_adapter,
+    credential,
+    temperature_of,
+)
+from router.api.formatter import ApiLimits
+from router.generation import AdapterChoice, AnswerHead, FinishReason, PromptInfo, RequestError
+from server.protocol import SamplingParams
+
+# Fields that change nothing about the text, whatever they say.
+_HARMLESS = frozenset(
+    ("metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls")
+    + ("prompt_cache_key", "prompt_cache_retention", "prediction", "moderation")
+)
+# Model names that clients made for one-model servers send when their user gave none.
+_PLACEHOLDERS = ("", "dummy", "tgi")
+
+
+OpenAIFinish = Literal["stop", "length"]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """include_usage: one more chunk, with the counts, before `[DONE]`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of both routes; every optional one may be null.
+
+    model: an adapter's alias or reference, or the base's name. From top_k on: extensions.
+    """
+
+    model: str
+    n: Positive | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[StopString] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: (
+        dict[Annotated[int, Meta(ge=0, le=2**31 - 1)], Annotated[float, Meta(ge=-100, le=100)]]
+        | None
+    ) = None
+    user: str | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    typical_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    ignore_eos: bool | None = None
+    ignore_eos_token: bool | None = None
+    min_tokens: NonNegative | None = None
+    stop_token_ids: list[NonNegative] | None = None
+    adapter_source: str | None = None
+    api_token: str | None = None
+
+
+B = TypeVar("B", bound=OpenAIBody)
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """completion_tokens: of all choices, those that best_of dropped included."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def decode_openai(body: bytes, kind: type[B], unsupported: Sequence[str]) -> B:
+    """The typed body. Fields that it does not know are refused unless they are harmless or null.
+
+    Raises RequestError.
+    """
+    request, plain = decode_body(body, kind)
+    for name, value in plain.items():
+        if value is None or name in kind.__struct_fields__ or name in _HARMLESS:
+            continue
+        if name not in unsupported:
+            message = f"Unrecognized request argument supplied: {name[:100]}"
+            raise RequestError("invalid", message, param=name[:100])
+        if not _asks_for_nothing(name, value):
+            raise RequestError("unsupported", f"`{name}` is not supported yet", param=name)
+    require(
+        request.stream_options is None or request.stream,
+        "only allowed when `stream` is true",
+        "stream_options",
+    )
+    return request
+
+
+def adapter_of(request: OpenAIBody, limits: ApiLimits, bearer: str | None) -> AdapterChoice | None:
+    """Raises RequestError."""
+    if request.model in _PLACEHOLDERS:
+        return None
+    token = credential(request.api_token, bearer)
+    return choose_adapter(request.model, request.adapter_source, token, "model", limits)
+
+
+def stops_of(request: OpenAIBody, limits: ApiLimits) -> tuple[str, ...]:
+    """Raises RequestError."""
+    stop = request.stop
+    return check_stops([stop] if isinstance(stop, str) else stop or [], limits)
+
+
+def seed_of(request: OpenAIBody) -> int | None:
+    """OpenAI's seeds are signed; the generator's are their 64 bits."""
+    return None if request.seed is None else request.seed % 2**64
+
+
+def wants_usage(request: OpenAIBody) -> bool:
+    return bool(request.stream_options and request.stream_options.include_usage)
+
+
+def sampling_of(
+    request: OpenAIBody,
+    limits: ApiLimits,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """What the request says, else the model's own defaults, else OpenAI's. Raises RequestError."""
+    _check_lists(request, limits)
+    least = request.min_tokens or 0
+    require(
+        max_tokens is None or least <= max_tokens,
+        f"expected at most the {max_tokens} tokens to generate, got {least}",
+        "min_tokens",
+    )
+    require(
+        (logprobs or 0) <= limits.max_logprobs,
+        f"expected at most {limits.max_logprobs}, got {logprobs}",
+        "logprobs",
+    )
+
+    def chosen(name: str, default: float) -> float:
+        value: float | None = getattr(request, name)
+        return limits.sampling_defaults.get(name, default) if value is None else value
+
+    return SamplingParams(
+        temperature=temperature_of(chosen("temperature", 1.0)),
+        top_k=max(0, int(chosen("top_k", 0))),
+        top_p=chosen("top_p", 1.0),
+        min_p=chosen("min_p", 0.0),
+        typical_p=chosen("typical_p", 1.0),
+        repetition_penalty=chosen("repetition_penalty", 1.0),
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        min_tokens=least,
+        ignore_eos=bool(request.ignore_eos or request.ignore_eos_token),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logit_bias=request.logit_bias or {},
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def usage_of(prompts: Sequence[PromptInfo], completion_tokens: int) -> Usage:
+    prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(sum(prompt.cached_tokens for prompt in prompts)),
+    )
+
+
+def stream_usage(wanted: bool) -> None | UnsetType:
+    """`usage` of the chunks before the last: null when the last will have it, else absent."""
+    return None if wanted else UNSET
+
+
+def fingerprint(head: AnswerHead) -> str:
+    """Changes when the weights do, the base's or the adapter's."""
+    return f"fp_{head.base_digest[:10]}{(head.adapter_digest or '')[:10]}"
+
+
+def finish_reason(finish: FinishReason) -> OpenAIFinish:
+    """Raises RequestError (incomplete)."""
+    return "length" if completed(finish) == "length" else "stop"
+
+
+def _check_lists(request: OpenAIBody, limits: ApiLimits) -> None:
+    for name, most in (
+        ("logit_bias", limits.max_logit_bias),
+        ("stop_token_ids", limits.max_stop_token_ids),
+    ):
+        size = len(getattr(request, name) or ())
+        require(size <= most, f"expected at most {most} entries, got {size}", name)
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    """Values of unsupported fields that are what is done anyway."""
+    if name == "response_format":
+        return isinstance(value, dict) and value.get("type") == "text"
+    if name in ("tool_choice", "function_call"):
+        return bool(value == "none")
+    return bool(value in ([], "", ["text"]))

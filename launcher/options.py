@@ -211,12 +211,13 @@ def show(option: Option, value: Value) -> str:
 
 def unknown_variables(environ: Iterable[str], known: Iterable[str]) -> list[str]:
     """One sentence for each LORAPLEX_ variable that is no option."""
-    names = set(known)
+    names = {name.removeprefix(PREFIX) for name in known}
     problems = []
     for name in sorted(environ):
-        if not name.startswith(PREFIX) or name in names:
+        option = name.removeprefix(PREFIX)
+        if option == name or option in names:
             continue
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"; did you mean {close[0]}?" if close else "; see `loraplex --help`"
+        close = difflib.get_close_matches(option, names, 1)
+        hint = f"; did you mean {PREFIX}{close[0]}?" if close else "; see `loraplex --help`"
         problems.append(f"{name} is no option{hint}")
     return problems

@@ -1,0 +1,58 @@
+"""Adapter names on the command line, and what `serve` makes of its options."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher import config
+from launcher.command_line import Parser, add_options
+from launcher.options import OptionError
+from launcher.plan import Plan, plan, resolve_alias
+
+
+def planned(*argv: str) -> Plan:
+    parser = Parser()
+    parser.add_argument("model", nargs="?")
+    options = config.serve_options()
+    add_options(parser, options)
+    return plan(config.resolve(options, parser.parse_args(argv), {}, optional=("model",)))
+
+
+@pytest.mark.parametrize("prefix", ["", "local:"])
+def test_a_folder_becomes_a_local_adapter_under_its_parent(tmp_path: Path, prefix: str) -> None:
+    folder = tmp_path / "pirate"
+    folder.mkdir()
+    assert resolve_alias(f"p={prefix}{folder}") == (f"p=local:{folder}", tmp_path)
+
+
+def test_a_hub_name_stays(tmp_path: Path) -> None:
+    assert resolve_alias("p=hub:org/name@main") == ("p=hub:org/name@main", None)
+    assert resolve_alias("p=org/name") == ("p=org/name", None)
+
+
+@pytest.mark.parametrize(
+    "text", ["pirate", "=x", "p=", "p=/no/such/folder", "p=./no-such", "p=hub:../x", "p=a b/c"]
+)
+def test_bad_aliases_are_named(text: str) -> None:
+    with pytest.raises(OptionError, match="--adapter"):
+        resolve_alias(text)
+
+
+def test_options_reach_the_half_they_are_for(tmp_path: Path) -> None:
+    folder = tmp_path / "pirate"
+    folder.mkdir()
+    made = planned("org/model", "--port", "9000", "--kv-memory", "1GiB", f"--adapter=p={folder}")
+    assert made.router.port == 9000
+    assert (made.worker.host, made.worker.port) == ("127.0.0.1", 0)
+    assert made.worker.model == "org/model"
+    assert made.worker.kv_memory == 1 << 30
+    assert made.worker.adapter_roots == (tmp_path,)
+    assert made.router.adapters == (f"p=local:{folder}",)
+    assert made.aliases == ("p",)
+
+
+def test_without_a_model_the_demo_is_served(tmp_path: Path) -> None:
+    made = planned("--adapter-root", str(tmp_path))
+    assert Path(made.worker.model).is_dir()
+    assert len(made.aliases) >= 5
+    assert tmp_path in made.worker.adapter_roots

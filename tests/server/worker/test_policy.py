@@ -1,0 +1,179 @@
+"""Small pure rules: sizes, dtypes, back-off, stall, devices, frames."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.base import BaseSpec, ModuleShape
+from adapters.manifest import SlabDtype
+from adapters.ref import AdapterRef
+from server.protocol import Abort, AdapterLoad, GenerateRequest, SamplingParams
+from server.worker.address import AddressError, check_exposure, is_loopback
+from server.worker.device import CudaDevice, DeviceError, TorchBuild, choose_device
+from server.worker.recovery import Backoff, StallWatch
+from server.worker.sizing import MAX_EXTENT, MIN_EXTENT, choose_dtype, choose_extent_bytes
+from server.worker.validation import check_load, check_name, check_request
+
+DIGEST = "0a" * 32
+H100 = CudaDevice("H100", (9, 0), 80 << 30)
+T4 = CudaDevice("T4", (7, 5), 16 << 30)
+CUDA_TORCH, CPU_TORCH = TorchBuild("2.13.0", "12.8"), TorchBuild("2.13.0+cpu", None)
+
+
+def base(hidden: int, inner: int) -> BaseSpec:
+    modules = {
+        "q_proj": ModuleShape("self_attn.q_proj", hidden, hidden),
+        "down_proj": ModuleShape("mlp.down_proj", inner, hidden),
+    }
+    return BaseSpec(DIGEST, (), 2, hidden, 100, modules, {})
+
+
+def test_extent_of_an_8b_model_in_bf16() -> None:
+    assert choose_extent_bytes(base(4096, 14336), "bfloat16", 8 << 30) == 512 << 10
+
+
+@given(
+    st.integers(8, 20_000),
+    st.integers(8, 60_000),
+    st.sampled_from(["float32", "float16", "bfloat16"]),
+    st.integers(1 << 20, 64 << 30),
+)
+def test_extents_are_bounded_powers_of_two(
+    hidden: int, inner: int, dtype: SlabDtype, memory: int
+) -> None:
+    extent = choose_extent_bytes(base(hidden, inner), dtype, memory)
+    assert MIN_EXTENT <= extent <= MAX_EXTENT
+    assert extent & (extent - 1) == 0
+    assert extent == MIN_EXTENT or memory // extent >= 64
+
+
+@pytest.mark.parametrize(
+    ("device", "checkpoint", "has_bfloat16", "expected"),
+    [
+        ("cpu", "bfloat16", True, "float32"),
+        ("cuda", "bfloat16", True, "bfloat16"),
+        ("cuda", "bfloat16", False, "float16"),
+        ("cuda", "float16", True, "float16"),
+        ("cuda", "float32", True, "bfloat16"),
+        ("cuda", None, True, "bfloat16"),
+    ],
+)
+def test_auto_dtype(device: str, checkpoint: str, has_bfloat16: bool, expected: str) -> None:
+    kind = "cuda" if device == "cuda" else "cpu"
+    assert choose_dtype("auto", kind, checkpoint, has_bfloat16) == expected
+    assert choose_dtype("float16", kind, checkpoint, has_bfloat16) == "float16"
+
+
+def test_backoff_doubles_to_a_limit_and_forgets_after_health() -> None:
+    backoff = Backoff(first_s=1, most_s=4, healthy_s=60)
+    assert [backoff.delay_s(0) for _ in range(4)] == [1, 2, 4, 4]
+    assert backoff.delay_s(61) == 1
+    assert backoff.delay_s(59) == 2
+
+
+def test_idleness_is_no_stall_and_work_starts_the_clock() -> None:
+    watch = StallWatch(10)
+    assert not watch.stalled(0, has_work=False)
+    assert not watch.stalled(1000, has_work=True)
+    assert not watch.stalled(1010, has_work=True)
+    assert watch.stalled(1010.1, has_work=True)
+
+
+def test_progress_starts_the_clock_anew() -> None:
+    watch = StallWatch(10)
+    watch.progressed(0)
+    watch.progressed(9)
+    assert not watch.stalled(18, has_work=True)
+    assert watch.stalled(20, has_work=True)
+
+
+def test_device_choice() -> None:
+    assert choose_device("auto", [H100], CUDA_TORCH).kind == "cuda"
+    assert choose_device("cpu", [H100], CUDA_TORCH).kind == "cpu"
+    assert not choose_device("cuda", [T4], CUDA_TORCH).has_bfloat16
+    assert choose_device("auto", [], CPU_TORCH) == choose_device("cpu", [], None)
+
+
+def test_a_gpu_that_cannot_be_used_is_said_with_the_remedy() -> None:
+    chosen = choose_device("auto", [H100], CPU_TORCH)
+    assert chosen.kind == "cpu"
+    assert chosen.note is not None
+    assert "without CUDA" in chosen.note
+    with pytest.raises(DeviceError, match="no NVIDIA driver"):
+        choose_device("cuda", [], CUDA_TORCH)
+    with pytest.raises(DeviceError, match="pip install"):
+        choose_device("cuda", [H100], None)
+
+
+def request(
+    *,
+    adapter: str | None = None,
+    seed: int = 0,
+    salt: str = "",
+    prompt: int = 1,
+    prompt_logprobs: int | None = None,
+) -> GenerateRequest:
+    sampling = SamplingParams(prompt_logprobs=prompt_logprobs)
+    return GenerateRequest("r", 0, 0, adapter, [1] * prompt, [], sampling, seed, salt=salt)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (request(adapter="../../etc/passwd"), "64 hexadecimal"),
+        (request(adapter=DIGEST[:-1] + "\n"), "64 hexadecimal"),
+        (request(seed=-1), "seed"),
+        (request(seed=1 << 64), "seed"),
+        (request(salt="x" * 1000), "salt"),
+        (request(prompt=200_000, prompt_logprobs=20), "prompt_logprobs"),
+    ],
+)
+def test_requests_that_are_refused(bad: GenerateRequest, says: str) -> None:
+    refused = check_request(bad, 1 << 20)
+    assert refused is not None
+    assert refused.error == "invalid_request"
+    assert says in refused.message
+
+
+def test_requests_that_are_taken() -> None:
+    assert check_request(request(adapter=DIGEST, seed=(1 << 64) - 1), 8) is None
+    assert check_request(request(prompt=8), 8) is None
+    refused = check_request(request(prompt=9), 8)
+    assert refused is not None
+    assert refused.error == "context_length"
+
+
+def test_names_are_bounded() -> None:
+    assert check_name(request()) is None
+    assert check_name(Abort("r", 0)) is None
+    assert check_name(Abort("", 0)) is not None
+    assert check_name(Abort("r" * 1000, 0)) is not None
+    assert check_name(Abort("r", -1)) is not None
+    assert check_name(Abort("r", 0, -1)) is not None
+
+
+def test_loads_are_bounded() -> None:
+    ref = AdapterRef("hub", "org/name")
+    assert check_load(AdapterLoad("l", ref, "token", DIGEST)) is None
+    for bad in (
+        AdapterLoad("l" * 1000, ref),
+        AdapterLoad("l", AdapterRef("hub", "x" * 10_000)),
+        AdapterLoad("l", ref, "t" * 10_000),
+        AdapterLoad("l", ref, None, "../x"),
+    ):
+        problem = check_load(bad)
+        assert problem is not None
+        assert "tttt" not in problem
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "worker.example"])
+def test_an_exposed_worker_needs_a_secret(host: str) -> None:
+    with pytest.raises(AddressError, match="secret"):
+        check_exposure(host, "")
+    check_exposure(host, "secret")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_the_loopback_needs_none(host: str) -> None:
+    assert is_loopback(host)
+    check_exposure(host, "")

@@ -1,0 +1,143 @@
+"""Every sequence ends exactly once, at its own router; credits are never exceeded."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from server.engine.messages import SequenceEvent
+from server.protocol import GenerateRequest, SamplingParams, TokenEvent
+from server.worker.sequences import DuplicateSequence, SequenceTable, refusal, split_events
+
+CAPACITY = 4
+
+
+def request(name: str, attempt: int = 0, choice: int = 0, accepted: int = 0) -> GenerateRequest:
+    return GenerateRequest(name, attempt, choice, None, [1], [7] * accepted, SamplingParams(), 0)
+
+
+def event(name: str, index: int, *, finish: bool = False, tokens: int = 1) -> TokenEvent:
+    return TokenEvent(name, 0, 0, index, (5,) * tokens, finish="stop" if finish else None)
+
+
+def test_events_go_to_the_connection_that_asked() -> None:
+    table = SequenceTable(CAPACITY)
+    first, second = table.open(1, request("a")), table.open(2, request("a"))
+    assert first is not None
+    assert second is not None
+    routed = table.route(
+        [SequenceEvent(first, event("a", 0)), SequenceEvent(second, event("a", 0, finish=True))]
+    )
+    assert routed == {1: [event("a", 0)], 2: [event("a", 0, finish=True)]}
+    assert len(table) == 1
+
+
+def test_nothing_follows_the_terminal_event() -> None:
+    table = SequenceTable(CAPACITY)
+    key = table.open(1, request("a"))
+    assert key is not None
+    assert table.route([SequenceEvent(key, event("a", 0, finish=True))]) != {}
+    assert table.route([SequenceEvent(key, event("a", 1, finish=True))]) == {}
+
+
+def test_beyond_the_credits_nothing_is_opened() -> None:
+    table = SequenceTable(2)
+    assert table.open(1, request("a")) is not None
+    assert table.open(2, request("b")) is not None
+    assert table.open(1, request("c")) is None
+    table.check_invariants()
+
+
+def test_a_sequence_cannot_be_opened_twice() -> None:
+    table = SequenceTable(CAPACITY)
+    table.open(1, request("a"))
+    with pytest.raises(DuplicateSequence):
+        table.open(1, request("a"))
+    assert table.open(1, request("a", choice=1)) is not None
+    assert table.open(1, request("a", attempt=1)) is not None
+
+
+def test_abort_means_one_choice_or_all() -> None:
+    table = SequenceTable(CAPACITY)
+    keys = [table.open(1, request("a", choice=choice)) for choice in range(3)]
+    assert table.keys_of(1, "a", 0, 1) == [keys[1]]
+    assert table.keys_of(1, "a", 0, None) == keys
+    assert table.keys_of(1, "a", 1, None) == []
+    assert table.keys_of(2, "a", 0, None) == []
+
+
+def test_a_lost_engine_ends_a_resumed_sequence_at_its_next_index() -> None:
+    table = SequenceTable(CAPACITY)
+    key = table.open(1, request("a", accepted=3))
+    assert key is not None
+    table.route([SequenceEvent(key, event("a", 3, tokens=2))])
+    (lost,) = table.end_all("engine_lost", "gone")[1]
+    assert (lost.index, lost.finish, lost.error) == (5, "error", "engine_lost")
+    assert table.end_all("engine_lost", "gone") == {}
+
+
+def test_a_refusal_is_terminal_and_starts_where_the_request_does() -> None:
+    refused = refusal(request("a", accepted=3), "overloaded", "full")
+    assert (refused.index, refused.finish, refused.error) == (3, "error", "overloaded")
+
+
+def test_splitting_loses_and_reorders_nothing() -> None:
+    events = [event("a", index) for index in range(5)]
+    halves = split_events(events)
+    assert [e for half in halves for e in half] == events
+    assert len(halves) == 2
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Routers, engine and losses in any order, against a plain model of who waits for what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = SequenceTable(CAPACITY)
+        self.keys: dict[int, tuple[int | None, str]] = {}
+
+    @rule(connection=st.integers(0, 2), name=st.sampled_from("abc"))
+    def open(self, connection: int, name: str) -> None:
+        waiting = (connection, name) in self.keys.values()
+        try:
+            key = self.table.open(connection, request(name))
+        except DuplicateSequence:
+            assert waiting
+            return
+        assert not waiting
+        assert (key is None) == (len(self.keys) >= CAPACITY)
+        if key is not None:
+            assert key not in self.keys
+            self.keys[key] = (connection, name)
+
+    @rule(index=st.integers(0, CAPACITY), finish=st.booleans())
+    def engine_event(self, index: int, finish: bool) -> None:
+        key = list(self.keys)[index] if index < len(self.keys) else 999
+        connection, name = self.keys.get(key, (None, "a"))
+        routed = self.table.route([SequenceEvent(key, event(name, 0, finish=finish))])
+        assert set(routed) == ({connection} - {None} if key in self.keys else set())
+        if finish:
+            self.keys.pop(key, None)
+
+    @rule(connection=st.integers(0, 2))
+    def disconnect(self, connection: int) -> None:
+        mine = [key for key, (owner, _) in self.keys.items() if owner == connection]
+        assert sorted(self.table.disconnect(connection)) == sorted(mine)
+        for key in mine:
+            self.keys[key] = (None, self.keys[key][1])
+
+    @rule()
+    def lose_engine(self) -> None:
+        routed = self.table.end_all("engine_lost", "gone")
+        told = sorted((c, e.request_id) for c, events in routed.items() for e in events)
+        assert told == sorted((c, n) for c, n in self.keys.values() if c is not None)
+        self.keys.clear()
+
+    @invariant()
+    def agrees(self) -> None:
+        self.table.check_invariants()
+        assert len(self.table) == len(self.keys)
+
+
+TestTable = TableMachine.TestCase
+TestTable.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -21,10 +21,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """B `[out_features, rank]` of one projection. rank_*: its columns of the site's `x A^T`;
-    out_*: its columns of the site's output."""
+    """b_t: B transposed, `[rank, out_features]`, of one projection. rank_*: its columns of the
+    site's `x A^T`; out_*: its columns of the site's output."""
 
-    b: torch.Tensor
+    b_t: torch.Tensor
     scale: float
     rank_begin: int
     rank_end: int
@@ -34,9 +34,9 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class SiteWeights:
-    """A `[sum(ranks), in_features]` (for `embed_tokens`: `[vocab, rank]`); views into the arena."""
+    """a_t: A transposed, `[in_features, sum(ranks)]`. All tensors are views into the arena."""
 
-    a: torch.Tensor
+    a_t: torch.Tensor
     projections: tuple[Projection, ...]
 
 
@@ -124,12 +124,12 @@ class AdapterTable:
             index, shape = self.sites.find(site)
             found = _site_weights(placed, site, shape, self.dtype)
             weights[index] = found
-            b_of = {p.out_begin: p.b.data_ptr() for p in found.projections}
+            b_of = {p.out_begin: p.b_t.data_ptr() for p in found.projections}
             starts = list(accumulate((0, *shape.out_features)))[:-1]
             self.device_table.write(
                 slot,
                 index,
-                a_ptr=found.a.data_ptr(),
+                a_ptr=found.a_t.data_ptr(),
                 b_ptrs=[b_of.get(start, 0) for start in starts],
                 ranks=site.ranks,
                 scales=site.scales,
@@ -182,7 +182,7 @@ class LoraBatch:
         for segment in self.segments:
             weights = segment.weights.get(site)
             if weights is not None:
-                bridge = x[segment.begin : segment.end] @ weights.a.T
+                bridge = x[segment.begin : segment.end] @ weights.a_t
                 _expand(weights, bridge, y[segment.begin : segment.end])
 
     def add_embedding(self, site: int, token_ids: torch.Tensor, y: torch.Tensor) -> None:
@@ -192,14 +192,17 @@ class LoraBatch:
         for segment in self.segments:
             weights = segment.weights.get(site)
             if weights is not None:
-                bridge = weights.a[token_ids[segment.begin : segment.end]]
+                bridge = weights.a_t[token_ids[segment.begin : segment.end]]
                 _expand(weights, bridge, y[segment.begin : segment.end])
 
 
 def _expand(weights: SiteWeights, bridge: torch.Tensor, y: torch.Tensor) -> None:
     for p in weights.projections:
+        if p.out_end - p.out_begin == y.shape[1]:
+            y.addmm_(bridge, p.b_t, alpha=p.scale)
+            continue
         y[:, p.out_begin : p.out_end].addmm_(
-            bridge[:, p.rank_begin : p.rank_end], p.b.T, alpha=p.scale
+            bridge[:, p.rank_begin : p.rank_end], p.b_t, alpha=p.scale
         )
 
 
@@ -237,12 +240,13 @@ def _site_weights(
     total = sum(site.ranks)
     columns = list(accumulate((0, *site.ranks)))
     outputs = list(accumulate((0, *shape.out_features)))
-    a_shape = (total, shape.in_features)
-    if site.kind == "embed_tokens":
-        a_shape = (shape.in_features, total)
+    if site.kind == "embed_tokens":  # stored transposed
+        a_t = placed.view(site.a_offset, (shape.in_features, total), dtype)
+    else:
+        a_t = placed.view(site.a_offset, (total, shape.in_features), dtype).T
     projections = tuple(
         Projection(
-            b=placed.view(offset, (shape.out_features[i], rank), dtype),
+            b_t=placed.view(offset, (shape.out_features[i], rank), dtype).T,
             scale=scale,
             rank_begin=columns[i],
             rank_end=columns[i + 1],
@@ -254,4 +258,4 @@ def _site_weights(
         )
         if rank
     )
-    return SiteWeights(placed.view(site.a_offset, a_shape, dtype), projections)
+    return SiteWeights(a_t, projections)

@@ -171,8 +171,8 @@ class TorchOps:
         for group in plan.decodes:
             attended = functional.scaled_dot_product_attention(
                 grouped[group.tokens],
-                k[group.pages].flatten(1, 2).transpose(1, 2),
-                v[group.pages].flatten(1, 2).transpose(1, 2),
+                _gather(k, group.pages),
+                _gather(v, group.pages),
                 attn_mask=group.masks[window],
             )
             out[group.tokens] = attended
@@ -193,9 +193,7 @@ class TorchOps:
         """q `[n, kv_heads, group, head_dim]`: kv heads are the batch, the group shares k and v."""
         group = q.shape[2]
         keys, values = (
-            cache[chunk.pages]
-            .flatten(0, 1)[: chunk.context]
-            .transpose(0, 1)
+            _gather(cache, chunk.pages[None])[0, :, : chunk.context]
             .unsqueeze(1)
             .expand(-1, group, -1, -1)
             for cache in (k, v)
@@ -208,3 +206,10 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+
+def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """`[all pages, page_size, kv_heads, head_dim]`, `[n, p]` -> `[n, kv_heads, p * page_size,
+    head_dim]`."""
+    found = cache.index_select(0, pages.flatten())
+    return found.view(len(pages), -1, *cache.shape[2:]).transpose(1, 2)

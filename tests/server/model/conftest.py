@@ -1,0 +1,11 @@
+"""Quiet oracles: no progress bars in the output of tests."""
+
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet_oracles() -> None:
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)

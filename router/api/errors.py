@@ -1,11 +1,12 @@
 """The one table of errors: what each cause is to each API. Pure."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from adapters.errors import AdapterError, AdapterErrorCode
+from adapters.errors import AdapterError, AdapterErrorCode, Violation
 from router.generation import Api, Cause, RequestError
 from server.protocol import ErrorCode
 
@@ -77,6 +78,30 @@ _OF_ENGINE: dict[ErrorCode, Cause] = {
 }
 
 
+class LoraxError(msgspec.Struct, frozen=True):
+    """An error of the LoRAX routes, and of all that are not below `/v1`."""
+
+    error: str
+    error_type: str
+    violations: list[Violation] | UnsetType = UNSET
+
+
+class OpenAIErrorDetail(msgspec.Struct, frozen=True):
+    """param: the field at fault. violations: of an adapter that is refused."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    violations: list[Violation] | UnsetType = UNSET
+
+
+class OpenAIError(msgspec.Struct, frozen=True):
+    """An error of the routes below `/v1`."""
+
+    error: OpenAIErrorDetail
+
+
 class ErrorAnswer(msgspec.Struct, frozen=True):
     """A whole error response; `content-type: application/json` is among the headers."""
 
@@ -117,24 +142,14 @@ def status_of(cause: Cause, dialect: Dialect) -> int:
     return row.status
 
 
-def error_object(error: RequestError, dialect: Dialect) -> dict[str, Any]:
+def error_object(error: RequestError, dialect: Dialect) -> LoraxError | OpenAIError:
     """The JSON body. An invalid adapter's violations are all listed."""
     row = _TABLE[error.cause]
-    body: dict[str, Any]
+    violations = list(error.violations) or UNSET
     if dialect == "lorax":
-        body = {"error": _lorax_message(error, row), "error_type": row.error_type}
-        target = body
-    else:
-        target = {
-            "message": _with_violations(error),
-            "type": row.type,
-            "param": error.param,
-            "code": row.code,
-        }
-        body = {"error": target}
-    if error.violations:
-        target["violations"] = list(error.violations)
-    return body
+        return LoraxError(_lorax_message(error, row), row.error_type, violations)
+    message = _with_violations(error)
+    return OpenAIError(OpenAIErrorDetail(message, row.type, error.param, row.code, violations))
 
 
 def error_answer(error: RequestError, dialect: Dialect) -> ErrorAnswer:

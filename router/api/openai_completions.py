@@ -208,14 +208,13 @@ class CompletionsFormatter:
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Raises RequestError (incomplete)."""
-        choices: list[CompletionChoice] = []
-        for info in prompts:
+        choices = []
+        for info in sorted(prompts, key=lambda info: info.prompt_index):
             own = [result for result in results if result.prompt_index == info.prompt_index]
             if len(own) > self._options.n:
                 own = best_first(own)[: self._options.n]
-            choices += [
-                self._choice(len(choices) + i, info, result) for i, result in enumerate(own)
-            ]
+            first = info.prompt_index * self._options.n
+            choices += [self._choice(first + i, info, result) for i, result in enumerate(own)]
         num_tokens = sum(result.generated_tokens for result in results)
         return encode(self._completion(choices, usage_of(prompts, num_tokens)))
 

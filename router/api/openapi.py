@@ -1,0 +1,150 @@
+"""The API's own description (OpenAPI 3.1), made from the structs that read and write it. Pure."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from router.api.errors import Dialect, LoraxError, OpenAIError, error_table
+from router.api.lorax import LoraxBody
+from router.api.lorax_answer import GenerateAnswer, StreamAnswer
+from router.api.models import (
+    AdapterList,
+    Health,
+    Info,
+    ModelList,
+    ModelObject,
+    TokenizeBody,
+    TokenObject,
+)
+from router.api.openai_chat import ChatBody, ChatChunk, ChatCompletion
+from router.api.openai_completions import Completion, CompletionsBody
+
+_REF = "#/components/schemas/{name}"
+# Errors that a GET without a body can meet.
+_PLAIN_ERRORS = frozenset((404, 405, 500, 503))
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A route. answer, event: types of the JSON body and of a stream's events.
+
+    text: the answer is plain text. dialect: shape of its errors.
+    """
+
+    path: str
+    method: Literal["get", "post"]
+    summary: str
+    dialect: Dialect = "lorax"
+    request: Any = None
+    answer: Any = None
+    event: Any = None
+    text: bool = False
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        *("/", "post", "Generate, whole (a list of one) or streamed, as `stream` says"),
+        request=LoraxBody,
+        answer=list[GenerateAnswer],
+        event=StreamAnswer,
+    ),
+    Operation("/", "get", "Whether requests can be answered"),
+    Operation("/generate", "post", "Generate", request=LoraxBody, answer=GenerateAnswer),
+    Operation(
+        *("/generate_stream", "post", "Generate, token by token"),
+        request=LoraxBody,
+        event=StreamAnswer,
+    ),
+    Operation(
+        *("/v1/completions", "post", "Complete texts (OpenAI)", "openai"),
+        request=CompletionsBody,
+        answer=Completion,
+        event=Completion,
+    ),
+    Operation(
+        *("/v1/chat/completions", "post", "Answer a conversation (OpenAI)", "openai"),
+        request=ChatBody,
+        answer=ChatCompletion,
+        event=ChatChunk,
+    ),
+    Operation("/v1/models", "get", "The base and registered adapters", "openai", answer=ModelList),
+    Operation("/v1/models/{name}", "get", "One of them", "openai", answer=ModelObject),
+    Operation("/v1/adapters", "get", "Registered adapters", "openai", answer=AdapterList),
+    Operation(
+        *("/tokenize", "post", "The tokens of a text"),
+        request=TokenizeBody,
+        answer=list[TokenObject],
+    ),
+    Operation("/info", "get", "The model and the limits", answer=Info),
+    Operation("/health", "get", "Whether requests can be answered"),
+    Operation("/health/live", "get", "Whether the process answers", answer=Health),
+    Operation("/health/ready", "get", "Whether requests can be answered", answer=Health),
+    Operation("/metrics", "get", "Prometheus metrics", text=True),
+    Operation("/openapi.json", "get", "This description", answer=dict[str, Any]),
+)
+
+
+def openapi_document(version: str) -> dict[str, Any]:
+    """The whole document, ready for JSON."""
+    types = [LoraxError, OpenAIError]
+    for operation in OPERATIONS:
+        types += [t for t in (operation.request, operation.answer, operation.event) if t]
+    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    # Hashable keys: list[X] is equal to itself, not identical.
+    schema_of = {repr(kind): schema for kind, schema in zip(types, schemas, strict=True)}
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "loraplex", "version": version, "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _operation(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": _operation_id(operation),
+        "summary": operation.summary,
+        "responses": {"200": _success(operation, schema_of)} | _errors(operation, schema_of),
+    }
+    if operation.request is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema_of[repr(operation.request)]}},
+        }
+    if "{name}" in operation.path:
+        described["parameters"] = [
+            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    return described
+
+
+def _success(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if operation.answer is not None:
+        content["application/json"] = {"schema": schema_of[repr(operation.answer)]}
+    if operation.event is not None:
+        content["text/event-stream"] = {"schema": schema_of[repr(operation.event)]}
+    if operation.text:
+        content["text/plain"] = {"schema": {"type": "string"}}
+    described: dict[str, Any] = {"description": "success"}
+    return described | ({"content": content} if content else {})
+
+
+def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
+    kind = LoraxError if operation.dialect == "lorax" else OpenAIError
+    schema = {"schema": schema_of[repr(kind)]}
+    return {
+        str(status): {
+            "description": ", ".join(names),
+            "content": {"application/json": schema},
+        }
+        for status, names in error_table(operation.dialect).items()
+        if operation.request is not None or status in _PLAIN_ERRORS
+    }
+
+
+def _operation_id(operation: Operation) -> str:
+    words = [word.strip("{}") for word in operation.path.replace(".", "_").split("/") if word]
+    return "_".join([operation.method, *(words or ["root"])])

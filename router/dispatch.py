@@ -15,9 +15,9 @@ from router.fleet import Fleet
 from router.generation import AnswerHead, GenerationCall, RequestError
 from router.generation_run import Generation, PromptTask
 from router.metrics import RouterMetrics
+from router.prompts import build_prompts, resolve_sampling
 from router.sequence_run import Inbox, RunContext
 from router.text.model import TextModel
-from router.prompts import build_prompts, resolve_sampling
 from router.text.template_sandbox import TemplateSandbox
 from router.waiting import QueueFull
 

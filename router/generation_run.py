@@ -18,9 +18,9 @@ from router.generation import (
     TextEvent,
     TextToken,
 )
+from router.prompts import Prompt
 from router.sequence_run import RunContext, SequenceRun
 from router.text.model import TextModel
-from router.prompts import Prompt
 from router.text.stream import ChoiceStream, prompt_tokens
 from server.protocol import GenerateRequest, SamplingParams, TokenEvent
 

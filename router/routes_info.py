@@ -1,6 +1,6 @@
 """Routes that tell of the router: health, models, adapters, info, metrics."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters.ref import format_ref
+from router.api.openapi import openapi_document
 from router.generation import RequestError
 from router.metrics import CONTENT_TYPE
 from router.service import Service
@@ -25,7 +26,7 @@ class InfoRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._version = version("loraplex")
+        self._version = _version()
 
     async def live(self, request: Request) -> Response:
         return json_response({"status": "live"})
@@ -77,6 +78,9 @@ class InfoRoutes:
             }
         )
 
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi_document(self._version))
+
     async def models(self, request: Request) -> Response:
         card = self._service.base.require().card
         names = [card.names[0], *sorted(self._service.catalog.rules.aliases)]
@@ -122,3 +126,10 @@ def _model(card: ModelCard, name: str) -> dict[str, Any]:
         "root": card.names[0],
         "parent": None if is_base else card.names[0],
     }
+
+
+def _version() -> str:
+    try:
+        return version("loraplex")
+    except PackageNotFoundError:
+        return "0 (from a checkout)"

@@ -1,0 +1,111 @@
+"""The router's HTTP face: which path is answered by what."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from router.answering import Parse
+from router.api import lorax, openai_chat, openai_completions
+from router.api.errors import dialect_of_path, error_answer
+from router.edge import Edge
+from router.generation import Cause, RequestError
+from router.routes_info import InfoRoutes
+from router.routes_tokenize import TokenizeRoute
+from router.service import Service
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The application, to be served by one process. Connects to the workers in its lifespan."""
+    info = InfoRoutes(service)
+    routes = [*_generation_routes(service, info), *_info_routes(service, info)]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with service.run():
+            yield
+
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error},
+    )
+    app.router.redirect_slashes = False
+    return Edge(app, service.metrics, frozenset(route.path for route in routes))
+
+
+def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
+    def answer(parse: Parse) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return await service.answerer.answer(request, parse)
+
+        return endpoint
+
+    generate_or_stream = answer(partial(lorax.parse, route="/"))
+
+    async def root(request: Request) -> Response:
+        """LoRAX's: a health check, or a request whose body says whether it streams."""
+        if request.method == "POST":
+            return await generate_or_stream(request)
+        return await info.health(request)
+
+    return [
+        Route("/", root, methods=["GET", "POST"]),
+        _post("/generate", answer(partial(lorax.parse, route="/generate"))),
+        _post("/generate_stream", answer(partial(lorax.parse, route="/generate_stream"))),
+        _post("/v1/completions", answer(openai_completions.parse)),
+        _post("/v1/chat/completions", answer(openai_chat.parse)),
+    ]
+
+
+def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
+    return [
+        _post("/tokenize", TokenizeRoute(service).tokenize),
+        _get("/v1/models", info.models),
+        _get("/v1/models/{name:path}", info.model),
+        _get("/v1/adapters", info.adapters),
+        _get("/info", info.info),
+        _get("/health", info.health),
+        _get("/health/live", info.live),
+        _get("/health/ready", info.ready),
+        _get("/metrics", info.metrics),
+        _get("/openapi.json", info.openapi),
+    ]
+
+
+def _get(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, endpoint, methods=["GET"])
+
+
+def _post(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+async def _on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    answer = error_answer(error, dialect_of_path(request.scope["path"]))
+    if error.cause in ("too_large", "body_timeout", "media_type"):
+        # The rest of the body is not read: the connection cannot carry another request.
+        answer.headers["connection"] = "close"
+    return Response(answer.body, answer.status, answer.headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """What Starlette's router found: no such path, or another method."""
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"]
+    cause = _CAUSES.get(error.status_code, "invalid")
+    answer = error_answer(
+        RequestError(cause, f"{request.method} {path[:200]}: {error.detail}"), dialect_of_path(path)
+    )
+    return Response(answer.body, answer.status, {**(error.headers or {}), **answer.headers})

@@ -1,0 +1,53 @@
+"""The HTTP server around the application: its limits, and how it stops."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from router.config import RouterConfig
+from router.http_protocol import BoundedHttpProtocol
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class RouterServer(uvicorn.Server):
+    """Stops on SIGINT and SIGTERM by returning; a second one cuts running answers off."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+def server_config(app: ASGIApp, config: RouterConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        ws="none",
+        loop="uvloop",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that accepts from now on. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)

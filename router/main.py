@@ -1,0 +1,27 @@
+"""Runs one router process: an HTTP server, from its first line to a clean stop."""
+
+from adapters.sources.hub import HubSource
+from prometheus_client import CollectorRegistry
+
+from router.app import build_app
+from router.config import RouterConfig
+from router.http_server import RouterServer, listen, server_config
+from router.service import build_service
+
+
+def run(config: RouterConfig) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running answers finish for `drain_timeout_s`.
+
+    Raises ConfigError for a bad option, CardError for a bad model card, OSError when the address
+    cannot be had.
+    """
+    service = build_service(config, CollectorRegistry(), HubSource())
+    listener = listen(config.host, config.port)
+    server = RouterServer(server_config(build_app(service), config))
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    # The socket accepts from here on: what comes early waits until the application is up.
+    print(f"router: listening on http://{shown}:{port}", flush=True)
+    server.run(sockets=[listener])
+    if not server.started:
+        raise SystemExit(3)

@@ -1,0 +1,362 @@
+"""A worker in the test's own process: the real protocol on a WebSocket, scripted tokens, faults.
+
+Its tokenizer is byte-level without merges: a token's id is its byte, so any text can be scripted.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from http import HTTPStatus
+
+import msgspec
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.datastructures import Headers
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from server.protocol import (
+    Abort,
+    AdapterLoad,
+    AdapterState,
+    ErrorCode,
+    GenerateRequest,
+    ModelCard,
+    RouterFrame,
+    RouterHello,
+    StepEvents,
+    TokenEvent,
+    TokenLogprob,
+    WorkerFrame,
+    WorkerHello,
+    WorkerStatus,
+    decode_router_frame,
+    encode,
+)
+
+SECRET = "fake-worker-secret"
+BASE_NAME = "fake-base"
+MAX_CONTEXT = 512
+EOS = 256
+BOS = 257
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_alphabet() -> list[str]:
+    """The characters by which byte-level tokenizers write the bytes 0..255 (GPT-2's table)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
+
+
+def make_tokenizer() -> Tokenizer:
+    vocabulary = {char: byte for byte, char in enumerate(byte_alphabet())}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>", "<bos>"])
+    return tokenizer
+
+
+def make_card(**changes: object) -> ModelCard:
+    card = ModelCard(
+        base_digest="b" * 64,
+        names=(BASE_NAME,),
+        tokenizer_json=make_tokenizer().to_str(),
+        chat_template=CHAT_TEMPLATE,
+        special_tokens={"eos_token": "<eos>", "bos_token": "<bos>"},
+        eos_token_ids=(EOS,),
+        vocab_size=258,
+        max_context=MAX_CONTEXT,
+        dtype="float32",
+        device="cpu",
+        max_lora_rank=64,
+    )
+    return msgspec.structs.replace(card, **changes)
+
+
+def make_manifest(name: str, **changes: object) -> AdapterManifest:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    manifest = AdapterManifest(digest, BASE_NAME, ("q_proj",), (8,), 1000, "F32")
+    return msgspec.structs.replace(manifest, **changes)
+
+
+def ids_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+Script = Callable[[GenerateRequest], list[int]]
+# Called before each token with its index; it may wait, or return an error to end the sequence.
+BeforeToken = Callable[["FakeWorker", GenerateRequest, int], Awaitable[ErrorCode | None]]
+# Answers an AdapterLoad; it may wait.
+Loader = Callable[[AdapterLoad], Awaitable[AdapterManifest]]
+
+
+def echo_script(request: GenerateRequest) -> list[int]:
+    """The adapter's first letters and the seed's last digit, then the model ends."""
+    name = "base" if request.adapter is None else request.adapter[:6]
+    return [*ids_of(f"{name} says hello {request.choice}"), EOS]
+
+
+async def no_fault(worker: "FakeWorker", request: GenerateRequest, index: int) -> ErrorCode | None:
+    await asyncio.sleep(0)
+    return None
+
+
+async def load_any(load: AdapterLoad) -> AdapterManifest:
+    if "missing" in load.ref.name:
+        raise AdapterError("not_found", f"no adapter {load.ref.name}")
+    return make_manifest(load.ref.name)
+
+
+class FakeWorker:
+    """`frames`: all that routers sent, in order. `until` waits for what a test expects to see."""
+
+    def __init__(self, card: ModelCard | None = None, worker_id: str = "fake-0") -> None:
+        self.card = card or make_card()
+        self.worker_id = worker_id
+        self.credits = 64
+        self.epoch = 1
+        self.version = 1
+        self.ready = True
+        self.script: Script = echo_script
+        self.before_token: BeforeToken = no_fault
+        self.loader: Loader = load_any
+        self.frames: list[RouterFrame] = []
+        self.finished: list[tuple[str, int, int]] = []
+        self.card_fetches = 0
+        self.port = 0
+        self._seen = asyncio.Condition()
+        self._admitted: set[str] = set()
+        self._connections: set[ServerConnection] = set()
+        self._server: Server | None = None
+        self._step = 0
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}"
+
+    @property
+    def requests(self) -> list[GenerateRequest]:
+        return [frame for frame in self.frames if isinstance(frame, GenerateRequest)]
+
+    @property
+    def aborts(self) -> list[Abort]:
+        return [frame for frame in self.frames if isinstance(frame, Abort)]
+
+    @property
+    def loads(self) -> list[AdapterLoad]:
+        return [frame for frame in self.frames if isinstance(frame, AdapterLoad)]
+
+    async def start(self) -> None:
+        self._server = await serve(
+            self._serve,
+            "127.0.0.1",
+            self.port,
+            process_request=self._http,
+            compression=None,
+            max_size=16 << 20,
+        )
+        self.port = next(iter(self._server.sockets)).getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+
+    def drop_connections(self) -> None:
+        """As a killed process does: without a close frame."""
+        for connection in self._connections:
+            connection.transport.abort()
+
+    def forget_adapters(self) -> None:
+        self._admitted.clear()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10), self._seen:
+            await self._seen.wait_for(condition)
+
+    async def send_status(self, connection: ServerConnection) -> None:
+        status = WorkerStatus(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            base_digest=self.card.base_digest,
+            ready=self.ready,
+            draining=False,
+            free_pages=100,
+            total_pages=100,
+            running=0,
+            waiting=0,
+            resident=(),
+            loading=(),
+            step=self._step,
+        )
+        await self._send(connection, status)
+
+    async def announce(self, *, ready: bool) -> None:
+        self.ready = ready
+        for connection in list(self._connections):
+            await self.send_status(connection)
+
+    async def send_raw(self, message: bytes | str) -> None:
+        for connection in list(self._connections):
+            await connection.send(message)
+
+    def _http(self, connection: ServerConnection, request: Request) -> Response | None:
+        if request.headers.get("Authorization") != f"Bearer {SECRET}":
+            return connection.respond(HTTPStatus.UNAUTHORIZED, "wrong secret")
+        if request.path == "/connect":
+            return None
+        self.card_fetches += 1
+        return Response(200, "OK", Headers(), self.card_bytes)
+
+    @property
+    def card_bytes(self) -> bytes:
+        return msgspec.json.encode(self.card)
+
+    async def _serve(self, connection: ServerConnection) -> None:
+        hello = decode_router_frame(await connection.recv(decode=False))
+        assert isinstance(hello, RouterHello)
+        digest = hashlib.sha256(self.card_bytes).hexdigest()
+        await self._send(
+            connection,
+            WorkerHello(self.worker_id, self.epoch, digest, self.credits, self.version),
+        )
+        self._connections.add(connection)
+        tasks: dict[tuple[str, int, int], asyncio.Task[None]] = {}
+        try:
+            await self.send_status(connection)
+            async for message in connection:
+                assert isinstance(message, bytes)
+                await self._take(connection, decode_router_frame(message), tasks)
+        except ConnectionClosed:
+            pass
+        finally:
+            self._connections.discard(connection)
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _take(
+        self,
+        connection: ServerConnection,
+        frame: RouterFrame,
+        tasks: dict[tuple[str, int, int], asyncio.Task[None]],
+    ) -> None:
+        async with self._seen:
+            self.frames.append(frame)
+            self._seen.notify_all()
+        if isinstance(frame, GenerateRequest):
+            key = (frame.request_id, frame.attempt, frame.choice)
+            tasks[key] = asyncio.create_task(self._generate(connection, frame))
+        elif isinstance(frame, AdapterLoad):
+            tasks[(frame.load_id, 0, 0)] = asyncio.create_task(self._load(connection, frame))
+        elif isinstance(frame, Abort):
+            for key, task in list(tasks.items()):
+                meant = key[:2] == (frame.request_id, frame.attempt)
+                if meant and frame.choice in (None, key[2]) and not task.done():
+                    task.cancel()
+                    await self._finish(connection, key)
+
+    async def _finish(self, connection: ServerConnection, key: tuple[str, int, int]) -> None:
+        await self._emit(connection, TokenEvent(*key, 0, (), finish="abort"))
+        await self._note_finished(key)
+
+    async def _note_finished(self, key: tuple[str, int, int]) -> None:
+        async with self._seen:
+            self.finished.append(key)
+            self._seen.notify_all()
+
+    async def _generate(self, connection: ServerConnection, request: GenerateRequest) -> None:
+        key = (request.request_id, request.attempt, request.choice)
+        if request.adapter is not None and request.adapter not in self._admitted:
+            error = TokenEvent(*key, 0, (), finish="error", error="adapter_unavailable")
+            await self._emit(connection, error)
+            return
+        output = self.script(request)
+        for index in range(len(request.accepted_ids), len(output)):
+            error_code = await self.before_token(self, request, index)
+            if error_code is not None:
+                failed = TokenEvent(*key, index, (), finish="error", error=error_code)
+                await self._emit(connection, failed)
+                return
+            event = token_event(request, index, output[index])
+            await self._emit(connection, event)
+            if event.finish is not None:
+                await self._note_finished(key)
+                return
+        raise AssertionError("the script must end with a stop token or reach max_tokens")
+
+    async def _load(self, connection: ServerConnection, load: AdapterLoad) -> None:
+        await self._send(connection, AdapterState(load.load_id, "fetching"))
+        try:
+            manifest = await self.loader(load)
+        except AdapterError as error:
+            failed = AdapterState(
+                *(load.load_id, "failed", None, error.code, error.message, error.violations),
+                error.retry_after_s,
+            )
+            await self._send(connection, failed)
+            return
+        self._admitted.add(manifest.digest)
+        await self._send(connection, AdapterState(load.load_id, "ready", manifest))
+
+    async def _emit(self, connection: ServerConnection, event: TokenEvent) -> None:
+        self._step += 1
+        await self._send(connection, StepEvents(self._step, (event,)))
+
+    async def _send(self, connection: ServerConnection, frame: WorkerFrame) -> None:
+        with suppress(ConnectionClosed):
+            await connection.send(encode(frame))
+
+
+def token_event(request: GenerateRequest, index: int, token_id: int) -> TokenEvent:
+    sampling = request.sampling
+    finish = None
+    if token_id == EOS and not sampling.ignore_eos or token_id in sampling.stop_token_ids:
+        finish = "stop"
+    elif index + 1 >= sampling.max_tokens:
+        finish = "length"
+    prompt_logprobs = None
+    if sampling.prompt_logprobs is not None and index == 0:
+        prompt_logprobs = tuple(
+            TokenLogprob(token, None if at == 0 else -0.25)
+            for at, token in enumerate(request.prompt_ids)
+        )
+    top = tuple((token_id + n, -0.5 - n) for n in range(sampling.logprobs or 0))
+    logprobs = None
+    if sampling.logprobs is not None:
+        logprobs = (TokenLogprob(token_id, -0.5 - request.choice, top),)
+    return TokenEvent(
+        request.request_id,
+        request.attempt,
+        request.choice,
+        index,
+        (token_id,),
+        finish=finish,  # type: ignore[arg-type]
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        cached_tokens=0 if index == 0 else None,
+    )
+
+
+@asynccontextmanager
+async def running_worker(worker: FakeWorker) -> AsyncIterator[FakeWorker]:
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+
+
+def dump(card: ModelCard) -> str:
+    """The card as a file for --model-card."""
+    return json.dumps(msgspec.to_builtins(card))

@@ -1,0 +1,120 @@
+"""The real router under uvicorn on a loopback port, in the test's own event loop."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef
+from router.app import build_app
+from router.config import RouterConfig
+from router.http_server import RouterServer, listen, server_config
+from router.service import Service, build_service
+from tests.router.fake_worker import SECRET, FakeWorker
+
+COMMIT = "c" * 40
+
+
+async def poll(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Waits for what nobody is told of, within a deadline."""
+    async with asyncio.timeout(10):
+        while True:
+            if await condition():
+                return
+            await asyncio.sleep(0.005)
+
+
+class FakeHub:
+    """Every repository exists but those named `missing`; `private` ones want `let-me-in`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[AdapterRef, str | None]] = []
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
+        self.calls.append((ref, token))
+        if "missing" in ref.name:
+            raise AdapterError("not_found", f"no repository {ref.name}")
+        if "private" in ref.name and token != "let-me-in":
+            raise AdapterError("unauthorized", f"{ref.name} is private")
+        if "down" in ref.name:
+            raise AdapterError("unavailable", "the Hub does not answer", (), 3.0)
+        return msgspec.structs.replace(ref, revision=COMMIT)
+
+
+class Running:
+    """A router that serves. `client` talks to it."""
+
+    def __init__(self, service: Service, hub: FakeHub, client: httpx.AsyncClient) -> None:
+        self.service = service
+        self.hub = hub
+        self.client = client
+
+    async def until_ready(self) -> None:
+        async def ready() -> bool:
+            return (await self.client.get("/health/ready")).status_code == 200
+
+        await poll(ready)
+
+    async def until_idle(self) -> None:
+        """No request holds anything any more."""
+
+        async def idle() -> bool:
+            return not self.service.dispatcher.running
+
+        await poll(idle)
+
+    async def metric(self, name: str) -> float:
+        text = (await self.client.get("/metrics")).text
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if line.startswith((f"{name} ", f"{name}{{"))
+        )
+
+
+@asynccontextmanager
+async def running_router(
+    tmp_path: Path, *workers: FakeWorker, **options: Any
+) -> AsyncIterator[Running]:
+    config = RouterConfig(
+        workers=tuple(worker.url for worker in workers),
+        secret=SECRET,
+        cache_dir=tmp_path / "cache",
+        drain_timeout_s=1.0,
+        **options,
+    )
+    hub = FakeHub()
+    service = build_service(config, CollectorRegistry(), hub)
+    server = RouterServer(server_config(build_app(service), config))
+    listener = listen("127.0.0.1", 0)
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+
+        async def started() -> bool:
+            assert not serving.done(), serving.exception()
+            return server.started
+
+        await poll(started)
+        port = listener.getsockname()[1]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            running = Running(service, hub, client)
+            if workers:
+                await running.until_ready()
+            yield running
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def events_of(text: str) -> list[Any]:
+    """The JSON payloads of a stream's events, `[DONE]` left out."""
+    lines = [line for line in text.splitlines() if line.startswith("data:")]
+    payloads = [line.removeprefix("data:").strip() for line in lines]
+    return [json.loads(payload) for payload in payloads if payload != "[DONE]"]

@@ -47,9 +47,7 @@ def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
     if len(text) > MAX_REF_CHARS:
         raise _bad_ref(text, f"longer than {MAX_REF_CHARS} characters")
     prefix, colon, rest = text.partition(":")
-    source, body = (
-        _explicit(text, prefix, rest) if colon else (_implied(text, default_source), text)
-    )
+    source, body = _explicit(text, prefix, rest) if colon else _implied(text, default_source)
     name, at, revision = body.partition("@")
     if not _NAMES[source].fullmatch(name) or not _well_formed(source, name):
         raise _bad_ref(text, f"not the name of an adapter for source {source!r}")
@@ -78,9 +76,9 @@ def _explicit(text: str, prefix: str, rest: str) -> tuple[RefSource, str]:
     raise _bad_ref(text, f"unknown source; known: {', '.join(_NAMES)}")
 
 
-def _implied(text: str, default_source: RefSource) -> RefSource:
+def _implied(text: str, default_source: RefSource) -> tuple[RefSource, str]:
     bare = "/" not in text.partition("@")[0]
-    return "alias" if bare and default_source != "local" else default_source
+    return "alias" if bare and default_source != "local" else default_source, text
 
 
 def _well_formed(source: RefSource, name: str) -> bool:

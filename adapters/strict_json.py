@@ -1,0 +1,65 @@
+"""JSON from a tenant: bounded, without duplicate keys, NaN or Infinity (RFC 8259). Pure."""
+
+import json
+from typing import Any, NoReturn
+
+MAX_DEPTH = 32
+
+
+class StrictJsonError(ValueError):
+    """The bytes are not one well-formed JSON object within the bounds. str(): what is wrong."""
+
+
+class _Duplicates(ValueError):
+    """A key came twice; reading one of the two would be a guess."""
+
+
+def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+    """The JSON object that `data` spells. Raises StrictJsonError and nothing else."""
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
+        )
+    except RecursionError:
+        raise StrictJsonError("nested too deeply") from None
+    except _Duplicates as error:
+        raise StrictJsonError(str(error)) from None
+    except UnicodeDecodeError:
+        raise StrictJsonError("not UTF-8") from None
+    except ValueError as error:
+        raise StrictJsonError(f"not JSON: {ascii(str(error))[:120]}") from None
+    if not isinstance(value, dict):
+        raise StrictJsonError(f"not a JSON object but {type(value).__name__}")
+    if _deeper_than(value, max_depth):
+        raise StrictJsonError(f"nested more than {max_depth} deep")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Duplicates(f"duplicate key {ascii(key)[:80]}")
+            seen.add(key)
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _deeper_than(value: object, max_depth: int) -> bool:
+    level: list[object] = [value]
+    for _ in range(max_depth):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True

@@ -62,7 +62,11 @@ class Executor(Protocol[T]):
 
     limits: ExecutorLimits
 
-    def launch(self, plan: StepPlan) -> T: ...
+    def launch(self, plan: StepPlan) -> T:
+        """Raises anything when the device fails: then all running sequences end, steps in flight
+        are never collected, and the next plan may free rows that were never started.
+        """
+        ...
 
     def collect(self, ticket: T) -> list[SliceResult]:
         """Wait for the step; one result per slice, in order."""

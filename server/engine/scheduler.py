@@ -7,7 +7,7 @@ token count, under one token budget a step. A plan may be made while earlier ste
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,14 +35,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     drain_after_s: float = 1.0
 
 
-@dataclass(slots=True)
-class Outbox:
-    """What the loop is to carry out, in this order: copies, slabs, events."""
+class Loads(NamedTuple):
+    """Copies to start, slabs wanted of the shell, slabs it may take back."""
 
-    copies: list[AdapterCopy] = field(default_factory=list)
-    needed_slabs: list[str] = field(default_factory=list)
-    released_slabs: list[str] = field(default_factory=list)
-    events: list[SequenceEvent] = field(default_factory=list)
+    copies: list[AdapterCopy]
+    needed: list[str]
+    released: list[str]
 
 
 class Scheduler:
@@ -147,12 +145,22 @@ class Scheduler:
 
     # ---- output
 
-    def take(self) -> Outbox:
-        """Everything decided since the last call."""
+    def take_events(self) -> list[SequenceEvent]:
+        """All since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def take_loads(self) -> Loads:
+        """All decided since the last call."""
         loads = self.loads
-        out = Outbox(loads.copies, loads.needed, loads.released, self._events)
-        loads.copies, loads.needed, loads.released, self._events = [], [], [], []
-        return out
+        taken = Loads(loads.copies, loads.needed, loads.released)
+        loads.copies, loads.needed, loads.released = [], [], []
+        return taken
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences whose terminal event is still to come."""
+        return len(self._sequences)
 
     def next_deadline(self) -> float | None:
         """When `plan` has something to do though nothing else happens."""

@@ -9,6 +9,8 @@ from server.protocol import ErrorCode, GenerateRequest, SamplingParams
 MAX_TOP_LOGPROBS = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+# Prompt logprobs travel in one event, which must fit a frame.
+MAX_PROMPT_LOGPROBS = 400_000
 _INT32_MAX = 2**31 - 1
 
 
@@ -25,7 +27,7 @@ def token_limit(request: GenerateRequest, limits: ExecutorLimits) -> int:
 def refuse(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
     """The first reason why this request can never run here, or None."""
     problem = _bad_ids(request, limits.vocab_size) or _bad_sampling(request.sampling)
-    problem = problem or _bad_identity(request)
+    problem = problem or _bad_identity(request) or _too_many_logprobs(request)
     if problem is not None:
         return Refusal("invalid_request", problem)
     return _too_long(request, limits)
@@ -87,6 +89,13 @@ def _bad_identity(request: GenerateRequest) -> str | None:
     if request.deadline_s is not None and math.isnan(request.deadline_s):
         return "deadline_s: expected seconds, got NaN"
     return None
+
+
+def _too_many_logprobs(request: GenerateRequest) -> str | None:
+    each = request.sampling.prompt_logprobs
+    if each is None or len(request.prompt_ids) * (each + 1) <= MAX_PROMPT_LOGPROBS:
+        return None
+    return f"prompt_logprobs: at most {MAX_PROMPT_LOGPROBS} values over the prompt, ask for fewer"
 
 
 def _too_long(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:

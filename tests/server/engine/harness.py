@@ -173,15 +173,15 @@ class Harness:
         raise AssertionError("it never comes to rest")
 
     def drain(self) -> None:
-        out = self.scheduler.take()
-        for copy in out.copies:
+        loads = self.scheduler.take_loads()
+        for copy in loads.copies:
             assert copy.layout.digest in self.held, "copied after its host block was given back"
             self.copies.append(copy)
             self.executor.start_copy(copy)
-        self.needed += out.needed_slabs
-        for digest in out.released_slabs:
+        self.needed += loads.needed
+        for digest in loads.released:
             self.held.remove(digest)
-        for event in out.events:
+        for event in self.scheduler.take_events():
             events = self.events.setdefault(event.key, [])
             assert not events or events[-1].finish is None, "an event after the terminal one"
             events.append(event.event)

@@ -1,0 +1,120 @@
+"""The engine's end of the pipe to the shell: two threads, so that the step loop does not wait."""
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from server.engine.framing import MAX_FRAME_BYTES, FrameError, receive_frame, send_frame
+from server.engine.messages import FromEngine, StepOutput, ToEngine, decode_to_engine, encode
+
+log = logging.getLogger(__name__)
+
+MAX_INBOX_FRAMES = 4096
+MAX_OUTBOX_FRAMES = 4096
+_FULL_WARNING_S = 5.0
+
+
+class ShellGone(Exception):
+    """The shell has closed the pipe, or spoke nonsense; there is nobody to work for."""
+
+
+class ShellChannel:
+    """Bounded both ways. A full inbox makes the shell's writes wait, in the kernel's buffer.
+
+    on_gone: called once on the reader's thread when the shell is gone.
+    """
+
+    def __init__(self, sock: socket.socket, on_gone: Callable[[], None] = lambda: None) -> None:
+        self._sock = sock
+        self._on_gone = on_gone
+        self._inbox: queue.Queue[ToEngine | None] = queue.Queue(MAX_INBOX_FRAMES)
+        self._outbox: queue.Queue[FromEngine | None] = queue.Queue(MAX_OUTBOX_FRAMES)
+        self._gone = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="shell-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="shell-writer", daemon=True)
+        self._reader.start()
+        self._writer.start()
+
+    def receive(self, wait_s: float | None) -> ToEngine | None:
+        """The next message, or None if none comes within `wait_s` (None = for ever).
+
+        Raises ShellGone.
+        """
+        try:
+            message = self._inbox.get(block=wait_s != 0, timeout=wait_s or None)
+        except queue.Empty:
+            return None
+        if message is None:
+            raise ShellGone
+        return message
+
+    def send(self, message: FromEngine) -> None:
+        """Queue a message. With a shell that reads nothing any more this waits, rather than grow.
+
+        Raises ShellGone.
+        """
+        while not self._gone.is_set():
+            try:
+                return self._outbox.put(message, timeout=_FULL_WARNING_S)
+            except queue.Full:
+                log.warning("the shell reads nothing: %d frames wait", MAX_OUTBOX_FRAMES)
+        raise ShellGone
+
+    def close(self, flush_s: float) -> None:
+        """Write what is queued, for `flush_s` at most, and close."""
+        if not self._gone.is_set():
+            try:
+                self._outbox.put(None, timeout=flush_s)
+                self._writer.join(flush_s)
+            except queue.Full:
+                log.warning("the shell reads nothing: what is queued is lost")
+        self._hang_up()
+        self._sock.close()
+
+    def _hang_up(self) -> None:
+        self._gone.set()
+        with contextlib.suppress(OSError):  # it may be closed at the other end already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        try:
+            while not self._gone.is_set() and (frame := receive_frame(self._sock)) is not None:
+                self._inbox.put(decode_to_engine(frame))
+        except (FrameError, msgspec.MsgspecError) as error:
+            log.error("the shell broke the protocol: %s", error)
+        except OSError as error:
+            log.debug("reading from the shell: %s", error)
+        self._gone.set()
+        with contextlib.suppress(queue.Full):  # then nobody waits for a message
+            self._inbox.put_nowait(None)
+        self._on_gone()
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                for frame in _encode_bounded(message):
+                    send_frame(self._sock, frame)
+        except (FrameError, OSError) as error:
+            log.error("writing to the shell: %s", error)
+            self._hang_up()
+
+
+def _encode_bounded(message: FromEngine) -> list[bytes]:
+    """One frame, or several if the events of a step are too large for one."""
+    frame = encode(message)
+    if len(frame) <= MAX_FRAME_BYTES or not isinstance(message, StepOutput):
+        return [frame]
+    half = len(message.events) // 2
+    if half == 0:
+        return [frame]
+    first, second = message.events[:half], message.events[half:]
+    return [
+        part
+        for events in (first, second)
+        for part in _encode_bounded(msgspec.structs.replace(message, events=events))
+    ]

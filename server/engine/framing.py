@@ -1,0 +1,45 @@
+"""Frames on a stream socket: a 4-byte little-endian length, then the frame. Bounded both ways."""
+
+import socket
+
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH_BYTES = 4
+
+
+class FrameError(Exception):
+    """The peer broke the framing, or a frame is too large to send."""
+
+
+def send_frame(sock: socket.socket, frame: bytes) -> None:
+    """Blocks until it is written. Raises FrameError, OSError."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
+    sock.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)
+
+
+def receive_frame(sock: socket.socket) -> bytes | None:
+    """Blocks for the next frame; None when the peer has closed. Raises FrameError, OSError."""
+    head = _receive_exactly(sock, _LENGTH_BYTES)
+    if head is None:
+        return None
+    length = int.from_bytes(head, "little")
+    if length > MAX_FRAME_BYTES:
+        raise FrameError(f"the peer announced a frame of {length} bytes, over {MAX_FRAME_BYTES}")
+    frame = _receive_exactly(sock, length)
+    if frame is None:
+        raise FrameError("the peer closed inside a frame")
+    return frame
+
+
+def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
+    """None if the peer has closed before the first byte of a non-empty read."""
+    buffer = bytearray(count)
+    view, filled = memoryview(buffer), 0
+    while filled < count:
+        received = sock.recv_into(view[filled:])
+        if received == 0:
+            if filled == 0:
+                return None
+            raise FrameError("the peer closed inside a frame")
+        filled += received
+    return bytes(buffer)

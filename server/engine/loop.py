@@ -1,0 +1,186 @@
+"""The step loop: inbox -> plan -> launch / collect -> commit -> outbox, on one thread.
+
+It waits for nothing but the device's next result, and for the inbox when there is nothing to
+compute.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+from server.engine.channel import ShellChannel
+from server.engine.executor import CopyDone, Executor, Ticket
+from server.engine.messages import (
+    AbortSequence,
+    EngineStats,
+    NeedSlab,
+    Shutdown,
+    SlabMissing,
+    SlabReleased,
+    SlabStaged,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+from server.engine.plan import StepPlan
+from server.engine.scheduler import Scheduler
+from server.protocol import ErrorCode
+
+log = logging.getLogger(__name__)
+
+# Copies end without a call; with nothing else to do the loop looks so often.
+COPY_POLL_S = 0.001
+# With unfinished sequences and nothing to compute, the shell still hears that the loop is alive.
+HEARTBEAT_S = 1.0
+MAX_FAILURES_IN_A_ROW = 3
+
+T = TypeVar("T", bound=Ticket)
+
+
+class ExecutorLost(Exception):
+    """Steps keep failing: only a new process can help."""
+
+
+class _InFlight(NamedTuple, Generic[T]):
+    plan: StepPlan
+    ticket: T
+    since: float
+
+
+class EngineLoop(Generic[T]):
+    """pipeline_depth: steps in flight at once; 2 lets the host plan while the device computes."""
+
+    def __init__(
+        self,
+        executor: Executor[T],
+        scheduler: Scheduler,
+        channel: ShellChannel,
+        pipeline_depth: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._channel = channel
+        self._depth = pipeline_depth
+        self._clock = clock
+        self._in_flight: deque[_InFlight[T]] = deque()
+        self._failures = 0
+        self._steps = 0
+        self._told: EngineStats | None = None
+        self._told_at = clock()
+
+    def run(self) -> None:
+        """Until Shutdown. Raises ShellGone, ExecutorLost."""
+        idle_s: float | None = 0.0
+        while self._receive(idle_s):
+            worked = self._turn()
+            idle_s = 0.0 if worked else self._idle_s()
+
+    # ---- inbox
+
+    def _receive(self, wait_s: float | None) -> bool:
+        """Take all that has come, waiting for the first. False: leave."""
+        message = self._channel.receive(wait_s)
+        while message is not None:
+            if isinstance(message, Shutdown):
+                return False
+            self._take(message)
+            message = self._channel.receive(0)
+        return True
+
+    def _take(self, message: ToEngine) -> None:
+        scheduler = self._scheduler
+        match message:
+            case Submit(key, request):
+                scheduler.submit(key, request, self._clock())
+            case AbortSequence(key):
+                scheduler.abort(key)
+            case SlabStaged():
+                scheduler.slab_staged(message, self._clock())
+            case SlabMissing(digest, text):
+                scheduler.slab_missing(digest, text)
+
+    def _idle_s(self) -> float | None:
+        """How long nothing can happen unless a message comes; None = for ever."""
+        if self._scheduler.loads.copying:
+            return COPY_POLL_S
+        deadline = self._scheduler.next_deadline()
+        waits = [] if deadline is None else [max(0.0, deadline - self._clock())]
+        if self._scheduler.num_unfinished:
+            waits.append(HEARTBEAT_S)
+        return min(waits, default=None)
+
+    # ---- steps
+
+    def _turn(self) -> bool:
+        """One round; whether a step was launched or collected in it."""
+        for done in self._executor.finished_copies():
+            self._scheduler.copy_done(done)
+        plan = self._scheduler.plan(self._clock())
+        step_s, num_tokens = 0.0, 0
+        worked = plan is not None or bool(self._in_flight)
+        try:
+            if plan is not None:
+                ticket = self._executor.launch(plan)
+                self._in_flight.append(_InFlight(plan, ticket, self._clock()))
+            self._carry_out_loads()
+            if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
+                step_s, num_tokens = self._collect()
+        except Exception as error:  # the device's failures are foreign and of any kind
+            self._fail(error)
+        self._tell(step_s, num_tokens)
+        return worked
+
+    def _collect(self) -> tuple[float, int]:
+        plan, ticket, since = self._in_flight[0]
+        results = self._executor.collect(ticket)
+        self._in_flight.popleft()
+        self._scheduler.commit(plan.step, results)
+        self._failures = 0
+        self._steps = plan.step
+        return self._clock() - since, plan.num_tokens
+
+    def _fail(self, error: Exception) -> None:
+        """End what was running; go on if that was an accident."""
+        self._failures += 1
+        log.error("a step failed", exc_info=error)
+        self._in_flight.clear()
+        self._scheduler.fail_running(*_describe(error))
+        if self._failures >= MAX_FAILURES_IN_A_ROW:
+            self._tell(0.0, 0)
+            raise ExecutorLost(f"{self._failures} steps failed in a row, the last: {error}")
+
+    # ---- outbox
+
+    def _carry_out_loads(self) -> None:
+        copies, needed, released = self._scheduler.take_loads()
+        for copy in copies:
+            try:
+                self._executor.start_copy(copy)
+            except Exception as error:  # foreign, and no reason to stop the others
+                log.error("a copy failed", exc_info=error)
+                digest = copy.layout.digest
+                failed = CopyDone(copy.adapter_slot, digest, "it could not be copied to the device")
+                self._scheduler.copy_done(failed)
+        for digest in needed:
+            self._channel.send(NeedSlab(digest))
+        for digest in released:
+            self._channel.send(SlabReleased(digest))
+
+    def _tell(self, step_s: float, num_tokens: int) -> None:
+        events = tuple(self._scheduler.take_events())
+        stats = self._scheduler.stats()
+        now = self._clock()
+        alive = now - self._told_at >= HEARTBEAT_S and self._scheduler.num_unfinished
+        if events or num_tokens or alive or stats != self._told:
+            self._told, self._told_at = stats, now
+            self._channel.send(StepOutput(self._steps, events, stats, step_s, num_tokens))
+
+
+def _describe(error: Exception) -> tuple[ErrorCode, str]:
+    # torch.OutOfMemoryError by its name: this module does not know torch.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "out_of_memory", "the device ran out of memory in this step"
+    return "internal", "the device failed in this step"

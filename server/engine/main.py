@@ -1,0 +1,168 @@
+"""The engine process: `python -m server.engine.main`, started by a worker's shell.
+
+It maps the shell's host arena, builds the executor, says EngineReady or EngineFailed, and steps
+until the shell tells it to leave or is gone.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from server.config import EngineConfig
+from server.engine.channel import ShellChannel, ShellGone
+from server.engine.executor import Executor, ExecutorLimits
+from server.engine.fake import CertifyingExecutor, CertifyOptions
+from server.engine.loop import EngineLoop, ExecutorLost
+from server.engine.messages import EngineFailed, EngineReady
+from server.engine.scheduler import Scheduler, SchedulerConfig
+
+log = logging.getLogger(__name__)
+
+# A device call may hang: so long after the shell is gone the process ends in any case.
+LEAVE_GRACE_S = 5.0
+_CERTIFY_TOKEN_BYTES = 1024
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="server.engine.main", description=__doc__)
+    parser.add_argument("--socket-fd", type=int, required=True, help="stream socket to the shell")
+    parser.add_argument("--arena-fd", type=int, required=True, help="memory file with the slabs")
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--pipeline-depth", type=int, help="default: 2 on cuda, else 1")
+    parser.add_argument(
+        "--executor",
+        default="torch",
+        help="for developers: certify[:JSON of CertifyOptions] runs no model; its tokens prove "
+        "which prompt, adapter and position they belong to",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 after Shutdown or with the shell gone, else 1."""
+    options = parse(arguments)
+    logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
+    # A terminal's Ctrl-C reaches the whole group; the shell decides when the engine leaves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leaving = threading.Event()
+
+    def leave_soon() -> None:
+        if not leaving.wait(LEAVE_GRACE_S):
+            os._exit(1)
+
+    channel = ShellChannel(socket.socket(fileno=options.socket_fd), leave_soon)
+    try:
+        return _serve(options, channel)
+    finally:
+        channel.close(flush_s=LEAVE_GRACE_S)
+        leaving.set()
+
+
+def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
+    try:
+        config = msgspec.json.decode(options.config, type=EngineConfig)
+        executor = _build(options, config)
+    except Exception as error:  # the process's edge: the shell is told, whatever it was
+        log.error("the engine cannot start", exc_info=error)
+        channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
+        return 1
+    depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
+    scheduler = Scheduler(executor.limits, SchedulerConfig(max_waiting=config.max_waiting))
+    loop = EngineLoop(executor, scheduler, channel, depth)
+    # What was built to last need not be looked at by every collection of the step loop.
+    gc.collect()
+    gc.freeze()
+    try:
+        channel.send(_ready(executor.limits, config))
+        loop.run()
+    except ShellGone:
+        log.info("the shell is gone")
+    except ExecutorLost as error:
+        log.error("%s", error)
+        return 1
+    finally:
+        executor.close()
+    return 0
+
+
+def _build(options: argparse.Namespace, config: EngineConfig) -> Executor[Any]:
+    arena = _map_arena(options.arena_fd, config.host_arena_bytes)
+    if options.executor != "torch":
+        return _certifying(options.executor, config)
+    # Not at the top: a process without a model needs no torch.
+    from server.model.executor import TorchExecutor
+
+    return TorchExecutor(config, arena)
+
+
+def _map_arena(fd: int, nbytes: int) -> memoryview:
+    size = os.fstat(fd).st_size
+    if size < nbytes:
+        raise ValueError(f"the host arena has {size} bytes, expected {nbytes} (host_arena_bytes)")
+    return memoryview(mmap.mmap(fd, nbytes)) if nbytes else memoryview(b"")
+
+
+def _ready(limits: ExecutorLimits, config: EngineConfig) -> EngineReady:
+    arena_bytes = limits.arena_extents * limits.extent_bytes
+    return EngineReady(
+        total_pages=limits.num_pages,
+        page_size=limits.page_size,
+        max_rows=limits.max_rows,
+        max_context=limits.max_context,
+        arena_bytes=arena_bytes,
+        extent_bytes=limits.extent_bytes,
+        dtype=config.dtype,
+        device=config.device,
+        summary=(
+            f"KV cache: {limits.num_pages * limits.page_size} tokens "
+            f"({limits.num_pages} pages of {limits.page_size})",
+            f"adapters: {arena_bytes / 2**20:.0f} MiB, at most {limits.adapter_slots} at once",
+            f"a step: at most {limits.max_rows} sequences, {limits.max_step_tokens} tokens",
+        ),
+    )
+
+
+def _certifying(text: str, config: EngineConfig) -> CertifyingExecutor:
+    """For `certify` or `certify:{…}`. Vocabulary and context are the model's, if it is there."""
+    name, _, given = text.partition(":")
+    if name != "certify":
+        raise ValueError(f"--executor: expected torch or certify[:JSON], got {text!r}")
+    path = Path(config.model_path) / "config.json"
+    model = json.loads(path.read_text()) if path.is_file() else {}
+    eos = model.get("eos_token_id")
+    defaults = {
+        "vocab_size": model.get("vocab_size", 512),
+        "eos_token_ids": eos if isinstance(eos, list) else [2 if eos is None else eos],
+    }
+    options = msgspec.convert({**defaults, **json.loads(given or "{}")}, CertifyOptions)
+    num_pages = max(1, config.kv_memory // (config.page_size * _CERTIFY_TOKEN_BYTES))
+    context = config.max_context or model.get("max_position_embeddings", 2048)
+    limits = ExecutorLimits(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        max_rows=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_context=min(context, num_pages * config.page_size),
+        vocab_size=options.vocab_size,
+        eos_token_ids=options.eos_token_ids,
+        adapter_slots=config.adapter_slots,
+        arena_extents=config.adapter_memory // config.extent_bytes,
+        extent_bytes=config.extent_bytes,
+    )
+    return CertifyingExecutor(limits, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The loop over a real socket pair, with the certifying executor."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from server.engine.channel import ShellChannel, ShellGone
+from server.engine.executor import AdapterCopy
+from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket, certified_output
+from server.engine.loop import MAX_FAILURES_IN_A_ROW, EngineLoop, ExecutorLost
+from server.engine.messages import AbortSequence, Shutdown, SlabMissing, StepOutput, encode
+from server.engine.plan import SliceResult, StepPlan
+from server.engine.scheduler import Scheduler, SchedulerConfig
+from tests.server.engine.harness import limits, make_request
+from tests.server.engine.shell import TIMEOUT_S, FakeShell
+
+LIMITS = limits(num_pages=64, max_context=200, max_rows=8, max_step_tokens=32)
+OPTIONS = CertifyOptions(LIMITS.vocab_size, LIMITS.eos_token_ids)
+
+
+class RunningLoop:
+    def __init__(self, executor: CertifyingExecutor, depth: int) -> None:
+        ours, theirs = socket.socketpair()
+        self.shell = FakeShell(ours)
+        self.channel = ShellChannel(theirs)
+        self.scheduler = Scheduler(executor.limits, SchedulerConfig())
+        self.loop = EngineLoop(executor, self.scheduler, self.channel, depth)
+        self.end: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except (ShellGone, ExecutorLost) as error:
+            self.end = error
+        finally:
+            self.channel.close(flush_s=5)
+
+    def join(self) -> None:
+        self.thread.join(TIMEOUT_S)
+        assert not self.thread.is_alive(), "the loop does not end"
+
+
+@contextmanager
+def running(executor: CertifyingExecutor | None = None, depth: int = 2) -> Iterator[RunningLoop]:
+    loop = RunningLoop(executor or CertifyingExecutor(LIMITS, OPTIONS), depth)
+    try:
+        yield loop
+    finally:
+        loop.shell.sock.close()
+        loop.join()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_many_streams_over_adapters_and_base(depth: int) -> None:
+    with running(depth=depth) as engine:
+        requests = {
+            key: make_request([5 + key % 5, 6, 7], 20, [None, "a", "b", "c"][key % 4])
+            for key in range(24)
+        }
+        for key, request in requests.items():
+            engine.shell.submit(key, request)
+        for key, request in requests.items():
+            expected = certified_output(request.adapter, request.prompt_ids, 20, OPTIONS)
+            assert engine.shell.answer(key) == expected
+        engine.shell.send(Shutdown())
+        while engine.shell.receive() is not None:
+            pass
+        engine.join()
+        assert engine.end is None
+        assert sorted(set(engine.shell.released)) == ["a", "b", "c"]
+        last = engine.shell.outputs[-1].stats
+        assert (last.running, last.waiting, last.free_pages) == (0, 0, LIMITS.num_pages)
+
+
+def test_one_output_a_step_carries_all_its_events() -> None:
+    with running(depth=1) as engine:
+        for key in range(4):
+            engine.shell.submit(key, make_request([5, 6], 8))
+        for key in range(4):
+            engine.shell.answer(key)
+        steps = [out.step for out in engine.shell.outputs if out.num_tokens]
+        assert steps == sorted(set(steps))
+        assert all(out.step_s > 0 for out in engine.shell.outputs if out.num_tokens)
+        assert max(len(out.events) for out in engine.shell.outputs) == 4
+
+
+def test_abort_and_deadline_reach_an_idle_loop() -> None:
+    with running() as engine:
+        engine.shell.submit(1, make_request([5], 150))
+        engine.shell.expect(StepOutput)
+        engine.shell.send(AbortSequence(1))
+        engine.shell.answer(1)
+        assert engine.shell.events[1][-1].finish in ("abort", "length")
+
+
+def test_the_loop_wakes_for_a_deadline_though_nothing_else_happens() -> None:
+    with running() as engine:
+        engine.shell.answer_slab = lambda digest: None
+        engine.shell.submit(2, make_request([5], 4, "never", deadline_s=0.02))
+        engine.shell.answer(2)
+        assert engine.shell.events[2][-1].error == "deadline"
+
+
+def test_the_shell_hears_of_a_loop_that_waits() -> None:
+    with running() as engine:
+        engine.shell.answer_slab = lambda digest: None
+        engine.shell.submit(2, make_request([5], 4, "never"))
+        for _ in range(3):
+            engine.shell.expect(StepOutput)
+
+
+def test_missing_slab_ends_its_waiters_only() -> None:
+    with running() as engine:
+        engine.shell.answer_slab = lambda digest: SlabMissing(digest, "no such file")
+        engine.shell.submit(1, make_request([5], 4, "a"))
+        engine.shell.submit(2, make_request([5], 4))
+        engine.shell.answer(1)
+        assert engine.shell.events[1][-1].message == "no such file"
+        assert len(engine.shell.answer(2)) == 4
+
+
+def test_loop_ends_when_the_shell_is_gone() -> None:
+    with running() as engine:
+        engine.shell.submit(1, make_request([5], 150))
+        engine.shell.expect(StepOutput)
+        engine.shell.sock.close()
+        engine.join()
+        assert isinstance(engine.end, ShellGone)
+
+
+@pytest.mark.parametrize("frame", [b"\xc1", encode(Shutdown())[:-1], b""])
+def test_nonsense_from_the_shell_ends_the_loop(frame: bytes) -> None:
+    with running() as engine:
+        engine.shell.sock.sendall(len(frame).to_bytes(4, "little") + frame)
+        engine.join()
+        assert isinstance(engine.end, ShellGone)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+class FailingExecutor(CertifyingExecutor):
+    """Fails the steps in `launches` before, and those in `collects` after they are computed."""
+
+    def __init__(self, launches: set[int], collects: set[int], error: Exception) -> None:
+        super().__init__(LIMITS, OPTIONS)
+        self.launches = launches
+        self.collects = collects
+        self.error = error
+
+    def launch(self, plan: StepPlan) -> FakeTicket:
+        ticket = super().launch(plan)
+        if plan.step in self.launches:
+            self._in_flight.clear()
+            raise self.error
+        return ticket
+
+    def collect(self, ticket: FakeTicket) -> list[SliceResult]:
+        results = super().collect(ticket)
+        if ticket.plan.step in self.collects:
+            self._in_flight.clear()
+            raise self.error
+        return results
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("launches", "collects"), [({4}, set()), (set(), {4})])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(OutOfMemoryError(), "out_of_memory"), (RuntimeError(), "internal")],
+)
+def test_a_failed_step_ends_running_sequences_and_the_engine_goes_on(
+    depth: int, launches: set[int], collects: set[int], error: Exception, code: str
+) -> None:
+    with running(FailingExecutor(launches, collects, error), depth) as engine:
+        for key in range(3):
+            engine.shell.submit(key, make_request([5, 6, key], 30, "a" if key else None))
+        for key in range(3):
+            tokens = engine.shell.answer(key)
+            last = engine.shell.events[key][-1]
+            assert last.finish == "length" or last.error == code
+            request = make_request([5, 6, key], 30, "a" if key else None)
+            expected = certified_output(request.adapter, request.prompt_ids, 30, OPTIONS)
+            assert tokens == expected[: len(tokens)]
+        assert engine.shell.events[0][-1].error == code
+        engine.shell.submit(9, make_request([5, 6, 1], 30, "a"))
+        assert engine.shell.answer(9) == certified_output("a", [5, 6, 1], 30, OPTIONS)
+
+
+def test_steps_that_keep_failing_end_the_loop() -> None:
+    with running(FailingExecutor(set(range(99)), set(), RuntimeError()), 1) as engine:
+        for key in range(MAX_FAILURES_IN_A_ROW):
+            engine.shell.submit(key, make_request([5], 30))
+            engine.shell.answer(key)
+        engine.join()
+        assert isinstance(engine.end, ExecutorLost)
+
+
+class NoCopies(CertifyingExecutor):
+    def start_copy(self, copy: AdapterCopy) -> None:
+        raise RuntimeError("bus error")
+
+
+def test_a_copy_that_cannot_start_ends_its_waiters_only() -> None:
+    with running(NoCopies(LIMITS, OPTIONS)) as engine:
+        engine.shell.submit(1, make_request([5], 4, "a"))
+        engine.shell.submit(2, make_request([5], 4))
+        engine.shell.answer(1)
+        assert engine.shell.events[1][-1].error == "adapter_unavailable"
+        assert "bus error" not in str(engine.shell.events[1][-1].message)
+        assert len(engine.shell.answer(2)) == 4

@@ -1,0 +1,114 @@
+"""The engine process itself, with the certifying executor."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from server.config import EngineConfig
+from server.engine.fake import CertifyOptions, certified_output
+from server.engine.messages import EngineFailed, EngineReady, Shutdown
+from tests.server.engine.harness import make_request
+from tests.server.engine.shell import TIMEOUT_S, FakeShell
+
+ARENA_BYTES = 1 << 16
+CONFIG = EngineConfig(
+    model_path="/nowhere",
+    device="cpu",
+    dtype="float32",
+    page_size=16,
+    kv_memory=1 << 20,
+    adapter_memory=4096,
+    host_arena_bytes=ARENA_BYTES,
+    extent_bytes=256,
+    max_context=None,
+    max_running=8,
+    max_waiting=16,
+    max_step_tokens=64,
+    adapter_slots=4,
+)
+
+
+class Engine:
+    def __init__(self, config: EngineConfig, executor: str) -> None:
+        ours, theirs = socket.socketpair()
+        arena = os.memfd_create("arena")
+        os.ftruncate(arena, ARENA_BYTES)
+        command = [sys.executable, "-m", "server.engine.main"]
+        command += ["--socket-fd", str(theirs.fileno()), "--arena-fd", str(arena)]
+        command += ["--config", msgspec.json.encode(config).decode(), "--executor", executor]
+        self.process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(), arena), stderr=subprocess.DEVNULL
+        )
+        theirs.close()
+        os.close(arena)
+        self.shell = FakeShell(ours)
+
+
+@contextmanager
+def engine(config: EngineConfig = CONFIG, executor: str = "certify") -> Iterator[Engine]:
+    started = Engine(config, executor)
+    try:
+        yield started
+    finally:
+        started.shell.sock.close()
+        try:
+            started.process.wait(TIMEOUT_S)
+        finally:
+            started.process.kill()
+            started.process.wait()
+
+
+def test_serves_until_shutdown_and_ignores_ctrl_c() -> None:
+    with engine() as run:
+        ready = run.shell.expect(EngineReady)
+        assert (ready.max_rows, ready.max_context, ready.arena_bytes) == (8, 1024, 4096)
+        assert ready.total_pages * ready.page_size == 1024
+        run.process.send_signal(signal.SIGINT)
+        run.shell.submit(1, make_request([5, 6], 12, "a"))
+        run.shell.submit(2, make_request([5, 6], 12))
+        for key, adapter in ((1, "a"), (2, None)):
+            assert run.shell.answer(key) == certified_output(adapter, [5, 6], 12, CertifyOptions())
+        run.shell.send(Shutdown())
+        assert run.process.wait(TIMEOUT_S) == 0
+
+
+def test_leaves_when_the_shell_is_gone() -> None:
+    with engine() as run:
+        run.shell.expect(EngineReady)
+        run.shell.submit(1, make_request([5, 6], 900))
+        run.shell.sock.close()
+        assert run.process.wait(TIMEOUT_S) == 0
+
+
+def test_takes_vocabulary_and_context_from_the_model(tmp_path: Path) -> None:
+    model = {"vocab_size": 40, "eos_token_id": [7, 8], "max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = msgspec.structs.replace(CONFIG, model_path=str(tmp_path))
+    with engine(config, 'certify:{"eos_percent": 20}') as run:
+        assert run.shell.expect(EngineReady).max_context == 100
+        run.shell.submit(1, make_request([5, 6], 90))
+        options = CertifyOptions(40, (7, 8), eos_percent=20)
+        assert run.shell.answer(1) == certified_output(None, [5, 6], 90, options)
+
+
+@pytest.mark.parametrize(
+    ("config", "executor", "word"),
+    [
+        (msgspec.structs.replace(CONFIG, host_arena_bytes=ARENA_BYTES + 1), "certify", "arena"),
+        (CONFIG, "magic", "expected torch or certify"),
+        (CONFIG, "certify:{", "JSONDecodeError"),
+    ],
+)
+def test_says_why_it_cannot_start(config: EngineConfig, executor: str, word: str) -> None:
+    with engine(config, executor) as run:
+        assert word in run.shell.expect(EngineFailed).message
+        assert run.process.wait(TIMEOUT_S) == 1

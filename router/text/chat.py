@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_TEMPLATE_CHARS = 1 << 20
+MAX_TEMPLATE_CHARS = 1 << 17
 MAX_OUTPUT_CHARS = 16 << 20
 _MAX_REASON_CHARS = 500
 # What a template can raise besides Jinja's own: it computes with the caller's values.

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from router.generation import RequestError
 from router.text.chat import MAX_OUTPUT_CHARS, TemplateFault
 from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, Job, Outcome
 
@@ -47,7 +48,7 @@ class TemplateSandbox:
     ) -> str:
         """As `ChatTemplate(source, special_tokens).render(messages, variables)`.
 
-        Raises TemplateFault.
+        Raises TemplateFault; RequestError (unavailable) when no process can be started.
         """
         job = Job(source, special_tokens, list(messages), variables)
         key = hashlib.sha256(source.encode("utf-8", "replace")).digest()
@@ -128,14 +129,17 @@ async def _start() -> asyncio.subprocess.Process:
         stderr=asyncio.subprocess.DEVNULL,
         env={},
     )
+    ready = False
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             await _read(process)
-    except BaseException:
-        if process.returncode is None:
+        ready = True
+        return process
+    except (TimeoutError, EOFError, ValueError) as error:
+        raise RequestError("unavailable", "chat templates cannot be rendered now") from error
+    finally:
+        if process.returncode is None and not ready:
             process.kill()
-        raise
-    return process
 
 
 async def _exchange(process: asyncio.subprocess.Process, job: Job) -> Outcome:

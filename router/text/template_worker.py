@@ -7,7 +7,6 @@ processes and all but a little processor time before it reads anything.
 import resource
 import signal
 import sys
-import time
 from collections import OrderedDict
 from typing import Any
 
@@ -18,6 +17,8 @@ from router.text.chat import ChatTemplate, TemplateFault
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 << 20
 _KEPT_TEMPLATES = 16
+
+_Templates = OrderedDict[tuple[str, tuple[tuple[str, str], ...]], ChatTemplate]
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -37,9 +38,10 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 def main() -> None:
+    _warm_up()
     _limit_self()
     decode = msgspec.msgpack.Decoder(Job).decode
-    templates: OrderedDict[str, ChatTemplate] = OrderedDict()
+    templates: _Templates = OrderedDict()
     _write(Outcome(""))  # ready
     while (frame := _read()) is not None:
         # Its default action ends the process, in the middle of a C call if need be.
@@ -49,8 +51,14 @@ def main() -> None:
         _write(outcome)
 
 
+def _warm_up() -> None:
+    """Python, Jinja and the C library load parts when first used; later no file can be opened."""
+    usual = "{{ 'a\\n' | tojson }}{{ strftime_now('%d %b %Y') }}{{ messages | length }}"
+    for source in (usual, "{{ 1 / 0 }}", "{% if %}", "{{ '\\ud800' }}"):
+        _render(OrderedDict(), Job(source, {}, [{"role": "user", "content": "ü"}], {}))
+
+
 def _limit_self() -> None:
-    time.localtime()  # loads the time zone while files can still be opened
     for kind, limit in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
@@ -61,16 +69,19 @@ def _limit_self() -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def _render(templates: "OrderedDict[str, ChatTemplate]", job: Job) -> Outcome:
+def _render(templates: _Templates, job: Job) -> Outcome:
     try:
-        template = templates.get(job.source)
+        key = (job.source, tuple(sorted(job.special_tokens.items())))
+        template = templates.get(key)
         if template is None:
-            template = templates[job.source] = ChatTemplate(job.source, job.special_tokens)
+            template = templates[key] = ChatTemplate(job.source, job.special_tokens)
             if len(templates) > _KEPT_TEMPLATES:
                 templates.popitem(last=False)
         return Outcome(template.render(job.messages, job.variables))
     except TemplateFault as fault:
         return Outcome(None, str(fault))
+    except OSError as error:
+        return Outcome(None, f"the chat template asked for what is out of reach: {error.strerror}")
 
 
 def _read() -> bytes | None:

@@ -1,0 +1,122 @@
+"""Tokenizers of several kinds, small and made here, and model cards around them."""
+
+from functools import cache
+
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from router.text.model import TextModel
+from server.protocol import ModelCard
+
+CORPUS = [
+    "the order of the customer came late, and the customer is angry",
+    "schöne Grüße, ein Stück Käse — 你好世界, добрый день 🙂🚀",
+    "def f(x):\n    return {'a': [1, 2, 3]}\n",
+] * 20
+SPECIALS = ["<s>", "</s>", "<|user|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+REFUSING = "{{ raise_exception('no conversation is good enough') }}"
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2, Llama 3 and Qwen."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIALS,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As SentencePiece models: Llama 2, Mistral, Gemma."""
+    vocab = {token: i for i, token in enumerate([*SPECIALS, "<unk>"])}
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces += [
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz.,",
+        "ü",
+        "好",
+        "▁t",
+        "▁th",
+        "▁the",
+        "he",
+        "er",
+        "▁▁",
+    ]
+    for piece in pieces:
+        vocab.setdefault(piece, len(vocab))
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("e", "r"), ("▁", "▁")]
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """As T5-like unigram models, without bytes."""
+    letters = "abcdefghijklmnopqrstuvwxyz.,▁"
+    scores = [("<unk>", 0.0), *((letter, -5.0) for letter in letters), ("▁the", -2.0)]
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
+
+
+@cache
+def text_model(kind: str, max_context: int = 512) -> TextModel:
+    return TextModel(card(kind, max_context))
+
+
+@cache
+def card(kind: str, max_context: int = 512) -> ModelCard:
+    tokenizer = KINDS[kind]() if kind in KINDS else byte_level()
+    eos = tokenizer.token_to_id("</s>")
+    return ModelCard(
+        base_digest="b" * 64,
+        names=("org/small", "small"),
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=REFUSING if kind == "refusing" else TEMPLATE,
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+        eos_token_ids=(eos,),
+        vocab_size=tokenizer.get_vocab_size(),
+        max_context=max_context,
+        dtype="float32",
+        device="cpu",
+        max_lora_rank=64,
+    )

@@ -7,5 +7,5 @@ from transformers.utils import logging as transformers_logging
 
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_oracles() -> None:
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)

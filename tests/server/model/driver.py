@@ -93,7 +93,6 @@ class Stream:
         *,
         slot: int = -1,
         seed: int = 0,
-        choice: int = 0,
         accepted: Sequence[int] = (),
         sampling: SamplingParams | None = None,
         suppressed_until: int = 0,
@@ -109,7 +108,7 @@ class Stream:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.failed = False
-        self._seed, self._choice, self._suppressed_until = seed, choice, suppressed_until
+        self._seed, self._suppressed_until = seed, suppressed_until
         self._started = False
 
     @property
@@ -127,7 +126,7 @@ class Stream:
                 self.prompt_len,
                 self.sampling,
                 self._seed,
-                self._choice,
+                0,
                 self._suppressed_until,
             )
         ]

@@ -90,7 +90,8 @@ def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or "bias" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
@@ -113,7 +114,8 @@ def add_adapter(
             if f".{name}" in parameter_name and "lora_" in parameter_name:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-    return peft.eval()
+    peft.train(False)
+    return peft
 
 
 @torch.inference_mode()

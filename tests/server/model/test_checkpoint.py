@@ -1,0 +1,184 @@
+"""The model's folder: digest, what fits, what is refused, and the card."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from server.model.card import model_card
+from server.model.checkpoint import CheckpointError, base_digest, read_config
+from server.model.weights import load_weights
+from server.protocol import ModelCard
+from tests.server.model.hub_models import make_model, save_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_model(make_model("llama3"), tmp_path / "model")
+
+
+def load(folder: Path) -> None:
+    load_weights(folder, read_config(folder), torch.float32, CPU)
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    value = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**value, **changes}))
+
+
+def test_digest_is_of_content_not_of_place(folder: Path, tmp_path: Path) -> None:
+    digest = base_digest(folder)
+    assert len(digest) == 64
+    moved = tmp_path / "copy"
+    shutil.copytree(folder, moved)
+    edit_json(moved / "config.json", transformers_version="9.9", _name_or_path="/elsewhere")
+    (moved / "README.md").write_text("hello")
+    assert base_digest(moved) == digest
+
+
+def test_digest_tells_fine_tunes_apart(folder: Path, tmp_path: Path) -> None:
+    digest = base_digest(folder)
+    other = save_model(make_model("llama3", seed=1), tmp_path / "other")
+    sharded = save_model(make_model("llama3"), tmp_path / "sharded", max_shard_size="100KB")
+    edit_json(folder / "config.json", rms_norm_eps=1e-5)
+    assert len({digest, base_digest(other), base_digest(sharded), base_digest(folder)}) == 4
+
+
+def test_missing_unexpected_and_wrong_at_once(folder: Path) -> None:
+    rewrite(
+        folder,
+        **{
+            "model.layers.1.mlp.up_proj.weight": None,
+            "model.layers.0.self_attn.q_proj.bias": torch.zeros(64),
+            "model.norm.weight": torch.zeros(63),
+            "lm_head.weight": torch.zeros(97, 64, dtype=torch.int8),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+        },
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    text = str(caught.value)
+    assert "1 missing: model.layers.1.mlp.up_proj.weight" in text
+    assert "1 unexpected: model.layers.0.self_attn.q_proj.bias" in text
+    assert "model.norm.weight (expected [64], got F32 [63])" in text
+    assert "lm_head.weight (expected [97, 64], got I8 [97, 64])" in text
+    assert "inv_freq" not in text
+
+
+def test_tied_head_may_be_stored_too(tmp_path: Path) -> None:
+    folder = save_model(make_model("llama-biases-tied"), tmp_path)
+    rewrite(folder, **{"lm_head.weight": torch.zeros(97, 64)})
+    weights = load_weights(folder, read_config(folder), torch.float32, CPU)
+    assert weights.lm_head is weights.embed
+
+
+def test_weights_are_cast(folder: Path) -> None:
+    stored = load_file(folder / "model.safetensors")["model.norm.weight"]
+    weights = load_weights(folder, read_config(folder), torch.bfloat16, CPU)
+    assert weights.layers[2].qkv.dtype == torch.bfloat16
+    assert torch.equal(weights.norm, stored.to(torch.bfloat16))
+
+
+def test_bin_is_refused_and_never_opened(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cposix\nsystem\n")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin.*safetensors"):
+        base_digest(folder)
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        {"a": "../secret.safetensors"},
+        {"a": "/etc/passwd"},
+        {"a": "model.bin"},
+        {},
+        {"a": "no.safetensors"},
+    ],
+)
+def test_index_names_files_of_the_folder_only(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError):
+        base_digest(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -4])
+def test_truncated_file(folder: Path, keep: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "nul", '{"model_type": "bert"}'])
+def test_malformed_config(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="config.json"):
+        read_config(folder)
+
+
+def test_not_a_model_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no config.json"):
+        read_config(tmp_path)
+
+
+def card(folder: Path, max_context: int | None = None) -> ModelCard:
+    return model_card(
+        folder,
+        names=("demo",),
+        dtype="float32",
+        device="cpu",
+        max_lora_rank=64,
+        max_context=max_context,
+    )
+
+
+def test_card(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    edit_json(
+        folder / "tokenizer_config.json",
+        chat_template="config",
+        bos_token={"content": "<s>", "lstrip": False},
+        eos_token="</s>",
+        pad_token=None,
+    )
+    edit_json(folder / "special_tokens_map.json", unk_token={"content": "<unk>"}, eos_token="old")
+    edit_json(folder / "generation_config.json", do_sample=True, temperature=0.6, top_k=20, n=3)
+    found = card(folder)
+    assert found.base_digest == base_digest(folder)
+    assert found.tokenizer_json == '{"model": {}}'
+    assert found.chat_template == "config"
+    assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert found.eos_token_ids == (2,)
+    assert (found.vocab_size, found.max_context) == (97, 256)
+    assert found.sampling_defaults == {"temperature": 0.6, "top_k": 20.0}
+    assert card(folder, max_context=64).max_context == 64
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    edit_json(folder / "tokenizer_config.json", chat_template=named)
+    assert card(folder).chat_template == "d"
+    (folder / "chat_template.json").write_text('{"chat_template": "json"}')
+    assert card(folder).chat_template == "json"
+    (folder / "chat_template.jinja").write_text("jinja")
+    assert card(folder).chat_template == "jinja"
+
+
+def test_slow_tokenizer_is_refused(folder: Path) -> None:
+    (folder / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        card(folder)

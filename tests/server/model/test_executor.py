@@ -1,0 +1,289 @@
+"""The executor's promises to the scheduler: limits, rows, copies, isolation, invariance."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from peft import LoraConfig
+
+from adapters.manifest import SlabLayout
+from server.engine.executor import AdapterCopy, Executor
+from server.engine.plan import StepPlan
+from server.model.checkpoint import read_config
+from server.model.executor import TorchExecutor
+from server.model.memory import executor_limits, page_bytes
+from server.model.results import StepTicket
+from server.protocol import SamplingParams
+from tests.server.model.driver import EXTENT, Driver, Stream, engine_config, generate, step
+from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model
+from tests.server.model.slabs import pack
+
+GREEDY = SamplingParams(temperature=0.0)
+RANDOM = SamplingParams(temperature=1.1, top_p=0.95, repetition_penalty=1.1)
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_model("llama3"), tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def slab() -> tuple[SlabLayout, bytes]:
+    return pack(add_adapter(make_model("llama3"), "one", LORA, 1), "one")
+
+
+@pytest.fixture
+def driver(folder: Path) -> Iterator[Driver]:
+    found = Driver(folder)
+    yield found
+    found.close()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def answer(driver: Driver, tokens: int = 8, chunk: int = 64, **stream: Any) -> list[int]:
+    """One request alone on the driver."""
+    found = Stream(driver, 0, stream.pop("ids"), **stream)
+    generate(driver, [found], tokens, chunk)
+    found.free()
+    return found.output
+
+
+def test_implements_the_protocol(driver: Driver) -> None:
+    executor: Executor[StepTicket] = driver.executor
+    limits = executor.limits
+    model = read_config(Path(driver.config.model_path))
+    assert limits.num_pages == driver.config.kv_memory // page_bytes(model, driver.config)
+    assert page_bytes(model, driver.config) == 2 * 3 * 4 * 2 * 16 * 4
+    assert limits.arena_extents == driver.config.adapter_memory // EXTENT
+    assert (limits.max_context, limits.vocab_size, limits.eos_token_ids) == (256, VOCAB, (2,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_memory": 100}, "kv_memory is 100"),
+        ({"adapter_memory": 100}, "adapter_memory is 100"),
+        ({"max_context": 257}, "max_context is 257"),
+        ({"max_context": 200, "kv_memory": 8 * 3072}, "kv_memory"),
+    ],
+)
+def test_too_little_memory_names_the_option(
+    folder: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        TorchExecutor(engine_config(folder, **changes), memoryview(b""))
+
+
+def test_context_is_cut_to_memory_when_not_asked_for(folder: Path) -> None:
+    limits = executor_limits(read_config(folder), engine_config(folder, kv_memory=10 * 3072))
+    assert (limits.num_pages, limits.max_context) == (10, 40)
+
+
+def test_empty_plan(driver: Driver) -> None:
+    assert driver.run(StepPlan(0, [], [], [], [])) == []
+
+
+def test_results_come_in_the_order_of_the_plan(driver: Driver) -> None:
+    """Decodes and chunks are reordered inside; each slice gets its own answer."""
+    prompts = [prompt(n, n) for n in (9, 1, 14, 2, 1)]
+    expected = [answer(driver, ids=ids) for ids in prompts]
+    streams = [Stream(driver, row, ids, sampling=GREEDY) for row, ids in enumerate(prompts)]
+    generate(driver, streams[:2], 3, 64)
+    generate(driver, [streams[i] for i in (3, 0, 4, 1, 2)], 8, 5)
+    assert [s.output for s in streams] == expected
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
+def test_thirty_two_streams_equal_each_alone(
+    driver: Driver, slab: tuple[SlabLayout, bytes], sampling: SamplingParams
+) -> None:
+    assert driver.load(3, *slab, first=0).error is None
+    requests: list[dict[str, Any]] = [
+        {"ids": prompt(1 + row * 3 % 37, row), "slot": 3 if row % 3 else -1, "seed": row}
+        for row in range(32)
+    ]
+    alone = [answer(driver, sampling=sampling, **r) for r in requests]
+    streams = [
+        Stream(driver, row, r.pop("ids"), sampling=sampling, **r) for row, r in enumerate(requests)
+    ]
+    generate(driver, streams, 8, 7)
+    assert [s.output for s in streams] == alone
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
+@pytest.mark.parametrize("accepted", [1, 4, 7])
+def test_resumed_elsewhere_goes_on_with_the_same_tokens(
+    folder: Path, driver: Driver, sampling: SamplingParams, accepted: int
+) -> None:
+    ids = prompt(13, 3)
+    whole = answer(driver, ids=ids, seed=5, sampling=sampling)
+    other = Driver(folder, page_size=8, max_running=3)
+    resumed = answer(other, ids=ids, seed=5, sampling=sampling, accepted=whole[:accepted], chunk=6)
+    other.close()
+    assert resumed == whole
+
+
+def test_preempted_row_starts_again(driver: Driver) -> None:
+    """Its pages and row go to another; later it takes a row with all tokens known so far."""
+    ids = prompt(10, 4)
+    expected = answer(driver, ids=ids, seed=9, sampling=RANDOM)
+    first = Stream(driver, 1, ids, seed=9, sampling=RANDOM)
+    generate(driver, [first], 4, 64)
+    first.free()
+    answer(driver, ids=prompt(30, 5))
+    again = Stream(driver, 2, ids, seed=9, sampling=RANDOM, accepted=first.output)
+    generate(driver, [again], 8, 4)
+    assert again.output == expected
+
+
+def test_inputs_given_or_taken_from_the_device_agree(driver: Driver) -> None:
+    ids = prompt(6, 6)
+    expected = answer(driver, ids=ids, tokens=3)
+    stream = Stream(driver, 0, ids, sampling=GREEDY)
+    step(driver, [(stream, 6)])
+    carried = stream.slice(1)
+    given = stream.slice(1, inline=True)
+    assert (carried.token_ids, given.token_ids) == ([], stream.output)
+    grants = stream.grant(1)
+    for piece in (carried, given):
+        [result] = driver.run(StepPlan(1, [piece], [], grants, []))
+        assert result.token_id == expected[1]
+
+
+def test_prompt_logprobs_across_chunks(driver: Driver) -> None:
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    ids = prompt(150, 7)  # more than one piece of logits
+    found = []
+    for row, chunk in enumerate((150, 64, 11, 1)):
+        stream = Stream(driver, row, ids, sampling=sampling)
+        generate(driver, [stream], 1, chunk)
+        assert [p.token_id for p in stream.prompt_logprobs] == ids[1:]
+        found.append([p.logprob for p in stream.prompt_logprobs])
+        stream.free()
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], abs=1e-4)
+
+
+def test_end_of_sequence_is_suppressed(driver: Driver) -> None:
+    bias = SamplingParams(temperature=0.0, logit_bias={2: 99.0, 9: 98.0})
+    assert answer(driver, 3, ids=[5, 6], sampling=bias) == [2, 2, 2]
+    assert answer(driver, 3, ids=[5, 6], sampling=bias, suppressed_until=2) == [9, 9, 2]
+
+
+def test_broken_adapter_fails_alone_and_leaves_nothing_behind(
+    driver: Driver, slab: tuple[SlabLayout, bytes]
+) -> None:
+    """Its NaN reach its own pages only; whoever gets those pages next is not hurt."""
+    layout, data = slab
+    broken = torch.full((len(data) // 4,), float("inf")).numpy().tobytes()
+    assert driver.load(0, layout, broken, 0).error is None
+    ids = [prompt(9, 1), prompt(11, 2)]
+    expected = [answer(driver, ids=i) for i in ids]
+    bad = Stream(driver, 2, prompt(19, 3), slot=0, sampling=GREEDY)
+    neighbour = Stream(driver, 1, ids[0], sampling=GREEDY)
+    generate(driver, [neighbour, bad], 8, 5)
+    assert (bad.failed, bad.output, neighbour.failed) == (True, [], False)
+    assert neighbour.output == expected[0]
+    used = set(bad.pages)
+    bad.free()
+    after = Stream(driver, 2, ids[1], sampling=GREEDY)
+    generate(driver, [after], 8, 4)
+    assert used & set(after.pages)
+    assert after.output == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"extent_bytes": 8192}, "8192"),
+        ({"runs": (1,)}, "lacks a place"),
+    ],
+)
+def test_copy_that_does_not_fit_is_reported(
+    driver: Driver, slab: tuple[SlabLayout, bytes], changes: dict[str, Any], words: str
+) -> None:
+    layout, data = slab
+    expected = answer(driver, ids=[4, 5, 6])
+    driver.load(1, layout, data, 0)
+
+    wrong = msgspec.structs.replace(layout, **changes)
+    places = tuple(range(len(layout.runs)))
+    driver.executor.start_copy(AdapterCopy(2, wrong, places, places))
+    done = driver.wait_for_copy()
+    assert done.digest == layout.digest
+    assert words in str(done.error)
+    assert answer(driver, ids=[4, 5, 6]) == expected
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_copy_outside_an_arena_is_reported(
+    driver: Driver, slab: tuple[SlabLayout, bytes], place: str
+) -> None:
+
+    layout, _ = slab
+    inside = tuple(range(len(layout.runs)))
+    outside = (*inside[:-1], 10**6)
+    host, device = (outside, inside) if place == "host" else (inside, outside)
+    driver.executor.start_copy(AdapterCopy(2, layout, host, device))
+    assert "outside an arena" in str(driver.wait_for_copy().error)
+
+
+def test_untargeted_sites_and_base_rows_pay_nothing(
+    driver: Driver, slab: tuple[SlabLayout, bytes]
+) -> None:
+    driver.load(0, *slab, first=0)
+    table = driver.executor._table
+    assert table.batch(torch.tensor([-1, -1, -1]).numpy()) is None
+    batch = table.batch(torch.tensor([-1, 0, 0, -1]).numpy())
+    assert batch is not None
+    assert [(s.begin, s.end) for s in batch.segments] == [(1, 3)]
+    # qkv and down of three layers; no o, gate_up, embed_tokens or lm_head.
+    assert sorted(batch.sites) == [0, 3, 4, 7, 8, 11]
+    empty = table.batch(torch.tensor([5]).numpy())  # a slot without weights
+    assert empty is not None
+    assert not empty.sites
+
+
+def test_device_table_says_where_the_weights_lie(
+    driver: Driver, slab: tuple[SlabLayout, bytes]
+) -> None:
+    driver.load(2, *slab, first=7)
+    table = driver.executor._table
+    site = next(s for s in slab[0].sites if s.kind == "qkv")
+    words = table.device_table.words[2, 0]
+    offset = int(words[0]) - table.arena.data_ptr()
+    stored = table.arena[offset : offset + 16].numpy().tobytes()
+    assert stored == slab[1][site.a_offset : site.a_offset + 16]
+    assert words.view(torch.int32)[8:12].tolist() == [4, 0, 4, 8]
+    assert int(words[2]) == 0
+    assert words.view(torch.float32)[12:15].tolist() == [2.0, 0.0, 2.0]
+
+
+def test_half_precision_agrees_roughly(folder: Path, driver: Driver) -> None:
+    sampling = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
+    exact = Stream(driver, 0, prompt(20, 8), sampling=sampling)
+    generate(driver, [exact], 1, 64)
+    for dtype in ("bfloat16", "float16"):
+        half = Driver(folder, dtype=dtype)
+        stream = Stream(half, 0, prompt(20, 8), sampling=sampling)
+        generate(half, [stream], 1, 64)
+        half.close()
+        for a, b in zip(stream.prompt_logprobs, exact.prompt_logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=0.5)
+
+
+def test_close_ends_the_copy_thread(folder: Path) -> None:
+    arena = bytearray(1 << 16)
+    executor = TorchExecutor(engine_config(folder), memoryview(arena))
+    executor.close()
+    arena.append(0)  # raises BufferError while anything still holds the arena

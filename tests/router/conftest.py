@@ -1,0 +1,20 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.router.fake_worker import FakeWorker, running_worker
+from tests.router.serving import Running, running_router
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FakeWorker]:
+    async with running_worker(FakeWorker()) as running:
+        yield running
+
+
+@pytest.fixture
+async def router(tmp_path: Path, worker: FakeWorker) -> AsyncIterator[Running]:
+    """One router on one worker; `pirate` is a registered adapter."""
+    async with running_router(tmp_path, worker, adapters=("pirate=hub:org/pirate",)) as running:
+        yield running

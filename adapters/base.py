@@ -34,6 +34,9 @@ class BaseSpec(msgspec.Struct, frozen=True):
     names: every value of `base_model_name_or_path` that means this base.
     layer_modules: short name (`q_proj`, …) -> shape; the same in every layer.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
+    embedding_digests: `embed_tokens` and `lm_head` -> `adapters.floats.float_digest` of the base's
+        weights; an adapter that brings an equal copy of them, as PEFT saves it, is then accepted.
+    num_tokens: ids that the base's tokenizer knows (highest + 1); None = not known.
     """
 
     digest: str
@@ -43,3 +46,5 @@ class BaseSpec(msgspec.Struct, frozen=True):
     vocab_size: int
     layer_modules: dict[str, ModuleShape]
     model_modules: dict[str, ModuleShape]
+    embedding_digests: dict[str, str] = {}
+    num_tokens: int | None = None

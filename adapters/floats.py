@@ -1,0 +1,73 @@
+"""Numbers as safetensors stores them, to numbers as a slab stores them: exact, or rounded once."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapters.manifest import SlabDtype
+
+Raw = npt.NDArray[np.uint8]
+_CHUNK_ITEMS = 1 << 20
+_BF16_INFINITY = 0x7F80
+
+
+def read_floats(raw: Raw, dtype: str) -> npt.NDArray[Any]:
+    """float32 (float64 for `F64`) values of little-endian bytes; exact.
+
+    dtype: `F32`, `F16`, `BF16` or `F64`.
+    """
+    if dtype == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "F64":
+        return raw.view("<f8")
+    return raw.view("<f4" if dtype == "F32" else "<f2").astype(np.float32)
+
+
+def write_floats(values: npt.NDArray[Any], dtype: SlabDtype) -> npt.NDArray[Any]:
+    """`values` in the slab's dtype (bfloat16 as uint16), rounded to nearest, ties to even.
+
+    Finite values too large for the dtype become infinite: see `all_finite`.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        single = values.astype(np.float32)
+        if dtype == "float32":
+            return single
+        if dtype == "float16":
+            return single.astype(np.float16)
+    bits = np.ascontiguousarray(single).view(np.uint32)
+    bias = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return ((bits + bias) >> np.uint32(16)).astype(np.uint16)
+
+
+def all_finite(stored: npt.NDArray[Any]) -> bool:
+    """Whether no value is NaN or infinite. uint16 is read as bfloat16."""
+    if stored.dtype == np.uint16:
+        exponents = stored & np.uint16(_BF16_INFINITY)
+        return bool((exponents != np.uint16(_BF16_INFINITY)).all())
+    return bool(np.isfinite(stored).all())
+
+
+def is_finite(raw: Raw, dtype: str) -> bool:
+    """Whether no stored value is NaN or infinite, or too large for float32. Bounded memory."""
+    return all(all_finite(write_floats(chunk, "float32")) for chunk in _chunks(raw, dtype))
+
+
+def float_digest(parts: Iterable[tuple[Raw, str]]) -> str:
+    """sha256 (hex) of a tensor's values as float32, whatever dtype each part is stored in.
+
+    parts: (bytes, dtype) pieces in row-major order. Equal values give equal digests.
+    """
+    digest = hashlib.sha256()
+    for raw, dtype in parts:
+        for chunk in _chunks(raw, dtype):
+            digest.update(write_floats(chunk, "float32").tobytes())
+    return digest.hexdigest()
+
+
+def _chunks(raw: Raw, dtype: str) -> Iterable[npt.NDArray[Any]]:
+    step = _CHUNK_ITEMS * {"F64": 8, "F32": 4}.get(dtype, 2)
+    for start in range(0, len(raw), step):
+        yield read_floats(raw[start : start + step], dtype)

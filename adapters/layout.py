@@ -1,0 +1,143 @@
+"""Where each tensor of a validated adapter lies in its slab. Pure arithmetic; moves no bytes."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from adapters.base import LAYER_SITES, MODEL_SITES, SITE_PROJECTIONS, BaseSpec, SiteKind
+from adapters.manifest import SiteLayout, SlabDtype, SlabLayout
+from adapters.validate import LoraTensors, ModuleLora
+
+ALIGNMENT = 256
+SLAB_ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class PlacedMatrix(msgspec.Struct, frozen=True):
+    """One matrix of the slab. offset: bytes from its start. shape: as stored, row-major."""
+
+    offset: int
+    shape: tuple[int, int]
+    nbytes: int
+
+
+def make_layout(
+    adapter: LoraTensors, base: BaseSpec, digest: str, dtype: SlabDtype, extent_bytes: int
+) -> SlabLayout:
+    """The layout of an unsharded slab (`SlabLayout` tells the rules).
+
+    extent_bytes: a positive multiple of 256.
+    """
+    if extent_bytes <= 0 or extent_bytes % ALIGNMENT:
+        raise ValueError(f"extent_bytes must be a positive multiple of 256, got {extent_bytes}")
+    by_site: dict[tuple[int, str], ModuleLora] = {(m.layer, m.module): m for m in adapter.modules}
+    cursor = _Cursor(extent_bytes)
+    sites: list[SiteLayout] = []
+    for layer, kind in _site_order(base):
+        names = SITE_PROJECTIONS[kind]
+        modules = [by_site.get((layer, name)) for name in names]
+        if any(modules):
+            sites.append(_place_site(layer, kind, modules, base, SLAB_ITEM_BYTES[dtype], cursor))
+    return SlabLayout(
+        digest=digest,
+        base_digest=base.digest,
+        dtype=dtype,
+        tp_rank=0,
+        tp_size=1,
+        extent_bytes=extent_bytes,
+        runs=cursor.runs(),
+        sites=tuple(sites),
+    )
+
+
+def a_matrix(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
+    """The stacked A of a site; for `embed_tokens`, A transposed."""
+    in_features = _shape(base, site.kind, 0)[0]
+    total = sum(site.ranks)
+    shape = (in_features, total) if site.kind == "embed_tokens" else (total, in_features)
+    return PlacedMatrix(site.a_offset, shape, shape[0] * shape[1] * item_bytes)
+
+
+def b_matrices(
+    site: SiteLayout, base: BaseSpec, item_bytes: int
+) -> tuple[PlacedMatrix | None, ...]:
+    """The B of each projection of a site; None where it is not targeted."""
+    result: list[PlacedMatrix | None] = []
+    for index, lora_rank in enumerate(site.ranks):
+        shape = (_shape(base, site.kind, index)[1], lora_rank)
+        placed = PlacedMatrix(site.b_offsets[index], shape, shape[0] * shape[1] * item_bytes)
+        result.append(placed if lora_rank else None)
+    return tuple(result)
+
+
+def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
+    """In the order a step computes them, so that the first layers can be used first."""
+    yield -1, MODEL_SITES[0]
+    for layer in range(base.num_layers):
+        for kind in LAYER_SITES:
+            yield layer, kind
+    yield -1, MODEL_SITES[1]
+
+
+def _shape(base: BaseSpec, kind: SiteKind, projection: int) -> tuple[int, int]:
+    """(in, out) features. Projections of a site share their input."""
+    modules = base.model_modules if kind in MODEL_SITES else base.layer_modules
+    module = modules[SITE_PROJECTIONS[kind][projection]]
+    return module.in_features, module.out_features
+
+
+def _place_site(
+    layer: int,
+    kind: SiteKind,
+    modules: list[ModuleLora | None],
+    base: BaseSpec,
+    item_bytes: int,
+    cursor: "_Cursor",
+) -> SiteLayout:
+    ranks = tuple(module.lora_rank if module else 0 for module in modules)
+    a_offset = cursor.place(sum(ranks) * _shape(base, kind, 0)[0] * item_bytes)
+    b_offsets = tuple(
+        cursor.place(lora_rank * _shape(base, kind, index)[1] * item_bytes) if lora_rank else 0
+        for index, lora_rank in enumerate(ranks)
+    )
+    scales = tuple(module.scale if module else 0.0 for module in modules)
+    return SiteLayout(layer, kind, ranks, scales, a_offset, b_offsets)
+
+
+class _Cursor:
+    """Hands out aligned offsets so that only tensors larger than an extent cross a border."""
+
+    def __init__(self, extent_bytes: int) -> None:
+        self._extent_bytes = extent_bytes
+        self._position = 0
+        self._runs: list[int] = []
+
+    def place(self, nbytes: int) -> int:
+        extent = self._extent_bytes
+        end = len_in_extents(self._position, extent) * extent
+        if nbytes > extent:
+            self._close(end)
+            start = end
+            run = len_in_extents(nbytes, extent)
+            self._runs.append(run)
+            self._position = start + run * extent
+            return start
+        start = -(-self._position // ALIGNMENT) * ALIGNMENT
+        if start + nbytes > end:
+            self._close(end)
+            start = end
+        self._position = start + nbytes
+        return start
+
+    def runs(self) -> tuple[int, ...]:
+        self._close(len_in_extents(self._position, self._extent_bytes) * self._extent_bytes)
+        return tuple(self._runs)
+
+    def _close(self, end: int) -> None:
+        """Counts the extents filled with small tensors up to the border `end`."""
+        missing = end // self._extent_bytes - sum(self._runs)
+        self._runs += [1] * missing
+        self._position = end
+
+
+def len_in_extents(nbytes: int, extent_bytes: int) -> int:
+    return -(-nbytes // extent_bytes)

@@ -1,0 +1,75 @@
+"""Every key of PEFT's LoraConfig, sorted by what it means for serving. Pure.
+
+*Used*: part of the maths that we do. *Harmless*: no part of the result once trained. *Refused*:
+changes the maths in a way that is not implemented, unless it has one of the values listed. A key in
+none of the three is refused too, unless its value is empty.
+"""
+
+USED = frozenset(
+    {
+        "alpha_pattern",
+        "base_model_name_or_path",
+        "ensure_weight_tying",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "peft_type",
+        "r",
+        "rank_pattern",
+        "revision",
+        "target_modules",
+        "use_rslora",
+    }
+)
+
+# The sub-configurations here speak of initialisation, and only for the value of
+# `init_lora_weights` that goes with them: INIT_REFUSED decides on that.
+HARMLESS = frozenset(
+    {
+        "auto_mapping",
+        "corda_config",
+        "eva_config",
+        "inference_mode",
+        "loftq_config",
+        "lora_dropout",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "runtime_config",
+        "task_type",
+    }
+)
+
+# Key -> the values that leave plain LoRA. Sub-configurations are refused even when empty: PEFT
+# turns `{}` into the defaults and switches the variant on.
+REFUSED: dict[str, tuple[object, ...]] = {
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "bias": (None, "none"),
+    "kasa_config": (None,),
+    "layer_replication": (None, []),
+    "lora_bias": (None, False),
+    "lora_ga_config": (None,),
+    "megatron_config": (None,),
+    "modules_to_save": (None, []),
+    "monteclora_config": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "use_bdlora": (None, False),
+    "use_dora": (None, False),
+    "use_qalora": (None, False),
+    "velora_config": (None,),
+}
+
+# Values of `init_lora_weights` that leave the base's weights alone: what is saved is the whole
+# result. With these B (MiCA: A) starts at zero, so a module without saved tensors changes nothing.
+INIT_FROM_ZERO: tuple[object, ...] = (True, "gaussian", "eva", "mica")
+# With these it starts at random: a module without saved tensors has no defined result.
+INIT_RANDOM: tuple[object, ...] = (False, "orthogonal")
+# Any other is refused: with `pissa`, `pissa_niter_N`, `olora`, `corda`, `loftq` and `lora_ga` PEFT
+# subtracts the initial product from the base's weights, or quantises them, again at every load.
+
+UNUSED_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})

@@ -1,0 +1,134 @@
+"""Which modules a config targets, and with which rank and alpha: PEFT's matching rules. Pure.
+
+Source: PEFT 0.21, `check_target_module_exists` and `get_pattern_key`.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from adapters.module_pattern import ModulePattern
+from adapters.pattern_syntax import PatternError, parse_pattern
+from adapters.peft_format import PeftConfig
+from adapters.violations import Findings, shown
+
+# Plain names cannot make `re` backtrack, so they need no automaton.
+_PLAIN = re.compile(r"\^?[A-Za-z0-9_.]{1,512}")
+_PLAIN_LAYER = re.compile(r"[A-Za-z0-9_.]{1,64}")
+_ALL_LINEAR = "all-linear"
+MAX_COMPLEX_PATTERNS = 64
+_Value = TypeVar("_Value", int, float)
+
+
+class Targeting:
+    """A config's matching rules, compiled. Paths are a module's name in the base model.
+
+    Patterns outside the supported language are added to `findings` and match nothing.
+    """
+
+    def __init__(self, config: PeftConfig, findings: Findings) -> None:
+        self._config = config
+        self._targets = _Names(config.target_modules, "target_modules", findings)
+        self._excluded = _Names(config.exclude_modules, "exclude_modules", findings)
+        self._ranks = _Overrides(config.rank_pattern, "rank_pattern", findings)
+        self._alphas = _Overrides(config.alpha_pattern, "alpha_pattern", findings)
+        self._layer_index = _layer_expressions(config, findings)
+
+    def targets(self, path: str, is_output_head: bool) -> bool:
+        """Whether PEFT would adapt this module, given only linear modules and the embedding."""
+        config = self._config
+        if self._excluded.match(path):
+            return False
+        if isinstance(config.target_modules, str):
+            if config.target_modules.lower() == _ALL_LINEAR:
+                return not is_output_head and not path.endswith("embed_tokens")
+            return self._targets.match(path)
+        if path in self._targets.names:
+            return True
+        return self._targets.match(path) and self._in_layers(path)
+
+    def lora_rank(self, path: str) -> int:
+        return self._ranks.get(path, self._config.lora_rank)
+
+    def lora_alpha(self, path: str) -> float:
+        return self._alphas.get(path, self._config.lora_alpha)
+
+    def _in_layers(self, path: str) -> bool:
+        wanted = self._config.layers_to_transform
+        if wanted is None:
+            return True
+        for expression in self._layer_index:
+            found = expression.match(path)
+            if found:
+                index = int(found["idx"])
+                return index == wanted if isinstance(wanted, int) else index in wanted
+        return False
+
+
+class _Names:
+    """`target_modules` or `exclude_modules`: a pattern for the whole path, or names of its end."""
+
+    def __init__(self, value: str | tuple[str, ...], key: str, findings: Findings) -> None:
+        self.names = frozenset() if isinstance(value, str) else frozenset(value)
+        self._pattern: ModulePattern | None = None
+        if isinstance(value, str) and value and value.lower() != _ALL_LINEAR:
+            self._pattern = _compile(value, key, findings)
+
+    def match(self, path: str) -> bool:
+        if self._pattern is not None:
+            return self._pattern.fullmatch(path)
+        parts = path.split(".")
+        return any(".".join(parts[start:]) in self.names for start in range(len(parts)))
+
+
+class _Overrides(Generic[_Value]):
+    """`rank_pattern` or `alpha_pattern`: patterns for the end of a path, the first match wins."""
+
+    def __init__(self, pairs: tuple[tuple[str, _Value], ...], key: str, findings: Findings) -> None:
+        self._matchers: list[tuple[Callable[[str], object], _Value]] = []
+        complex_patterns = 0
+        for pattern, value in pairs:
+            if _PLAIN.fullmatch(pattern):
+                plain = re.compile(rf"(.*\.)?({pattern})$")
+                self._matchers.append((plain.match, value))
+                continue
+            complex_patterns += 1
+            if complex_patterns > MAX_COMPLEX_PATTERNS:
+                message = f"{key}: more than {MAX_COMPLEX_PATTERNS} keys are not plain names"
+                findings.add("bad_pattern", key, message)
+                return
+            compiled = _compile(pattern, key, findings, rf"(.*\.)?({pattern})")
+            if compiled is not None:
+                self._matchers.append((compiled.fullmatch, value))
+
+    def get(self, path: str, default: _Value) -> _Value:
+        for matches, value in self._matchers:
+            if matches(path):
+                return value
+        return default
+
+
+def _compile(
+    pattern: str, key: str, findings: Findings, whole: str | None = None
+) -> ModulePattern | None:
+    """The automaton of `whole`, once `pattern` within it is known to be well-formed by itself."""
+    try:
+        parse_pattern(pattern)
+        return ModulePattern(pattern if whole is None else whole)
+    except PatternError as error:
+        findings.add("bad_pattern", key, f"{key}: pattern {shown(pattern)}: {error}")
+        return None
+
+
+def _layer_expressions(config: PeftConfig, findings: Findings) -> list[re.Pattern[str]]:
+    """How a layer's index is found in a path."""
+    if not config.layers_pattern:
+        return [re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")]
+    expressions = []
+    for name in config.layers_pattern:
+        if _PLAIN_LAYER.fullmatch(name):
+            expressions.append(re.compile(rf"(?:^|.*?\.){name}\.(?P<idx>\d+)\."))
+        else:
+            message = f"layers_pattern: expected plain names, got {shown(name)}"
+            findings.add("bad_pattern", "layers_pattern", message)
+    return expressions

@@ -1,0 +1,264 @@
+"""Judges an adapter's config and tensors against a base model; nothing unknown is ignored. Pure.
+
+The result holds what PEFT would have loaded; where PEFT drops a tensor with a warning, or changes
+the base, the adapter is refused by name.
+"""
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from adapters.base import BaseSpec, ModuleShape
+from adapters.header import TensorInfo
+from adapters.peft_format import PeftConfig
+from adapters.targeting import Targeting
+from adapters.violations import Findings, shown
+
+LORA_DTYPES = frozenset({"F32", "F16", "BF16", "F64"})
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_ADAPTER_BYTES = 4 << 30
+MAX_LORA_RANK = 256
+MAX_STORE_BYTES = 200 << 30
+
+# PEFT names tensors `<prefix><module>.lora_A.weight`, and takes `lora_A.default.weight` too when it
+# loads an adapter under its default name. Embeddings hold parameters, hence no `.weight`.
+_LORA_NAME = re.compile(
+    r"base_model\.model\.(?P<path>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
+    r"(?:\.default)?(?P<weight>\.weight)?"
+)
+_BASE_COPY = re.compile(r"base_model\.model\.(?P<path>.+?)(?:\.base_layer)?\.weight")
+_LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>.+)")
+_HUB_CACHE = re.compile(r"models--(?:[^/]+--)?(?P<name>[^/]+?)(?=/|$)")
+
+
+class AdapterLimits(msgspec.Struct, frozen=True):
+    """What the operator allows.
+
+    max_bytes: of one adapter's files. max_store_bytes: of a store's content and slabs together.
+    allow_other_base: accept a config that names another base model, if the shapes fit.
+    """
+
+    max_bytes: int = MAX_ADAPTER_BYTES
+    max_lora_rank: int = MAX_LORA_RANK
+    allow_other_base: bool = False
+    max_store_bytes: int = MAX_STORE_BYTES
+
+
+class ModuleLora(msgspec.Struct, frozen=True):
+    """LoRA of one module: `y += scale * B (A x)`.
+
+    layer: 0-based, -1 for `embed_tokens` and `lm_head`. module: its short name.
+    a: `[lora_rank, in_features]`; b: `[out_features, lora_rank]`.
+    """
+
+    layer: int
+    module: str
+    lora_rank: int
+    scale: float
+    a: TensorInfo
+    b: TensorInfo
+
+
+class LoraTensors(msgspec.Struct, frozen=True):
+    """A validated adapter. modules: by layer, then by name.
+
+    base_copies: module -> the base's own weights, saved beside the adapter; to be compared with
+    `BaseSpec.embedding_digests` before the adapter is served, and otherwise not used.
+    """
+
+    config: PeftConfig
+    modules: tuple[ModuleLora, ...]
+    base_copies: tuple[tuple[str, TensorInfo], ...] = ()
+
+
+class _Module(msgspec.Struct, frozen=True):
+    layer: int
+    name: str
+    path: str
+    shape: ModuleShape
+
+
+def validate(
+    config: PeftConfig,
+    tensors: Iterable[TensorInfo],
+    base: BaseSpec,
+    limits: AdapterLimits,
+    findings: Findings,
+) -> LoraTensors:
+    """The adapter's tensors in place. Worth nothing unless `findings` is still empty afterwards."""
+    check_base_name(config, base, limits, findings)
+    table = {module.path: module for module in _modules(base)}
+    matcher = Targeting(config, findings)
+    targeted = {p for p in table if matcher.targets(p, is_output_head=p == _head_path(base))}
+    if not targeted:
+        message = "target_modules match no module of the base model"
+        findings.add("unknown_target", "target_modules", message)
+    sides, copies = _sort_tensors(tensors, base, table, findings)
+    modules: list[ModuleLora] = []
+    for path, module in table.items():
+        pair = sides.get(path, {})
+        if pair and path not in targeted:
+            message = f"{path} has tensors but the config does not target it"
+            findings.add("untargeted_tensor", next(iter(pair.values())).name, message)
+        elif pair:
+            modules += _pair(module, pair, config, matcher, limits, findings)
+        elif path in targeted and not config.starts_at_zero:
+            message = f"{path} is targeted, has no tensors, and its initial values are random"
+            findings.add("missing_tensor", path, message)
+    if not sides and not len(findings):
+        findings.add("no_tensors", WEIGHTS_FILE, "the weights file has no LoRA tensors")
+    _check_tying(config, modules, findings)
+    return LoraTensors(config, tuple(modules), tuple(copies))
+
+
+def check_base_name(
+    config: PeftConfig, base: BaseSpec, limits: AdapterLimits, findings: Findings
+) -> None:
+    if limits.allow_other_base or names_base(config.base_model_name_or_path, base):
+        return
+    known = " or ".join(map(shown, base.names)) or "unnamed"
+    trained_for = shown(config.base_model_name_or_path)
+    message = f"the adapter was trained for {trained_for}, this base model is {known}"
+    findings.add("wrong_base", "base_model_name_or_path", message)
+
+
+def names_base(name: str, base: BaseSpec) -> bool:
+    """Whether a config's `base_model_name_or_path` means this base.
+
+    It does when it is one of the base's names or ends in the same component (folders, mirrors and
+    Hub caches keep a model's own name). A config that names none leaves it to the shapes.
+    """
+    return not name or any(
+        name == known or _last_component(name) == _last_component(known) for known in base.names
+    )
+
+
+def _last_component(name: str) -> str:
+    cached = _HUB_CACHE.search(name)
+    return (cached["name"] if cached else name.rstrip("/").rpartition("/")[2]).lower()
+
+
+def _modules(base: BaseSpec) -> Iterable[_Module]:
+    for layer in range(base.num_layers):
+        for name, shape in base.layer_modules.items():
+            yield _Module(layer, name, f"model.layers.{layer}.{shape.path}", shape)
+    for name, shape in base.model_modules.items():
+        yield _Module(-1, name, shape.path, shape)
+
+
+def _head_path(base: BaseSpec) -> str | None:
+    head = base.model_modules.get("lm_head")
+    return head.path if head else None
+
+
+def _sort_tensors(
+    tensors: Iterable[TensorInfo],
+    base: BaseSpec,
+    table: dict[str, _Module],
+    findings: Findings,
+) -> tuple[dict[str, dict[str, TensorInfo]], list[tuple[str, TensorInfo]]]:
+    """Path -> side (`A`, `B`) -> tensor; and copies of the base's weights."""
+    sides: dict[str, dict[str, TensorInfo]] = {}
+    copies: list[tuple[str, TensorInfo]] = []
+    for tensor in tensors:
+        found = _LORA_NAME.fullmatch(tensor.name)
+        module = table.get(found["path"]) if found else None
+        if found is None or module is None:
+            copy = _BASE_COPY.fullmatch(tensor.name)
+            copied = table.get(copy["path"]) if copy and not found else None
+            if copied is not None and copied.layer < 0:
+                _check_copy(copied, tensor, base, findings)
+                copies.append((copied.name, tensor))
+            else:
+                findings.add(*_unknown(tensor.name, base))
+            continue
+        is_embedding = module.name == "embed_tokens"
+        if is_embedding is not bool(found["embedding"]) or is_embedding is bool(found["weight"]):
+            kind = "lora_embedding_A/B" if is_embedding else "lora_A/B.weight"
+            message = f"{tensor.name}: LoRA of {module.path} is stored as {kind}"
+            findings.add("misplaced_tensor", tensor.name, message)
+        elif found["side"] in sides.setdefault(module.path, {}):
+            message = f"{tensor.name}: the same tensor is stored twice"
+            findings.add("duplicate_tensor", tensor.name, message)
+        else:
+            sides[module.path][found["side"]] = tensor
+    return sides, copies
+
+
+def _unknown(name: str, base: BaseSpec) -> tuple[str, str, str]:
+    found = _LORA_NAME.fullmatch(name)
+    layer = _LAYER.fullmatch(found["path"]) if found else None
+    if layer and int(layer["layer"]) >= base.num_layers:
+        message = f"{name}: the base model has {base.num_layers} layers"
+        return "layer_out_of_range", name, message
+    if found:
+        return "unknown_module", name, f"{name}: the base model has no module {found['path']}"
+    return "unknown_tensor", name, f"{name}: not a tensor of plain LoRA on this base model"
+
+
+def _check_copy(module: _Module, tensor: TensorInfo, base: BaseSpec, findings: Findings) -> None:
+    """Embeddings saved beside the adapter are fine when they are the base's own."""
+    rows, columns = base.vocab_size, base.hidden_size
+    if tensor.shape != (rows, columns):
+        message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]"
+        findings.add("resized_embeddings", tensor.name, message)
+    elif tensor.dtype not in LORA_DTYPES or not base.embedding_digests.get(module.name):
+        message = (
+            f"{tensor.name}: replaces weights of the base model; save the adapter with "
+            "save_embedding_layers=False"
+        )
+        findings.add("base_weights_included", tensor.name, message)
+
+
+def _pair(
+    module: _Module,
+    pair: dict[str, TensorInfo],
+    config: PeftConfig,
+    matcher: Targeting,
+    limits: AdapterLimits,
+    findings: Findings,
+) -> list[ModuleLora]:
+    if len(pair) != 2:
+        (side, tensor), *_ = pair.items()
+        other = "B" if side == "A" else "A"
+        findings.add("lone_tensor", tensor.name, f"{tensor.name} has no lora_{other} beside it")
+        return []
+    before = len(findings)
+    lora_rank = matcher.lora_rank(module.path)
+    if lora_rank > limits.max_lora_rank:
+        message = f"{module.path}: rank {lora_rank}; at most {limits.max_lora_rank} is served"
+        findings.add("rank_too_large", module.path, message)
+    expected = {
+        "A": (lora_rank, module.shape.in_features),
+        "B": (module.shape.out_features, lora_rank),
+    }
+    for side, tensor in pair.items():
+        _check_tensor(tensor, expected[side], axis=0 if side == "A" else 1, findings=findings)
+    if len(findings) != before:
+        return []
+    scale = config.scale(lora_rank, matcher.lora_alpha(module.path))
+    return [ModuleLora(module.layer, module.name, lora_rank, scale, pair["A"], pair["B"])]
+
+
+def _check_tensor(
+    tensor: TensorInfo, expected: tuple[int, int], axis: int, findings: Findings
+) -> None:
+    """axis: the dimension that is the rank."""
+    if tensor.dtype not in LORA_DTYPES:
+        message = f"{tensor.name}: dtype {tensor.dtype}, expected one of {sorted(LORA_DTYPES)}"
+        findings.add("unsupported_dtype", tensor.name, message)
+    if tensor.shape == expected:
+        return
+    shapes = f"expected {list(expected)}, got {list(tensor.shape)}"
+    if len(tensor.shape) == 2 and tensor.shape[1 - axis] == expected[1 - axis]:
+        message = f"{tensor.name}: the config says rank {expected[axis]}: {shapes}"
+        findings.add("rank_mismatch", tensor.name, message)
+    else:
+        findings.add("shape_mismatch", tensor.name, f"{tensor.name}: {shapes}")
+
+
+def _check_tying(config: PeftConfig, modules: list[ModuleLora], findings: Findings) -> None:
+    if config.ensure_weight_tying and any(module.layer < 0 for module in modules):
+        message = "ensure_weight_tying with embed_tokens or lm_head targeted is not supported"
+        findings.add("unsupported_feature", "ensure_weight_tying", message)

@@ -11,6 +11,8 @@ from adapters.errors import AdapterError
 from launcher import config, names
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError
+from router.config import RouterConfig
+from server.config import WorkerConfig
 
 ABOUT = """\
 Serve thousands of LoRA fine-tunes of one base model from the same GPUs.
@@ -149,7 +151,7 @@ def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
     _log_to_stderr()
     values = config.resolve(config.ROUTER_OPTIONS, arguments, environ)
-    run(config.build(config.RouterConfig, values))
+    run(config.build(RouterConfig, values))
 
 
 def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
@@ -160,7 +162,7 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     _log_to_stderr()
     values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
     try:
-        run(config.build(config.WorkerConfig, values), arguments.listen_fd)
+        run(config.build(WorkerConfig, values), arguments.listen_fd)
     except (AddressError, WorkerStartError) as error:
         fail(str(error), 1)
     # A download on a thread must not hold the process back: nothing more is to be done.

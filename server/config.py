@@ -74,9 +74,9 @@ class WorkerConfig:
         default=120.0,
         metadata={"help": "seconds without a step, with work to do, until the engine is restarted"},
     )
-    executor: Literal["torch", "certify"] = field(
+    executor: str = field(
         default="torch",
-        metadata={"help": "certify: a deterministic engine without torch, to try a deployment"},
+        metadata={"help": "certify[:JSON] = an engine without a model, to try a deployment"},
     )
 
 

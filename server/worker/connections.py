@@ -134,7 +134,7 @@ class RouterConnection:
                 f"{frame.version}: run the same release on both",
             )
         self.router_id = printable(frame.router_id)
-        self.send(self._handler.hello())
+        await self._send_now(encode(self._handler.hello()))
 
     async def _exchange(self) -> None:
         tasks = [
@@ -177,11 +177,14 @@ class RouterConnection:
             await self._filled.wait()
             self._filled.clear()
             while (frame := self._outbox.pop()) is not None:
-                try:
-                    await self._websocket.send_bytes(frame)
-                except RuntimeError as error:
-                    raise WebSocketDisconnect(1006) from error
+                await self._send_now(frame)
             self._flushed.set()
+
+    async def _send_now(self, frame: bytes) -> None:
+        try:
+            await self._websocket.send_bytes(frame)
+        except RuntimeError as error:
+            raise WebSocketDisconnect(1006) from error
 
     async def _await_overrun(self) -> None:
         await self._overrun.wait()

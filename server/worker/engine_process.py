@@ -10,6 +10,7 @@ import subprocess
 import msgspec
 
 from server.config import EngineConfig
+from server.engine.framing import MAX_FRAME_BYTES
 from server.engine.messages import (
     FromEngine,
     Shutdown,
@@ -21,7 +22,6 @@ from server.worker import tether
 
 ENGINE_MODULE = "server.engine.main"
 LENGTH_BYTES = 4
-MAX_ENGINE_FRAME = 64 << 20
 
 
 class EngineDied(Exception):
@@ -63,7 +63,7 @@ class EngineProcess:
         """The next frame. Raises EngineDied."""
         try:
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
-            if length > MAX_ENGINE_FRAME:
+            if length > MAX_FRAME_BYTES:
                 raise EngineDied(f"it sent a frame of {length} bytes")
             frame: FromEngine = decode_from_engine(await self._reader.readexactly(length))
             return frame

@@ -14,10 +14,9 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
 
-from adapters.pack import copy_runs, read_slab_layout
-
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
+from adapters.pack import SlabError, copy_runs, read_slab_layout
 from server.engine.residency import AdapterArena
 
 log = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ class HostTier:
                 raise
         except AdapterError as error:
             raise SlabUnavailable(error.message) from error
-        except OSError as error:
+        except (OSError, SlabError) as error:
             log.error("adapter %.12s cannot be read: %s", digest, error)
             raise SlabUnavailable("its packed weights cannot be read from disk") from error
         self._arena.finish(digest)

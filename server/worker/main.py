@@ -6,7 +6,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import uvicorn
@@ -98,7 +98,7 @@ async def _serve(config: WorkerConfig, prepared: Prepared, listener: socket.sock
     _raise_first(ended)
 
 
-def _raise_first(ended: list[object]) -> None:
+def _raise_first(ended: Sequence[object]) -> None:
     for result in ended:
         if isinstance(result, EngineStartError):
             raise WorkerStartError(f"the engine cannot start: {result}") from result

@@ -65,7 +65,7 @@ def prepare(config: WorkerConfig) -> Prepared:
 
 
 def _device(config: WorkerConfig) -> ChosenDevice:
-    if config.executor == "certify":
+    if config.executor != "torch":
         return ChosenDevice("cpu", True)
     device = choose_device(config.device, cuda_devices(), torch_build())
     if device.note is not None:
@@ -119,7 +119,8 @@ def _engine_config(
         extent_bytes=extent_bytes,
         max_context=config.max_context,
         max_running=config.max_running,
-        max_waiting=config.max_waiting,
+        # The shell counts credits; a burst may find all of them waiting at once.
+        max_waiting=config.max_running + config.max_waiting,
         max_step_tokens=config.max_step_tokens,
         adapter_slots=config.adapter_slots,
     )

@@ -1,5 +1,7 @@
 """Small pure rules: sizes, dtypes, back-off, stall, devices, frames."""
 
+from typing import Literal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,10 +60,11 @@ def test_extents_are_bounded_powers_of_two(
         ("cuda", None, True, "bfloat16"),
     ],
 )
-def test_auto_dtype(device: str, checkpoint: str, has_bfloat16: bool, expected: str) -> None:
-    kind = "cuda" if device == "cuda" else "cpu"
-    assert choose_dtype("auto", kind, checkpoint, has_bfloat16) == expected
-    assert choose_dtype("float16", kind, checkpoint, has_bfloat16) == "float16"
+def test_auto_dtype(
+    device: Literal["cpu", "cuda"], checkpoint: str, has_bfloat16: bool, expected: str
+) -> None:
+    assert choose_dtype("auto", device, checkpoint, has_bfloat16) == expected
+    assert choose_dtype("float16", device, checkpoint, has_bfloat16) == "float16"
 
 
 def test_backoff_doubles_to_a_limit_and_forgets_after_health() -> None:

@@ -58,8 +58,7 @@ class Answerer:
             generation.close()
             raise
         generation.close()
-        headers = _headers(generation.head)
-        return Response(whole, 200, headers, media_type="application/json")
+        return Response(whole, 200, _headers(generation.head), media_type="application/json")
 
 
 async def _stream(request: Request, generation: Generation, formatter: Formatter) -> Response:

@@ -16,6 +16,7 @@ from router.api import lorax, openai_chat, openai_completions
 from router.api.errors import dialect_of_path, error_answer
 from router.edge import Edge
 from router.generation import Cause, RequestError
+from router.http_body import CLIENT_GONE_STATUS, ClientGone
 from router.routes_info import InfoRoutes
 from router.routes_tokenize import TokenizeRoute
 from router.service import Service
@@ -38,7 +39,12 @@ def build_app(service: Service) -> ASGIApp:
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error},
+        exception_handlers={
+            RequestError: _on_request_error,
+            HTTPException: _on_http_error,
+            ClientGone: _on_client_gone,
+            Exception: _on_unforeseen_error,
+        },
     )
     app.router.redirect_slashes = False
     return Edge(app, service.metrics, frozenset(route.path for route in routes))
@@ -109,3 +115,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         RequestError(cause, f"{request.method} {path[:200]}: {error.detail}"), dialect_of_path(path)
     )
     return Response(answer.body, answer.status, {**(error.headers or {}), **answer.headers})
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads it; the status is for the counters."""
+    return Response(status_code=CLIENT_GONE_STATUS)
+
+
+async def _on_unforeseen_error(request: Request, error: Exception) -> Response:
+    """Nothing of the error is told; the log has it under the request's id."""
+    internal = RequestError("internal", f"internal error; request id {request.state.request_id}")
+    return await _on_request_error(request, internal)

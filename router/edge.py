@@ -1,4 +1,4 @@
-"""The outermost layer of the HTTP face: request ids, one count a request, no error without JSON."""
+"""The outermost layer of the HTTP face: request ids, one count a request, unforeseen errors."""
 
 import logging
 import re
@@ -6,9 +6,6 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.api.errors import dialect_of_path, error_answer
-from router.generation import RequestError
-from router.http_body import ClientGone
 from router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -36,12 +33,8 @@ class Edge:
         scope.setdefault("state", {})["request_id"] = answer.request_id
         try:
             await self._app(scope, receive, answer.send)
-        except ClientGone:
-            self._metrics.disconnects.inc()
-            answer.status = 499
-        except Exception:  # the process edge: whatever happened, the client gets JSON
+        except Exception:  # the process edge; the application has answered if it still could
             logger.exception("request %s failed", answer.request_id)
-            await _send_internal_error(scope["path"], answer)
         finally:
             path = scope["path"]
             self._metrics.request(path if path in self._routes else "other", answer.status)
@@ -65,17 +58,6 @@ class _Answer:
                 (_ID_HEADER, self.request_id.encode()),
             ]
         await self._send(message)
-
-
-async def _send_internal_error(path: str, answer: _Answer) -> None:
-    if answer.started:
-        return  # too late: the server cuts the connection, the client sees a broken answer
-    error = RequestError("internal", f"internal error; request id {answer.request_id}")
-    whole = error_answer(error, dialect_of_path(path))
-    headers = [(name.encode(), value.encode()) for name, value in whole.headers.items()]
-    headers.append((b"content-length", str(len(whole.body)).encode()))
-    await answer.send({"type": "http.response.start", "status": whole.status, "headers": headers})
-    await answer.send({"type": "http.response.body", "body": whole.body})
 
 
 def _request_id(scope: Scope) -> str:

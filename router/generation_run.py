@@ -130,6 +130,8 @@ class Generation:
             return
         self._closed = True
         self._timer.cancel()
+        if self._live and not self._context.inbox.failed:
+            self._context.metrics.given_up.inc()
         for choice in self._choices:
             choice.run.stop()
         self._on_close()

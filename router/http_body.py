@@ -7,6 +7,7 @@ from starlette.requests import Request
 from router.generation import RequestError
 
 BODY_TIMEOUT_S = 30.0
+CLIENT_GONE_STATUS = 499  # as nginx counts it
 
 
 class ClientGone(Exception):

@@ -14,6 +14,9 @@ from router.http_protocol import BoundedHttpProtocol
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
+# Of each connection: what the kernel keeps for a client that does not read, and how soon the
+# router notices that it does not.
+_SEND_BUFFER_BYTES = 128 << 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -50,4 +53,6 @@ def server_config(app: ASGIApp, config: RouterConfig) -> uvicorn.Config:
 def listen(host: str, port: int) -> socket.socket:
     """A socket that accepts from now on. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    return listener

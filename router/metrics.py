@@ -62,9 +62,9 @@ class RouterMetrics:
         self._resumes = Counter(
             "loraplex_resumes", "Attempts after the first, by cause", ("cause",), registry=registry
         )
-        self.disconnects = Counter(
-            "loraplex_client_disconnects",
-            "Clients that left before their answer was whole",
+        self.given_up = Counter(
+            "loraplex_generations_given_up",
+            "Generations whose client left before the answer was whole",
             registry=registry,
         )
 

@@ -134,6 +134,10 @@ class FakeWorker:
         self.finished: list[tuple[str, int, int]] = []
         self.card_fetches = 0
         self.port = 0
+        # Faults: an index whose token is not sent; last tokens without the word that they are.
+        self.skip_index: int | None = None
+        self.hold_finish = False
+        self.held = 0
         self._seen = asyncio.Condition()
         self._admitted: set[str] = set()
         self._connections: set[ServerConnection] = set()
@@ -143,6 +147,10 @@ class FakeWorker:
     @property
     def url(self) -> str:
         return f"ws://127.0.0.1:{self.port}"
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._connections)
 
     @property
     def requests(self) -> list[GenerateRequest]:
@@ -230,7 +238,9 @@ class FakeWorker:
             connection,
             WorkerHello(self.worker_id, self.epoch, digest, self.credits, self.version),
         )
-        self._connections.add(connection)
+        async with self._seen:
+            self._connections.add(connection)
+            self._seen.notify_all()
         tasks: dict[tuple[str, int, int], asyncio.Task[None]] = {}
         try:
             await self.send_status(connection)
@@ -275,6 +285,11 @@ class FakeWorker:
             self.finished.append(key)
             self._seen.notify_all()
 
+    async def _note_held(self) -> None:
+        async with self._seen:
+            self.held += 1
+            self._seen.notify_all()
+
     async def _generate(self, connection: ServerConnection, request: GenerateRequest) -> None:
         key = (request.request_id, request.attempt, request.choice)
         if request.adapter is not None and request.adapter not in self._admitted:
@@ -289,6 +304,12 @@ class FakeWorker:
                 await self._emit(connection, failed)
                 return
             event = token_event(request, index, output[index])
+            if index == self.skip_index:
+                continue
+            if event.finish is not None and self.hold_finish:
+                await self._emit(connection, msgspec.structs.replace(event, finish=None))
+                await self._note_held()
+                return
             await self._emit(connection, event)
             if event.finish is not None:
                 await self._note_finished(key)

@@ -1,0 +1,170 @@
+"""Workers that fail under a sequence: the client sees every token once, or one clear error."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from server.protocol import ErrorCode, GenerateRequest
+from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, running_worker
+from tests.router.serving import Running, events_of, running_router
+
+TEXT = "every token exactly once, in order"
+BODY = {"model": BASE_NAME, "prompt": "x", "max_tokens": 99, "seed": 3}
+Fault = Callable[[FakeWorker, GenerateRequest, int], ErrorCode | None]
+
+
+def scripted(worker: FakeWorker, fault: Fault) -> None:
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        await asyncio.sleep(0)
+        return fault(worker, request, index)
+
+    worker.script = lambda request: [*ids_of(TEXT), EOS]
+    worker.before_token = before_token
+
+
+def disconnect_once_at(at: int) -> Fault:
+    def fault(worker: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:
+        if request.attempt == 0 and index == at:
+            worker.drop_connections()
+        return None
+
+    return fault
+
+
+def error_at(at: int, code: ErrorCode, attempts: int = 1) -> Fault:
+    def fault(worker: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:
+        return code if request.attempt < attempts and index == at else None
+
+    return fault
+
+
+async def text_of(router: Running, *, stream: bool) -> str:
+    answer = await router.client.post("/v1/completions", json={**BODY, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return str(answer.json()["choices"][0]["text"])
+    events = events_of(answer.text)
+    assert all("error" not in event for event in events), answer.text
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        disconnect_once_at(0),
+        disconnect_once_at(1),
+        disconnect_once_at(20),
+        disconnect_once_at(len(TEXT)),
+        error_at(0, "engine_lost"),
+        error_at(20, "engine_lost"),
+        error_at(20, "engine_lost", attempts=2),
+        error_at(0, "draining", attempts=4),
+        error_at(5, "overloaded", attempts=4),
+    ],
+)
+async def test_no_token_is_lost_or_repeated(
+    router: Running, worker: FakeWorker, fault: Fault, stream: bool
+) -> None:
+    scripted(worker, fault)
+    assert await text_of(router, stream=stream) == TEXT
+    requests = worker.requests
+    assert [request.attempt for request in requests] == list(range(len(requests)))
+    assert len({request.seed for request in requests}) == 1
+    for request in requests:
+        assert bytes(request.accepted_ids) == TEXT.encode()[: len(request.accepted_ids)]
+    assert worker.finished[-1] == (requests[-1].request_id, len(requests) - 1, 0)
+
+
+async def test_another_worker_goes_on(tmp_path: Path) -> None:
+    async with (
+        running_worker(FakeWorker(worker_id="a")) as first,
+        running_worker(FakeWorker(worker_id="b")) as second,
+        running_router(tmp_path, first, second) as router,
+    ):
+        await second.until(lambda: second.connected)
+
+        def fault(worker: FakeWorker, request: GenerateRequest, index: int) -> None:
+            if request.attempt == 0 and index == 7:
+                worker.ready = False  # it comes back, but takes no work
+                worker.drop_connections()
+
+        scripted(first, fault)
+        scripted(second, fault)
+        assert await text_of(router, stream=True) == TEXT
+        attempts = [(w.worker_id, r.attempt) for w in (first, second) for r in w.requests]
+        assert sorted(attempts, key=lambda pair: pair[1]) in (
+            [("a", 0), ("b", 1)],
+            [("b", 0), ("a", 1)],
+        )
+
+
+async def test_gives_up_after_two_retries(router: Running, worker: FakeWorker) -> None:
+    scripted(worker, error_at(3, "engine_lost", attempts=99))
+    answer = await router.client.post("/v1/completions", json=BODY)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert [request.attempt for request in worker.requests] == [0, 1, 2]
+    await router.until_idle()
+
+
+async def test_an_error_after_the_first_token_is_an_event(
+    router: Running, worker: FakeWorker
+) -> None:
+    scripted(worker, error_at(3, "internal"))
+    answer = await router.client.post("/v1/completions", json={**BODY, "stream": True})
+    assert answer.status_code == 200
+    *tokens, last = events_of(answer.text)
+    assert "".join(event["choices"][0]["text"] for event in tokens) == TEXT[:3]
+    assert last["error"]["code"] == "internal_error"
+    lorax = {"inputs": "x", "parameters": {"max_new_tokens": 99}}
+    answer = await router.client.post("/generate_stream", json=lorax)
+    assert set(events_of(answer.text)[-1]) == {"error", "error_type"}
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("invalid_request", 400), ("out_of_memory", 503), ("deadline", 504), ("internal", 500)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_before_the_first_token_is_a_status(
+    router: Running, worker: FakeWorker, code: ErrorCode, status: int, stream: bool
+) -> None:
+    scripted(worker, error_at(0, code))
+    answer = await router.client.post("/v1/completions", json={**BODY, "stream": stream})
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+    assert len(worker.requests) == 1
+
+
+async def test_a_gap_in_the_tokens_is_mended(router: Running, worker: FakeWorker) -> None:
+    """A worker that skips a token is not believed: the rest is asked for again."""
+
+    def fault(worker: FakeWorker, request: GenerateRequest, index: int) -> None:
+        worker.skip_index = 5 if request.attempt == 0 else None
+
+    scripted(worker, fault)
+    assert await text_of(router, stream=True) == TEXT
+    assert len(worker.requests[1].accepted_ids) == 5
+    assert worker.aborts[0].attempt == 0
+
+
+async def test_a_lost_last_event_is_no_lost_answer(router: Running, worker: FakeWorker) -> None:
+    """All tokens came, the word that they were all did not."""
+
+    def fault(worker: FakeWorker, request: GenerateRequest, index: int) -> None:
+        worker.hold_finish = request.attempt == 0
+
+    scripted(worker, fault)
+    pending = asyncio.create_task(
+        router.client.post("/v1/completions", json={**BODY, "max_tokens": 4})
+    )
+    await worker.until(lambda: worker.held == 1)
+    worker.drop_connections()
+    answer = await pending
+    choice = answer.json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (TEXT[:4], "length")

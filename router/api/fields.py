@@ -7,7 +7,6 @@ from msgspec import Meta
 from adapters.errors import AdapterError
 from adapters.ref import RefSource, parse_ref
 from router.api.body import require
-from router.api.errors import from_adapter_error
 from router.api.formatter import ApiLimits
 from router.generation import AdapterChoice, RequestError, Secret
 
@@ -53,9 +52,7 @@ def choose_adapter(
     if not name or (name in limits.base_names and source is None):
         return None
     if source in _NOT_YET:
-        raise RequestError(
-            "unsupported", f"{_NOT_YET[source]} are not supported yet", param="adapter_source"
-        )
+        raise _not_yet(source, "adapter_source")
     require(
         source in (None, "", "hub", "local"),
         f"expected 'hub' or 'local', got {source!r:.40}",
@@ -64,9 +61,9 @@ def choose_adapter(
     try:
         ref = parse_ref(name, cast(RefSource, source or limits.default_source))
     except AdapterError as error:
-        raise from_adapter_error(error, param) from None
+        raise RequestError("invalid", f"`{param}`: {error.message}", param=param) from None
     if ref.source == "s3":
-        raise RequestError("unsupported", f"{_NOT_YET['s3']} are not supported yet", param=param)
+        raise _not_yet(ref.source, param)
     require(
         not source or ref.source in (source, "alias"),
         f"{source!r} contradicts the adapter's own source {ref.source!r}",
@@ -84,3 +81,8 @@ def credential(api_token: str | None, bearer: str | None) -> str | None:
     if api_token:
         return api_token
     return bearer if bearer and bearer.startswith(_HUB_TOKEN_PREFIX) else None
+
+
+def _not_yet(source: str, param: str) -> RequestError:
+    message = f"`{param}`: {_NOT_YET[source]} are not supported yet"
+    return RequestError("unsupported", message, param=param)

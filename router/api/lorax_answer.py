@@ -148,6 +148,7 @@ class LoraxFormatter:
         """Raises RequestError (incomplete)."""
         self._prompt = prompts[0]
         ranked = best_first(results)
+        completed(ranked[0].finish)
         answer = GenerateAnswer(self._full(ranked[0].text))
         if self._options.details:
             answer = GenerateAnswer(answer.generated_text, self._details(ranked))

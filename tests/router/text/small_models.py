@@ -106,7 +106,7 @@ def text_model(kind: str, max_context: int = 512) -> TextModel:
 @cache
 def card(kind: str, max_context: int = 512) -> ModelCard:
     tokenizer = KINDS[kind]() if kind in KINDS else byte_level()
-    eos = tokenizer.token_to_id("</s>")
+    eos = SPECIALS.index("</s>")
     return ModelCard(
         base_digest="b" * 64,
         names=("org/small", "small"),

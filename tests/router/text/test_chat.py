@@ -38,13 +38,13 @@ USUAL = {
 
 @pytest.mark.parametrize("source", USUAL.values(), ids=USUAL)
 def test_renders_as_transformers_does(source: str) -> None:
-    expected, _ = render_jinja_template(
+    rendered: Any = render_jinja_template(
         [cast(Any, MESSAGES)],
         chat_template=source,
         add_generation_prompt=True,
         **cast(dict[str, Any], TOKENS),
     )
-    assert ChatTemplate(source, TOKENS).render(MESSAGES, {}) == expected[0]
+    assert ChatTemplate(source, TOKENS).render(MESSAGES, {}) == rendered[0][0]
 
 
 def test_variables_cannot_replace_messages_or_special_tokens() -> None:

@@ -1,0 +1,55 @@
+"""Results as a worker and the text modules would bring them about."""
+
+import json
+from typing import Any
+
+from router.generation import (
+    AnswerHead,
+    ChoiceResult,
+    FinishReason,
+    PromptInfo,
+    TextEvent,
+    TextToken,
+)
+
+HEAD = AnswerHead("req1", 1700000000, "org/small", "json", "d" * 64, 7, "b" * 64)
+TOP = ((11, "Hel", -0.25), (12, "Bye", -1.5))
+TOKENS = (
+    TextToken(11, "Hel", "Hel", -0.25, False, TOP),
+    TextToken(13, "", "�", -0.5, False, ((13, "�", -0.5), (12, "Bye", -1.5)), b"\xc3"),
+    TextToken(14, "ü", "�", -0.75, False, ((14, "�", -0.75), (12, "Bye", -1.5)), b"\xbc"),
+    TextToken(2, "", "</s>", -0.125, True, ((2, "</s>", -0.125), (12, "Bye", -1.5))),
+)
+PROMPT_TOKENS = (
+    TextToken(0, "", "<s>", None, True),
+    TextToken(21, "Say", "Say", -2.0, False, ((21, "Say", -2.0),)),
+)
+PROMPT = PromptInfo(0, "Say", 2, 1, PROMPT_TOKENS)
+
+
+def result(
+    prompt_index: int = 0, choice: int = 0, finish: FinishReason = "eos", mean: float = -0.4
+) -> ChoiceResult:
+    return ChoiceResult(prompt_index, choice, "Helü", TOKENS, finish, len(TOKENS), 4 * mean)
+
+
+def events(choice: int = 0, prompt_index: int = 0, finish: FinishReason = "eos") -> list[TextEvent]:
+    """The choice of `result`, token by token."""
+    last = len(TOKENS) - 1
+    return [
+        TextEvent(prompt_index, choice, t.text, (t,), finish if i == last else None, 1)
+        for i, t in enumerate(TOKENS)
+    ]
+
+
+def payloads(stream: bytes) -> list[Any]:
+    """The JSON of each server-sent event; `[DONE]` stays a string."""
+    blocks = stream.split(b"\n\n")
+    assert blocks.pop() == b""
+    data = []
+    for block in blocks:
+        assert block.startswith(b"data: ")
+        assert b"\n" not in block
+        text = block.removeprefix(b"data: ").decode()
+        data.append(text if text == "[DONE]" else json.loads(text))
+    return data

@@ -1,0 +1,498 @@
+"""What is accepted, what is refused, and that nothing else can happen."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.api import lorax, openai_chat, openai_completions
+from router.api.body import MAX_CONTAINERS
+from router.api.errors import dialect_of_path, error_answer
+from router.api.formatter import ApiLimits, ApiRequest
+from router.generation import GenerationCall, RequestError
+
+LIMITS = ApiLimits(base_names=("org/small", "small"), max_n=4, max_stop_sequences=4)
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+GENERATE = "/generate"
+MINIMAL: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "small", "messages": [{"role": "user", "content": "hi"}]},
+    COMPLETIONS: {"model": "small", "prompt": "hi"},
+    GENERATE: {"inputs": "hi"},
+}
+
+
+def parse(path: str, body: bytes) -> ApiRequest:
+    if path == CHAT:
+        return openai_chat.parse(body, LIMITS)
+    if path == COMPLETIONS:
+        return openai_completions.parse(body, LIMITS)
+    return lorax.parse(body, LIMITS, route="/generate")
+
+
+def body_of(path: str, fields: dict[str, Any]) -> bytes:
+    body = json.loads(json.dumps(MINIMAL[path]))
+    if path == GENERATE and "inputs" not in fields:
+        body["parameters"] = fields
+    else:
+        body |= fields
+    return json.dumps(body).encode()
+
+
+def call_of(path: str, **fields: Any) -> GenerationCall:
+    return parse(path, body_of(path, fields)).call
+
+
+def content(value: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": value}]}
+
+
+# (path, fields, the field that the error must name)
+BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
+    *[(GENERATE, {name: -1}, name) for name in ("temperature", "top_k", "seed", "best_of")],
+    *[(GENERATE, {name: 0}, name) for name in ("top_p", "top_k", "typical_p", "truncate")],
+    *[(GENERATE, {name: 0}, name) for name in ("max_new_tokens", "repetition_penalty")],
+    *[(GENERATE, {name: 2.5}, name) for name in ("top_p", "typical_p", "presence_penalty")],
+    *[(GENERATE, {name: "x"}, name) for name in ("details", "seed", "stop", "do_sample")],
+    *[(GENERATE, {name: 2**70}, name) for name in ("seed", "top_k", "max_new_tokens")],
+    *[(GENERATE, {name: 1.5}, name) for name in ("seed", "top_k", "max_new_tokens")],
+    *[(GENERATE, {name: True}, name) for name in ("watermark", "apply_chat_template")],
+    *[(GENERATE, {name: {"type": "json"}}, name) for name in ("grammar", "response_format")],
+    (GENERATE, {"typical_p": 1}, "typical_p"),
+    (GENERATE, {"frequency_penalty": -2.01}, "frequency_penalty"),
+    (GENERATE, {"seed": 2**64}, "seed"),
+    (GENERATE, {"best_of": 2}, "best_of"),
+    (GENERATE, {"best_of": 2, "temperature": 0, "do_sample": True}, "best_of"),
+    (GENERATE, {"best_of": 2, "do_sample": True, "seed": 1}, "seed"),
+    (GENERATE, {"best_of": 5, "do_sample": True}, "best_of"),
+    (GENERATE, {"stop": [""]}, "stop"),
+    (GENERATE, {"stop": [1]}, "stop"),
+    (GENERATE, {"stop": ["a"] * 5}, "stop"),
+    (GENERATE, {"stop": ["a" * 2000]}, "stop"),
+    (GENERATE, {"return_k_alternatives": 21}, "return_k_alternatives"),
+    (GENERATE, {"merged_adapters": {"ids": ["a"], "weights": [1]}}, "merged_adapters"),
+    (GENERATE, {"merged_adapters": {"ids": ["a"]}, "adapter_id": "a"}, "merged_adapters"),
+    (GENERATE, {"adapter_id": "a", "adapter_source": "s3"}, "adapter_source"),
+    (GENERATE, {"adapter_id": "a", "adapter_source": "pbase"}, "adapter_source"),
+    (GENERATE, {"adapter_id": "a", "adapter_source": "nowhere"}, "adapter_source"),
+    (GENERATE, {"adapter_id": "hub:a/b", "adapter_source": "local"}, "adapter_source"),
+    (GENERATE, {"adapter_id": "s3:bucket/key"}, "adapter_id"),
+    (GENERATE, {"adapter_id": "../../x"}, "adapter_id"),
+    (GENERATE, {"adapter_id": "json\n"}, "adapter_id"),
+    (GENERATE, {"adapter_id": "org/na\x00me"}, "adapter_id"),
+    (GENERATE, {"adapter_id": 3}, "adapter_id"),
+    (GENERATE, {"top_n_tokens": 3}, "top_n_tokens"),
+    (GENERATE, {"logit_bias": {"1": 2}}, "logit_bias"),
+    (GENERATE, {"inputs": ""}, "inputs"),
+    (GENERATE, {"inputs": None}, "inputs"),
+    (GENERATE, {"inputs": ["a"]}, "inputs"),
+    (GENERATE, {"inputs": "a", "parameters": []}, "parameters"),
+    (GENERATE, {"inputs": "a", "stream": "yes"}, "stream"),
+    *[
+        (path, fields, next(iter(fields)))
+        for path in (CHAT, COMPLETIONS)
+        for fields in (
+            {"model": None},
+            {"model": 3},
+            {"model": "a/b/c"},
+            {"model": "a" * 2000},
+            {"temperature": -0.1},
+            {"temperature": 2.1},
+            {"temperature": "hot"},
+            {"top_p": 0},
+            {"top_p": 1.1},
+            {"min_p": 1.1},
+            {"top_k": -2},
+            {"n": 0},
+            {"n": 5},
+            {"max_tokens": 0},
+            {"max_tokens": 2**31},
+            {"min_tokens": 5, "max_tokens": 4},
+            {"presence_penalty": 2.1},
+            {"frequency_penalty": -2.1},
+            {"repetition_penalty": 0},
+            {"seed": 2**63},
+            {"seed": "x"},
+            {"stop": 5},
+            {"stop": ""},
+            {"stop": [""]},
+            {"stop": ["a"] * 5},
+            {"stop_token_ids": [-1]},
+            {"stop_token_ids": [1] * 65},
+            {"logit_bias": {"x": 1}},
+            {"logit_bias": {"-1": 1}},
+            {"logit_bias": {"1": 101}},
+            {"logit_bias": [1]},
+            {"logit_bias": {str(i): 1 for i in range(1025)}},
+            {"stream_options": {"include_usage": True}},
+            {"stream": 1},
+            {"user": 1},
+            {"nonsense": 1},
+            {"suffix": "x"},
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            {"response_format": {"type": "json_object"}},
+            {"adapter_source": "pbase", "model": "x"},
+        )
+    ],
+    (COMPLETIONS, {"prompt": None}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", [1]]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, [1]]}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1.5]}, "prompt"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+    (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"logprobs": -1}, "logprobs"),
+    (COMPLETIONS, {"logprobs": True}, "logprobs"),
+    (COMPLETIONS, {"best_of": 1, "n": 2}, "best_of"),
+    (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
+    (COMPLETIONS, {"best_of": 0}, "best_of"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": "hi"}, "messages"),
+    (CHAT, {"messages": [1]}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"content": "x"}]}, None),
+    (CHAT, content("x", "wizard"), "messages"),
+    (CHAT, content(None), "messages[0].content"),
+    (CHAT, content(None, "assistant"), "messages[0].content"),
+    (CHAT, content([]), "messages[0].content"),
+    (CHAT, content([{"type": "text"}]), "messages[0].content[0]"),
+    (CHAT, content([{"type": "image_url", "image_url": {"url": "http://x"}}]), "messages[0]"),
+    (CHAT, content([{"type": "input_audio"}]), "messages[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}] * 4097}, "messages"),
+    (CHAT, {"logprobs": 3}, "logprobs"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"max_completion_tokens": 3, "max_tokens": 4}, "max_completion_tokens"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
+    (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    (CHAT, {"chat_template": "{{ x }}"}, "chat_template"),
+]
+
+BAD_BYTES: dict[str, bytes] = {
+    "empty": b"",
+    "text": b"hello",
+    "list": b"[]",
+    "null": b"null",
+    "cut": b'{"model": "small"',
+    "two": b"{}{}",
+    "NaN": b'{"inputs": "x", "temperature": NaN}',
+    "Infinity": b'{"inputs": "x", "temperature": -Infinity}',
+    "huge float": b'{"inputs": "x", "model": "m", "temperature": 1e400, "parameters": '
+    b'{"temperature": 1e400}, "prompt": "x", "messages": [{"role": "user", "content": "x"}]}',
+    "huge int": b'{"inputs": "x", "seed": ' + b"9" * 5000 + b"}",
+    "byte order mark": b'\xef\xbb\xbf{"inputs": "x"}',
+    "utf-16": '{"inputs": "x"}'.encode("utf-16"),
+    "not utf-8": b'{"inputs": "\xff"}',
+    "lone surrogate": b'{"inputs": "\\ud800", "model": "\\ud800", "prompt": "\\ud800"}',
+    "raw newline": b'{"inputs": "a\nb"}',
+    "same key twice": b'{"inputs": "a", "inputs": "b"}',
+    "same key within": b'{"inputs": "a", "parameters": {"seed": 1, "seed": 2}}',
+    "deep": b'{"inputs": ' + b"[" * 10000 + b"]" * 10000 + b"}",
+    "33 levels": b'{"x": ' + b"[" * 32 + b"]" * 32 + b"}",
+    "wide": b'{"x": [' + b"[]," * MAX_CONTAINERS + b"[]]}",
+    "comment": b'{"inputs": "x" /* */}',
+    "single quotes": b"{'inputs': 'x'}",
+}
+
+
+def test_there_are_many() -> None:
+    assert len(BAD_FIELDS) + 3 * len(BAD_BYTES) > 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"), BAD_FIELDS, ids=[f"{p} {f!r:.60}" for p, f, _ in BAD_FIELDS]
+)
+def test_bad_fields_are_named(path: str, fields: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(path, body_of(path, fields))
+    assert caught.value.cause in ("invalid", "unsupported")
+    if param is not None:
+        assert (caught.value.param or "").startswith(param)
+        assert param.partition("[")[0] in caught.value.message
+    answer = error_answer(caught.value, dialect_of_path(path))
+    assert answer.status == (422 if path == GENERATE else 400)
+    json.loads(answer.body)
+
+
+@pytest.mark.parametrize("path", MINIMAL)
+@pytest.mark.parametrize("body", BAD_BYTES.values(), ids=BAD_BYTES)
+def test_bad_bytes(path: str, body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(path, body)
+    assert caught.value.cause == "invalid"
+
+
+FIELDS = sorted(
+    set(lorax.LoraxParameters.__struct_fields__)
+    | set(openai_chat.ChatBody.__struct_fields__)
+    | set(openai_completions.CompletionsBody.__struct_fields__)
+)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["user", "hub", "text", "-1", "0"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400)
+@given(
+    st.sampled_from(list(MINIMAL)),
+    st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3),
+)
+def test_any_fields_parse_or_are_refused(path: str, fields: dict[str, Any]) -> None:
+    try:
+        parse(path, body_of(path, fields))
+    except RequestError as error:
+        error_answer(error, dialect_of_path(path))
+
+
+@given(st.sampled_from(list(MINIMAL)), st.binary(max_size=60))
+def test_any_bytes_are_refused(path: str, body: bytes) -> None:
+    with pytest.raises(RequestError):
+        parse(path, body)
+
+
+@pytest.mark.parametrize("path", MINIMAL)
+def test_nulls_are_absent(path: str) -> None:
+    kinds = {
+        CHAT: openai_chat.ChatBody,
+        COMPLETIONS: openai_completions.CompletionsBody,
+        GENERATE: lorax.LoraxParameters,
+    }
+    required = {"model", "messages", "prompt"}
+    nulls = dict.fromkeys(set(kinds[path].__struct_fields__) - required)
+    assert call_of(path, **nulls) == parse(path, json.dumps(MINIMAL[path]).encode()).call
+
+
+# LoRAX
+
+
+def test_lorax_defaults_are_greedy() -> None:
+    call = call_of(GENERATE)
+    assert (call.sampling.temperature, call.max_tokens, call.include_stop) == (0.0, None, True)
+    assert call.sampling.logprobs is None
+    assert call.adapter is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "temperature"),
+    [
+        ({"do_sample": True}, 1.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"temperature": 1.0}, 0.0),
+        ({"temperature": 0, "do_sample": True}, 0.0),
+        ({"temperature": 1e-9}, 0.0),
+        ({"top_k": 5}, 1.0),
+        ({"top_p": 1.0}, 1.0),
+        ({"typical_p": 0.9}, 1.0),
+        ({"repetition_penalty": 1.2}, 0.0),
+    ],
+)
+def test_lorax_samples_when_told_so(parameters: dict[str, Any], temperature: float) -> None:
+    assert call_of(GENERATE, **parameters).sampling.temperature == temperature
+
+
+def test_lorax_parameters_arrive() -> None:
+    call = call_of(
+        GENERATE,
+        adapter_id="org/ada@main",
+        adapter_source="hub",
+        api_token="hf_x",
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        typical_p=0.8,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
+        presence_penalty=-0.3,
+        max_new_tokens=9,
+        ignore_eos_token=True,
+        stop=["a", "b"],
+        truncate=5,
+        decoder_input_details=True,
+        return_k_alternatives=2,
+        seed=2**64 - 1,
+        unheard_of=1,
+    )
+    sampling = call.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 3, 0.9)
+    assert (sampling.typical_p, sampling.repetition_penalty) == (0.8, 1.1)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.2, -0.3)
+    assert (sampling.ignore_eos, sampling.logprobs, sampling.prompt_logprobs) == (True, 2, 0)
+    assert (call.max_tokens, call.stop, call.truncate) == (9, ("a", "b"), 5)
+    assert call.seed == 2**64 - 1
+    assert call.adapter is not None
+    assert (call.adapter.ref.name, call.adapter.ref.revision) == ("org/ada", "main")
+    assert call.adapter.token == "hf_x"
+    assert "hf_x" not in repr(call)
+
+
+@pytest.mark.parametrize(
+    ("route", "stream", "streams"),
+    [
+        ("/", True, True),
+        ("/", None, False),
+        ("/generate", True, False),
+        ("/generate_stream", False, True),
+    ],
+)
+def test_lorax_routes_decide_on_streaming(
+    route: lorax.Route, stream: bool | None, streams: bool
+) -> None:
+    body = json.dumps({"inputs": "x", "stream": stream}).encode()
+    call = lorax.parse(body, LIMITS, route=route).call
+    assert call.stream is streams
+    assert (call.sampling.logprobs == 0) is streams
+
+
+def test_lorax_refuses_what_cannot_be_streamed() -> None:
+    for parameters in ({"decoder_input_details": True}, {"best_of": 2, "do_sample": True}):
+        body = json.dumps({"inputs": "x", "parameters": parameters}).encode()
+        with pytest.raises(RequestError, match="when streaming"):
+            lorax.parse(body, LIMITS, route="/generate_stream")
+
+
+@pytest.mark.parametrize(
+    ("bearer", "token"), [("hf_abc", "hf_abc"), ("sk-unused", None), (None, None)]
+)
+def test_only_hub_tokens_are_lent_to_the_hub(bearer: str | None, token: str | None) -> None:
+    body = json.dumps({"inputs": "x", "parameters": {"adapter_id": "org/ada"}}).encode()
+    adapter = lorax.parse(body, LIMITS, bearer).call.adapter
+    assert adapter is not None
+    assert adapter.token == token
+
+
+@pytest.mark.parametrize("name", ["small", "org/small", ""])
+def test_the_base_has_names(name: str) -> None:
+    assert call_of(GENERATE, adapter_id=name).adapter is None
+    assert call_of(COMPLETIONS, model=name).adapter is None
+
+
+# OpenAI
+
+
+def test_openai_defaults() -> None:
+    completion = call_of(COMPLETIONS)
+    assert (completion.max_tokens, completion.sampling.temperature) == (16, 1.0)
+    assert completion.add_special_tokens
+    chat = call_of(CHAT)
+    assert (chat.max_tokens, chat.prompts, chat.add_special_tokens) == (None, (), False)
+    assert chat.messages == [{"role": "user", "content": "hi"}]
+
+
+def test_the_models_own_defaults_apply_to_openai_routes() -> None:
+    limits = ApiLimits(
+        ("small",), sampling_defaults={"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    )
+    body = body_of(CHAT, {"top_p": 1})
+    sampling = openai_chat.parse(body, limits).call.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 1.0, 20)
+    assert lorax.parse(b'{"inputs": "x"}', limits).call.sampling.top_p == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ("a",)),
+        ("", ("",)),
+        ("a\x00b", ("a\x00b",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ([1, 2],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+    ],
+)
+def test_prompts(prompt: Any, expected: Any) -> None:
+    assert call_of(COMPLETIONS, prompt=prompt).prompts == expected
+
+
+def test_openai_fields_arrive() -> None:
+    call = call_of(
+        COMPLETIONS,
+        model="org/ada",
+        n=2,
+        best_of=3,
+        echo=True,
+        logprobs=4,
+        stop="end",
+        seed=-1,
+        logit_bias={"5": -100, "6": 3},
+        top_k=-1,
+        min_p=0.1,
+        typical_p=0.9,
+        repetition_penalty=1.2,
+        ignore_eos=True,
+        min_tokens=3,
+        stop_token_ids=[7],
+        user="me",
+        store=False,
+        metadata={"a": "b"},
+        service_tier="auto",
+        suffix="",
+    )
+    sampling = call.sampling
+    assert (call.n, call.best_of, call.echo, call.stop) == (2, 3, True, ("end",))
+    assert call.seed == 2**64 - 1
+    assert sampling.logit_bias == {5: -100.0, 6: 3.0}
+    assert (sampling.top_k, sampling.min_p, sampling.typical_p) == (0, 0.1, 0.9)
+    assert (sampling.min_tokens, sampling.ignore_eos) == (3, True)
+    assert (sampling.stop_token_ids, sampling.logprobs) == ((7,), 4)
+    assert sampling.prompt_logprobs == 4
+    assert call.user == "me"
+
+
+def test_messages_reach_the_template_as_it_expects_them() -> None:
+    call = call_of(
+        CHAT,
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "a"}] * 2},
+            {"role": "user", "content": "b", "name": "Ann"},
+            {
+                "role": "assistant",
+                "content": None,
+                "refusal": None,
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "content": "c", "tool_call_id": "1"},
+        ],
+        chat_template_kwargs={"enable_thinking": False},
+        tool_choice="none",
+        tools=[],
+        response_format={"type": "text"},
+        parallel_tool_calls=False,
+    )
+    function = {"name": "f", "arguments": {}}
+    assert call.messages == [
+        {"role": "system", "content": "a\na"},
+        {"role": "user", "content": "b", "name": "Ann"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "1", "function": function}],
+        },
+        {"role": "tool", "content": "c", "tool_call_id": "1"},
+    ]
+    assert call.template_vars == {"enable_thinking": False}
+
+
+def test_chat_logprobs() -> None:
+    assert call_of(CHAT, logprobs=True).sampling.logprobs == 0
+    assert call_of(CHAT, logprobs=True, top_logprobs=5).sampling.logprobs == 5
+    assert call_of(CHAT, logprobs=False).sampling.logprobs is None
+    assert call_of(CHAT, max_completion_tokens=5).max_tokens == 5

@@ -1,0 +1,99 @@
+"""One table: every cause in both dialects."""
+
+import json
+from typing import get_args
+
+import pytest
+
+from adapters.errors import AdapterError, AdapterErrorCode, Violation
+from router.api.errors import (
+    Dialect,
+    dialect_of_path,
+    error_answer,
+    error_table,
+    from_adapter_error,
+    from_engine_error,
+    status_of,
+)
+from router.generation import Cause, RequestError
+from server.protocol import ErrorCode
+
+DIALECTS: tuple[Dialect, ...] = ("lorax", "openai")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("cause", get_args(Cause))
+def test_every_cause_has_an_answer(cause: Cause, dialect: Dialect) -> None:
+    answer = error_answer(RequestError(cause, "why", param="x"), dialect)
+    assert answer.status in error_table(dialect)
+    assert 400 <= answer.status < 600
+    body = json.loads(answer.body)
+    if dialect == "lorax":
+        assert set(body) == {"error", "error_type"}
+        assert "why" in body["error"]
+    else:
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert body["error"]["param"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("cause", "openai", "lorax"),
+    [
+        ("invalid", 400, 422),
+        ("context_length", 400, 422),
+        ("adapter_not_found", 404, 404),
+        ("too_large", 413, 413),
+        ("adapter_invalid", 422, 422),
+        ("overloaded", 429, 429),
+        ("unavailable", 503, 503),
+        ("deadline", 504, 504),
+    ],
+)
+def test_statuses_of_the_two_apis(cause: Cause, openai: int, lorax: int) -> None:
+    assert (status_of(cause, "openai"), status_of(cause, "lorax")) == (openai, lorax)
+
+
+@pytest.mark.parametrize("code", get_args(AdapterErrorCode))
+def test_every_adapter_error_has_a_cause(code: AdapterErrorCode) -> None:
+    assert from_adapter_error(AdapterError(code, "why"), "model").message == "why"
+
+
+@pytest.mark.parametrize("code", get_args(ErrorCode))
+def test_every_engine_error_has_a_cause(code: ErrorCode) -> None:
+    assert from_engine_error(code, "why").message == "why"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_all_violations_are_listed(dialect: Dialect) -> None:
+    violations = (
+        Violation("rank_mismatch", "layers.0.q_proj", "expected rank 8, got 9"),
+        Violation("unknown_target", "w1", "the base has no such module"),
+    )
+    error = from_adapter_error(AdapterError("invalid", "refused", violations))
+    body = json.loads(error_answer(error, dialect).body)
+    target = body if dialect == "lorax" else body["error"]
+    assert [v["code"] for v in target["violations"]] == ["rank_mismatch", "unknown_target"]
+    message = body["error"] if dialect == "lorax" else target["message"]
+    assert "expected rank 8, got 9" in message
+    assert "no such module" in message
+
+
+@pytest.mark.parametrize(
+    ("cause", "seconds", "header"),
+    [
+        ("overloaded", None, "1"),
+        ("unavailable", 0.2, "1"),
+        ("unavailable", 7.1, "8"),
+        ("invalid", None, None),
+    ],
+)
+def test_retry_after(cause: Cause, seconds: float | None, header: str | None) -> None:
+    answer = error_answer(RequestError(cause, "why", retry_after_s=seconds), "openai")
+    assert answer.headers.get("retry-after") == header
+
+
+def test_paths_tell_the_dialect() -> None:
+    for path in ("/v1", "/v1/models", "/v1/nowhere"):
+        assert dialect_of_path(path) == "openai"
+    for path in ("/", "/generate", "/v10", "/health"):
+        assert dialect_of_path(path) == "lorax"

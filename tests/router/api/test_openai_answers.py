@@ -1,0 +1,175 @@
+"""OpenAI's answers, read by the published SDK's own types."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from huggingface_hub import ChatCompletionOutput, ChatCompletionStreamOutput
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from router.api import openai_chat, openai_completions
+from router.api.formatter import ApiLimits, Formatter
+from router.generation import PromptInfo, RequestError, TextEvent
+from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
+
+
+def completions(**fields: Any) -> Formatter:
+    body = {"model": "json", "prompt": "Say"} | fields
+    return openai_completions.parse(json.dumps(body).encode(), ApiLimits()).formatter(HEAD)
+
+
+def chat(**fields: Any) -> Formatter:
+    body = {"model": "json", "messages": [{"role": "user", "content": "Say"}]} | fields
+    return openai_chat.parse(json.dumps(body).encode(), ApiLimits()).formatter(HEAD)
+
+
+def stream(form: Formatter, parts: list[TextEvent]) -> list[Any]:
+    return payloads(form.prompt(PROMPT) + b"".join(map(form.chunk, parts)) + form.end())
+
+
+def strict(kind: Any, value: Any) -> Any:
+    """Validated, unlike what the SDK does with answers."""
+    return kind.model_validate(value, strict=True)
+
+
+def test_completion() -> None:
+    answer = json.loads(completions().whole([result()], [PROMPT]))
+    parsed = strict(Completion, answer)
+    assert (parsed.id, parsed.created, parsed.model) == ("cmpl-req1", 1700000000, "org/small")
+    assert parsed.choices[0].text == "Helü"
+    assert parsed.choices[0].finish_reason == "stop"
+    assert parsed.choices[0].logprobs is None
+    assert parsed.usage.total_tokens == 6
+    assert parsed.usage.prompt_tokens_details.cached_tokens == 1
+    assert parsed.system_fingerprint == "fp_" + "b" * 10 + "d" * 10
+
+
+def test_completion_logprobs() -> None:
+    answer = json.loads(completions(logprobs=2).whole([result(finish="length")], [PROMPT]))
+    choice = strict(Completion, answer).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.logprobs.tokens == ["Hel", "�", "�", "</s>"]
+    assert choice.logprobs.text_offset == [0, 3, 3, 4]
+    assert choice.logprobs.top_logprobs[0] == {"Hel": -0.25, "Bye": -1.5}
+
+
+def test_echo() -> None:
+    answer = json.loads(completions(logprobs=0, echo=True).whole([result()], [PROMPT]))
+    choice = answer["choices"][0]
+    assert choice["text"] == "SayHelü"
+    assert choice["logprobs"]["tokens"][:3] == ["<s>", "Say", "Hel"]
+    assert choice["logprobs"]["token_logprobs"][:2] == [None, -2.0]
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    assert choice["logprobs"]["text_offset"][:4] == [0, 0, 3, 6]
+    parts = stream(completions(logprobs=0, echo=True, stream=True), events())
+    assert "".join(part["choices"][0]["text"] for part in parts[:-1]) == "SayHelü"
+    tokens = [t for part in parts[:-1] for t in part["choices"][0]["logprobs"]["tokens"]]
+    offsets = [o for part in parts[:-1] for o in part["choices"][0]["logprobs"]["text_offset"]]
+    assert tokens == choice["logprobs"]["tokens"]
+    assert offsets == choice["logprobs"]["text_offset"]
+
+
+def test_best_of_and_n_of_several_prompts() -> None:
+    prompts = [PromptInfo(1, "b", 3), PromptInfo(0, "a", 2)]
+    results = [
+        msgspec.structs.replace(result(p, c, mean=mean), text=f"{p}.{c}")
+        for p, c, mean in [(0, 0, -3), (0, 1, -1), (0, 2, -2), (1, 0, -1), (1, 1, -2), (1, 2, -3)]
+    ]
+    form = completions(prompt=["a", "b"], n=2, best_of=3)
+    answer = json.loads(form.whole(results, prompts))
+    assert [c["text"] for c in answer["choices"]] == ["0.1", "0.2", "1.0", "1.1"]
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["completion_tokens"] == 24
+
+
+def test_completion_stream() -> None:
+    parts = stream(completions(stream=True), events())
+    assert parts.pop() == "[DONE]"
+    chunks = [Completion.model_construct(**part) for part in parts]
+    assert "".join(part["choices"][0]["text"] for part in parts) == "Helü"
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None, None, "stop"]
+    assert {chunk.id for chunk in chunks} == {"cmpl-req1"}
+    assert all("usage" not in part for part in parts)
+
+
+@pytest.mark.parametrize("make", [completions, chat])
+def test_usage_of_a_stream(make: Any) -> None:
+    parts = stream(make(stream=True, stream_options={"include_usage": True}), events())
+    assert parts.pop() == "[DONE]"
+    last = parts.pop()
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4
+    assert last["usage"]["prompt_tokens"] == 2
+    assert all(part["usage"] is None for part in parts)
+
+
+def test_chat() -> None:
+    answer = json.loads(chat(n=2).whole([result(), result(choice=1, finish="length")], [PROMPT]))
+    parsed = strict(ChatCompletion, answer)
+    assert parsed.id == "chatcmpl-req1"
+    assert parsed.choices[0].message.content == "Helü"
+    assert [c.finish_reason for c in parsed.choices] == ["stop", "length"]
+    assert [c.index for c in parsed.choices] == [0, 1]
+    assert parsed.usage.completion_tokens == 8
+    assert ChatCompletionOutput.parse_obj_as_instance(answer).choices[0].message.content == "Helü"
+
+
+def test_chat_logprobs() -> None:
+    answer = json.loads(chat(logprobs=True, top_logprobs=2).whole([result()], [PROMPT]))
+    content = strict(ChatCompletion, answer).choices[0].logprobs.content
+    assert [token.token for token in content] == ["Hel", "�", "�"]
+    assert [token.bytes for token in content] == [[72, 101, 108], [0xC3], [0xBC]]
+    assert bytes(b for token in content for b in token.bytes).decode() == "Helü"
+    assert [top.token for top in content[0].top_logprobs] == ["Hel", "Bye"]
+    assert content[1].top_logprobs[0].bytes is None
+
+
+def test_chat_stream() -> None:
+    parts = stream(chat(stream=True), events())
+    assert parts.pop() == "[DONE]"
+    chunks = [strict(ChatCompletionChunk, part) for part in parts]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[0].choices[0].delta.content == ""
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "Helü"
+    assert [c.choices[0].finish_reason for c in chunks] == [None, None, None, "stop"]
+    assert parts[-1]["choices"][0]["delta"] == {}
+    assert all("role" not in part["choices"][0]["delta"] for part in parts[1:])
+    for part in parts:
+        ChatCompletionStreamOutput.parse_obj_as_instance(part)
+
+
+def test_chat_stream_of_several_choices() -> None:
+    form = chat(stream=True, n=2)
+    parts = stream(form, [*events(1), *events(0)])[:-1]
+    assert [p["choices"][0]["index"] for p in parts] == [0, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_chat_stream_logprobs() -> None:
+    parts = stream(chat(stream=True, logprobs=True), events())[:-1]
+    tokens = [
+        token["token"]
+        for part in parts
+        if part["choices"][0]["logprobs"]
+        for token in part["choices"][0]["logprobs"]["content"]
+    ]
+    assert tokens == ["Hel", "�", "�"]
+
+
+def test_nothing_to_say_is_no_chunk() -> None:
+    event = TextEvent(0, 0, "", TOKENS[1:2], None, 1)
+    assert chat(stream=True).chunk(event) == b""
+    assert completions(stream=True).chunk(event) == b""
+
+
+def test_errors_in_a_stream_are_raised_by_the_sdk_from_the_error_key() -> None:
+    event = payloads(chat().error(RequestError("unavailable", "the engine was lost")))[0]
+    assert event["error"]["message"] == "the engine was lost"
+    assert event["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("make", [completions, chat])
+def test_broken_answers_are_errors(make: Any) -> None:
+    with pytest.raises(RequestError):
+        make().chunk(events(finish="error")[-1])

@@ -67,12 +67,11 @@ class ShellChannel:
 
     def close(self, flush_s: float) -> None:
         """Write what is queued, for `flush_s` at most, and close."""
-        if not self._gone.is_set():
-            try:
-                self._outbox.put(None, timeout=flush_s)
-                self._writer.join(flush_s)
-            except queue.Full:
-                log.warning("the shell reads nothing: what is queued is lost")
+        try:
+            self._outbox.put(None, timeout=0 if self._gone.is_set() else flush_s)
+            self._writer.join(flush_s)
+        except queue.Full:
+            log.warning("the shell reads nothing: what is queued is lost")
         self._hang_up()
         self._sock.close()
 

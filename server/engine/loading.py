@@ -130,16 +130,9 @@ class AdapterLoads:
 
     # ---- once a plan
 
-    def advance(self, now: float, waiting: list[Sequence], running: Iterable[Sequence]) -> None:
-        """Give room to staged slabs, those with the oldest waiter first, and ask for more slabs.
-
-        waiting: sequences with a ready adapter, in order: older ones keep it from being evicted.
-        """
-        for digest in [d for d in self._staged if d not in self._parked]:
-            del self._staged[digest]
-            self.released.append(digest)
-        self._give_room(now, waiting, running)
-        while self._parked and len(self.loading) < self.max_loading:
+    def ask(self) -> None:
+        """Want more slabs of the shell, those with the oldest waiter first."""
+        while len(self.loading) < self.max_loading:
             busy = set(self.loading)
             absent = [d for d in self._parked if d not in busy]
             if not absent:
@@ -151,7 +144,14 @@ class AdapterLoads:
     def _oldest(self, digest: str) -> Order:
         return self._parked[digest][0].order
 
-    def _give_room(self, now: float, waiting: list[Sequence], running: Iterable[Sequence]) -> None:
+    def give_room(self, now: float, waiting: list[Sequence], running: Iterable[Sequence]) -> None:
+        """Place staged slabs, those with the oldest waiter first, and order their copies.
+
+        waiting: sequences with a ready adapter, in order: older ones keep it from being evicted.
+        """
+        for digest in [d for d in self._staged if d not in self._parked]:
+            del self._staged[digest]
+            self.released.append(digest)
         drain, self._drain = self._drain, None
         for digest in sorted(self._staged, key=self._oldest):
             staged = self._staged[digest]

@@ -186,7 +186,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before something else happens."""
         self._expire(now)
-        self.loads.advance(now, self._waiting, self._running)
+        self.loads.give_room(now, self._waiting, self._running)
         batch = Batch(self._step + 1, self.limits.max_step_tokens, self._freed_rows)
         running = list(self._running)
         for sequence in running:  # first the streams that go on
@@ -196,6 +196,7 @@ class Scheduler:
             if batch.budget and sequence.num_wanted > 1 and self._can_run(sequence):
                 batch.add(sequence)
         self._admit(batch)
+        self.loads.ask()
         if not batch.sequences:
             return None
         self._step += 1

@@ -1,0 +1,153 @@
+"""Every value that a decoded request can hold is taken or refused by name, never a crash."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.engine.executor import ExecutorLimits
+from server.engine.validation import refuse
+from server.protocol import GenerateRequest, SamplingParams
+from tests.server.engine.harness import LIMITS, Harness, limits, make_request
+
+NAN, INF = math.nan, math.inf
+HUGE = 2**62
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_ids", []),
+        ("prompt_ids", [-1]),
+        ("prompt_ids", [100]),
+        ("prompt_ids", [5, HUGE]),
+        ("accepted_ids", [100]),
+        ("accepted_ids", [5] * 5),
+        ("stop_token_ids", (100,)),
+        ("stop_token_ids", (5,) * 257),
+        ("logit_bias", {100: 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {5: NAN}),
+        ("logit_bias", {5: INF}),
+        ("temperature", -0.1),
+        ("temperature", NAN),
+        ("temperature", INF),
+        ("top_k", -1),
+        ("top_k", HUGE),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", NAN),
+        ("typical_p", 0.0),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("frequency_penalty", INF),
+        ("presence_penalty", NAN),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("min_tokens", HUGE),
+        ("logprobs", -1),
+        ("logprobs", 129),
+        ("prompt_logprobs", -1),
+        ("adapter", ""),
+        ("choice", -1),
+        ("choice", HUGE),
+        ("deadline_s", NAN),
+    ],
+)
+def test_refused_by_name(field: str, value: Any) -> None:
+    refusal = refuse(make_request(**{"prompt": [5], field: value}), LIMITS)
+    assert refusal is not None
+    assert refusal.code == "invalid_request"
+    assert field in refusal.message
+
+
+def test_too_many_biases_and_prompt_logprobs() -> None:
+    wide = limits(vocab_size=10_000, max_context=10_000, num_pages=4000)
+    biases = refuse(make_request([5], logit_bias=dict.fromkeys(range(1025), 1.0)), wide)
+    assert biases is not None
+    assert "logit_bias" in biases.message
+    scored = refuse(make_request([5] * 9000, prompt_logprobs=128), wide)
+    assert scored is not None
+    assert "prompt_logprobs" in scored.message
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "changes", "refused"),
+    [
+        (63, 1, {}, False),
+        (64, 1, {}, True),
+        (64, 0, {}, False),
+        (65, 0, {}, True),
+        (10, 10**6, {}, False),
+        (10, 39, {"num_pages": 12}, False),
+        (10, 40, {"num_pages": 12}, True),
+    ],
+)
+def test_what_can_never_fit(
+    prompt_len: int, max_tokens: int, changes: dict[str, int], refused: bool
+) -> None:
+    refusal = refuse(make_request([5] * prompt_len, max_tokens), limits(**changes))
+    assert (refusal is not None) == refused
+    assert refusal is None or refusal.code == "context_length"
+
+
+def test_the_largest_request_that_is_taken_does_finish() -> None:
+    harness = Harness(limits(num_pages=12), depth=2)
+    key = harness.submit(make_request([5] * 10, 39))
+    harness.run()
+    assert harness.last(key).finish == "length"
+    assert len(harness.tokens(key)) == 39
+    harness.assert_at_rest()
+
+
+NUMBERS = st.one_of(
+    st.sampled_from([0, 1, -1, 5, 64, 2**31, 2**63, -(2**63)]), st.integers(-5, 200)
+)
+FLOATS = st.one_of(st.floats(), st.sampled_from([0.0, 1.0, 0.5]))
+REQUESTS = st.builds(
+    GenerateRequest,
+    request_id=st.text(max_size=3),
+    attempt=NUMBERS,
+    choice=NUMBERS,
+    adapter=st.sampled_from([None, "", "a", "\x00"]),
+    prompt_ids=st.lists(NUMBERS, max_size=4),
+    accepted_ids=st.lists(NUMBERS, max_size=2),
+    sampling=st.builds(
+        SamplingParams,
+        temperature=FLOATS,
+        top_k=NUMBERS,
+        top_p=FLOATS,
+        repetition_penalty=FLOATS,
+        max_tokens=NUMBERS,
+        min_tokens=NUMBERS,
+        ignore_eos=st.booleans(),
+        stop_token_ids=st.lists(NUMBERS, max_size=2).map(tuple),
+        logit_bias=st.dictionaries(NUMBERS, FLOATS, max_size=2),
+        logprobs=st.none() | NUMBERS,
+        prompt_logprobs=st.none() | NUMBERS,
+    ),
+    seed=NUMBERS,
+    priority=NUMBERS,
+    deadline_s=st.none() | FLOATS,
+    salt=st.text(max_size=2),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(request=REQUESTS)
+def test_any_request_ends_in_one_terminal_event(request: GenerateRequest) -> None:
+    harness = Harness(depth=2)
+    neighbour = harness.submit(make_request([5, 6], 8))
+    key = harness.submit(request)
+    harness.run()
+    assert harness.last(key).finish is not None
+    assert harness.last(neighbour).finish == "length"
+    harness.assert_at_rest()
+
+
+def test_limits_are_plain_values() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(LIMITS), type=ExecutorLimits) == LIMITS

@@ -8,8 +8,10 @@ import msgspec
 from adapters.strict_json import StrictJsonError, decode_object
 from router.generation import RequestError
 
-# Arrays and objects in one body: what is cheap to send must not be dear to walk.
+# What is cheap to send must not be dear to walk: arrays and objects, and values of any kind.
 MAX_CONTAINERS = 1 << 16
+MAX_VALUES = 1 << 19
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _FAULT = re.compile(r"(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -20,11 +22,10 @@ def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
     """The typed body, and all of it as plain values (for fields that `kind` does not know).
 
     Refused: bytes that are no UTF-8 JSON object (RFC 8259), a byte order mark, NaN and Infinity,
-    lone surrogates, a key that occurs twice, more than 32 levels, values of another type than
-    declared or out of range. Raises RequestError (invalid).
+    lone surrogates, a key that occurs twice, more than 32 levels or too many values, values of
+    another type than declared or out of range. Raises RequestError (invalid).
     """
-    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
-        raise RequestError("invalid", f"more than {MAX_CONTAINERS} arrays and objects in the body")
+    _check_size(body)
     try:
         plain = decode_object(body)
         if _SURROGATE.search(body):
@@ -42,6 +43,23 @@ def require(condition: object, message: str, param: str) -> None:
     """Raises RequestError (invalid) that names the field unless the condition holds."""
     if not condition:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
+
+
+def _check_size(body: bytes) -> None:
+    """Counts what the body holds before anything is built of it."""
+    if len(body) <= MAX_CONTAINERS:
+        return
+    bare = body
+    if _containers(body) > MAX_CONTAINERS or body.count(b",") > MAX_VALUES:
+        bare = _STRING.sub(b"", body)  # texts may hold any number of brackets and commas
+    if _containers(bare) > MAX_CONTAINERS:
+        raise RequestError("invalid", f"more than {MAX_CONTAINERS} arrays and objects in the body")
+    if bare.count(b",") > MAX_VALUES:
+        raise RequestError("invalid", f"more than {MAX_VALUES} values in the body")
+
+
+def _containers(data: bytes) -> int:
+    return data.count(b"[") + data.count(b"{")
 
 
 def _field_error(text: str) -> RequestError:

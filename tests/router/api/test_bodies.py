@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.api import lorax, openai_chat, openai_completions
-from router.api.body import MAX_CONTAINERS
+from router.api.body import MAX_CONTAINERS, MAX_VALUES
 from router.api.errors import dialect_of_path, error_answer
 from router.api.formatter import ApiLimits, ApiRequest
 from router.generation import GenerationCall, RequestError
@@ -200,6 +200,7 @@ BAD_BYTES: dict[str, bytes] = {
     "deep": b'{"inputs": ' + b"[" * 10000 + b"]" * 10000 + b"}",
     "33 levels": b'{"x": ' + b"[" * 32 + b"]" * 32 + b"}",
     "wide": b'{"x": [' + b"[]," * MAX_CONTAINERS + b"[]]}",
+    "long": b'{"inputs": "x", "model": "small", "prompt": [' + b"1," * MAX_VALUES + b"1]}",
     "comment": b'{"inputs": "x" /* */}',
     "single quotes": b"{'inputs': 'x'}",
 }
@@ -265,6 +266,12 @@ def test_any_fields_parse_or_are_refused(path: str, fields: dict[str, Any]) -> N
 def test_any_bytes_are_refused(path: str, body: bytes) -> None:
     with pytest.raises(RequestError):
         parse(path, body)
+
+
+@pytest.mark.parametrize("text", ["[", "{", ",", '\\"[,', "\\"])
+def test_texts_may_be_full_of_punctuation(text: str) -> None:
+    prompt = text * (MAX_VALUES + 1)
+    assert call_of(COMPLETIONS, prompt=prompt).prompts == (prompt,)
 
 
 @pytest.mark.parametrize("path", MINIMAL)

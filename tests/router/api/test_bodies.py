@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.api import lorax, openai_chat, openai_completions
-from router.api.body import MAX_CONTAINERS, MAX_VALUES
+from router.api.body import MAX_PARTS, MAX_VALUES
 from router.api.errors import dialect_of_path, error_answer
 from router.api.formatter import ApiLimits, ApiRequest
 from router.generation import GenerationCall, RequestError
@@ -199,7 +199,8 @@ BAD_BYTES: dict[str, bytes] = {
     "same key within": b'{"inputs": "a", "parameters": {"seed": 1, "seed": 2}}',
     "deep": b'{"inputs": ' + b"[" * 10000 + b"]" * 10000 + b"}",
     "33 levels": b'{"x": ' + b"[" * 32 + b"]" * 32 + b"}",
-    "wide": b'{"x": [' + b"[]," * MAX_CONTAINERS + b"[]]}",
+    "many keys": b"{" + b",".join(b'"%d": 0' % i for i in range(MAX_PARTS + 1)) + b"}",
+    "wide": b'{"x": [' + b"[]," * MAX_PARTS + b"[]]}",
     "long": b'{"inputs": "x", "model": "small", "prompt": [' + b"1," * MAX_VALUES + b"1]}",
     "comment": b'{"inputs": "x" /* */}',
     "single quotes": b"{'inputs': 'x'}",

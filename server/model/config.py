@@ -78,7 +78,13 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return self.num_kv_heads * self.head_dim
 
 
-def base_spec(config: ModelConfig, digest: str, names: tuple[str, ...]) -> BaseSpec:
+def base_spec(
+    config: ModelConfig,
+    digest: str,
+    names: tuple[str, ...],
+    embedding_digests: Mapping[str, str] | None = None,
+    num_tokens: int | None = None,
+) -> BaseSpec:
     """The module table that adapters for this model are validated against."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = {
@@ -101,6 +107,8 @@ def base_spec(config: ModelConfig, digest: str, names: tuple[str, ...]) -> BaseS
             "embed_tokens": ModuleShape("model.embed_tokens", config.vocab_size, hidden),
             "lm_head": ModuleShape("lm_head", hidden, config.vocab_size),
         },
+        embedding_digests=dict(embedding_digests or {}),
+        num_tokens=num_tokens,
     )
 
 

@@ -1,5 +1,6 @@
 """TorchExecutor: carries out step plans with one decoder on one device."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -169,4 +170,5 @@ class TorchExecutor:
 
 def _leave_a_core() -> None:
     """The engine shares the machine with the router and the shell; never more threads than set."""
-    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores - 1)))

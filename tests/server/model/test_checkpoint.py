@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from adapters.floats import float_digest
+from server.model.base_facts import read_base_spec
 from server.model.card import model_card
 from server.model.checkpoint import CheckpointError, base_digest, read_config
 from server.model.weights import load_weights
@@ -182,3 +184,33 @@ def test_slow_tokenizer_is_refused(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         card(folder)
+
+
+def test_base_facts(folder: Path, tmp_path: Path) -> None:
+    """An embedding that PEFT saves beside an adapter is known as the base's own, in any dtype."""
+    base = read_base_spec(folder, ("demo", "org/demo"))
+    assert (base.digest, base.names) == (base_digest(folder), ("demo", "org/demo"))
+    assert base.num_tokens is None
+    for short, name in (
+        ("embed_tokens", "model.embed_tokens.weight"),
+        ("lm_head", "lm_head.weight"),
+    ):
+        stored = load_file(folder / "model.safetensors")[name]
+        raw = stored.double().numpy().view("u1").reshape(-1)
+        assert base.embedding_digests[short] == float_digest([(raw, "F64")])
+    assert base.embedding_digests["embed_tokens"] != base.embedding_digests["lm_head"]
+    tied = read_base_spec(save_model(make_model("llama-biases-tied"), tmp_path / "tied"), ())
+    assert tied.embedding_digests["embed_tokens"] == tied.embedding_digests["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "expected"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9}]}, 10),
+        ({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}}, 2),
+        ({"model": {}}, None),
+    ],
+)
+def test_number_of_tokens(folder: Path, tokenizer: dict[str, Any], expected: int | None) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert read_base_spec(folder, ()).num_tokens == expected

@@ -201,6 +201,23 @@ def test_broken_adapter_fails_alone_and_leaves_nothing_behind(
     assert after.output == expected[1]
 
 
+def test_padding_never_follows_a_former_sequence_s_pages(
+    driver: Driver, slab: tuple[SlabLayout, bytes]
+) -> None:
+    """A row's table still names older pages; a longer neighbour pads up to them."""
+    layout, data = slab
+    broken = torch.full((len(data) // 4,), float("inf")).numpy().tobytes()
+    assert driver.load(0, layout, broken, 0).error is None
+    short, long = prompt(9, 1), prompt(13, 2)  # 3 and 4 pages
+    expected = [answer(driver, 3, ids=ids) for ids in (short, long)]
+    bad = Stream(driver, 5, prompt(16, 3), slot=0, sampling=GREEDY)
+    generate(driver, [bad], 1, 64)
+    streams = [Stream(driver, row, ids, sampling=GREEDY) for row, ids in ((5, short), (6, long))]
+    generate(driver, streams, 3, 64)
+    assert not set(bad.pages) & {page for s in streams for page in s.pages}
+    assert [s.output for s in streams] == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -1,0 +1,59 @@
+"""The BaseSpec of a model's folder, with the facts that only its files tell. No torch."""
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adapters.base import BaseSpec
+from adapters.floats import float_digest
+from server.model.card import TOKENIZER_FILE
+from server.model.checkpoint import (
+    CheckpointError,
+    Shard,
+    base_digest,
+    read_config,
+    read_optional_json,
+    read_shards,
+)
+from server.model.config import base_spec
+
+_EMBED = "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
+    """What adapters for this model are validated against. Reads the embeddings once, for their
+    digests. Raises CheckpointError."""
+    config = read_config(folder)
+    tied = config.tie_word_embeddings
+    shards = {name: shard for shard in read_shards(folder) for name in shard.tensors}
+    digests = {"embed_tokens": _digest(shards, _EMBED)}
+    digests["lm_head"] = digests["embed_tokens"] if tied else _digest(shards, _LM_HEAD)
+    num_tokens = _num_tokens(read_optional_json(folder / TOKENIZER_FILE))
+    return base_spec(config, base_digest(folder), names, digests, num_tokens)
+
+
+def _digest(shards: Mapping[str, Shard], name: str) -> str:
+    shard = shards.get(name)
+    if shard is None or shard.tensors[name].dtype not in _FLOAT_DTYPES:
+        raise CheckpointError(f"the model's weights have no {name} in floating point")
+    tensor = shard.tensors[name]
+    with shard.path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        raw = np.frombuffer(mapped, np.uint8)[tensor.begin : tensor.end]
+        return float_digest([(raw, tensor.dtype)])
+
+
+def _num_tokens(tokenizer: Mapping[str, Any]) -> int | None:
+    """Highest id + 1 of a tokenizer.json; None when it has none."""
+    model = tokenizer.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    added = tokenizer.get("added_tokens")
+    ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab or ()))
+    tokens = [token.get("id") for token in added or () if isinstance(token, dict)]
+    highest = max((i for i in (*ids, *tokens) if isinstance(i, int)), default=-1)
+    return highest + 1 if highest >= 0 else None

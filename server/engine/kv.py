@@ -45,11 +45,13 @@ class SequencePages:
     def publish(self, sequence: Sequence, num_computed: int) -> None:
         """Its first `num_computed` tokens are computed, and no worse than they should be."""
         num_full = num_computed // self.pool.page_size
+        if num_full <= sequence.num_published:
+            return
         hashes = sequence.full_page_hashes(self.pool.page_size, num_full)
         for i in range(sequence.num_published, num_full):
             self.pool.publish(sequence.pages[i], hashes[i])
             self._no_longer_computes(sequence, hashes[i])
-        sequence.num_published = max(sequence.num_published, num_full)
+        sequence.num_published = num_full
 
     def release(self, sequence: Sequence) -> None:
         for digest in sequence.hashes[sequence.num_published :]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from server.engine.pages import PageHash, page_hash, root_hash
-from server.protocol import Finish, GenerateRequest, TokenLogprob
+from server.protocol import GenerateRequest, TokenLogprob
 
 
 class State(enum.Enum):
@@ -60,9 +60,12 @@ class Sequence:
     cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     started: bool = False  # its first event is out
-    finish: Finish | None = None
+    prompt_len: int = 0
+    last_input: int = 0  # tokens that are ever inputs; the last of an output never is
 
     def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_ids)
+        self.last_input = max(self.limit - 1, self.prompt_len)
         self.tokens = [*self.request.prompt_ids, *self.request.accepted_ids]
 
     def move(self, state: State) -> None:
@@ -75,10 +78,6 @@ class Sequence:
         return self.request.adapter
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
     def num_output(self) -> int:
         """Output tokens known; the next event's index."""
         return len(self.tokens) - self.prompt_len
@@ -89,9 +88,8 @@ class Sequence:
 
     @property
     def num_wanted(self) -> int:
-        """Tokens to be computed now. The last token of an output is never an input."""
-        last_input = max(self.limit - 1, self.prompt_len)
-        return min(self.num_tokens, last_input) - self.num_computed
+        """Tokens to be computed now."""
+        return min(len(self.tokens) + self.pending, self.last_input) - self.num_computed
 
     @property
     def remaining(self) -> int:

@@ -100,8 +100,7 @@ def _post(path: str, endpoint: Endpoint) -> Route:
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     answer = error_answer(error, dialect_of_path(request.scope["path"]))
-    if error.cause in ("too_large", "body_timeout", "media_type"):
-        # The rest of the body is not read: the connection cannot carry another request.
+    if error.cause == "body_timeout":
         answer.headers["connection"] = "close"
     return Response(answer.body, answer.status, answer.headers)
 

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
+MAX_DISCARDED_BYTES = 64 << 20
 WRITE_STALL_S = 60.0
 
 
@@ -22,6 +23,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
         self._in_head = True
+        self._discarded_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -54,6 +56,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         _stop(self._head_timer)
         self._head_timer = None
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """After an early answer (413, …) the rest of a body is thrown away, up to a limit.
+
+        To close under a client that still sends would take the answer from it.
+        """
+        if self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.abort()
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

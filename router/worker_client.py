@@ -93,6 +93,7 @@ class WorkerClient:
             ping_timeout=_PING_TIMEOUT_S,
             close_timeout=1.0,
             proxy=None,
+            logger=_frame_logger(),
         ) as socket:
             hello = await self._greet(socket)
             refusal = await self._listener.accept_card(await self._card(hello.card_digest))
@@ -130,3 +131,10 @@ class WorkerClient:
         card = await asyncio.to_thread(parse_card, payload, digest)
         await asyncio.to_thread(self._cards.save, digest, payload)
         return card
+
+
+def _frame_logger() -> logging.Logger:
+    """Never at DEBUG: there the library shows frames, and with them prompts and credentials."""
+    quiet = logging.getLogger(f"{__name__}.websocket")
+    quiet.setLevel(logging.WARNING)
+    return quiet

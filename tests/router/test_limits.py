@@ -1,0 +1,249 @@
+"""Everything is bounded: bodies, heads, queues, time; full means a clear answer."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router import http_body, http_protocol
+from server.protocol import ErrorCode, GenerateRequest
+from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
+from tests.router.serving import Running, poll, running_router
+
+BODY = {"model": BASE_NAME, "prompt": "x"}
+
+
+def hold(worker: FakeWorker) -> asyncio.Event:
+    """No sequence gets a token before this is set."""
+    gate = asyncio.Event()
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        await gate.wait()
+        return None
+
+    worker.before_token = before_token
+    return gate
+
+
+async def complete(router: Running, **fields: Any) -> httpx.Response:
+    return await router.client.post("/v1/completions", json={**BODY, **fields})
+
+
+async def test_a_full_queue(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    worker.credits = 2
+    gate = hold(worker)
+    async with (
+        running_worker(worker),
+        running_router(tmp_path, worker, max_queue=3) as router,
+    ):
+        asking = [asyncio.create_task(complete(router)) for _ in range(5)]
+
+        async def full() -> bool:
+            return len(router.service.fleet.queue) == 3 and len(worker.requests) == 2
+
+        await poll(full)
+        for stream in (False, True):
+            refused = await complete(router, stream=stream)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        lorax = await router.client.post("/generate", json={"inputs": "x"})
+        assert (lorax.status_code, lorax.json()["error_type"]) == (429, "overloaded")
+        gate.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
+        assert len(worker.requests) == 5
+        await router.until_idle()
+
+
+async def test_a_queue_full_of_bytes(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    worker.credits = 1
+    gate = hold(worker)
+    async with (
+        running_worker(worker),
+        running_router(tmp_path, worker, max_queue_bytes=36 * 100) as router,
+    ):
+        asking = [asyncio.create_task(complete(router, prompt="y" * 80)) for _ in range(2)]
+
+        async def queued() -> bool:
+            return len(router.service.fleet.queue) == 1
+
+        await poll(queued)
+        assert (await complete(router, prompt="y" * 80)).status_code == 429
+        gate.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
+
+
+async def test_more_requests_than_allowed(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    gate = hold(worker)
+    async with running_worker(worker), running_router(tmp_path, worker, max_requests=1) as router:
+        asking = asyncio.create_task(complete(router))
+        await worker.until(lambda: len(worker.requests) == 1)
+        assert (await complete(router)).status_code == 429
+        gate.set()
+        assert (await asking).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline(tmp_path: Path, stream: bool) -> None:
+    """In the queue and on the worker alike: 504, and the worker is told."""
+    worker = FakeWorker()
+    worker.credits = 1
+    hold(worker)
+    async with (
+        running_worker(worker),
+        running_router(tmp_path, worker, request_timeout_s=0.5) as router,
+    ):
+        answers = await asyncio.gather(*(complete(router, stream=stream) for _ in range(2)))
+        assert [answer.status_code for answer in answers] == [504, 504]
+        await worker.until(lambda: len(worker.aborts) >= 1)
+        await router.until_idle()
+
+
+async def test_no_worker(tmp_path: Path) -> None:
+    async with running_router(tmp_path) as router:
+        for answer in (
+            await complete(router),
+            await complete(router, stream=True),
+            await router.client.get("/health/ready"),
+            await router.client.get("/health"),
+            await router.client.get("/v1/models"),
+            await router.client.get("/info"),
+        ):
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"]
+            assert answer.json()["error"]
+        assert (await router.client.get("/health/live")).status_code == 200
+        assert (await router.client.get("/metrics")).status_code == 200
+
+
+async def test_a_saved_card_serves_what_needs_no_worker(tmp_path: Path) -> None:
+    card = tmp_path / "card.json"
+    card.write_bytes(FakeWorker().card_bytes)
+    async with running_router(tmp_path, model_card=card) as router:
+        tokens = await router.client.post("/tokenize", json={"inputs": "ab"})
+        assert [token["id"] for token in tokens.json()] == [97, 98]
+        assert (await router.client.get("/v1/models")).status_code == 200
+        assert (await complete(router)).status_code == 503
+        assert (await complete(router, temperature=-1)).status_code == 400
+
+
+async def test_a_worker_that_is_not_ready(router: Running, worker: FakeWorker) -> None:
+    await worker.announce(ready=False)
+
+    async def unready() -> bool:
+        return (await router.client.get("/health/ready")).status_code == 503
+
+    await poll(unready)
+    assert (await complete(router)).status_code == 503
+    await worker.announce(ready=True)
+    await router.until_ready()
+    assert (await complete(router)).status_code == 200
+
+
+# Bodies
+
+
+async def test_a_body_too_large(tmp_path: Path) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b"x" * 300
+
+    async with (
+        running_worker(FakeWorker()) as worker,
+        running_router(tmp_path, worker, max_body_bytes=1000) as router,
+    ):
+        headers = {"content-type": "application/json"}
+        for content in (b"x" * 1001, chunks()):
+            answer = await router.client.post("/generate", content=content, headers=headers)
+            assert answer.status_code == 413
+            assert answer.json()["error_type"] == "body_too_large"
+        assert (await complete(router)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+        ({"content-type": "application/vnd.api+json"}, 200),
+        ({}, 200),
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-type": "multipart/form-data; boundary=x"}, 415),
+        ({"content-type": ""}, 415),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, 415),
+    ],
+)
+async def test_content_types(router: Running, headers: dict[str, str], status: int) -> None:
+    content = json.dumps(BODY).encode()
+    for path in ("/v1/completions", "/tokenize"):
+        answer = await router.client.post(path, content=content, headers=headers)
+        expected = 422 if (path, status) == ("/tokenize", 200) else status
+        assert answer.status_code == expected
+        assert answer.json()
+
+
+async def test_a_body_that_never_comes(router: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_body, "BODY_TIMEOUT_S", 0.05)
+    head = "POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    answer = await raw(router, f"{head}content-length: 10\r\n\r\n".encode() + b'{"in')
+    assert b" 408 " in answer.split(b"\r\n")[0]
+    assert b'"error_type":"body_timeout"' in answer
+
+
+# Heads
+
+
+async def raw(router: Running, data: bytes) -> bytes:
+    """What the server answers to these bytes, until it closes."""
+    url = router.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        writer.write(data)
+        await writer.drain()
+        async with asyncio.timeout(10):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GARBAGE\r\n\r\n", 400),
+        (b"GET / HTTP/9.9\r\n\r\n", 400),
+        (b"GET /health/live HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 70_000, 431),
+        (b"GET /health/live HTTP/1.1\r\n" + b"a: b\r\n" * 200, 431),
+        (b"GET /" + b"a" * 70_000, 431),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400),
+    ],
+)
+async def test_bad_heads(router: Running, data: bytes, status: int) -> None:
+    answer = await raw(router, data)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == status
+    assert json.loads(body)["error"]
+    assert b"content-type: application/json" in head
+
+
+async def test_a_head_that_never_ends(router: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.05)
+    answer = await raw(router, b"GET /health HTTP/1.1\r\nhost: x\r\n")
+    assert b" 408 " in answer.split(b"\r\n")[0]
+    assert await raw(router, b"") == b""
+
+
+async def test_one_connection_serves_many_requests(router: Running) -> None:
+    head = "HTTP/1.1\r\nhost: x\r\n"
+    first = f"GET /health/live {head}\r\nGET /v1/models {head}connection: close\r\n\r\n"
+    answer = await raw(router, first.encode())
+    assert answer.count(b"HTTP/1.1 200") == 2

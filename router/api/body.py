@@ -8,7 +8,7 @@ import msgspec
 from adapters.strict_json import StrictJsonError, decode_object
 from router.generation import RequestError
 
-# What is cheap to send must not be dear to walk: arrays, objects and their keys; values of any kind.
+# What is cheap to send must not be dear to walk: arrays, objects and keys; values of any kind.
 MAX_PARTS = 1 << 16
 MAX_VALUES = 1 << 18
 _FAULT = re.compile(r"(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)

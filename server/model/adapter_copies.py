@@ -57,6 +57,8 @@ class AdapterCopies:
                     weights = self.table.prepare(
                         copy.adapter_slot, copy.layout, copy.device_extents
                     )
+                    if self._stream is not None:
+                        self._stream.synchronize()
                 except (ValueError, RuntimeError) as error:
                     self._finished.put((copy, {}, str(error)))
                 else:
@@ -76,8 +78,6 @@ class AdapterCopies:
             layout.runs, copy.host_extents, copy.device_extents, strict=True
         ):
             self._copy_run(source * size, target * size, run * size)
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def _copy_run(self, source: int, target: int, nbytes: int) -> None:
         host, device = self._host, self.table.arena

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from peft import LoraConfig
 
 from adapters.manifest import SlabLayout
-from server.engine.executor import AdapterCopy, Executor
+from server.engine.executor import Executor
 from server.engine.plan import StepPlan
 from server.model.checkpoint import read_config
 from server.model.executor import TorchExecutor
@@ -218,74 +217,6 @@ def test_padding_never_follows_a_former_sequence_s_pages(
     assert [s.output for s in streams] == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"dtype": "bfloat16"}, "bfloat16"),
-        ({"extent_bytes": 8192}, "8192"),
-        ({"runs": (1,)}, "lacks a place"),
-    ],
-)
-def test_copy_that_does_not_fit_is_reported(
-    driver: Driver, slab: tuple[SlabLayout, bytes], changes: dict[str, Any], words: str
-) -> None:
-    layout, data = slab
-    expected = answer(driver, ids=[4, 5, 6])
-    driver.load(1, layout, data, 0)
-
-    wrong = msgspec.structs.replace(layout, **changes)
-    places = tuple(range(len(layout.runs)))
-    driver.executor.start_copy(AdapterCopy(2, wrong, places, places))
-    done = driver.wait_for_copy()
-    assert done.digest == layout.digest
-    assert words in str(done.error)
-    assert answer(driver, ids=[4, 5, 6]) == expected
-
-
-@pytest.mark.parametrize("place", ["host", "device"])
-def test_copy_outside_an_arena_is_reported(
-    driver: Driver, slab: tuple[SlabLayout, bytes], place: str
-) -> None:
-
-    layout, _ = slab
-    inside = tuple(range(len(layout.runs)))
-    outside = (*inside[:-1], 10**6)
-    host, device = (outside, inside) if place == "host" else (inside, outside)
-    driver.executor.start_copy(AdapterCopy(2, layout, host, device))
-    assert "outside an arena" in str(driver.wait_for_copy().error)
-
-
-def test_untargeted_sites_and_base_rows_pay_nothing(
-    driver: Driver, slab: tuple[SlabLayout, bytes]
-) -> None:
-    driver.load(0, *slab, first=0)
-    table = driver.executor._table
-    assert table.batch(torch.tensor([-1, -1, -1]).numpy()) is None
-    batch = table.batch(torch.tensor([-1, 0, 0, -1]).numpy())
-    assert batch is not None
-    assert [(s.begin, s.end) for s in batch.segments] == [(1, 3)]
-    # qkv and down of three layers; no o, gate_up, embed_tokens or lm_head.
-    assert sorted(batch.sites) == [0, 3, 4, 7, 8, 11]
-    empty = table.batch(torch.tensor([5]).numpy())  # a slot without weights
-    assert empty is not None
-    assert not empty.sites
-
-
-def test_device_table_says_where_the_weights_lie(
-    driver: Driver, slab: tuple[SlabLayout, bytes]
-) -> None:
-    driver.load(2, *slab, first=7)
-    table = driver.executor._table
-    site = next(s for s in slab[0].sites if s.kind == "qkv")
-    words = table.device_table.words[2, 0]
-    offset = int(words[0]) - table.arena.data_ptr()
-    stored = table.arena[offset : offset + 16].numpy().tobytes()
-    assert stored == slab[1][site.a_offset : site.a_offset + 16]
-    assert words.view(torch.int32)[8:12].tolist() == [4, 0, 4, 8]
-    assert int(words[2]) == 0
-    assert words.view(torch.float32)[12:15].tolist() == [2.0, 0.0, 2.0]
-
-
 def test_half_precision_agrees_roughly(folder: Path, driver: Driver) -> None:
     sampling = SamplingParams(temperature=0.0, logprobs=0, prompt_logprobs=0)
     exact = Stream(driver, 0, prompt(20, 8), sampling=sampling)
@@ -297,10 +228,3 @@ def test_half_precision_agrees_roughly(folder: Path, driver: Driver) -> None:
         half.close()
         for a, b in zip(stream.prompt_logprobs, exact.prompt_logprobs, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=0.5)
-
-
-def test_close_ends_the_copy_thread(folder: Path) -> None:
-    arena = bytearray(1 << 16)
-    executor = TorchExecutor(engine_config(folder), memoryview(arena))
-    executor.close()
-    arena.append(0)  # raises BufferError while anything still holds the arena

@@ -1,0 +1,120 @@
+"""Copies of adapters: what does not fit is reported, what fits is found through the table."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from peft import LoraConfig
+
+from adapters.manifest import SlabLayout
+from server.engine.executor import AdapterCopy
+from server.model.executor import TorchExecutor
+from server.protocol import SamplingParams
+from tests.server.model.driver import Driver, Stream, engine_config, generate
+from tests.server.model.hub_models import add_adapter, make_model, save_model
+from tests.server.model.slabs import pack
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_model("llama3"), tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def slab() -> tuple[SlabLayout, bytes]:
+    return pack(add_adapter(make_model("llama3"), "one", LORA, 1), "one")
+
+
+@pytest.fixture
+def driver(folder: Path) -> Iterator[Driver]:
+    found = Driver(folder)
+    yield found
+    found.close()
+
+
+def answer(driver: Driver) -> list[int]:
+    stream = Stream(driver, 0, [4, 5, 6], sampling=SamplingParams(temperature=0.0))
+    generate(driver, [stream], 8, 64)
+    stream.free()
+    return stream.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"extent_bytes": 8192}, "8192"),
+        ({"runs": (1,)}, "lacks a place"),
+    ],
+)
+def test_copy_that_does_not_fit_is_reported(
+    driver: Driver, slab: tuple[SlabLayout, bytes], changes: dict[str, Any], words: str
+) -> None:
+    layout, data = slab
+    expected = answer(driver)
+    driver.load(1, layout, data, 0)
+
+    wrong = msgspec.structs.replace(layout, **changes)
+    places = tuple(range(len(layout.runs)))
+    driver.executor.start_copy(AdapterCopy(2, wrong, places, places))
+    done = driver.wait_for_copy()
+    assert done.digest == layout.digest
+    assert words in str(done.error)
+    assert answer(driver) == expected
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_copy_outside_an_arena_is_reported(
+    driver: Driver, slab: tuple[SlabLayout, bytes], place: str
+) -> None:
+
+    layout, _ = slab
+    inside = tuple(range(len(layout.runs)))
+    outside = (*inside[:-1], 10**6)
+    host, device = (outside, inside) if place == "host" else (inside, outside)
+    driver.executor.start_copy(AdapterCopy(2, layout, host, device))
+    assert "outside an arena" in str(driver.wait_for_copy().error)
+
+
+def test_untargeted_sites_and_base_rows_pay_nothing(
+    driver: Driver, slab: tuple[SlabLayout, bytes]
+) -> None:
+    driver.load(0, *slab, first=0)
+    table = driver.executor._table
+    assert table.batch(torch.tensor([-1, -1, -1]).numpy()) is None
+    batch = table.batch(torch.tensor([-1, 0, 0, -1]).numpy())
+    assert batch is not None
+    assert [(s.begin, s.end) for s in batch.segments] == [(1, 3)]
+    # qkv and down of three layers; no o, gate_up, embed_tokens or lm_head.
+    assert sorted(batch.sites) == [0, 3, 4, 7, 8, 11]
+    empty = table.batch(torch.tensor([5]).numpy())  # a slot without weights
+    assert empty is not None
+    assert not empty.sites
+
+
+def test_device_table_says_where_the_weights_lie(
+    driver: Driver, slab: tuple[SlabLayout, bytes]
+) -> None:
+    driver.load(2, *slab, first=7)
+    table = driver.executor._table
+    site = next(s for s in slab[0].sites if s.kind == "qkv")
+    words = table.device_table.words[2, 0]
+    offset = int(words[0]) - table.arena.data_ptr()
+    stored = table.arena[offset : offset + 16].numpy().tobytes()
+    assert stored == slab[1][site.a_offset : site.a_offset + 16]
+    assert words.view(torch.int32)[8:12].tolist() == [4, 0, 4, 8]
+    assert int(words[2]) == 0
+    assert words.view(torch.float32)[12:15].tolist() == [2.0, 0.0, 2.0]
+
+
+def test_close_ends_the_copy_thread(folder: Path) -> None:
+    arena = bytearray(1 << 16)
+    executor = TorchExecutor(engine_config(folder), memoryview(arena))
+    executor.close()
+    arena.append(0)  # raises BufferError while anything still holds the arena

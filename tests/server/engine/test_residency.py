@@ -57,6 +57,14 @@ def test_spares_a_small_old_adapter_when_a_larger_one_must_go_anyway() -> None:
     assert arena.ready == ("small",)
 
 
+def test_many_small_adapters_go_for_a_large_one() -> None:
+    arena = AdapterArena(8, 1, 8)
+    for digest in "abcdefgh":
+        ready(arena, digest, (1,))
+    assert arena.place("large", (1, 1, 1, 1, 1)) is not None
+    assert "".join(arena.ready) == "fgh"
+
+
 def test_leased_loading_and_kept_adapters_stay() -> None:
     arena = AdapterArena(3, 1, 3)
     ready(arena, "leased", (1,))

@@ -148,10 +148,17 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from router.main import run
+    from router.model_card import CardError
+    from router.service import ConfigError
 
     _log_to_stderr()
-    values = config.resolve(config.ROUTER_OPTIONS, arguments, environ)
-    run(config.build(RouterConfig, values))
+    chosen = config.build(RouterConfig, config.resolve(config.ROUTER_OPTIONS, arguments, environ))
+    try:
+        run(chosen)
+    except (CardError, ConfigError) as error:
+        fail(str(error), 1)
+    except OSError as error:
+        fail(f"port {chosen.port} of {chosen.host} cannot be used: {error.strerror}", 1)
 
 
 def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from adapters.errors import AdapterError
 from adapters.ref import parse_ref
 from launcher.demo import EXAMPLES, adapter_paths, model_path
+from launcher.demo.recipe import BASE_NAME
 from launcher.options import OptionError, Values
 from router.config import RouterConfig
 from server.config import WorkerConfig
@@ -39,7 +40,13 @@ def plan(values: Mapping[str, Values]) -> Plan:
         aliases.append(alias)
         roots.extend([root] if root else [])
     model = str(model_path()) if is_demo else str(values["model"])
-    shared = {**values, "model": model, "adapter_roots": tuple(dict.fromkeys(roots))}
+    model_names = (BASE_NAME, *_texts(values["model_names"])) if is_demo else values["model_names"]
+    shared = {
+        **values,
+        "model": model,
+        "model_names": model_names,
+        "adapter_roots": tuple(dict.fromkeys(roots)),
+    }
     worker = WorkerConfig(**fields_of(WorkerConfig, shared))  # type: ignore[arg-type]
     router_values = {**values, "workers": (), "adapters": tuple(aliases)}
     router = RouterConfig(**fields_of(RouterConfig, router_values))  # type: ignore[arg-type]

@@ -47,7 +47,13 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _not_a_denial(record: logging.LogRecord) -> bool:
+    """uvicorn takes every refused WebSocket for a fault of the application."""
+    return record.msg != "ASGI callable returned without completing handshake."
+
+
 def _server(prepared: Prepared, secret: str) -> _Server:
+    logging.getLogger("uvicorn.error").addFilter(_not_a_denial)
     return _Server(
         uvicorn.Config(
             WorkerApp(prepared.worker, secret).build(),

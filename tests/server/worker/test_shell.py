@@ -246,6 +246,29 @@ async def test_a_stuck_engine_is_killed_and_replaced(tmp_path: Path) -> None:
         assert "no step" in shell.log.read_text()
 
 
+async def test_a_stopped_worker_finishes_what_runs(tmp_path: Path) -> None:
+    """One that takes longer than the limit ends in an error that lets the router resume."""
+    shell = start(tmp_path, "--drain-timeout-s", "3")
+    try:
+        shell.wait_ready()
+        async with connected(shell) as router:
+            await router.send(request("short", 400), request("endless", LONG))
+            await router.until_started("short", "endless")
+            shell.process.send_signal(signal.SIGTERM)
+            await router.until_status(draining=True, ready=False)
+            await router.send(request("late"))
+            ended = await router.until_finished("short", "late", "endless")
+            assert ended["short"].finish == "length"
+            assert ended["late"].error == "draining"
+            assert ended["endless"].error == "draining"
+            assert ended["endless"].index == len(router.tokens_of("endless"))
+        assert shell.process.wait(TIMEOUT_S) == 0, shell.log.read_text()
+        assert "Traceback" not in shell.log.read_text()
+    finally:
+        shell.process.kill()
+        shell.process.wait(TIMEOUT_S)
+
+
 async def test_a_killed_shell_takes_its_engine_along(tmp_path: Path) -> None:
     shell = start(tmp_path)
     try:

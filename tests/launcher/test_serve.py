@@ -1,0 +1,204 @@
+"""`loraplex serve` as a user starts it, on an engine without a model."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 60.0
+QUICK = ("--executor", 'certify:{"step_s": 0.002}', "--kv-memory", "64MiB")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "launcher", *arguments]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
+    return kept | variables
+
+
+class Serving:
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.port = free_port()
+        self.log = folder / "log"
+        arguments = ["serve", "--port", str(self.port), "--cache-dir", str(folder / "cache")]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command(*arguments, *QUICK, *options),
+                cwd=ROOT,
+                env=environment(),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Polls a condition, bounded in time."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, self.text
+            assert self.process.poll() is None, self.text
+            time.sleep(0.02)
+
+    def is_ready(self) -> bool:
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{self.port}/health/ready", trust_env=False)
+        except httpx.TransportError:
+            return False
+        return answer.status_code == 200
+
+    def generate(self, max_tokens: int = 5) -> httpx.Response:
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": max_tokens}}
+        url = f"http://127.0.0.1:{self.port}/generate"
+        return httpx.post(url, json=body, timeout=TIMEOUT_S, trust_env=False)
+
+    def child(self, command: str) -> psutil.Process:
+        (found,) = [
+            child
+            for child in psutil.Process(self.process.pid).children()
+            if command in child.cmdline()
+        ]
+        return found
+
+    def family(self) -> list[psutil.Process]:
+        return list(psutil.Process(self.process.pid).children(recursive=True))
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    serving = Serving(tmp_path)
+    try:
+        serving.until(lambda: "ready at http" in serving.text)
+        yield serving
+    finally:
+        serving.process.kill()
+        serving.process.wait(TIMEOUT_S)
+
+
+def stop(serving: Serving, *signals: signal.Signals) -> int:
+    """The exit code; no child outlives it."""
+    family = serving.family()
+    assert len(family) == 3, "a worker with its engine, and a router"
+    for number in signals:
+        serving.process.send_signal(number)
+    code = serving.process.wait(TIMEOUT_S)
+    _, alive = psutil.wait_procs(family, TIMEOUT_S)
+    assert not alive
+    return code
+
+
+def test_it_serves_and_stops(serving: Serving) -> None:
+    assert serving.generate().status_code == 200
+    assert f"curl http://127.0.0.1:{serving.port}/generate" in serving.text
+    assert stop(serving, signal.SIGINT) == 0
+    assert "Traceback" not in serving.text
+
+
+def test_no_secret_is_on_a_command_line(serving: Serving) -> None:
+    secret = serving.child("router").environ()["LORAPLEX_SECRET"]
+    assert len(secret) > 30
+    assert serving.child("worker").environ()["LORAPLEX_SECRET"] == secret
+    for process in serving.family():
+        assert not any(secret in word for word in process.cmdline())
+    assert secret not in serving.text
+
+
+@pytest.mark.parametrize("name", ["worker", "router"])
+def test_a_killed_child_is_replaced_and_said_so(serving: Serving, name: str) -> None:
+    serving.child(name).kill()
+    serving.until(lambda: f"loraplex: {name} died" in serving.text)
+    serving.until(serving.is_ready)
+    assert serving.generate().status_code == 200
+    assert stop(serving, signal.SIGTERM) == 0
+
+
+def test_a_killed_launcher_leaves_nothing_behind(serving: Serving) -> None:
+    family = serving.family()
+    serving.process.kill()
+    _, alive = psutil.wait_procs(family, TIMEOUT_S)
+    assert not alive
+
+
+def failure(*arguments: str, code: int = 1, **variables: str) -> str:
+    """The one sentence on stderr."""
+    done = subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("loraplex: ")]
+    return sentence
+
+
+def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        sentence = failure("serve", "--port", port, "--cache-dir", str(tmp_path), *QUICK)
+    assert port in sentence
+    assert "--port" in sentence
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("/no/such/folder", "no folder"),
+        ("./no-such-folder", "no folder"),
+        ("a b", "neither a folder nor a Hub id"),
+    ],
+)
+def test_a_model_that_is_not_there_is_said(tmp_path: Path, model: str, says: str) -> None:
+    options = ["--port", "0", "--cache-dir", str(tmp_path), *QUICK]
+    assert says in failure("serve", model, *options, HF_HUB_OFFLINE="1")
+
+
+def test_a_model_that_was_never_downloaded_is_said_offline(tmp_path: Path) -> None:
+    sentence = failure(
+        "worker", "org/model", "--port", "0", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)
+    )
+    assert "cannot be reached" in sentence
+
+
+def test_a_folder_without_a_model_is_said(tmp_path: Path) -> None:
+    assert "config.json" in failure("worker", str(tmp_path), "--port", "0", *QUICK)
+
+
+def test_an_engine_that_cannot_start_is_said(tmp_path: Path) -> None:
+    options = ["--port", "0", "--cache-dir", str(tmp_path), "--executor", "nonsense"]
+    assert "the engine cannot start" in failure("serve", *options)
+
+
+def test_bad_options_stop_the_start() -> None:
+    assert "--kv-memory" in failure("serve", "--kv-memory", "lots", code=2)
+    assert "LORAPLEX_KV_MEMORY" in failure("serve", code=2, LORAPLEX_KV_MEMORY="lots")
+    assert "did you mean" in failure("router", code=2, LORAPLEX_WORKERS="ws://x")
+    assert "--worker" in failure("router", code=2)
+    assert "--adapter" in failure("serve", "--adapter", "nonsense", code=2)
+
+
+def test_an_exposed_worker_needs_a_secret() -> None:
+    assert "secret" in failure("worker", "org/model", "--host", "0.0.0.0", "--port", "0")

@@ -1,0 +1,151 @@
+"""The host tier stages once, pins what the engine copies, and evicts the rest."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adapters.errors import AdapterError
+from adapters.manifest import SlabLayout
+from adapters.pack import read_slab_layout
+from server.engine.residency import AdapterArena
+from server.worker.host_tier import HostMemory, HostTier, SlabUnavailable
+from tests.server.worker.slabs import EXTENT, write_slab_file
+
+EXTENTS = 4
+
+
+class Disk:
+    """Slabs in a folder, with a gate to hold readers back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.opened: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def add(self, digest: str, extents: int = 1) -> SlabLayout:
+        path = self.folder / digest
+        write_slab_file(path, digest, extents)
+        return read_slab_layout(path)
+
+    def open(self, digest: str) -> Path:
+        self.opened.append(digest)
+        assert self.gate.wait(30)
+        path = self.folder / digest
+        if not path.exists():
+            raise AdapterError("not_found", f"no {digest}")
+        return path
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def memory() -> HostMemory:
+    return HostMemory(EXTENTS * EXTENT)
+
+
+@pytest.fixture
+def tier(disk: Disk, threads: ThreadPoolExecutor, memory: HostMemory) -> HostTier:
+    return HostTier(memory.view, AdapterArena(EXTENTS, EXTENT, EXTENTS), disk.open, threads)
+
+
+async def test_bytes_lie_where_the_answer_says(
+    tier: HostTier, disk: Disk, memory: HostMemory
+) -> None:
+    disk.add("a", 2)
+    disk.add("b", 1)
+    for digest in ("a", "b"):
+        staged = await tier.acquire(digest)
+        for run, first in zip(staged.layout.runs, staged.extents, strict=True):
+            held = memory.view[first * EXTENT : (first + run) * EXTENT]
+            assert np.all(np.frombuffer(held, np.uint8) == ord(digest))
+    assert tier.used_bytes == 3 * EXTENT
+
+
+async def test_callers_at_once_share_one_staging(tier: HostTier, disk: Disk) -> None:
+    disk.add("a")
+    disk.gate.clear()
+    tier.prefetch("a")
+    waiting = [asyncio.create_task(tier.acquire("a")) for _ in range(5)]
+    disk.gate.set()
+    staged = await asyncio.gather(*waiting)
+    assert len(set(staged)) == 1
+    assert disk.opened == ["a"]
+
+
+async def test_the_unpinned_go_first_the_pinned_never(tier: HostTier, disk: Disk) -> None:
+    for digest in "abcde":
+        disk.add(digest)
+    staged = {digest: await tier.acquire(digest) for digest in "abcd"}
+    waiting = asyncio.create_task(tier.acquire("e"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    tier.release("c")
+    assert (await asyncio.wait_for(waiting, 30)).extents == staged["c"].extents
+    assert disk.opened == list("abcde")
+
+
+async def test_the_least_recently_used_is_evicted(tier: HostTier, disk: Disk) -> None:
+    for digest in "abcde":
+        disk.add(digest)
+        await tier.acquire(digest)
+        tier.release(digest)
+        await tier.acquire("a")
+        tier.release("a")
+    await tier.acquire("a")
+    assert disk.opened == list("abcde")
+    await tier.acquire("b")
+    assert disk.opened == [*"abcde", "b"]
+
+
+async def test_a_missing_or_broken_slab_is_told_and_leaves_room(tier: HostTier, disk: Disk) -> None:
+    with pytest.raises(SlabUnavailable, match="no a"):
+        await tier.acquire("a")
+    (disk.folder / "b").write_bytes(b"not a slab")
+    with pytest.raises(SlabUnavailable, match="cannot be read"):
+        await tier.acquire("b")
+    disk.add("c", 2)
+    whole = (disk.folder / "c").read_bytes()
+    (disk.folder / "c").write_bytes(whole[:-EXTENT])
+    with pytest.raises(SlabUnavailable, match="cannot be read"):
+        await tier.acquire("c")
+    assert tier.used_bytes == 0
+
+
+async def test_a_slab_larger_than_the_memory_is_refused(tier: HostTier, disk: Disk) -> None:
+    disk.add("a", EXTENTS + 1)
+    with pytest.raises(SlabUnavailable, match="host_adapter_memory"):
+        await tier.acquire("a")
+
+
+async def test_a_lost_engine_unpins_all(tier: HostTier, disk: Disk) -> None:
+    for digest in "abcde":
+        disk.add(digest)
+    for digest in "abcd":
+        await tier.acquire(digest)
+    tier.release_all()
+    await asyncio.wait_for(tier.acquire("e"), 30)
+    tier.release("a")
+    tier.release("never staged")
+
+
+async def test_a_failed_prefetch_is_silent_and_tried_again(tier: HostTier, disk: Disk) -> None:
+    tier.prefetch("a")
+    with pytest.raises(SlabUnavailable):
+        await tier.acquire("a")
+    disk.add("a")
+    assert (await tier.acquire("a")).layout.digest == "a"

@@ -6,6 +6,7 @@ Its tokenizer is byte-level without merges: a token's id is its byte, so any tex
 import asyncio
 import hashlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
@@ -89,6 +90,13 @@ def make_manifest(name: str, **changes: object) -> AdapterManifest:
     return msgspec.structs.replace(manifest, **changes)
 
 
+def free_port() -> int:
+    """Known before the worker starts, so that a router may wait for it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def ids_of(text: str) -> list[int]:
     return list(text.encode())
 
@@ -133,7 +141,7 @@ class FakeWorker:
         self.frames: list[RouterFrame] = []
         self.finished: list[tuple[str, int, int]] = []
         self.card_fetches = 0
-        self.port = 0
+        self.port = free_port()
         # Faults: an index whose token is not sent; last tokens without the word that they are.
         self.skip_index: int | None = None
         self.hold_finish = False
@@ -173,7 +181,6 @@ class FakeWorker:
             compression=None,
             max_size=16 << 20,
         )
-        self.port = next(iter(self._server.sockets)).getsockname()[1]
 
     async def stop(self) -> None:
         assert self._server is not None

@@ -81,15 +81,16 @@ class Running:
 
 @asynccontextmanager
 async def running_router(
-    tmp_path: Path, *workers: FakeWorker, **options: Any
+    tmp_path: Path, *workers: FakeWorker, wait: bool = True, **options: Any
 ) -> AsyncIterator[Running]:
-    config = RouterConfig(
-        workers=tuple(worker.url for worker in workers),
-        secret=SECRET,
-        cache_dir=tmp_path / "cache",
-        drain_timeout_s=1.0,
-        **options,
-    )
+    """wait: until a worker is ready. options: of RouterConfig."""
+    defaults: dict[str, Any] = {
+        "secret": SECRET,
+        "cache_dir": tmp_path / "cache",
+        "drain_timeout_s": 1.0,
+    }
+    urls = tuple(worker.url for worker in workers)
+    config = RouterConfig(workers=urls, **(defaults | options))
     hub = FakeHub()
     service = build_service(config, CollectorRegistry(), hub)
     server = RouterServer(server_config(build_app(service), config))
@@ -105,7 +106,7 @@ async def running_router(
         port = listener.getsockname()[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
             running = Running(service, hub, client)
-            if workers:
+            if workers and wait:
                 await running.until_ready()
             yield running
     finally:

@@ -125,7 +125,7 @@ async def test_one_callers_token_opens_nothing_for_another(
 
 
 async def test_the_operators_token_opens_registered_adapters_only(tmp_path: Path) -> None:
-    options = {"adapters": ("mine=hub:org/private",), "hub_token": "let-me-in"}
+    options: dict[str, Any] = {"adapters": ("mine=hub:org/private",), "hub_token": "let-me-in"}
     async with (
         running_worker(FakeWorker()) as worker,
         running_router(tmp_path, worker, **options) as router,

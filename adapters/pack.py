@@ -4,7 +4,6 @@ File: magic, length of the msgpack `SlabLayout`, the layout, zeros up to a page,
 whose offsets the layout gives. Memory stays bounded by the largest tensor.
 """
 
-import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from adapters.layout import SLAB_ITEM_BYTES, a_matrix, b_matrices
 from adapters.manifest import LAYOUT_VERSION, SiteLayout, SlabLayout
 from adapters.validate import LoraTensors, ModuleLora
 from adapters.violations import Findings
+from adapters.weights import WeightsFile, open_weights
 
 PAGE = 4096
 _MAGIC = b"LPXSLAB1"
@@ -28,7 +28,7 @@ _PREFIX_BYTES = len(_MAGIC) + 8
 _MAX_LAYOUT_BYTES = 16 << 20
 
 
-class SlabError(ValueError):
+class SlabError(OSError):
     """The file is not a slab that this version can read."""
 
 
@@ -41,11 +41,10 @@ def write_slab(
     """
     modules = {(module.layer, module.module): module for module in adapter.modules}
     findings = Findings()
-    with weights.open("rb") as source, target.open("xb") as out:
-        view = np.frombuffer(mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    with open_weights(weights) as source, target.open("xb") as out:
         payload = _write_prefix(out, layout)
         out.truncate(payload + layout.nbytes)
-        writer = _Writer(view, out, payload, layout, findings)
+        writer = _Writer(source, out, payload, layout, findings)
         for site in layout.sites:
             names = SITE_PROJECTIONS[site.kind]
             parts = [modules.get((site.layer, name)) for name in names]
@@ -56,7 +55,7 @@ def write_slab(
 
 
 def read_slab_layout(path: Path) -> SlabLayout:
-    """The layout of a slab file. Raises SlabError, or OSError if it cannot be read."""
+    """The layout of a slab file. Raises SlabError, or another OSError."""
     with path.open("rb") as file:
         return _read_prefix(file)[0]
 
@@ -65,7 +64,8 @@ def copy_runs(path: Path, target: memoryview, first_extents: Sequence[int]) -> S
     """Copies a slab's payload into an arena of extents, run by run, without parsing it.
 
     target: the arena's bytes, writable. first_extents: for each run of the layout, the number of
-    the arena's extent where it goes. Raises SlabError (a short file too) or OSError.
+    the arena's extent where it goes. Raises SlabError (a short file too) or another
+    OSError.
     """
     with path.open("rb", buffering=0) as file:
         layout, payload = _read_prefix(file)
@@ -120,7 +120,7 @@ class _Writer:
 
     def __init__(
         self,
-        source: npt.NDArray[np.uint8],
+        source: WeightsFile,
         out: BinaryIO,
         payload: int,
         layout: SlabLayout,
@@ -144,7 +144,7 @@ class _Writer:
                 self._write(matrix.offset, matrix.shape, self._convert(part.b))
 
     def _convert(self, tensor: TensorInfo) -> npt.NDArray[Any]:
-        raw = self._source[tensor.start : tensor.end]
+        raw = self._source.read(tensor)
         stored = write_floats(read_floats(raw, tensor.dtype), self._layout.dtype)
         if not all_finite(stored):
             message = f"{tensor.name} has values too large for {self._layout.dtype}"

@@ -1,0 +1,1 @@
+"""Where adapters come from. A source lists and fetches files; which ones is not its decision."""

@@ -1,0 +1,25 @@
+"""What a source of adapters must do. Blocking: callers run it in threads."""
+
+from pathlib import Path
+from typing import Protocol
+
+from adapters.ref import AdapterRef
+
+
+class Source(Protocol):
+    """Every method raises AdapterError, and nothing else, when the source refuses or fails.
+
+    token: the caller's credential, or None; used for this call only.
+    """
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
+        """The same adapter with its revision pinned: proof that this caller may read it now."""
+        ...
+
+    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
+        """Name -> bytes of the files at the top of a pinned adapter."""
+        ...
+
+    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+        """Puts one listed file of a pinned adapter into `folder`, whole or not at all."""
+        ...

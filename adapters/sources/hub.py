@@ -1,0 +1,168 @@
+"""Adapters on a Hugging Face Hub, through huggingface_hub; its endpoint and offline mode hold."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    XetDownloadError,
+)
+from huggingface_hub.hf_api import ModelInfo
+from huggingface_hub.utils.tqdm import tqdm
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef, format_ref, is_pinned
+
+DEFAULT_TIMEOUT_S = 10.0
+_RETRY_S = 5.0
+_MAX_RETRY_S = 300.0
+
+
+class HubSource:
+    """endpoint: None = the library's own (`HF_ENDPOINT`). owners: those allowed; none = all.
+
+    Without a token calls are anonymous: credentials stored on this machine are not used.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        owners: Sequence[str] = (),
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._api = HfApi(endpoint=endpoint, token=False, library_name="loraplex")
+        self._owners = frozenset(owners)
+        self._timeout_s = timeout_s
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
+        """Pinned to a commit. Always asks the Hub, so it proves that this caller may read it."""
+        info = self._info(ref, token, files=False)
+        pinned = AdapterRef("hub", ref.name, info.sha)
+        if not is_pinned(pinned):
+            raise AdapterError("unavailable", f"the Hub named no commit for {format_ref(ref)}")
+        return pinned
+
+    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
+        siblings = self._info(ref, token, files=True).siblings or []
+        return {file.rfilename: file.size or 0 for file in siblings if "/" not in file.rfilename}
+
+    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+        self._check_owner(ref)
+        with _hub_errors(ref, has_token=token is not None):
+            self._api.hf_hub_download(
+                ref.name,
+                name,
+                revision=ref.revision,
+                local_dir=folder,
+                token=token or False,
+                etag_timeout=self._timeout_s,
+                tqdm_class=_NoBar,
+            )
+
+    def _info(self, ref: AdapterRef, token: str | None, files: bool) -> ModelInfo:
+        self._check_owner(ref)
+        with _hub_errors(ref, has_token=token is not None):
+            return self._api.model_info(
+                ref.name,
+                revision=ref.revision,
+                timeout=self._timeout_s,
+                files_metadata=files,
+                token=token or False,
+            )
+
+    def _check_owner(self, ref: AdapterRef) -> None:
+        owner = ref.name.partition("/")[0]
+        if self._owners and owner not in self._owners:
+            raise AdapterError("forbidden", f"adapters of {owner!r} are not allowed here")
+
+
+class _NoBar(tqdm):
+    """Progress belongs to the caller, not to a server's standard error."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _hub_errors(ref: AdapterRef, has_token: bool) -> Iterator[None]:
+    """Maps the library's errors. Their texts stay inside: they hold addresses and request ids."""
+    name = format_ref(ref)
+    try:
+        yield
+    except HFValidationError:
+        raise AdapterError("bad_ref", f"{name} is not a name that the Hub allows") from None
+    except (HfHubHTTPError, EntryNotFoundError) as error:
+        raise _refusal(name, error, has_token) from None
+    except OfflineModeIsEnabled:
+        message = f"{name} cannot be fetched: HF_HUB_OFFLINE is set"
+        raise AdapterError("unavailable", message, (), _MAX_RETRY_S) from None
+    except (httpx.HTTPError, XetDownloadError):
+        raise _unreachable(name) from None
+    except OSError as error:
+        if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
+            raise  # the disk's, not the Hub's
+        raise _unreachable(name) from None
+    except (ValueError, TypeError, KeyError, RuntimeError):
+        # What the library raises when an answer is not what a Hub says.
+        raise _unreachable(name) from None
+
+
+def _refusal(name: str, error: Exception, has_token: bool) -> AdapterError:
+    """What the Hub answered, or that it did not."""
+    if isinstance(error, LocalEntryNotFoundError):
+        cause = error.__cause__
+        return _http_error(name, cause) if isinstance(cause, HfHubHTTPError) else _unreachable(name)
+    if isinstance(error, GatedRepoError | DisabledRepoError):
+        message = f"{name} is gated or disabled: this token has not been granted access"
+        return AdapterError("forbidden", message)
+    if isinstance(error, RepositoryNotFoundError):
+        return _missing(name, error, has_token)
+    if isinstance(error, RevisionNotFoundError | EntryNotFoundError):
+        return AdapterError("not_found", f"{name}: no such revision or file")
+    if isinstance(error, HfHubHTTPError):
+        return _http_error(name, error)
+    return _unreachable(name)
+
+
+def _missing(name: str, error: RepositoryNotFoundError, has_token: bool) -> AdapterError:
+    """The Hub answers 401 for whatever an anonymous caller may not see."""
+    if error.response.status_code == 401 and has_token:
+        return AdapterError("unauthorized", f"the Hub does not accept the token given for {name}")
+    hint = "this token cannot read it" if has_token else "it needs a token"
+    return AdapterError("not_found", f"{name} does not exist on the Hub, or {hint}")
+
+
+def _http_error(name: str, error: HfHubHTTPError) -> AdapterError:
+    status = error.response.status_code
+    if status == 401:
+        return AdapterError("unauthorized", f"the Hub asks for a valid token for {name}")
+    if status == 403:
+        return AdapterError("forbidden", f"the Hub refuses access to {name}")
+    if status in (404, 410):
+        return AdapterError("not_found", f"{name} does not exist on the Hub")
+    if 400 <= status < 500 and status not in (408, 429):
+        return AdapterError("not_found", f"the Hub refuses {name} (HTTP {status})")
+    retry_after = error.response.headers.get("retry-after", "")
+    delay = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else _RETRY_S
+    message = f"the Hub cannot serve {name} now (HTTP {status})"
+    return AdapterError("unavailable", message, (), min(delay, _MAX_RETRY_S))
+
+
+def _unreachable(name: str) -> AdapterError:
+    return AdapterError("unavailable", f"the Hub cannot be reached for {name}", (), _RETRY_S)
+
+
+def _name(ref: AdapterRef) -> str:
+    return format_ref(ref)

@@ -1,0 +1,138 @@
+"""Adapters in folders of this machine, under the roots that the operator configured.
+
+Paths are resolved first, must lie under a root, and are then opened step by step without following
+any link: what was judged is what is read.
+"""
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from adapters.adapter_files import is_relevant
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef
+from adapters.violations import invalid, shown
+
+MAX_ENTRIES = 10_000
+_CHANGED_RETRY_S = 1.0
+
+
+class LocalSource:
+    """roots: folders under which adapters may lie; none = no local adapters."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = tuple(Path(os.path.realpath(Path(root).expanduser())) for root in roots)
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
+        """Pinned by the folder's fingerprint: names, sizes and times of its files."""
+        folder = self._folder(ref)
+        fingerprint = _fingerprint(self._stat_files(folder, ref))
+        if ref.revision is not None and ref.revision != fingerprint:
+            raise _changed(ref)
+        return AdapterRef("local", ref.name, fingerprint)
+
+    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
+        files = self._stat_files(self._folder(ref), ref)
+        if ref.revision is not None and ref.revision != _fingerprint(files):
+            raise _changed(ref)
+        return {name: found.st_size for name, found in files.items()}
+
+    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+        source = self._folder(ref) / name
+        with self._open(source, ref) as file:
+            before = os.fstat(file.fileno())
+            with (folder / name).open("xb") as target:
+                shutil.copyfileobj(file, target, 1 << 20)
+                copied = target.tell()
+            after = os.fstat(file.fileno())
+        if copied != before.st_size or _identity(before) != _identity(after):
+            (folder / name).unlink()
+            raise _changed(ref)
+
+    def _folder(self, ref: AdapterRef) -> Path:
+        """The real folder that the reference means, under a root."""
+        if not self._roots:
+            raise AdapterError("forbidden", "local adapters are not enabled: no root is configured")
+        for root in self._roots:
+            found = Path(os.path.realpath(root / ref.name))
+            if found.is_relative_to(root) and found != root and found.is_dir():
+                return found
+        if any(Path(os.path.realpath(r / ref.name)).is_relative_to(r) for r in self._roots):
+            raise AdapterError("not_found", f"no adapter folder {shown(ref.name)} under the roots")
+        raise AdapterError("forbidden", f"{shown(ref.name)} does not lie under an allowed root")
+
+    def _stat_files(self, folder: Path, ref: AdapterRef) -> dict[str, os.stat_result]:
+        files: dict[str, os.stat_result] = {}
+        with _source_errors(ref), os.scandir(folder) as entries:
+            for count, entry in enumerate(entries):
+                if count >= MAX_ENTRIES:
+                    message = f"the folder has more than {MAX_ENTRIES} entries"
+                    raise invalid("too_many_files", ref.name, message)
+                if is_relevant(entry.name):
+                    with self._open(folder / entry.name, ref) as file:
+                        files[entry.name] = os.fstat(file.fileno())
+        return files
+
+    @contextmanager
+    def _open(self, path: Path, ref: AdapterRef) -> Iterator[BinaryIO]:
+        with _source_errors(ref):
+            real = Path(os.path.realpath(path))
+            root = next((root for root in self._roots if real.is_relative_to(root)), None)
+            if root is None:
+                message = f"{path.name} is a link to a place outside the allowed roots"
+                raise invalid("escaping_link", path.name, message)
+            with _open_beneath(root, real.relative_to(root)) as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    message = f"{path.name} is not a regular file"
+                    raise invalid("not_a_file", path.name, message)
+                yield file
+
+
+@contextmanager
+def _open_beneath(root: Path, relative: Path) -> Iterator[BinaryIO]:
+    """Opens for reading without following a link in any part, nor waiting for a FIFO's writer."""
+    directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in relative.parts[:-1]:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            child = os.open(part, flags, dir_fd=directory)
+            os.close(directory)
+            directory = child
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(relative.name, flags, dir_fd=directory)
+    finally:
+        os.close(directory)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        yield file
+
+
+@contextmanager
+def _source_errors(ref: AdapterRef) -> Iterator[None]:
+    name = shown(ref.name)
+    try:
+        yield
+    except FileNotFoundError:
+        raise AdapterError("not_found", f"local adapter {name} is not complete") from None
+    except PermissionError:
+        raise AdapterError("forbidden", f"local adapter {name} may not be read") from None
+    except IsADirectoryError:
+        raise invalid("not_a_file", ref.name, f"a file of {name} is a directory") from None
+
+
+def _fingerprint(files: dict[str, os.stat_result]) -> str:
+    parts = [f"{name}\0{found.st_size}\0{found.st_mtime_ns}" for name, found in files.items()]
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:40]
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _changed(ref: AdapterRef) -> AdapterError:
+    message = f"local adapter {shown(ref.name)} changed while it was read; try again"
+    return AdapterError("unavailable", message, (), _CHANGED_RETRY_S)

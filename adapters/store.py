@@ -1,0 +1,252 @@
+"""The store of admitted adapters on disk: fetched once, judged once, packed on demand.
+
+Everything is keyed by content digest; what a reference meant is remembered beside it. Several
+processes may share a root. Blocking and thread-safe; who may use which adapter is not decided here.
+"""
+
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from adapters.adapter_files import fetched_bytes, small_files
+from adapters.base import BaseSpec
+from adapters.disk import (
+    disk_errors,
+    free_bytes,
+    keep_within,
+    mark_used,
+    publish_file,
+    publish_folder,
+    remove_stale,
+    staging_folder,
+)
+from adapters.errors import AdapterError
+from adapters.judge import check_config, judge_folder, rejudge
+from adapters.layout import make_layout
+from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype
+from adapters.pack import SlabError, read_slab_layout, write_slab
+from adapters.peft_format import CONFIG_FILE
+from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned
+from adapters.single_flight import SingleFlight
+from adapters.sources.base import Source
+from adapters.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
+from adapters.violations import invalid
+
+Stage = Literal["fetching", "packing"]
+Progress = Callable[[Stage], None]
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MANIFEST_FILE = "manifest.json"
+_HEADROOM_BYTES = 64 << 20
+_FAILURE_TTL_S = 5.0
+_MAX_REFS = 65_536
+_DISK_RETRY_S = 30.0
+
+
+class _Remembered(msgspec.Struct, frozen=True):
+    """What a pinned reference turned out to be."""
+
+    ref: AdapterRef
+    digest: str
+
+
+class AdapterStore:
+    """Adapters for one base model under `root`.
+
+    sources: those that references may name; others are refused. clock: monotonic seconds.
+    Every method raises AdapterError when the adapter cannot be had.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        base: BaseSpec,
+        sources: Mapping[RefSource, Source],
+        limits: AdapterLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._base = base
+        self._sources = dict(sources)
+        self._limits = limits or AdapterLimits()
+        home = root.expanduser() / (base.digest[:32] or "base")
+        self._content = home / "content"
+        self._refs = home / "refs"
+        self._slabs = home / "slabs"
+        self._staging = home / "staging"
+        self._admissions: SingleFlight[AdapterRef, AdapterManifest]
+        self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
+        self._packings: SingleFlight[Path, Path] = SingleFlight(clock, _FAILURE_TTL_S)
+        with disk_errors():
+            for folder in (self._content, self._refs, self._slabs, self._staging):
+                folder.mkdir(parents=True, exist_ok=True)
+            remove_stale(self._staging)
+
+    def admit(
+        self,
+        ref: AdapterRef,
+        token: str | None,
+        expected_digest: str | None = None,
+        progress: Callable[[Stage], None] | None = None,
+    ) -> AdapterManifest:
+        """The manifest of the adapter that `ref` names, fetched and judged if it is not yet here.
+
+        A pinned reference that is known costs no network: its caller has been authorised already.
+        token: of this caller, for this call. progress: told of each stage of a fetch.
+        """
+        source = self._sources.get(ref.source)
+        if source is None:
+            message = f"adapters from {ref.source!r} are not available here"
+            raise AdapterError("unavailable" if ref.source == "s3" else "forbidden", message)
+        pinned = ref if is_pinned(ref) else source.resolve(ref, token)
+        credential = hashlib.sha256((token or "").encode()).hexdigest()
+        report = progress or (lambda stage: None)
+        manifest = self._admissions.run(
+            pinned, credential, lambda: self._admit(source, pinned, token, report)
+        )
+        if expected_digest is not None and manifest.digest != expected_digest:
+            message = f"expected content {expected_digest}, found {manifest.digest}"
+            raise invalid("digest_mismatch", format_ref(ref), message)
+        return manifest
+
+    def manifest(self, digest: str) -> AdapterManifest:
+        """Of an admitted adapter."""
+        with disk_errors():
+            manifest = self._read_manifest(digest) if _DIGEST.fullmatch(digest) else None
+        if manifest is None:
+            raise AdapterError("not_found", f"adapter {digest[:12]} is not in the store")
+        return manifest
+
+    def slab(
+        self, digest: str, dtype: SlabDtype, extent_bytes: int, tp_rank: int = 0, tp_size: int = 1
+    ) -> Path:
+        """An admitted adapter's slab file (`adapters.pack`), packed now if need be."""
+        if (tp_rank, tp_size) != (0, 1):
+            raise ValueError("slabs are not sharded: tp_size must be 1")
+        manifest = self.manifest(digest)
+        key = f"{digest}-{dtype}-{extent_bytes}-{tp_rank}of{tp_size}-v{LAYOUT_VERSION}.slab"
+        target = self._slabs / key
+        return self._packings.run(
+            target, "", lambda: self._pack(manifest.digest, dtype, extent_bytes, target)
+        )
+
+    def _admit(
+        self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
+    ) -> AdapterManifest:
+        with disk_errors():
+            known = self._recall(ref)
+            if known is not None:
+                return known
+            with staging_folder(self._staging) as folder:
+                progress("fetching")
+                self._fetch(source, ref, token, folder)
+                progress("packing")
+                manifest = judge_folder(folder, self._base, self._limits).manifest
+                self._keep(folder, manifest)
+                self._remember(ref, manifest.digest, folder)
+            keep_within(
+                self._limits.max_store_bytes,
+                (self._content, self._slabs),
+                keep=self._content / manifest.digest,
+            )
+            return manifest
+
+    def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> None:
+        """Small files first: most of what cannot be served is known before the weights come."""
+        listing = source.list_files(ref, token)
+        small = small_files(listing, self._limits)
+        if free_bytes(folder) < fetched_bytes(listing) + _HEADROOM_BYTES:
+            message = "the disk of the adapter store has no room for this adapter"
+            raise AdapterError("unavailable", message, (), _DISK_RETRY_S)
+        for name in (*small, WEIGHTS_FILE):
+            source.fetch_file(ref, token, name, folder)
+            fetched = (folder / name).stat().st_size
+            if fetched != listing[name]:
+                message = f"{name} came with {fetched} bytes, {listing[name]} were announced"
+                raise AdapterError("unavailable", message, (), 1.0)
+            if name == CONFIG_FILE:
+                check_config((folder / name).read_bytes(), self._base, self._limits)
+
+    def _keep(self, folder: Path, manifest: AdapterManifest) -> None:
+        """Moves judged content to its place, the manifest and what packing needs."""
+        target = self._content / manifest.digest
+        staged = folder / manifest.digest
+        staged.mkdir()
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            (folder / name).rename(staged / name)
+        (staged / _MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+        if target.exists() and self._read_manifest(manifest.digest) is None:
+            shutil.rmtree(target)
+        publish_folder(staged, target)
+
+    def _read_manifest(self, digest: str) -> AdapterManifest | None:
+        """None when the content is not here, or was damaged."""
+        folder = self._content / digest
+        try:
+            manifest = msgspec.json.decode(
+                (folder / _MANIFEST_FILE).read_bytes(), type=AdapterManifest
+            )
+            weights = (folder / WEIGHTS_FILE).stat().st_size
+        except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+            return None
+        if manifest.digest != digest or weights < manifest.nbytes:
+            return None
+        mark_used(folder)
+        return manifest
+
+    def _recall(self, ref: AdapterRef) -> AdapterManifest | None:
+        """What is known of a pinned reference, judged again under the limits of today."""
+        try:
+            known = msgspec.json.decode(self._ref_file(ref).read_bytes(), type=_Remembered)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+        manifest = self._read_manifest(known.digest) if known.ref == ref else None
+        if manifest is not None:
+            self._tensors(manifest.digest)
+        return manifest
+
+    def _remember(self, ref: AdapterRef, digest: str, folder: Path) -> None:
+        staged = folder / "ref.json"
+        staged.write_bytes(msgspec.json.encode(_Remembered(ref, digest)))
+        publish_file(staged, self._ref_file(ref))
+        files = sorted(self._refs.iterdir(), key=lambda path: path.stat().st_mtime)
+        for old in files[: max(0, len(files) - _MAX_REFS)]:
+            old.unlink(missing_ok=True)
+
+    def _ref_file(self, ref: AdapterRef) -> Path:
+        name = hashlib.sha256(format_ref(ref).encode()).hexdigest()
+        return self._refs / f"{name}.json"
+
+    def _tensors(self, digest: str) -> LoraTensors:
+        return rejudge(self._content / digest, self._base, self._limits)
+
+    def _pack(self, digest: str, dtype: SlabDtype, extent_bytes: int, target: Path) -> Path:
+        with disk_errors():
+            if _is_slab(target):
+                mark_used(target)
+                return target
+            adapter = self._tensors(digest)
+            layout = make_layout(adapter, self._base, digest, dtype, extent_bytes)
+            if free_bytes(self._staging) < layout.nbytes + _HEADROOM_BYTES:
+                message = "the disk of the adapter store has no room for a packed adapter"
+                raise AdapterError("unavailable", message, (), _DISK_RETRY_S)
+            with staging_folder(self._staging) as folder:
+                weights = self._content / digest / WEIGHTS_FILE
+                write_slab(weights, adapter, self._base, layout, folder / "slab")
+                publish_file(folder / "slab", target)
+            folders = (self._content, self._slabs)
+            keep_within(self._limits.max_store_bytes, folders, keep=target)
+            return target
+
+
+def _is_slab(path: Path) -> bool:
+    try:
+        layout = read_slab_layout(path)
+    except (FileNotFoundError, SlabError):
+        return False
+    return path.stat().st_size >= layout.nbytes

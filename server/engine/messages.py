@@ -90,7 +90,10 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
-    """What one step produced; also sent when idle stats change. step_s: from plan to commit."""
+    """What one step produced. step_s: from plan to commit.
+
+    Also sent when idle stats change, and every second while sequences wait for anything.
+    """
 
     step: int
     events: tuple[SequenceEvent, ...]

@@ -25,7 +25,8 @@ class ShrinkConfig:
     """block_k: input features a step; row_block_k: the same for a tile of one row.
 
     split_k: programs that share one tile's input features.
-    num_programs: the most programs that are launched; each loops over its share of the tiles.
+    max_registers: of a thread, None = the compiler's choice.
+    num_programs: the most programs that are launched; each loops over its share of the items.
     """
 
     block_k: int
@@ -33,15 +34,22 @@ class ShrinkConfig:
     split_k: int
     num_warps: int
     num_stages: int
+    max_registers: int | None
     num_programs: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """block_n: output features of one program; num_programs: as in ShrinkConfig."""
+    """block_n: output features of one item; num_programs, max_registers: as in ShrinkConfig.
+
+    piece: output features a step at rank 16; a half at 32, a quarter beyond. A multiple of 64.
+    """
 
     block_n: int
+    piece: int
     num_warps: int
+    num_stages: int
+    max_registers: int | None
     num_programs: int
 
 
@@ -81,13 +89,15 @@ class KernelConfigs:
         v = _find(self._shrink, phase, rows, rank, in_features)
         programs = self.processors * v["programs_per_processor"]
         sizes = (v["block_k"], v["row_block_k"], v["split_k"])
-        return ShrinkConfig(*sizes, v["num_warps"], v["num_stages"], programs)
+        limits = (v["num_warps"], v["num_stages"], v.get("max_registers"))
+        return ShrinkConfig(*sizes, *limits, programs)
 
     def expand(self, phase: Phase, rows: int, rank: int, out_features: int) -> ExpandConfig:
         """out_features: of all projections of the site together."""
         v = _find(self._expand, phase, rows, rank, out_features)
         programs = self.processors * v["programs_per_processor"]
-        return ExpandConfig(v["block_n"], v["num_warps"], programs)
+        limits = (v["num_warps"], v["num_stages"], v.get("max_registers"))
+        return ExpandConfig(v["block_n"], v["piece"], *limits, programs)
 
     @property
     def max_split_k(self) -> int:

@@ -58,10 +58,11 @@ def shrink(
         SPLITS=splits,
         BLOCK_M=segments.tile_rows,
         BLOCK_K=config.block_k,
-        BLOCK_ROW_K=min(config.row_block_k, triton.next_power_of_2(span)),
+        BLOCK_ROW_K=max(64, min(config.row_block_k, triton.next_power_of_2(span))),
         STAGES=config.num_stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
+        maxnreg=config.max_registers,
     )
 
 
@@ -94,7 +95,7 @@ def gather_embedding(
     )
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["site", "num_sites"])
 def _shrink_kernel(
     x_ptr: tl.tensor,
     bridge_ptr: tl.tensor,
@@ -128,9 +129,9 @@ def _shrink_kernel(
         length = tl.load(tiles_ptr + tile * 4 + 2)
         record = tl.load(tiles_ptr + tile * 4).to(tl.int64) * num_sites + site
         total = tl.load(ints_ptr + record * 16 + 11)
+        a_ptr = tl.load(words_ptr + record * 8).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        a_ptr = tl.multiple_of(a_ptr, 16)
         if total > 0:
-            a_ptr = tl.load(words_ptr + record * 8).to(tl.pointer_type(x_ptr.dtype.element_ty))
-            a_ptr = tl.multiple_of(a_ptr, 16)
             bridge = bridge_ptr + start * stride_bridge
             planes = planes_ptr + start * stride_bridge
             if SPLITS == 1:
@@ -180,7 +181,12 @@ def _shrink_tile(
 ) -> None:
     if length == 1:
         x_row = x_ptr + tl.load(order_ptr).to(tl.int64) * stride_x
-        _shrink_row(x_row, a_ptr, out_ptr, total, k_begin, IN, SPAN, 16, BLOCK_ROW_K)
+        if total < 64:
+            _shrink_row(x_row, a_ptr, out_ptr, total, k_begin, IN, SPAN, 16, BLOCK_ROW_K, STAGES)
+        else:
+            _shrink_row(
+                x_row, a_ptr, out_ptr, total, k_begin, IN, SPAN, 64, BLOCK_ROW_K // 4, STAGES
+            )
     else:
         m = tl.arange(0, BLOCK_M)
         live = m < length
@@ -208,13 +214,14 @@ def _shrink_row(
     SPAN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """One row: multiply and add in registers; a tensor core would idle on 15 of 16 rows."""
     k = tl.arange(0, BLOCK_K)
     for first in range(0, total, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
-        for step in tl.range(0, SPAN, BLOCK_K, num_stages=1):
+        for step in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
             cols = k_begin + step + k
             inside = cols < IN
             live = (r < total)[:, None] & inside[None, :]
@@ -290,7 +297,7 @@ def _sum_planes(
             tl.store(bridge_ptr + at, acc.to(bridge_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["site", "num_sites"])
 def _gather_kernel(
     token_ids_ptr: tl.tensor,
     bridge_ptr: tl.tensor,

@@ -70,7 +70,7 @@ class Adapters:
         view.copy_(values)
         address = self.arena.data_ptr() + self.used
         self.used += -(-(nbytes + 1) // ALIGNMENT) * ALIGNMENT
-        return address, view.cpu()
+        return address, view.clone()
 
 
 @dataclass(slots=True)

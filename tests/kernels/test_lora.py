@@ -35,7 +35,7 @@ def check(
     x = torch.randn(len(slots), in_features).to(adapters.dtype).to(adapters.device)
     y = torch.randn(len(slots), sum(widths)).to(adapters.dtype).to(adapters.device)
     before = y.clone()
-    expected = lora_reference(y.cpu(), x.cpu(), slots, adapters.weights, widths)
+    expected = lora_reference(y, x, slots, adapters.weights, widths)
     batch.run(y, x, widths, adapters.table)
     assert_close(y, expected, adapters.dtype)
     for row, slot in enumerate(slots):
@@ -129,7 +129,7 @@ def test_strided_rows(device: torch.device) -> None:
     x = torch.randn(4, 200, device=device)[:, 50:146]
     wide = torch.zeros(4, 192, device=device)
     batch.run(wide[:, 64:128], x, (64,), adapters.table)
-    expected = lora_reference(torch.zeros(4, 64), x.cpu(), [0] * 4, adapters.weights, (64,))
+    expected = lora_reference(torch.zeros_like(wide[:, :64]), x, [0] * 4, adapters.weights, (64,))
     assert_close(wide[:, 64:128], expected, torch.float32)
     assert (wide[:, :64] == 0).all()
     assert (wide[:, 128:] == 0).all()
@@ -157,7 +157,7 @@ def test_embedding(device: torch.device) -> None:
     batch = make_batch(7, adapters)
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
     y = torch.randn(7, 72, device=device)
-    expected = embed_reference(y.cpu(), tokens.tolist(), slots, adapters.weights)
+    expected = embed_reference(y, tokens.tolist(), slots, adapters.weights)
     route(batch.slots, batch.segments)
     gather_embedding(tokens, adapters.table, SITE, batch.segments, batch.workspace)
     config = load_configs(device).expand("decode", 7, 100, 72)
@@ -195,7 +195,7 @@ def test_graph_replays_with_other_adapters() -> None:
             graph.replay()
             outputs.append(y.clone())
         assert torch.equal(outputs[0], outputs[1])
-        expected = lora_reference(torch.zeros(rows, 768), x.cpu(), slots, adapters.weights, widths)
+        expected = lora_reference(torch.zeros_like(y), x, slots, adapters.weights, widths)
         assert_close(y, expected, torch.bfloat16)
 
 
@@ -237,9 +237,7 @@ def test_expand_after_a_gemm_on_another_stream() -> None:
     with torch.cuda.graph(graph):
         for _ in range(8):
             step()
-    expected = lora_reference(
-        (x @ weight.T).float().cpu(), x.cpu(), slots, adapters.weights, widths
-    )
+    expected = lora_reference(x @ weight.T, x, slots, adapters.weights, widths)
     for _ in range(20):
         y.fill_(float("nan"))
         graph.replay()

@@ -114,10 +114,21 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
     pack = actions.add_parser("pack", help="write an adapter's packed weights to a file")
     for parser in (check, pull, pack):
         parser.add_argument("ref", metavar="REF", help="folder, hub:org/name[@rev] or local:path")
-        parser.add_argument("--base", metavar="MODEL", help="base model (default: the demo model)")
-        parser.add_argument("--allow-other-base", action="store_true", help="whatever it names")
+        parser.add_argument(
+            "--base",
+            metavar="MODEL",
+            required=parser is not check,
+            help="base model: Hub id, folder, or demo",
+        )
+        parser.add_argument(
+            "--allow-other-base", action="store_true", help="accept one that names another base"
+        )
     for parser in (pull, pack):
-        parser.add_argument("--cache-dir", metavar="PATH", help="the store [LORAPLEX_CACHE_DIR]")
+        parser.add_argument(
+            "--cache-dir",
+            metavar="PATH",
+            help="the store [default: ~/.cache/loraplex; LORAPLEX_CACHE_DIR]",
+        )
     pack.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     pack.add_argument("--out", metavar="FILE", required=True, help="where the slab goes")
     for parser, name in ((check, "check"), (pull, "pull"), (pack, "pack")):

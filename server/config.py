@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from adapters.manifest import SlabDtype
+from adapters.validate import AdapterLimits
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -73,6 +74,10 @@ class WorkerConfig:
     step_timeout_s: float = field(
         default=120.0,
         metadata={"help": "seconds without a step, with work to do, until the engine is restarted"},
+    )
+    adapter_disk: int = field(
+        default=AdapterLimits().max_store_bytes,
+        metadata={"help": "disk for fetched and packed adapters", "unit": "bytes"},
     )
     executor: str = field(
         default="torch",

@@ -7,17 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from adapters.store import AdapterStore
-
 from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
 from server.config import EngineConfig, WorkerConfig
 from server.engine.residency import AdapterArena
+from server.model.base_facts import read_base_spec
 from server.model.card import model_card
-from server.model.checkpoint import CheckpointError, base_digest, read_config
-from server.model.config import base_spec
+from server.model.checkpoint import CheckpointError, read_config
 from server.protocol import ModelCard
 from server.worker.adapter_service import AdapterService
+from server.worker.adapter_store import open_store
 from server.worker.device import (
     ChosenDevice,
     DeviceError,
@@ -76,7 +75,7 @@ def _device(config: WorkerConfig) -> ChosenDevice:
 def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> Prepared:
     names = tuple(dict.fromkeys([*config.model_names, *model.names]))
     model_config = read_config(model.path)
-    base = base_spec(model_config, base_digest(model.path), names)
+    base = read_base_spec(model.path, names)
     dtype = choose_dtype(config.dtype, device.kind, model_config.dtype, device.has_bfloat16)
     engine = _engine_config(config, device, model, base, dtype)
     card = model_card(
@@ -135,7 +134,7 @@ def _worker(
     memory: HostMemory,
 ) -> Worker:
     metrics = WorkerMetrics()
-    store = AdapterStore.open(config, base)
+    store = open_store(config, base)
     loading = ThreadPoolExecutor(LOAD_THREADS, "adapter-load")
     staging = ThreadPoolExecutor(STAGE_THREADS, "slab-stage")
     extents = engine.host_arena_bytes // engine.extent_bytes

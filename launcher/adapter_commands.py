@@ -1,0 +1,138 @@
+"""`loraplex adapter check|pull|pack`: what the worker does with an adapter, by hand."""
+
+import argparse
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import get_token
+
+from adapters.adapter_files import small_files
+from adapters.base import BaseSpec
+from adapters.errors import AdapterError
+from adapters.judge import check_folder
+from adapters.manifest import AdapterManifest
+from adapters.ref import AdapterRef, parse_ref
+from adapters.sources.hub import HubSource
+from adapters.sources.local import LocalSource
+from adapters.store import AdapterStore
+from adapters.validate import WEIGHTS_FILE, AdapterLimits
+from launcher.demo import model_path
+from launcher.demo.recipe import BASE_NAME
+from server.model.base_facts import read_base_spec
+from server.model.checkpoint import CheckpointError
+from server.worker.model_source import ModelError, find_model
+from server.worker.sizing import choose_extent_bytes
+
+# Of the slab file that `pack` writes; a worker packs for its own arena.
+PACK_ARENA_BYTES = 1 << 30
+
+
+def run(arguments: argparse.Namespace, cache_dir: str) -> int:
+    """The exit code. Raises AdapterError for what is not a list of violations."""
+    limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
+    try:
+        base = _base(arguments.base)
+        if arguments.action == "check":
+            manifest = _check(arguments.ref, base, limits)
+        else:
+            assert base is not None
+            store = _store(arguments.ref, Path(cache_dir), base, limits)
+            manifest = store.admit(_ref(arguments.ref), get_token(), None, _say_stage)
+            if arguments.action == "pack":
+                _pack(store, manifest, base, arguments)
+    except (CheckpointError, ModelError) as error:
+        sys.stderr.write(f"loraplex: {error}\n")
+        return 1
+    except AdapterError as error:
+        if not error.violations:
+            raise
+        _print_violations(arguments.ref, error)
+        return 1
+    _print_manifest(arguments.ref, manifest)
+    return 0
+
+
+def _base(model: str | None) -> BaseSpec | None:
+    if model is None:
+        return None
+    if model == "demo":
+        return read_base_spec(model_path(), (BASE_NAME,))
+    folder = find_model(model, None)
+    return read_base_spec(folder.path, folder.names)
+
+
+def _folder(text: str) -> Path | None:
+    """The folder that `text` means, if it means one here."""
+    path = Path(text.removeprefix("local:")).expanduser()
+    return path.absolute() if path.is_dir() else None
+
+
+def _ref(text: str) -> AdapterRef:
+    folder = _folder(text)
+    if folder is not None:
+        return AdapterRef("local", str(folder))
+    if text.startswith(("local:", "/", "./", "../", "~")):
+        raise AdapterError("not_found", f"there is no folder {text.removeprefix('local:')}")
+    return parse_ref(text, default_source="hub")
+
+
+def _check(text: str, base: BaseSpec | None, limits: AdapterLimits) -> AdapterManifest:
+    folder = _folder(text)
+    if folder is not None:
+        return check_folder(folder, base, limits)
+    with _fetched(_ref(text), limits) as fetched:
+        return check_folder(fetched, base, limits)
+
+
+@contextlib.contextmanager
+def _fetched(ref: AdapterRef, limits: AdapterLimits) -> Iterator[Path]:
+    """The files of an adapter on the Hub, for as long as they are looked at."""
+    if ref.source != "hub":
+        raise AdapterError("bad_ref", f"{ref.source}: adapters cannot be fetched from here")
+    source, token = HubSource(), get_token()
+    pinned = source.resolve(ref, token)
+    listing = source.list_files(pinned, token)
+    with tempfile.TemporaryDirectory(prefix="loraplex-check-") as name:
+        for file in (*small_files(listing, limits), WEIGHTS_FILE):
+            source.fetch_file(pinned, token, file, Path(name))
+        yield Path(name)
+
+
+def _store(text: str, cache_dir: Path, base: BaseSpec, limits: AdapterLimits) -> AdapterStore:
+    folder = _folder(text)
+    roots = [folder.parent] if folder else []
+    sources = {"hub": HubSource(), "local": LocalSource(roots)}
+    return AdapterStore(cache_dir, base, sources, limits)  # type: ignore[arg-type]
+
+
+def _pack(
+    store: AdapterStore, manifest: AdapterManifest, base: BaseSpec, arguments: argparse.Namespace
+) -> None:
+    extent_bytes = choose_extent_bytes(base, arguments.dtype, PACK_ARENA_BYTES)
+    shutil.copyfile(store.slab(manifest.digest, arguments.dtype, extent_bytes), arguments.out)
+
+
+def _say_stage(stage: str) -> None:
+    sys.stderr.write(f"{stage} ...\n")
+
+
+def _print_violations(text: str, error: AdapterError) -> None:
+    count = len(error.violations)
+    sys.stdout.write(f"{text} cannot be served: {count} reason{'s' if count > 1 else ''}\n")
+    for violation in error.violations:
+        sys.stdout.write(f"  {violation.code} at {violation.where}: {violation.message}\n")
+
+
+def _print_manifest(text: str, manifest: AdapterManifest) -> None:
+    sys.stdout.write(
+        f"{text} can be served\n"
+        f"  digest   {manifest.digest}\n"
+        f"  base     {manifest.base or '(names none)'}\n"
+        f"  ranks    {', '.join(map(str, manifest.ranks))}\n"
+        f"  targets  {', '.join(manifest.targets)}\n"
+        f"  bytes    {manifest.nbytes:,} ({manifest.dtype})\n"
+    )

@@ -5,7 +5,6 @@ Everything here is a pure function of the `random.Random` handed in.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
@@ -216,7 +215,6 @@ def _write(rng: Random, *, novel: bool) -> Message:
     body = [*extras[:at], core, *extras[at:]]
     glue = rng.choice((" ",) * 8 + ("\n", "\n\n"))
     text = glue.join(part for part in (opening.rstrip(" "), " ".join(body), ending) if part)
-    text = re.sub(r" *\n+ *", lambda gap: gap.group().strip(" ")[:2], re.sub(" +", " ", text))
     if rng.random() < 0.12:
         text = text.rstrip(".!?")
     elif rng.random() < 0.06:

@@ -210,7 +210,8 @@ def _log_to_stderr(level: int = logging.INFO) -> None:
     logging.basicConfig(
         level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
     )
-    for name in ("httpx", "httpcore", "huggingface_hub", "uvicorn", "websockets", "asyncio"):
+    http = ("httpx", "httpcore", "httpx2", "httpcore2", "huggingface_hub")
+    for name in (*http, "uvicorn", "websockets", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

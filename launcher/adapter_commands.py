@@ -92,7 +92,9 @@ def _check(text: str, base: BaseSpec | None, limits: AdapterLimits) -> AdapterMa
 def _fetched(ref: AdapterRef, limits: AdapterLimits) -> Iterator[Path]:
     """The files of an adapter on the Hub, for as long as they are looked at."""
     if ref.source != "hub":
-        raise AdapterError("bad_ref", f"{ref.source}: adapters cannot be fetched from here")
+        raise AdapterError(
+            "bad_ref", f"{ref.name} is neither a folder here nor org/name of the Hub"
+        )
     source, token = HubSource(), get_token()
     pinned = source.resolve(ref, token)
     listing = source.list_files(pinned, token)

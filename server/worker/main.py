@@ -131,7 +131,7 @@ def _stop_on_signals() -> asyncio.Event:
 async def _announce(prepared: Prepared, listener: socket.socket) -> None:
     await prepared.worker.became_ready.wait()
     host, port = listener.getsockname()[:2]
-    name, engine = prepared.model.names[0], prepared.engine
+    name, engine = prepared.name, prepared.engine
     log.info(
         "ready: %s serves %s (%s, %s) to routers at ws://%s:%d",
         prepared.worker_id,

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -24,6 +23,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import ModelInfo
+
+# The HTTP library that huggingface_hub itself uses; its name has changed between releases.
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
 

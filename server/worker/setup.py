@@ -42,13 +42,13 @@ class WorkerStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A worker that is ready to run but for its engine process."""
+    """A worker that is ready to run but for its engine process. name: of the model."""
 
     worker: Worker
     worker_id: str
+    name: str
     engine: EngineConfig
     memory: HostMemory
-    model: ModelFolder
 
 
 def prepare(config: WorkerConfig) -> Prepared:
@@ -90,7 +90,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     memory = HostMemory(engine.host_arena_bytes)
     worker_id = config.worker_id or f"worker-{secrets.token_hex(4)}"
     worker = _worker(config, worker_id, card, base, engine, memory)
-    return Prepared(worker, worker_id, engine, memory, model)
+    return Prepared(worker, worker_id, names[0], engine, memory)
 
 
 def _engine_config(

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.errors import dialect_of, error_answer
 from router.api.formatter import ApiLimits, ApiRequest, Formatter
+from router.api.lorax_answer import count_headers, head_headers
 from router.base_model import BaseModel
 from router.dispatch import Dispatcher
-from router.generation import AnswerHead, Api, PromptInfo, RequestError
+from router.generation import GenerationCall, PromptInfo, RequestError
 from router.generation_run import Generation, Part
 from router.http_body import read_json_body
 from router.sse import EventStream, until_disconnect
@@ -24,11 +24,6 @@ logger = logging.getLogger(__name__)
 
 # `parse` of an API's module: body, limits, the value of `Authorization: Bearer …`.
 Parse = Callable[[bytes, ApiLimits, str | None], ApiRequest]
-
-
-def error_response(error: RequestError, api: Api) -> Response:
-    answer = error_answer(error, dialect_of(api))
-    return Response(answer.body, answer.status, answer.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +46,28 @@ class Answerer:
         try:
             formatter = api_request.formatter(generation.head)
             if call.stream:
-                return await _stream(request, generation, formatter)
+                headers = _head_headers(generation, call)
+                return await _stream(request, generation, formatter, headers)
             results = await until_disconnect(request, generation.finish())
             whole = formatter.whole(results, generation.prompts)
         except BaseException:
             generation.close()
             raise
         generation.close()
-        return Response(whole, 200, _headers(generation.head), media_type="application/json")
+        headers = _head_headers(generation, call)
+        if call.api == "lorax":
+            headers |= count_headers(generation.prompts, results, generation.timings)
+        return Response(whole, 200, headers, media_type="application/json")
 
 
-async def _stream(request: Request, generation: Generation, formatter: Formatter) -> Response:
+async def _stream(
+    request: Request, generation: Generation, formatter: Formatter, headers: dict[str, str]
+) -> Response:
     first = b""
     while not first and (parts := await until_disconnect(request, generation.next())):
         first = _write(formatter, parts)
     rest = _rest(generation, formatter)
-    return EventStream(first, rest, generation.close, _headers(generation.head))
+    return EventStream(first, rest, generation.close, headers)
 
 
 async def _rest(generation: Generation, formatter: Formatter) -> AsyncIterator[bytes]:
@@ -93,10 +94,16 @@ def _write(formatter: Formatter, parts: list[Part]) -> bytes:
     )
 
 
-def _headers(head: AnswerHead) -> dict[str, str]:
-    if head.adapter_digest is None:
-        return {}
-    return {"x-loraplex-adapter-digest": head.adapter_digest}
+def _head_headers(generation: Generation, call: GenerationCall) -> dict[str, str]:
+    """What is known before the first token."""
+    head, card = generation.head, generation.model.card
+    headers = {}
+    if call.api == "lorax":
+        source = None if call.adapter is None else call.adapter.ref.source
+        headers = head_headers(head, card.names[0], card.device, source)
+    if head.adapter_digest is not None:
+        headers["x-loraplex-adapter-digest"] = head.adapter_digest
+    return headers
 
 
 def _bearer(request: Request) -> str | None:

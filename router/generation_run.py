@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from router.api.lorax_answer import Timings
 from router.failures import FAILURES, DeadlinePassed, request_error
 from router.generation import (
     AnswerHead,
@@ -64,12 +65,12 @@ class Generation:
         self.head = head
         self.prompts: list[PromptInfo] = []
         self._call = call
-        self._model = model
+        self.model = model
         self._context = context
         self._started = started
         self._on_close = on_close
         self._announced: set[int] = set()
-        self._first_token_seen = False
+        self._first_token_s: float | None = None
         self._closed = False
         self._clock = asyncio.get_running_loop().time
         self._timer = asyncio.get_running_loop().call_at(
@@ -98,7 +99,7 @@ class Generation:
             seed=self.head.seed,
         )
         slot = task.index * call.best_of + choice
-        stream = ChoiceStream(call, self._model, task.index, choice)
+        stream = ChoiceStream(call, self.model, task.index, choice)
         return _Choice(task, stream, SequenceRun(self._context, slot, request))
 
     async def next(self) -> list[Part]:
@@ -123,6 +124,11 @@ class Generation:
         while await self.next():
             pass
         return [choice.stream.result() for choice in self._choices]
+
+    @property
+    def timings(self) -> Timings:
+        """Up to now."""
+        return Timings(self._clock() - self._started, first_token_s=self._first_token_s)
 
     def close(self) -> None:
         """Aborts what still runs. May be called more than once."""
@@ -158,7 +164,7 @@ class Generation:
         prompt = task.prompt
         tokens: tuple[TextToken, ...] = ()
         if task.sampling.prompt_logprobs is not None:
-            tokens = prompt_tokens(self._model, prompt.ids, event.prompt_logprobs)
+            tokens = prompt_tokens(self.model, prompt.ids, event.prompt_logprobs)
         return PromptInfo(
             task.index, prompt.text, len(prompt.ids), event.cached_tokens or 0, tokens
         )
@@ -171,7 +177,7 @@ class Generation:
         metrics.generated_tokens.inc(num_tokens)
         if choice.last_at is not None:
             metrics.token_gap_s.observe(now - choice.last_at)
-        elif not self._first_token_seen:
-            self._first_token_seen = True
-            metrics.first_token_s.observe(now - self._started)
+        elif self._first_token_s is None:
+            self._first_token_s = now - self._started
+            metrics.first_token_s.observe(self._first_token_s)
         choice.last_at = now

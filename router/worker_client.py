@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import InvalidStatus, WebSocketException
 
 from router.model_card import CardError, CardStore, fetch_card, parse_card
 from router.worker_session import ProtocolFault, WorkerSession
@@ -29,6 +29,7 @@ _PING_INTERVAL_S = 5.0
 _PING_TIMEOUT_S = 15.0
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
+_STARTING_STATUS = 503  # its engine is not ready yet
 _STABLE_S = 10.0  # a connection that held so long starts the back-off anew
 
 
@@ -51,6 +52,7 @@ class WorkerClient:
         self.url = url.rstrip("/")
         self.session: WorkerSession | None = None
         self.problem: str | None = "not connected yet"
+        self._was_there = False
         self._router_id = router_id
         self._secret = secret
         self._cards = cards
@@ -63,7 +65,9 @@ class WorkerClient:
             started = loop.time()
             problem = await self._serve_once()
             if problem != self.problem:
-                logger.warning("worker %s: %s", self.url, problem)
+                # Until it has once been there, a worker that does not answer is only starting.
+                level = logging.WARNING if self._was_there else logging.INFO
+                logger.log(level, "worker %s: %s", self.url, problem)
             self.problem = problem
             if loop.time() - started > _STABLE_S:
                 delay = _FIRST_DELAY_S
@@ -74,7 +78,14 @@ class WorkerClient:
         """One connection, from its opening to its end. Returns why it ended."""
         try:
             await self._serve_connection()
-        except (OSError, TimeoutError, WebSocketException, CardError, ProtocolFault) as error:
+        except OSError as error:
+            return f"cannot be reached: {error.strerror or type(error).__name__}"
+        except InvalidStatus as error:
+            status = error.response.status_code
+            self._was_there |= status != _STARTING_STATUS
+            return f"it answered {status} to the attempt to connect"
+        except (TimeoutError, WebSocketException, CardError, ProtocolFault) as error:
+            self._was_there = True
             return str(error) or type(error).__name__
         finally:
             self.session = None
@@ -101,6 +112,7 @@ class WorkerClient:
                 raise CardError(refusal)
             self.session = WorkerSession(socket, hello, self._listener.worker_changed)
             self.problem = None
+            self._was_there = True
             logger.info("worker %s: connected to %s", self.url, hello.worker_id)
             await self.session.run()
 

@@ -257,7 +257,9 @@ class FakeWorker:
         except ConnectionClosed:
             pass
         finally:
-            self._connections.discard(connection)
+            async with self._seen:
+                self._connections.discard(connection)
+                self._seen.notify_all()
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)

@@ -22,6 +22,16 @@ async def test_generate(router: Running) -> None:
     assert "x-loraplex-adapter-digest" not in answer.headers
 
 
+async def test_lorax_headers(router: Running) -> None:
+    body = {"inputs": "hi", "parameters": {"adapter_id": "pirate"}}
+    whole = (await router.client.post("/generate", json=body)).headers
+    assert (whole["x-model-id"], whole["x-adapter-id"]) == (BASE_NAME, "pirate")
+    assert (whole["x-prompt-tokens"], whole["x-generated-tokens"]) == ("2", "20")
+    assert int(whole["x-total-time"]) >= int(whole["x-time-to-first-token"])
+    streamed = (await router.client.post("/generate_stream", json=body)).headers
+    assert (streamed["x-model-id"], streamed["x-adapter-id"]) == (BASE_NAME, "pirate")
+
+
 async def test_root_answers_a_list_or_a_stream(router: Running) -> None:
     whole = await router.client.post("/", json={"inputs": "hi"})
     assert [item["generated_text"] for item in whole.json()] == ["base says hello 0"]

@@ -1,0 +1,131 @@
+"""The router as a process: its first line, its clean stop."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from server.protocol import ErrorCode, GenerateRequest
+from tests.router.fake_worker import BASE_NAME, SECRET, FakeWorker
+from tests.router.serving import poll
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from pathlib import Path
+from router.config import RouterConfig
+from router.main import run
+cache, secret, drain_s, *workers = sys.argv[1:]
+run(RouterConfig(workers=tuple(workers), secret=secret, port=0, cache_dir=Path(cache),
+                 drain_timeout_s=float(drain_s)))
+"""
+BODY = {"model": BASE_NAME, "prompt": "x", "max_tokens": 99, "stream": True}
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
+        self.process = process
+        self.url = url
+
+    async def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return await asyncio.wait_for(self.process.wait(), 20)
+
+
+@asynccontextmanager
+async def router_process(
+    tmp_path: Path, *workers: FakeWorker, drain_s: float = 5.0
+) -> AsyncIterator[Process]:
+    urls = [worker.url for worker in workers]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, str(tmp_path), SECRET, str(drain_s), *urls),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+        assert line.startswith("router: listening on http://127.0.0.1:")
+        yield Process(process, line.split()[-1])
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def hold_at(worker: FakeWorker, at: int) -> asyncio.Event:
+    gate = asyncio.Event()
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        if index == at:
+            await gate.wait()
+        return None
+
+    worker.before_token = before_token
+    return gate
+
+
+async def until_ready(client: httpx.AsyncClient) -> None:
+    async def ready() -> bool:
+        return (await client.get("/health/ready")).status_code == 200
+
+    await poll(ready)
+
+
+async def refused(url: str) -> bool:
+    try:
+        async with httpx.AsyncClient() as client:
+            await client.get(f"{url}/health/live")
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+async def test_starts_without_a_worker_and_stops(tmp_path: Path) -> None:
+    async with router_process(tmp_path) as router:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            assert (await client.get("/health/live")).status_code == 200
+            assert (await client.get("/health/ready")).status_code == 503
+        assert await router.stop() == 0
+
+
+async def test_running_streams_finish_before_it_stops(tmp_path: Path, worker: FakeWorker) -> None:
+    gate = hold_at(worker, 3)
+    async with (
+        router_process(tmp_path, worker) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=20) as client,
+    ):
+        await until_ready(client)
+        async with client.stream("POST", "/v1/completions", json=BODY) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            stopping = asyncio.create_task(router.stop())
+            await poll(lambda: refused(router.url))
+            gate.set()
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert await stopping == 0
+    assert not worker.aborts
+
+
+async def test_streams_are_cut_off_when_the_time_is_over(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    hold_at(worker, 3)
+    async with (
+        router_process(tmp_path, worker, drain_s=1.0) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=20) as client,
+    ):
+        await until_ready(client)
+        asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await worker.until(lambda: len(worker.requests) == 1)
+        assert await router.stop() == 0
+        outcome = (await asyncio.gather(asking, return_exceptions=True))[0]
+        assert isinstance(outcome, httpx.RemoteProtocolError), outcome
+    await worker.until(lambda: not worker.connected)

@@ -168,8 +168,8 @@ def _sort_tensors(
             copy = _BASE_COPY.fullmatch(tensor.name)
             copied = table.get(copy["path"]) if copy and not found else None
             if copied is not None and copied.layer < 0:
-                _check_copy(copied, tensor, base, findings)
-                copies.append((copied.name, tensor))
+                if _is_comparable(copied, tensor, base, findings):
+                    copies.append((copied.name, tensor))
             else:
                 findings.add(*_unknown(tensor.name, base))
             continue
@@ -197,18 +197,21 @@ def _unknown(name: str, base: BaseSpec) -> tuple[str, str, str]:
     return "unknown_tensor", name, f"{name}: not a tensor of plain LoRA on this base model"
 
 
-def _check_copy(module: _Module, tensor: TensorInfo, base: BaseSpec, findings: Findings) -> None:
-    """Embeddings saved beside the adapter are fine when they are the base's own."""
+def _is_comparable(module: _Module, tensor: TensorInfo, base: BaseSpec, findings: Findings) -> bool:
+    """Whether a table saved beside the adapter can be compared with the base's own."""
     rows, columns = base.vocab_size, base.hidden_size
     if tensor.shape != (rows, columns):
         message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]"
         findings.add("resized_embeddings", tensor.name, message)
-    elif tensor.dtype not in LORA_DTYPES or not base.embedding_digests.get(module.name):
+        return False
+    if tensor.dtype not in LORA_DTYPES or not base.embedding_digests.get(module.name):
         message = (
             f"{tensor.name}: replaces weights of the base model; save the adapter with "
             "save_embedding_layers=False"
         )
         findings.add("base_weights_included", tensor.name, message)
+        return False
+    return True
 
 
 def _pair(

@@ -1,0 +1,148 @@
+"""The grammar of references."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, parse_ref
+from tests.adapters.refusals import refusal
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("text", "default", "expected"),
+    [
+        ("org/name", "hub", AdapterRef("hub", "org/name")),
+        ("hub:org/name@main", "local", AdapterRef("hub", "org/name", "main")),
+        ("hub:gpt2", "hub", AdapterRef("hub", "gpt2")),
+        (f"org/name@{COMMIT}", "hub", AdapterRef("hub", "org/name", COMMIT)),
+        ("hub:org/name@refs/pr/7", "hub", AdapterRef("hub", "org/name", "refs/pr/7")),
+        ("pirate", "hub", AdapterRef("alias", "pirate")),
+        ("alias:pirate", "hub", AdapterRef("alias", "pirate")),
+        ("pirate", "local", AdapterRef("local", "pirate")),
+        ("local:a/b_c", "hub", AdapterRef("local", "a/b_c")),
+        ("local:/srv/adapters/a", "hub", AdapterRef("local", "/srv/adapters/a")),
+        ("/srv/adapters/a", "local", AdapterRef("local", "/srv/adapters/a")),
+        ("s3:bucket/key/of", "hub", AdapterRef("s3", "bucket/key/of")),
+        ("s3://bucket/key", "hub", AdapterRef("s3", "bucket/key")),
+        ("x" * 96, "hub", AdapterRef("alias", "x" * 96)),
+    ],
+)
+def test_accepted(text: str, default: RefSource, expected: AdapterRef) -> None:
+    assert parse_ref(text, default) == expected
+    assert parse_ref(format_ref(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            " ",
+            "/",
+            ":",
+            "@",
+            "a b",
+            "org/",
+            "/name",
+            "org//name",
+            "a/b/c",
+            "..",
+            "a/..",
+            "../a",
+        ),
+        *("hub:../x", "hub:/org/name", "hub:org/name@", "hub:org/name@..", "hub:org/name@a b"),
+        *(
+            "hub:org/name@/x",
+            "hub:org/name@a//b",
+            "hub:org/name@@x",
+            "org/name@x@y",
+            "hub:",
+            "hub:@x",
+        ),
+        *(
+            "local:",
+            "local:..",
+            "local:../x",
+            "local:a/../b",
+            "local:a/./b",
+            "local:a//b",
+            "local:/",
+        ),
+        *("local:a\\b", "local:a%2fb", "local:~\n", "local:a\x00", "local://host/x", "local:a/"),
+        *("s3:", "s3:bucket", "s3://bucket", "s3:Bucket/key", "s3:bucket/../key", "s3:///key"),
+        *("http://host/x", "https://host/x", "file:///etc/passwd", "HUB:org/name", "ftp:x", "x:y"),
+        *("%2e%2e", "org%2fname", "org\\name", "name\n", "org/name\n", "org/name\r\n", "\tname"),
+        *(
+            "na\u2024me",
+            "\uff0e\uff0e/x",
+            "p\u0430y",
+            "na\u202eme",
+            "org\u2215name",
+            "é",
+            "😀",
+            "\ud800",
+        ),
+        *(
+            "hub:org/name.",
+            "hub:org/name-",
+            "hub:org/a--b",
+            "hub:org/name.git",
+            "-name",
+            ".name",
+            "_n",
+        ),
+        *(
+            "x" * 97,
+            "org/" + "x" * 97,
+            "x" * 65536,
+            "*",
+            "org/*",
+            "{0}",
+            "%s",
+            "$(id)",
+            "a;b",
+            "a|b",
+        ),
+        *(
+            "alias:a/b",
+            "alias:a@x",
+            "pirate@v1",
+            "KEYS[1]",
+            "'",
+            '"',
+            "<a>",
+            "hub:org/name?x=1",
+            "a#b",
+        ),
+    ],
+)
+def test_refused(text: str) -> None:
+    with pytest.raises(AdapterError) as error:
+        parse_ref(text)
+    assert error.value.code == "bad_ref"
+    assert error.value.message.isprintable()
+    assert len(error.value.message) < 1500
+
+
+@given(st.text(max_size=40), st.sampled_from(("hub", "local", "s3", "alias")))
+def test_any_text_is_a_reference_or_bad_ref(text: str, default: RefSource) -> None:
+    error = refusal(lambda: parse_ref(text, default))
+    if error is not None:
+        assert error.code == "bad_ref"
+    else:
+        ref = parse_ref(text, default)
+        assert parse_ref(format_ref(ref)) == ref
+        assert text.isascii()
+        assert text.isprintable()
+
+
+def test_pinned_means_a_commit_or_a_fingerprint() -> None:
+    assert is_pinned(AdapterRef("hub", "o/n", COMMIT))
+    assert not is_pinned(AdapterRef("hub", "o/n", "main"))
+    assert not is_pinned(AdapterRef("hub", "o/n", COMMIT[:-1]))
+    assert not is_pinned(AdapterRef("hub", "o/n"))
+    assert is_pinned(AdapterRef("local", "x", COMMIT))
+    assert not is_pinned(AdapterRef("local", "x"))

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters.ref import format_ref
+from router.api.models import AdapterList, AdapterObject, Health, Info, ModelList, ModelObject
 from router.api.openapi import openapi_document
 from router.generation import RequestError
 from router.metrics import CONTENT_TYPE
@@ -29,12 +30,12 @@ class InfoRoutes:
         self._version = _version()
 
     async def live(self, request: Request) -> Response:
-        return json_response({"status": "live"})
+        return json_response(Health("live"))
 
     async def ready(self, request: Request) -> Response:
         """Whether a new request would find a worker."""
         if self._service.fleet.ready and self._service.base.text is not None:
-            return json_response({"status": "ready"})
+            return json_response(Health("ready"))
         body = {
             "status": "not ready",
             "error": "no worker is ready",
@@ -51,32 +52,26 @@ class InfoRoutes:
         return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def info(self, request: Request) -> Response:
-        """LoRAX's fields where they mean something here, and ours."""
         card = self._service.base.require().card
         config = self._service.config
-        views = self._service.fleet.views
-        return json_response(
-            {
-                "model_id": card.names[0],
-                "model_sha": card.base_digest,
-                "model_dtype": card.dtype,
-                "model_device_type": card.device,
-                "model_pipeline_tag": "text-generation",
-                "max_concurrent_requests": config.max_requests,
-                "max_best_of": config.max_n,
-                "max_stop_sequences": config.max_stop_sequences,
-                "max_input_length": card.max_context - 1,
-                "max_total_tokens": card.max_context,
-                "max_lora_rank": card.max_lora_rank,
-                "max_queue": config.max_queue,
-                "workers_ready": sum(view.able for view in views),
-                "workers": len(self._service.fleet.clients),
-                "adapters": sorted(self._service.catalog.rules.aliases),
-                "version": self._version,
-                "sha": None,
-                "docker_label": None,
-            }
+        info = Info(
+            model_id=card.names[0],
+            model_sha=card.base_digest,
+            model_dtype=card.dtype,
+            model_device_type=card.device,
+            max_concurrent_requests=config.max_requests,
+            max_best_of=config.max_n,
+            max_stop_sequences=config.max_stop_sequences,
+            max_input_length=card.max_context - 1,
+            max_total_tokens=card.max_context,
+            max_lora_rank=card.max_lora_rank,
+            max_queue=config.max_queue,
+            workers_ready=sum(view.able for view in self._service.fleet.views),
+            workers=len(self._service.fleet.clients),
+            adapters=sorted(self._service.catalog.rules.aliases),
+            version=self._version,
         )
+        return json_response(info)
 
     async def openapi(self, request: Request) -> Response:
         return json_response(openapi_document(self._version))
@@ -84,7 +79,7 @@ class InfoRoutes:
     async def models(self, request: Request) -> Response:
         card = self._service.base.require().card
         names = [card.names[0], *sorted(self._service.catalog.rules.aliases)]
-        return json_response({"object": "list", "data": [_model(card, name) for name in names]})
+        return json_response(ModelList([_model(card, name) for name in names]))
 
     async def model(self, request: Request) -> Response:
         card = self._service.base.require().card
@@ -95,37 +90,28 @@ class InfoRoutes:
 
     async def adapters(self, request: Request) -> Response:
         """Adapters that the operator registered. What callers brought is theirs to know."""
-        rules = self._service.catalog.rules
-        data = [self._adapter(name) for name in sorted(rules.aliases)]
-        return json_response({"object": "list", "data": data})
+        names = sorted(self._service.catalog.rules.aliases)
+        return json_response(AdapterList([self._adapter(name) for name in names]))
 
-    def _adapter(self, name: str) -> dict[str, Any]:
-        catalog = self._service.catalog
+    def _adapter(self, name: str) -> AdapterObject:
+        catalog, views = self._service.catalog, self._service.fleet.views
         ref = catalog.rules.aliases[name]
         digest = catalog.known_digest(name)
-        views = self._service.fleet.views
-        return {
-            "id": name,
-            "object": "adapter",
-            "source": ref.source,
+        return AdapterObject(
+            id=name,
+            source=ref.source,
             # A folder's path is the operator's own business.
-            "ref": format_ref(ref) if ref.source == "hub" else None,
-            "digest": digest,
-            "resident_on": sorted(v.worker_id for v in views if digest and digest in v.resident),
-            "loading_on": sorted(v.worker_id for v in views if digest and digest in v.loading),
-        }
+            ref=format_ref(ref) if ref.source == "hub" else None,
+            digest=digest,
+            resident_on=sorted(v.worker_id for v in views if digest and digest in v.resident),
+            loading_on=sorted(v.worker_id for v in views if digest and digest in v.loading),
+        )
 
 
-def _model(card: ModelCard, name: str) -> dict[str, Any]:
-    is_base = name in card.names
-    return {
-        "id": name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "loraplex",
-        "root": card.names[0],
-        "parent": None if is_base else card.names[0],
-    }
+def _model(card: ModelCard, name: str) -> ModelObject:
+    root = card.names[0]
+    parent = None if name in card.names else root
+    return ModelObject(name, card.created, "loraplex", root, parent)
 
 
 def _version() -> str:

@@ -173,6 +173,7 @@ def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    from launcher.plan import with_demo_name
     from server.worker.address import AddressError
     from server.worker.main import run
     from server.worker.setup import WorkerStartError
@@ -180,7 +181,7 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     _log_to_stderr()
     values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
     try:
-        run(config.build(WorkerConfig, values), arguments.listen_fd)
+        run(config.build(WorkerConfig, with_demo_name(values)), arguments.listen_fd)
     except (AddressError, WorkerStartError) as error:
         fail(str(error), 1)
     # A download on a thread must not hold the process back: nothing more is to be done.

@@ -22,6 +22,7 @@ from adapters.store import AdapterStore
 from adapters.validate import WEIGHTS_FILE, AdapterLimits
 from launcher.demo import model_path
 from launcher.demo.recipe import BASE_NAME
+from launcher.plan import is_demo_model
 from server.model.base_facts import read_base_spec
 from server.model.checkpoint import CheckpointError
 from server.worker.model_source import ModelError, find_model
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
 def _base(model: str | None) -> BaseSpec | None:
     if model is None:
         return None
-    if model == "demo":
+    if model == "demo" or is_demo_model(model):
         return read_base_spec(model_path(), (BASE_NAME,))
     folder = find_model(model, None)
     return read_base_spec(folder.path, folder.names)

@@ -41,20 +41,27 @@ def plan(values: Mapping[str, Values]) -> Plan:
         alias, root = resolve_alias(text)
         aliases.append(alias)
         roots.extend([root] if root else [])
-    model = str(model_path()) if is_demo else str(values["model"])
-    model_names = (BASE_NAME, *_texts(values["model_names"])) if is_demo else values["model_names"]
-    shared = {
-        **values,
-        "model": model,
-        "model_names": model_names,
-        "adapter_roots": tuple(dict.fromkeys(roots)),
-    }
+    model = str(model_path()) if is_demo else values["model"]
+    roots_value = tuple(dict.fromkeys(roots))
+    shared = with_demo_name({**values, "model": model, "adapter_roots": roots_value})
     worker = WorkerConfig(**fields_of(WorkerConfig, shared))  # type: ignore[arg-type]
     router_values = {**values, "workers": (), "adapters": tuple(aliases)}
     router = RouterConfig(**fields_of(RouterConfig, router_values))  # type: ignore[arg-type]
     names = tuple(alias.partition("=")[0] for alias in aliases)
     example = DEMO_EXAMPLE if is_demo else "Tell me about llamas."
     return Plan(dataclasses.replace(worker, host=LOOPBACK, port=0), router, names, example)
+
+
+def with_demo_name(values: Mapping[str, Values]) -> dict[str, Values]:
+    """A worker's values; the demo model is known by the name that its adapters give it."""
+    named = _texts(values["model_names"])
+    if is_demo_model(str(values["model"])):
+        named = tuple(dict.fromkeys((BASE_NAME, *named)))
+    return {**values, "model_names": tuple(named)}
+
+
+def is_demo_model(text: str) -> bool:
+    return Path(text).expanduser().resolve() == model_path().resolve()
 
 
 def fields_of(config: type, values: Mapping[str, Values]) -> dict[str, Values]:

@@ -83,8 +83,8 @@ class Serve:
         environ = child_environment(self._environ, options, values)
         return start_child([*command, *render(options, values)], environ, on_line, pass_fds)
 
-    async def run(self) -> None:
-        """Until a signal. Raises ChildFailed."""
+    async def run(self) -> bool:
+        """Until a signal. False when it was stopped at once. Raises ChildFailed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
@@ -107,6 +107,7 @@ class Serve:
             self._listener.close()
         for task in done:
             task.result()
+        return self._signals < 2
 
     def _on_signal(self) -> None:
         self._signals += 1
@@ -154,11 +155,12 @@ def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:
 
 
 def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
-    """Blocks until stopped. Raises OptionError, AddressError, ChildFailed."""
+    """Blocks until stopped. Raises OptionError, AddressError, ChildFailed, KeyboardInterrupt."""
     chosen = plan(values)
     warn_if_open(chosen.router, say)
-    asyncio.run(_run(chosen, environ))
+    if not asyncio.run(_run(chosen, environ)):
+        raise KeyboardInterrupt
 
 
-async def _run(chosen: Plan, environ: Mapping[str, str]) -> None:
-    await Serve(chosen, environ).run()
+async def _run(chosen: Plan, environ: Mapping[str, str]) -> bool:
+    return await Serve(chosen, environ).run()

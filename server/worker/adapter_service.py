@@ -4,17 +4,18 @@ import asyncio
 import hashlib
 import logging
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import NamedTuple
 
-from adapters.store import AdapterStore
-
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
+from adapters.store import AdapterStore
 from server.protocol import AdapterLoad, AdapterState, LoadStage
 from server.worker.metrics import WorkerMetrics
+from server.worker.validation import check_load
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +49,12 @@ class AdapterService:
 
     def load(self, frame: AdapterLoad, report: Report) -> None:
         """Answer with AdapterStates; the last is `ready` or `failed`, and there is always one."""
+        error = check_load(frame)
         if self._pending >= MAX_PENDING_LOADS:
-            error = AdapterError(
-                "unavailable", "too many adapters are being loaded", (), RETRY_AFTER_S
-            )
+            message = "too many adapters are being loaded"
+            error = AdapterError("unavailable", message, (), RETRY_AFTER_S)
+        if error is not None:
+            self._metrics.loads.labels(error.code).inc()
             report(failed(frame.load_id, error))
             return
         self._pending += 1
@@ -80,9 +83,11 @@ class AdapterService:
             )
         except AdapterError as error:
             self._failed(flight, error)
-        except Exception:
-            # The edge of a thread: a fault of ours must still answer the callers.
-            log.exception("an adapter of source %s could not be loaded", frame.ref.source)
+        except Exception as error:
+            # The edge of a thread: a fault of ours must still answer the callers. An exception's
+            # text may quote a header, and with it a credential: only its kind and place are logged.
+            place = "".join(traceback.format_tb(error.__traceback__))
+            log.error("an adapter could not be loaded: %s\n%s", type(error).__name__, place)
             self._failed(flight, AdapterError("unavailable", "the adapter could not be loaded"))
         else:
             self._metrics.load_seconds.observe(time.monotonic() - started)

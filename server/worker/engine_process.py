@@ -80,7 +80,8 @@ class EngineProcess:
             return "it closed its pipe"
         code = self._process.returncode
         if code is not None and code < 0:
-            return f"killed by {signal.Signals(-code).name}"
+            hint = " (is memory short?)" if -code == signal.SIGKILL else ""
+            return f"killed by {signal.Signals(-code).name}{hint}"
         return f"it left with code {code}"
 
     def kill(self) -> None:

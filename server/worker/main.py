@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 PING_INTERVAL_S = 10.0
 PING_TIMEOUT_S = 20.0
 CLOSE_TIMEOUT_S = 5
+MAX_CONNECTIONS = 1024
 
 
 def run(config: WorkerConfig, listen_fd: int | None = None) -> None:
@@ -69,6 +70,7 @@ def _server(prepared: Prepared, secret: str) -> _Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
     )

@@ -6,6 +6,7 @@ the code that uses them. Pure.
 import re
 from typing import NamedTuple
 
+from adapters.errors import AdapterError
 from server.protocol import MAX_FRAME_BYTES, Abort, AdapterLoad, ErrorCode, GenerateRequest
 
 MAX_ID_LENGTH = 256
@@ -18,6 +19,7 @@ _INT31 = 1 << 31
 # Of an encoded (id, logprob) pair: 5 bytes of id, 9 of float64, 1 of array header.
 _PAIR_BYTES = 15
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_LENGTH}}}")
 
 
 class Refusal(NamedTuple):
@@ -36,19 +38,25 @@ def check_name(frame: GenerateRequest | Abort) -> str | None:
     return None
 
 
-def check_load(frame: AdapterLoad) -> str | None:
-    """The same for an AdapterLoad. What its reference may say is the sources' business."""
+def check_load_id(frame: AdapterLoad) -> str | None:
+    """The same for an AdapterLoad."""
+    if len(frame.load_id) > MAX_ID_LENGTH:
+        return f"load_id must have at most {MAX_ID_LENGTH} characters"
+    return None
+
+
+def check_load(frame: AdapterLoad) -> AdapterError | None:
+    """Why this adapter cannot be loaded, or None; it fails alone, as its text is a client's.
+
+    The token is never quoted. What a reference may say is the sources' business.
+    """
     if frame.expected_digest is not None and not _DIGEST.fullmatch(frame.expected_digest):
-        return "expected_digest must be 64 hexadecimal digits"
-    lengths = {
-        "load_id": (frame.load_id, MAX_ID_LENGTH),
-        "ref.name": (frame.ref.name, MAX_REF_LENGTH),
-        "ref.revision": (frame.ref.revision or "", MAX_REF_LENGTH),
-        "token": (frame.token or "", MAX_TOKEN_LENGTH),
-    }
-    for name, (text, most) in lengths.items():
-        if len(text) > most:
-            return f"{name} must have at most {most} characters, got {len(text)}"
+        return AdapterError("invalid", "the expected digest must be 64 hexadecimal digits")
+    if max(len(frame.ref.name), len(frame.ref.revision or "")) > MAX_REF_LENGTH:
+        return AdapterError("bad_ref", f"a reference has at most {MAX_REF_LENGTH} characters")
+    if frame.token is not None and not _TOKEN.fullmatch(frame.token):
+        message = f"a token has 1 to {MAX_TOKEN_LENGTH} printable ASCII characters"
+        return AdapterError("unauthorized", message)
     return None
 
 

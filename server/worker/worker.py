@@ -45,7 +45,7 @@ from server.worker.engine_supervisor import EngineSupervisor
 from server.worker.host_tier import HostTier, SlabUnavailable
 from server.worker.metrics import WorkerMetrics
 from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
-from server.worker.validation import check_load, check_name, check_request
+from server.worker.validation import check_load_id, check_name, check_request
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Worker:
             self._to_engine(AbortSequence(key))
 
     def _load(self, connection: RouterConnection, frame: AdapterLoad) -> None:
-        require(check_load(frame))
+        require(check_load_id(frame))
 
         def report(state: AdapterState) -> None:
             if connection.number in self._connections:

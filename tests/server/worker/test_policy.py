@@ -14,7 +14,7 @@ from server.worker.address import AddressError, check_exposure, is_loopback
 from server.worker.device import CudaDevice, DeviceError, TorchBuild, choose_device
 from server.worker.recovery import Backoff, StallWatch
 from server.worker.sizing import MAX_EXTENT, MIN_EXTENT, choose_dtype, choose_extent_bytes
-from server.worker.validation import check_load, check_name, check_request
+from server.worker.validation import check_load, check_load_id, check_name, check_request
 
 DIGEST = "0a" * 32
 H100 = CudaDevice("H100", (9, 0), 80 << 30)
@@ -157,16 +157,22 @@ def test_names_are_bounded() -> None:
 
 def test_loads_are_bounded() -> None:
     ref = AdapterRef("hub", "org/name")
-    assert check_load(AdapterLoad("l", ref, "token", DIGEST)) is None
-    for bad in (
-        AdapterLoad("l" * 1000, ref),
-        AdapterLoad("l", AdapterRef("hub", "x" * 10_000)),
-        AdapterLoad("l", ref, "t" * 10_000),
-        AdapterLoad("l", ref, None, "../x"),
+    good = AdapterLoad("l", ref, "token", DIGEST)
+    assert check_load_id(good) is None
+    assert check_load(good) is None
+    assert check_load_id(AdapterLoad("l" * 1000, ref)) is not None
+    for bad, code in (
+        (AdapterLoad("l", AdapterRef("hub", "x" * 10_000)), "bad_ref"),
+        (AdapterLoad("l", AdapterRef("hub", "x", "r" * 10_000)), "bad_ref"),
+        (AdapterLoad("l", ref, "t" * 10_000), "unauthorized"),
+        (AdapterLoad("l", ref, "tttt\r\nX-Evil: 1"), "unauthorized"),
+        (AdapterLoad("l", ref, ""), "unauthorized"),
+        (AdapterLoad("l", ref, None, "../x"), "invalid"),
     ):
-        problem = check_load(bad)
-        assert problem is not None
-        assert "tttt" not in problem
+        error = check_load(bad)
+        assert error is not None
+        assert error.code == code
+        assert "tttt" not in error.message
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "worker.example"])

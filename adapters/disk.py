@@ -53,7 +53,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
 
 def remove_stale(parent: Path) -> None:
     """Removes staging folders whose process is gone."""
-    for entry in os.scandir(parent):
+    for entry in entries_of(parent):
         with suppress(OSError):
             lock = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -98,7 +98,7 @@ def keep_within(max_bytes: int, folders: Iterable[Path], keep: Path) -> None:
     """
     entries: list[tuple[float, int, Path]] = []
     for folder in folders:
-        for entry in os.scandir(folder):
+        for entry in entries_of(folder):
             with suppress(OSError):
                 entries.append((entry.stat().st_mtime, _size(Path(entry.path)), Path(entry.path)))
     total = sum(size for _, size, _ in entries)
@@ -110,6 +110,11 @@ def keep_within(max_bytes: int, folders: Iterable[Path], keep: Path) -> None:
             total -= size
 
 
+def entries_of(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
+
+
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
@@ -117,7 +122,7 @@ def free_bytes(folder: Path) -> int:
 def _size(path: Path) -> int:
     if not path.is_dir():
         return path.stat().st_size
-    return sum(entry.stat().st_size for entry in os.scandir(path))
+    return sum(entry.stat().st_size for entry in entries_of(path))
 
 
 def _lock(fd: int) -> bool:

@@ -1,7 +1,6 @@
 """Judges the files of one adapter together: its manifest and tensors, or every reason why not."""
 
 import hashlib
-import os
 import stat
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +9,7 @@ import msgspec
 
 from adapters.adapter_files import is_relevant, small_files
 from adapters.base import BaseSpec
+from adapters.disk import entries_of
 from adapters.errors import AdapterError
 from adapters.floats import float_digest, is_finite
 from adapters.header import TensorInfo
@@ -102,7 +102,7 @@ def _listing(folder: Path) -> dict[str, int]:
     if not folder.is_dir():
         raise AdapterError("not_found", f"{folder} is not a folder")
     listing: dict[str, int] = {}
-    for entry in os.scandir(folder):
+    for entry in entries_of(folder):
         if not is_relevant(entry.name):
             continue
         try:

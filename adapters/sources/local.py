@@ -4,6 +4,7 @@ Paths are resolved first, must lie under a root, and are then opened step by ste
 any link: what was judged is what is read.
 """
 
+import errno
 import hashlib
 import os
 import shutil
@@ -20,6 +21,10 @@ from adapters.violations import invalid, shown
 
 MAX_ENTRIES = 10_000
 _CHANGED_RETRY_S = 1.0
+# A loop of links, a file among the parents, a socket, a directory.
+_OF_KIND = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
+# Errors of the disk that is written to, which the caller knows how to name.
+_OF_TARGET = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class LocalSource:
@@ -58,11 +63,16 @@ class LocalSource:
         """The real folder that the reference means, under a root."""
         if not self._roots:
             raise AdapterError("forbidden", "local adapters are not enabled: no root is configured")
+        beneath = False
         for root in self._roots:
             found = Path(os.path.realpath(root / ref.name))
-            if found.is_relative_to(root) and found != root and found.is_dir():
-                return found
-        if any(Path(os.path.realpath(r / ref.name)).is_relative_to(r) for r in self._roots):
+            if not found.is_relative_to(root) or found == root:
+                continue
+            beneath = True
+            with _source_errors(ref):
+                if found.is_dir():
+                    return found
+        if beneath:
             raise AdapterError("not_found", f"no adapter folder {shown(ref.name)} under the roots")
         raise AdapterError("forbidden", f"{shown(ref.name)} does not lie under an allowed root")
 
@@ -120,8 +130,13 @@ def _source_errors(ref: AdapterRef) -> Iterator[None]:
         raise AdapterError("not_found", f"local adapter {name} is not complete") from None
     except PermissionError:
         raise AdapterError("forbidden", f"local adapter {name} may not be read") from None
-    except IsADirectoryError:
-        raise invalid("not_a_file", ref.name, f"a file of {name} is a directory") from None
+    except OSError as error:
+        if error.errno in _OF_TARGET:
+            raise
+        if error.errno in _OF_KIND:
+            raise invalid("not_a_file", ref.name, f"{name} has a file of a wrong kind") from None
+        message = f"local adapter {name} cannot be read now"
+        raise AdapterError("unavailable", message, (), _CHANGED_RETRY_S) from error
 
 
 def _fingerprint(files: dict[str, os.stat_result]) -> str:

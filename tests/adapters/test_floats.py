@@ -1,0 +1,72 @@
+"""Conversions of floats against torch's."""
+
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.floats import all_finite, float_digest, is_finite, read_floats, write_floats
+from adapters.manifest import SlabDtype
+
+TORCH: dict[str, torch.dtype] = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+Stored = Literal["F32", "F16", "BF16", "F64"]
+
+
+def raw_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    return np.array(tensor.contiguous().view(torch.uint8).numpy().reshape(-1), dtype=np.uint8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.floats(width=32), min_size=1, max_size=20),
+    st.sampled_from(("F32", "F16", "BF16", "F64")),
+    st.sampled_from(("float32", "float16", "bfloat16")),
+)
+def test_converts_as_torch_does(values: list[float], stored: Stored, target: SlabDtype) -> None:
+    tensor = torch.tensor(values, dtype=torch.float64).to(torch.float32).to(TORCH[stored])
+    if not bool(torch.isfinite(tensor).all()):
+        assert not is_finite(raw_of(tensor), stored)
+        return
+    expected = tensor.to(torch.float32).to(TORCH[target])
+    ours = write_floats(read_floats(raw_of(tensor), stored), target)
+    assert ours.tobytes() == raw_of(expected).tobytes()
+    assert all_finite(ours) is bool(torch.isfinite(expected).all())
+
+
+def test_every_bfloat16_and_float16_is_read_exactly() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    for stored, dtype in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        expected = (
+            torch.from_numpy(bits.view(np.int16).copy()).view(dtype).to(torch.float32).numpy()
+        )
+        np.testing.assert_array_equal(read_floats(bits.view(np.uint8), stored), expected)
+
+
+@pytest.mark.parametrize("stored", ["F32", "F16", "BF16", "F64"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_bad_value_is_found(stored: Stored, bad: float) -> None:
+    tensor = torch.zeros(3_000_000, dtype=TORCH[stored])
+    assert is_finite(raw_of(tensor), stored)
+    tensor[2_999_999] = bad
+    assert not is_finite(raw_of(tensor), stored)
+
+
+def test_equal_values_have_equal_digests_whatever_their_dtype() -> None:
+    tensor = torch.randn(3_000).to(torch.bfloat16)
+    digests = {
+        float_digest([(raw_of(tensor.to(TORCH[stored])), stored)])
+        for stored in ("F32", "BF16", "F64")
+    }
+    assert len(digests) == 1
+    assert float_digest([(raw_of(tensor + 1), "BF16")]) not in digests

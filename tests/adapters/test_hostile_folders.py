@@ -1,0 +1,143 @@
+"""Every hostile folder is refused with its reason, by the check and through the store."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adapters.errors import AdapterError
+from adapters.judge import check_folder
+from adapters.ref import AdapterRef
+from adapters.sources.local import LocalSource
+from adapters.store import AdapterStore
+from adapters.validate import AdapterLimits
+from tests.adapter_folders import write_adapter
+from tests.adapters.hostile import BASE, WEIGHTS, Spoil, cases, write_good
+from tests.adapters.refusals import refusal, violation_codes
+
+CASES = cases()
+
+
+def within(seconds: float, call: Callable[[], object]) -> None:
+    """Runs `call` on a thread: a hang is a failure, not the end of the tests."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "hangs"
+    if failures:
+        raise failures[0]
+
+
+def test_the_folder_that_is_spoiled_is_good(tmp_path: Path) -> None:
+    assert check_folder(write_good(tmp_path / "a"), BASE).ranks == (8,)
+    assert len(CASES) >= 100
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_by_the_check(name: str, tmp_path: Path) -> None:
+    spoil, expected = CASES[name]
+    folder = write_good(tmp_path / "a")
+    spoil(folder)
+
+    def check() -> None:
+        assert violation_codes(lambda: check_folder(folder, BASE)) >= expected
+
+    within(60, check)
+    assert not Path("/tmp/loraplex-was-unpickled").exists()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_by_the_store_which_keeps_nothing(name: str, tmp_path: Path) -> None:
+    spoil, expected = CASES[name]
+    spoil(write_good(tmp_path / "root" / "a"))
+    store = AdapterStore(tmp_path / "store", BASE, {"local": LocalSource([tmp_path / "root"])})
+    found: list[AdapterError | None] = []
+    within(60, lambda: found.append(refusal(lambda: store.admit(AdapterRef("local", "a"), None))))
+    (error,) = found
+    assert error is not None
+    codes = {violation.code for violation in error.violations}
+    # A link out of the roots, or to nowhere, is refused before anything else is looked at, and the
+    # config before the weights are fetched.
+    assert codes & (expected | {"escaping_link"}) or error.code in ("not_found", "unavailable")
+    kept = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert kept == []
+
+
+def _check_without_base(spoil: Spoil, folder: Path) -> None:
+    spoil(write_good(folder))
+    error = refusal(lambda: check_folder(folder))
+    assert error is None or error.code == "invalid"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_base_nothing_but_adapter_errors_comes_out(name: str, tmp_path: Path) -> None:
+    within(60, lambda: _check_without_base(CASES[name][0], tmp_path / "a"))
+
+
+def test_limits(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", BASE, rank=9)
+    limits = AdapterLimits(max_lora_rank=8)
+    assert violation_codes(lambda: check_folder(folder, BASE, limits)) == {"rank_too_large"}
+    error = refusal(lambda: check_folder(folder, BASE, AdapterLimits(max_bytes=1000)))
+    assert error is not None
+    assert error.code == "too_large"
+    other = write_adapter(tmp_path / "b", BASE, config={"base_model_name_or_path": "x/y"})
+    assert violation_codes(lambda: check_folder(other, BASE)) == {"wrong_base"}
+    check_folder(other, BASE, AdapterLimits(allow_other_base=True))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["org/base", "mirror/base", "Mirror/BASE", "/models/base/", "", "./base", "base"]
+    + ["/c/hub/models--org--base/snapshots/0123abc", "models--org--base/snapshots/0123abc/"],
+)
+def test_names_of_the_same_base(name: str, tmp_path: Path) -> None:
+    check_folder(
+        write_adapter(tmp_path / "a", BASE, config={"base_model_name_or_path": name}), BASE
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["org/base-7b", "org", "base/other", "models--org--other/snapshots/base1"]
+)
+def test_names_of_another_base(name: str, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", BASE, config={"base_model_name_or_path": name})
+    assert violation_codes(lambda: check_folder(folder, BASE)) == {"wrong_base"}
+
+
+def test_a_missing_folder_is_not_found(tmp_path: Path) -> None:
+    error = refusal(lambda: check_folder(tmp_path / "none", BASE))
+    assert error is not None
+    assert error.code == "not_found"
+
+
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_mutation_of_the_two_files_is_judged(data: st.DataObject, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    if not folder.exists():
+        write_good(folder)
+        (folder / "good").mkdir()
+        for name in ("adapter_config.json", WEIGHTS):
+            (folder / "good" / name).write_bytes((folder / name).read_bytes())
+    for name in ("adapter_config.json", WEIGHTS):
+        content = bytearray((folder / "good" / name).read_bytes())
+        for _ in range(data.draw(st.integers(0, 3))):
+            position = data.draw(st.integers(0, min(len(content), 2500) - 1))
+            content[position] = data.draw(st.integers(0, 255))
+        (folder / name).write_bytes(content)
+    error = refusal(lambda: check_folder(folder, BASE))
+    assert error is None or error.violations

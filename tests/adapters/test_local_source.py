@@ -1,0 +1,133 @@
+"""Local adapters: under the roots only, whatever links say; pinned by fingerprint."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from adapters.ref import AdapterRef
+from adapters.sources.local import LocalSource
+from tests.adapter_folders import small_base, write_adapter
+from tests.adapters.refusals import refusal
+
+BASE = small_base()
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write_adapter(tmp_path / "root" / "team" / "a", BASE)
+    write_adapter(tmp_path / "outside" / "secret", BASE)
+    return tmp_path / "root"
+
+
+def ref(name: str, revision: str | None = None) -> AdapterRef:
+    return AdapterRef("local", name, revision)
+
+
+def code(source: LocalSource, name: str) -> str:
+    error = refusal(lambda: source.resolve(ref(name), None))
+    return "" if error is None else error.code
+
+
+def test_relative_absolute_and_second_root(root: Path, tmp_path: Path) -> None:
+    source = LocalSource([tmp_path / "empty", root])
+    pinned = source.resolve(ref("team/a"), None)
+    assert source.resolve(ref(str(root / "team" / "a")), None).revision == pinned.revision
+    listing = source.list_files(pinned, None)
+    assert set(listing) == {"adapter_config.json", WEIGHTS}
+    target = tmp_path / "target"
+    target.mkdir()
+    source.fetch_file(pinned, None, WEIGHTS, target)
+    assert (target / WEIGHTS).read_bytes() == (root / "team/a" / WEIGHTS).read_bytes()
+
+
+def test_outside_the_roots(root: Path, tmp_path: Path) -> None:
+    source = LocalSource([root])
+    assert code(source, str(tmp_path / "outside" / "secret")) == "forbidden"
+    assert code(source, "/etc") == "forbidden"
+    assert code(source, str(tmp_path / "none")) == "forbidden"
+    assert code(source, "none") == "not_found"
+    assert code(source, str(root)) == "forbidden"
+    assert code(LocalSource([]), "team/a") == "forbidden"
+    (root / "file").write_text("x")
+    assert code(source, "file") == "not_found"
+
+
+def test_a_root_with_a_longer_twin(root: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "root-private" / "a", BASE)
+    assert code(LocalSource([root]), str(tmp_path / "root-private" / "a")) == "forbidden"
+
+
+def test_links_may_not_leave_the_roots(root: Path, tmp_path: Path) -> None:
+    source = LocalSource([root])
+    (root / "escape").symlink_to(tmp_path / "outside" / "secret")
+    assert code(source, "escape") == "forbidden"
+    (root / "team" / "up").symlink_to("../../outside")
+    assert code(source, "team/up/secret") == "forbidden"
+    (root / "mixed").mkdir()
+    (root / "mixed" / "adapter_config.json").symlink_to("/etc/passwd")
+    error = refusal(lambda: source.resolve(ref("mixed"), None))
+    assert error is not None
+    assert [violation.code for violation in error.violations] == ["escaping_link"]
+
+
+def test_a_hub_cache_under_a_root(root: Path, tmp_path: Path) -> None:
+    """Snapshots there are links to blobs beside them."""
+    blobs = root / "models--o--n" / "blobs"
+    snapshot = root / "models--o--n" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name in ("adapter_config.json", WEIGHTS):
+        (blobs / f"blob-{name}").write_bytes((root / "team/a" / name).read_bytes())
+        (snapshot / name).symlink_to(f"../../blobs/blob-{name}")
+    source = LocalSource([root])
+    pinned = source.resolve(ref("models--o--n/snapshots/abc"), None)
+    target = tmp_path / "target"
+    target.mkdir()
+    source.fetch_file(pinned, None, WEIGHTS, target)
+    assert not (target / WEIGHTS).is_symlink()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "folder"])
+def test_what_is_not_a_file(kind: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root / "team" / "a")
+    os.unlink(WEIGHTS)
+    if kind == "fifo":
+        os.mkfifo(WEIGHTS)
+    elif kind == "folder":
+        os.mkdir(WEIGHTS)
+    else:
+        with socket.socket(socket.AF_UNIX) as unix:
+            unix.bind(WEIGHTS)
+    error = refusal(lambda: LocalSource([root]).resolve(ref("team/a"), None))
+    assert error is not None
+    assert [violation.code for violation in error.violations] == ["not_a_file"]
+
+
+def test_a_changed_folder_is_another_revision(root: Path) -> None:
+    source = LocalSource([root])
+    pinned = source.resolve(ref("team/a"), None)
+    assert source.resolve(pinned, None) == pinned
+    config = root / "team/a/adapter_config.json"
+    config.write_text(config.read_text() + " ")
+    for call in (source.resolve, source.list_files):
+        error = refusal(lambda call=call: call(pinned, None))  # type: ignore[misc]
+        assert error is not None
+        assert (error.code, error.retry_after_s) == ("unavailable", 1.0)
+    assert source.resolve(ref("team/a"), None) != pinned
+
+
+def test_an_unrelated_file_changes_nothing(root: Path) -> None:
+    source = LocalSource([root])
+    pinned = source.resolve(ref("team/a"), None)
+    (root / "team/a/README.md").write_text("hello")
+    assert source.resolve(ref("team/a"), None) == pinned
+
+
+def test_too_many_entries(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.sources.local.MAX_ENTRIES", 1)
+    error = refusal(lambda: LocalSource([root]).resolve(ref("team/a"), None))
+    assert error is not None
+    assert [violation.code for violation in error.violations] == ["too_many_files"]

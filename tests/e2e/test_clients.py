@@ -4,10 +4,11 @@ import json
 import subprocess
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from huggingface_hub import InferenceClient
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import TextGenerationError
 
 from launcher.demo import EXAMPLES
 from tests.e2e.serving import ROOT, Serving
@@ -139,9 +140,11 @@ def test_hub_chat_completion(serving: Serving) -> None:
 
 
 def test_hub_errors(serving: Serving) -> None:
-    with pytest.raises(HfHubHTTPError) as caught:
+    with pytest.raises(TextGenerationError, match="no-such-adapter") as caught:
         InferenceClient(serving.url).text_generation("x", adapter_id="no-such-adapter")
-    assert caught.value.response.status_code == 404
+    cause = caught.value.__cause__
+    assert isinstance(cause, httpx.HTTPStatusError)
+    assert cause.response.status_code == 404
 
 
 @pytest.mark.clients

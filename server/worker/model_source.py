@@ -3,21 +3,24 @@
 Only safetensors, JSON and tokenizer files are downloaded; a branch or tag is pinned to its commit.
 """
 
-import json
 import logging
 import re
 import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+import msgspec
+from huggingface_hub import HfApi, constants, hf_hub_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -30,10 +33,12 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 5.0
+DOWNLOADS = 8
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
 METADATA_FILES = (
-    "config.json",
+    CONFIG_FILE,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -56,6 +61,12 @@ class ModelFolder:
     path: Path
     names: tuple[str, ...]
     revision: str | None
+
+
+class _Index(msgspec.Struct):
+    """`model.safetensors.index.json`: tensor -> shard."""
+
+    weight_map: dict[str, str]
 
 
 def find_model(text: str, revision: str | None) -> ModelFolder:
@@ -85,37 +96,30 @@ def _folder_names(folder: Path, text: str) -> tuple[str, ...]:
 
 
 def _download(repo: str, revision: str | None) -> tuple[Path, str]:
+    # The library keeps what a branch meant, and finds it again when the Hub cannot be reached.
+    folder = Path(hf_hub_download(repo, CONFIG_FILE, revision=revision)).parent
+    commit = folder.name
     try:
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
-    except (OfflineModeIsEnabled, httpx.TransportError) as error:
-        return _from_cache(repo, revision, error)
-    commit = info.sha
-    if commit is None:
-        raise ModelError(f"the Hub names no commit for {repo}")
+        info = HfApi().model_info(repo, revision=commit, files_metadata=True)
+    except (OfflineModeIsEnabled, httpx.TransportError):
+        log.warning("the Hub cannot be reached; %s is taken from the cache (%.12s)", repo, commit)
+        return folder, commit
     files = _wanted_files(repo, commit, info)
-    missing = _bytes_of(info, files)
-    log.info("model %s at %.12s: %s in %d files", repo, commit, gigabytes(missing), len(files))
-    with _Progress(repo, missing):
-        path = snapshot_download(repo, revision=commit, allow_patterns=files)
-    return Path(path), commit
-
-
-def _from_cache(repo: str, revision: str | None, why: Exception) -> tuple[Path, str]:
-    """Without the Hub, what was downloaded before is as good as new."""
-    try:
-        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        raise why from None
-    log.warning("the Hub cannot be reached; %s is taken from the cache (%.12s)", repo, path.name)
-    return path, path.name
+    total = _bytes_of(info, files)
+    log.info("model %s at %.12s: %s in %d files", repo, commit, gigabytes(total), len(files))
+    fetch = partial(hf_hub_download, repo, revision=commit)
+    with _Progress(repo, total), ThreadPoolExecutor(DOWNLOADS) as pool:
+        for _ in pool.map(fetch, files):
+            pass
+    return folder, commit
 
 
 def _wanted_files(repo: str, commit: str, info: ModelInfo) -> list[str]:
     present = {sibling.rfilename for sibling in info.siblings or ()}
     wanted = [name for name in METADATA_FILES if name in present]
     if INDEX_FILE in present:
-        index = json.loads(Path(hf_hub_download(repo, INDEX_FILE, revision=commit)).read_text())
-        shards = sorted(set(index.get("weight_map", {}).values()))
+        index = Path(hf_hub_download(repo, INDEX_FILE, revision=commit))
+        shards = _shards(repo, index.read_bytes())
     else:
         shards = [WEIGHTS_FILE]
     absent = [shard for shard in shards if shard not in present]
@@ -125,6 +129,13 @@ def _wanted_files(repo: str, commit: str, info: ModelInfo) -> list[str]:
             "other formats are never opened"
         )
     return wanted + shards
+
+
+def _shards(repo: str, index: bytes) -> list[str]:
+    try:
+        return sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{repo}: {INDEX_FILE} cannot be read ({error})") from error
 
 
 def _bytes_of(info: ModelInfo, files: Iterable[str]) -> int:
@@ -144,6 +155,8 @@ def _explain(repo: str, revision: str | None, error: Exception) -> str:
             f"{repo} is no folder here and no model on the Hub that this machine may see "
             "(a private one needs HF_TOKEN)"
         )
+    if isinstance(error, RemoteEntryNotFoundError):
+        return f"{repo} has no {CONFIG_FILE}: it is not a model that transformers could load"
     if isinstance(error, OfflineModeIsEnabled | httpx.TransportError | LocalEntryNotFoundError):
         return (
             f"{repo} is no folder here and was not downloaded before, and the Hub cannot be "

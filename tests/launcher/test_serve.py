@@ -114,6 +114,22 @@ def test_it_serves_and_stops(serving: Serving) -> None:
     assert "Traceback" not in serving.text
 
 
+def test_a_second_signal_stops_at_once(serving: Serving) -> None:
+    """While the router waits for an answer that takes long."""
+    url = f"http://127.0.0.1:{serving.port}/generate_stream"
+    body = {"inputs": "x", "parameters": {"max_new_tokens": 900}}
+    family = serving.family()
+    with httpx.stream("POST", url, json=body, timeout=TIMEOUT_S, trust_env=False) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        serving.process.send_signal(signal.SIGINT)
+        serving.until(lambda: "stopping" in serving.text)
+        serving.process.send_signal(signal.SIGINT)
+        assert serving.process.wait(TIMEOUT_S) in (0, 130)
+    _, alive = psutil.wait_procs(family, TIMEOUT_S)
+    assert not alive
+
+
 def test_no_secret_is_on_a_command_line(serving: Serving) -> None:
     secret = serving.child("router").environ()["LORAPLEX_SECRET"]
     assert len(secret) > 30

@@ -1,0 +1,128 @@
+"""`adapter check|pull|pack`, `info`, `--version`: what they print, and their exit codes."""
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from adapters.pack import read_slab_layout
+from launcher.__main__ import main
+from launcher.info import MachineFacts, gather, to_text
+from tests.adapter_folders import write_adapter
+from tests.server.worker.shell import BASE_NAME, base, write_model
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code: str | int | None = 0
+    try:
+        main(argv)
+    except SystemExit as end:
+        code = end.code
+    assert isinstance(code, int)
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """Called by the last part of the name that the adapters give their base."""
+    return str(write_model(tmp_path / BASE_NAME.partition("/")[2]))
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "adapter", base(), rank=8)
+
+
+def test_check_of_a_good_adapter(
+    capsys: pytest.CaptureFixture[str], adapter: Path, model: str
+) -> None:
+    for extra in ([], ["--base", model]):
+        code, out, _ = run(capsys, "adapter", "check", str(adapter), *extra)
+        assert code == 0
+        assert "ranks    8" in out
+        assert "targets  q_proj, v_proj" in out
+        assert BASE_NAME in out
+
+
+def test_check_lists_all_violations(
+    capsys: pytest.CaptureFixture[str], adapter: Path, model: str
+) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config |= {"use_dora": True, "base_model_name_or_path": "other/model"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    code, out, _ = run(capsys, "adapter", "check", str(adapter), "--base", model)
+    assert code == 1
+    assert "use_dora" in out
+    assert "wrong_base" in out
+    code, out, _ = run(
+        capsys, "adapter", "check", str(adapter), "--base", model, "--allow-other-base"
+    )
+    assert "wrong_base" not in out
+
+
+@pytest.mark.parametrize("ref", ["/no/such/folder", "local:nowhere", "hub:../x", "nowhere"])
+def test_check_of_what_is_not_there(capsys: pytest.CaptureFixture[str], ref: str) -> None:
+    code, out, err = run(capsys, "adapter", "check", ref)
+    assert code == 1
+    assert not out
+    assert err.startswith("loraplex: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_pull_and_pack(
+    capsys: pytest.CaptureFixture[str], adapter: Path, model: str, tmp_path: Path
+) -> None:
+    cache, slab = str(tmp_path / "cache"), tmp_path / "slab"
+    options = ["--base", model, "--cache-dir", cache]
+    code, pulled, _ = run(capsys, "adapter", "pull", str(adapter), *options)
+    assert code == 0
+    code, packed, err = run(
+        capsys, "adapter", "pack", str(adapter), *options, "--dtype", "float16", "--out", str(slab)
+    )
+    assert code == 0
+    assert pulled == packed
+    assert "fetching" not in err, "it was in the store"
+    layout = read_slab_layout(slab)
+    assert layout.dtype == "float16"
+    assert layout.digest in packed
+
+
+def test_a_base_that_is_not_there(capsys: pytest.CaptureFixture[str], adapter: Path) -> None:
+    code, _, err = run(capsys, "adapter", "check", str(adapter), "--base", "/no/model")
+    assert code == 1
+    assert "no folder /no/model" in err
+
+
+def test_info_without_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, out, _ = run(capsys, "info", "--json")
+    assert code == 0
+    facts = msgspec.json.decode(out, type=MachineFacts)
+    assert facts.device in ("cpu", "cuda")
+    code, out, _ = run(capsys, "info")
+    assert code == 0
+    for ability in facts.abilities:
+        assert ability.name in out
+
+
+def test_info_says_what_is_missing_and_what_to_do() -> None:
+    facts = msgspec.structs.replace(gather(), libraries=dict.fromkeys(gather().libraries))
+    text = to_text(facts)
+    assert "torch       not installed" in text
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("loraplex ")
+    for command in ("serve", "router", "worker"):
+        code, out, _ = run(capsys, command, "--help")
+        assert code == 0
+        assert "LORAPLEX_PORT" in out
+        assert f"  loraplex {command}" in out or f"loraplex {command} " in out
+    code, _, err = run(capsys, "srve")
+    assert code == 2

@@ -112,12 +112,6 @@ class Catalog:
         outcome = self._outcomes.get((ref, _fingerprint(self.rules.hub_token)))
         return outcome.manifest.digest if outcome is not None and outcome.manifest else None
 
-    def forget(self, adapter: ServedAdapter) -> None:
-        """Its content is no longer what it was: the next caller resolves it anew."""
-        for key, outcome in list(self._outcomes.items()):
-            if outcome.manifest == adapter.manifest and outcome.pinned == adapter.ref:
-                del self._outcomes[key]
-
     async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:
         task = self._resolving.get(key)
         if task is None:

@@ -1,22 +1,26 @@
 """Runs one router process: an HTTP server, from its first line to a clean stop."""
 
-from adapters.sources.hub import HubSource
 from prometheus_client import CollectorRegistry
 
+from adapters.sources.hub import HubSource
 from router.app import build_app
 from router.config import RouterConfig
 from router.http_server import RouterServer, listen, server_config
-from router.service import build_service
+from router.service import ConfigError, build_service
 
 
 def run(config: RouterConfig) -> None:
     """Serves until SIGTERM or SIGINT, then lets running answers finish for `drain_timeout_s`.
 
-    Raises ConfigError for a bad option, CardError for a bad model card, OSError when the address
-    cannot be had.
+    Ends the process with one sentence for a bad option, or an address that cannot be had.
     """
-    service = build_service(config, CollectorRegistry(), HubSource())
-    listener = listen(config.host, config.port)
+    try:
+        service = build_service(config, CollectorRegistry(), HubSource())
+        listener = listen(config.host, config.port)
+    except ConfigError as error:
+        raise SystemExit(f"loraplex: {error}") from error
+    except OSError as error:
+        raise SystemExit(f"loraplex: {config.host}:{config.port}: {error.strerror}") from error
     server = RouterServer(server_config(build_app(service), config))
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

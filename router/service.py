@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry
 
@@ -20,7 +21,7 @@ from router.dispatch import Dispatcher, DispatchLimits
 from router.fleet import Fleet
 from router.generation import Secret
 from router.metrics import RouterMetrics
-from router.model_card import CardStore, read_card
+from router.model_card import CardError, CardStore, read_card
 from router.text.template_sandbox import TemplateSandbox
 from router.waiting import WaitingQueue
 from server.protocol import ModelCard
@@ -44,13 +45,13 @@ class Service:
     answerer: Answerer
     metrics: RouterMetrics
     sandbox: TemplateSandbox
+    saved_card: ModelCard | None
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Connected to the workers while inside. Raises ConfigError for a bad model card."""
-        if self.config.model_card is not None:
-            card = await asyncio.to_thread(read_card, self.config.model_card)
-            refusal = await self.base.adopt(card, in_use=False)
+        if self.saved_card is not None:
+            refusal = await self.base.adopt(self.saved_card, in_use=False)
             if refusal is not None:
                 raise ConfigError(f"--model-card: {refusal}")
         cards = CardStore(self.config.cache_dir)
@@ -74,6 +75,7 @@ class Hub(Protocol):
 
 def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
     """Raises ConfigError."""
+    _check_workers(config)
     metrics = RouterMetrics(registry)
     base = BaseModel(config)
     fleet = Fleet(
@@ -86,7 +88,25 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits)
     answerer = Answerer(base, dispatcher, config.max_body_bytes)
     _watch(metrics, fleet, dispatcher)
-    return Service(config, base, catalog, fleet, dispatcher, answerer, metrics, sandbox)
+    return Service(
+        config, base, catalog, fleet, dispatcher, answerer, metrics, sandbox, _saved_card(config)
+    )
+
+
+def _check_workers(config: RouterConfig) -> None:
+    for url in config.workers:
+        parts = urlsplit(url)
+        if parts.scheme not in ("ws", "wss") or not parts.hostname or parts.path not in ("", "/"):
+            raise ConfigError(f"--worker {url!r}: expected ws://host:port or wss://host:port")
+
+
+def _saved_card(config: RouterConfig) -> ModelCard | None:
+    if config.model_card is None:
+        return None
+    try:
+        return read_card(config.model_card)
+    except CardError as error:
+        raise ConfigError(f"--model-card: {error}") from error
 
 
 class _Pinner:

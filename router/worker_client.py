@@ -9,8 +9,9 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
+from router.adapter_loads import ProtocolFault
 from router.model_card import CardError, CardStore, fetch_card, parse_card
-from router.worker_session import ProtocolFault, WorkerSession
+from router.worker_session import WorkerSession
 from server.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -28,7 +29,7 @@ _HELLO_TIMEOUT_S = 5.0
 _PING_INTERVAL_S = 5.0
 _PING_TIMEOUT_S = 15.0
 _FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 5.0
+_LONGEST_DELAY_S = 1.0
 _STARTING_STATUS = 503  # its engine is not ready yet
 _STABLE_S = 10.0  # a connection that held so long starts the back-off anew
 
@@ -87,6 +88,9 @@ class WorkerClient:
         except (TimeoutError, WebSocketException, CardError, ProtocolFault) as error:
             self._was_there = True
             return str(error) or type(error).__name__
+        except Exception:  # supervision: one connection's fault must not end the others
+            logger.exception("worker %s: unforeseen error", self.url)
+            return "an unforeseen error; see the log"
         finally:
             self.session = None
             self._listener.worker_changed()

@@ -4,20 +4,19 @@ It lasts as long as its WebSocket. Reconnecting and model cards are `worker_clie
 """
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
 
-from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
+from router.adapter_loads import AdapterLoads, ProtocolFault
 from router.placement import WorkerView
 from server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
-    AdapterLoad,
     AdapterState,
     GenerateRequest,
     RouterFrame,
@@ -30,8 +29,6 @@ from server.protocol import (
 )
 
 MAX_OUTBOX_BYTES = 64 << 20
-MAX_LOADS = 1024
-MAX_REMEMBERED_ADAPTERS = 1 << 16
 
 Sink = Callable[[TokenEvent], None]
 SequenceKey = tuple[str, int, int]
@@ -39,10 +36,6 @@ SequenceKey = tuple[str, int, int]
 
 class WorkerLost(Exception):
     """The connection to the worker is gone, or cannot take this frame."""
-
-
-class ProtocolFault(Exception):
-    """The worker sent something that the protocol does not allow."""
 
 
 class _Live:
@@ -87,12 +80,9 @@ class WorkerSession:
         self._on_change = on_change
         self._live: dict[SequenceKey, _Live] = {}
         self._reserved = 0
-        self._loads: dict[str, asyncio.Future[AdapterManifest]] = {}
-        self._admitting: dict[str, asyncio.Future[AdapterManifest]] = {}
-        self._admitted: OrderedDict[str, None] = OrderedDict()
+        self._loads = AdapterLoads(self._send)
         self._resident: frozenset[str] = frozenset()
         self._loading: frozenset[str] = frozenset()
-        self._next_load = 0
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
@@ -114,7 +104,7 @@ class WorkerSession:
             load=0 if status is None else status.running + status.waiting,
             resident=self._resident,
             loading=self._loading,
-            admitted=self._admitted,
+            admitted=self._loads.admitted,
         )
 
     # Sequences
@@ -147,45 +137,21 @@ class WorkerSession:
     # Adapters
 
     def knows(self, digest: str) -> bool:
-        return digest in self._admitted or digest in self._resident
+        return digest in self._loads.admitted or digest in self._resident
 
     def forget(self, digest: str) -> None:
         """The worker said that it does not have it (any more)."""
-        self._admitted.pop(digest, None)
+        self._loads.forget(digest)
         self._resident -= {digest}
 
     async def admit(self, ref: AdapterRef, token: str | None, digest: str) -> None:
-        """Makes sure that the worker has this content; callers at the same time share one load."""
-        if self.knows(digest):
-            return
-        pending = self._admitting.get(digest)
-        if pending is None:
-            pending = asyncio.ensure_future(self.load(ref, token, digest))
-            self._admitting[digest] = pending
-            pending.add_done_callback(lambda done: self._end_admission(digest, done))
-        await asyncio.shield(pending)
+        """Makes sure that the worker has this content. Raises AdapterError, WorkerLost."""
+        if not self.knows(digest):
+            await self._loads.admit(ref, token, digest)
 
-    async def load(
-        self, ref: AdapterRef, token: str | None, expected_digest: str | None = None
-    ) -> AdapterManifest:
+    async def load(self, ref: AdapterRef, token: str | None) -> AdapterManifest:
         """Asks the worker to fetch and check an adapter. Raises AdapterError, WorkerLost."""
-        if len(self._loads) >= MAX_LOADS:
-            raise AdapterError("unavailable", "too many adapters are being fetched", (), 2.0)
-        load_id = f"l{self._next_load}"
-        self._next_load += 1
-        credential = None if token is None else str(token)
-        self._send(AdapterLoad(load_id, ref, credential, expected_digest))
-        future: asyncio.Future[AdapterManifest] = asyncio.get_running_loop().create_future()
-        self._loads[load_id] = future
-        try:
-            return await future
-        finally:
-            self._loads.pop(load_id, None)
-
-    def _end_admission(self, digest: str, done: asyncio.Future[AdapterManifest]) -> None:
-        self._admitting.pop(digest, None)
-        if not done.cancelled():
-            done.exception()  # every waiter may have left: it counts as seen
+        return await self._loads.load(ref, token)
 
     # The connection
 
@@ -222,7 +188,7 @@ class WorkerSession:
             elif isinstance(frame, WorkerStatus):
                 self._on_status(frame)
             elif isinstance(frame, AdapterState):
-                self._on_adapter_state(frame)
+                self._loads.on_state(frame)
             else:
                 raise ProtocolFault("a second hello")
 
@@ -260,31 +226,6 @@ class WorkerSession:
         self._loading = frozenset(status.loading)
         self._on_change()
 
-    def _on_adapter_state(self, state: AdapterState) -> None:
-        future = self._loads.get(state.load_id)
-        if future is None or future.done():
-            return
-        if state.stage == "ready":
-            if state.manifest is None:
-                raise ProtocolFault("an adapter is ready without a manifest")
-            self._remember(state.manifest.digest)
-            future.set_result(state.manifest)
-        elif state.stage == "failed":
-            future.set_exception(
-                AdapterError(
-                    state.error or "unavailable",
-                    state.message or "the worker could not load the adapter",
-                    state.violations,
-                    state.retry_after_s,
-                )
-            )
-
-    def _remember(self, digest: str) -> None:
-        self._admitted[digest] = None
-        self._admitted.move_to_end(digest)
-        if len(self._admitted) > MAX_REMEMBERED_ADAPTERS:
-            self._admitted.popitem(last=False)
-
     def _send(self, frame: RouterFrame) -> None:
         self._send_frame(encode(frame))
 
@@ -304,9 +245,7 @@ class WorkerSession:
         for key, sequence in live.items():
             if sequence.sink is not None:
                 sequence.sink(lost(*key, why))
-        for future in self._loads.values():
-            if not future.done():
-                future.set_exception(WorkerLost(why))
+        self._loads.fail_all(WorkerLost(why))
         self._on_change()
 
 

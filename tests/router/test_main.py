@@ -6,9 +6,13 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 
+from router.config import RouterConfig
+from router.main import run
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, SECRET, FakeWorker
 from tests.router.serving import poll
@@ -129,3 +133,23 @@ async def test_streams_are_cut_off_when_the_time_is_over(
         outcome = (await asyncio.gather(asking, return_exceptions=True))[0]
         assert isinstance(outcome, httpx.RemoteProtocolError), outcome
     await worker.until(lambda: not worker.connected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"workers": ("http://x:1",)}, "--worker"),
+        ({"adapters": ("noequals",)}, "--adapter"),
+        ({"adapters": ("a b=hub:org/x",)}, "--adapter"),
+        ({"adapters": ("a=b",)}, "--adapter"),
+        ({"adapters": ("a=ftp:b",)}, "--adapter"),
+        ({"model_card": Path("/nowhere/card.json")}, "--model-card"),
+        ({"host": "203.0.113.1"}, "203.0.113.1"),
+    ],
+)
+def test_bad_options_end_it_with_one_sentence(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    defaults: dict[str, Any] = {"workers": (), "port": 0, "cache_dir": tmp_path}
+    with pytest.raises(SystemExit, match=words):
+        run(RouterConfig(**(defaults | options)))

@@ -1,10 +1,15 @@
 """Every route, in both shapes, whole and streamed."""
 
+import asyncio
 import json
 
 import msgspec
 import pytest
 
+from router import sse
+from router.generation import TextEvent
+from router.text.stream import ChoiceStream
+from server.protocol import ErrorCode, GenerateRequest, TokenEvent
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, make_manifest
 from tests.router.serving import Running, events_of
 
@@ -260,3 +265,70 @@ async def test_wire_requests_are_as_asked(router: Running, worker: FakeWorker) -
         "stop_token_ids": (33,),
     }
     assert {name: sampling[name] for name in expected} == expected
+
+
+async def test_idle_streams_are_kept_alive(
+    router: Running, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    gate = asyncio.Event()
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        if index == 2:
+            await gate.wait()
+        return None
+
+    worker.before_token = before_token
+    body = {"inputs": "x", "parameters": {"max_new_tokens": 4}}
+    comments = 0
+    lines = []
+    async with router.client.stream("POST", "/generate_stream", json=body) as answer:
+        async for line in answer.aiter_lines():
+            lines.append(line)
+            comments += line.startswith(":")
+            if comments == 2:
+                gate.set()
+    events = events_of("\n".join(lines))
+    assert [event["token"]["text"] for event in events] == list("base")
+
+
+async def test_an_unforeseen_error_tells_nothing(
+    router: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("/secret/path.py")
+
+    monkeypatch.setattr(router.service.dispatcher, "start", fail)
+    headers = {"x-request-id": "find-me"}
+    for path, body in (
+        ("/generate", {"inputs": "x"}),
+        ("/v1/completions", {"model": BASE_NAME, "prompt": "x"}),
+    ):
+        answer = await router.client.post(path, json=body, headers=headers)
+        assert answer.status_code == 500
+        assert answer.headers["x-request-id"] == "find-me"
+        assert "secret" not in answer.text
+        assert "find-me" in str(answer.json()["error"])
+    assert "find-me" in caplog.text
+
+
+async def test_an_unforeseen_error_in_a_stream_is_an_event(
+    router: Running, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = ChoiceStream.feed
+
+    def fail_late(stream: ChoiceStream, event: TokenEvent) -> TextEvent | None:
+        if event.index == 3:
+            raise RuntimeError("/secret/path.py")
+        return feed(stream, event)
+
+    monkeypatch.setattr(ChoiceStream, "feed", fail_late)
+    body = {"model": BASE_NAME, "prompt": "x", "stream": True}
+    answer = await router.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert events_of(answer.text)[-1]["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+    await worker.until(lambda: len(worker.aborts) == 1)
+    await router.until_idle()

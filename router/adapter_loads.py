@@ -1,0 +1,97 @@
+"""Adapters of one worker connection: loads under way, and what the worker is known to have."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from adapters.ref import AdapterRef
+from server.protocol import AdapterLoad, AdapterState
+
+MAX_LOADS = 1024
+MAX_REMEMBERED_ADAPTERS = 1 << 16
+
+_Admission = tuple[str, str | None]
+
+
+class ProtocolFault(Exception):
+    """The worker sent something that the protocol does not allow."""
+
+
+class AdapterLoads:
+    """`send` puts a frame on the wire; it raises what the connection raises when it is gone."""
+
+    def __init__(self, send: Callable[[AdapterLoad], None]) -> None:
+        self.admitted: OrderedDict[str, None] = OrderedDict()
+        self._send = send
+        self._loads: dict[str, asyncio.Future[AdapterManifest]] = {}
+        self._admitting: dict[_Admission, asyncio.Future[AdapterManifest]] = {}
+        self._next_load = 0
+
+    async def admit(self, ref: AdapterRef, token: str | None, digest: str) -> None:
+        """Lets the worker have this content; callers with the same credential share one load."""
+        key = (digest, token)
+        pending = self._admitting.get(key)
+        if pending is None:
+            pending = asyncio.ensure_future(self.load(ref, token, digest))
+            self._admitting[key] = pending
+            pending.add_done_callback(lambda done: self._end_admission(key, done))
+        await asyncio.shield(pending)
+
+    async def load(
+        self, ref: AdapterRef, token: str | None, expected_digest: str | None = None
+    ) -> AdapterManifest:
+        """Asks the worker to fetch and check an adapter. Raises AdapterError."""
+        if len(self._loads) >= MAX_LOADS:
+            raise AdapterError("unavailable", "too many adapters are being fetched", (), 2.0)
+        load_id = f"l{self._next_load}"
+        self._next_load += 1
+        credential = None if token is None else str(token)
+        self._send(AdapterLoad(load_id, ref, credential, expected_digest))
+        future: asyncio.Future[AdapterManifest] = asyncio.get_running_loop().create_future()
+        self._loads[load_id] = future
+        try:
+            return await future
+        finally:
+            self._loads.pop(load_id, None)
+
+    def on_state(self, state: AdapterState) -> None:
+        """What the worker says of a load. Raises ProtocolFault."""
+        future = self._loads.get(state.load_id)
+        if future is None or future.done():
+            return
+        if state.stage == "ready":
+            if state.manifest is None:
+                raise ProtocolFault("an adapter is ready without a manifest")
+            self._remember(state.manifest.digest)
+            future.set_result(state.manifest)
+        elif state.stage == "failed":
+            future.set_exception(
+                AdapterError(
+                    state.error or "unavailable",
+                    state.message or "the worker could not load the adapter",
+                    state.violations,
+                    state.retry_after_s,
+                )
+            )
+
+    def forget(self, digest: str) -> None:
+        """The worker said that it does not have it (any more)."""
+        self.admitted.pop(digest, None)
+
+    def fail_all(self, error: Exception) -> None:
+        for future in self._loads.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _remember(self, digest: str) -> None:
+        self.admitted[digest] = None
+        self.admitted.move_to_end(digest)
+        if len(self.admitted) > MAX_REMEMBERED_ADAPTERS:
+            self.admitted.popitem(last=False)
+
+    def _end_admission(self, key: _Admission, done: asyncio.Future[AdapterManifest]) -> None:
+        self._admitting.pop(key, None)
+        if not done.cancelled():
+            done.exception()  # every waiter may have left: it counts as seen

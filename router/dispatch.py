@@ -76,7 +76,7 @@ class Dispatcher:
                 prompts = await build_prompts(call, model, template, self._sandbox)
             call = _with_ranking(call)
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
-            self._fleet.queue.check_room(len(prompts) * call.best_of, 0)
+            self._check_room(len(prompts) * call.best_of)
         except (TimeoutError, AdapterError, NoWorker, QueueFull) as error:
             raise request_error(error, call.api) from error
         context = RunContext(
@@ -92,6 +92,15 @@ class Dispatcher:
             for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
         return Generation(call, head, model, tasks, context, started, self._closed)
+
+    def _check_room(self, sequences: int) -> None:
+        """Raises QueueFull; RequestError for more than the queue could ever hold."""
+        queue = self._fleet.queue
+        if sequences > queue.max_count:
+            raise RequestError(
+                "invalid", f"at most {queue.max_count} sequences a request, got {sequences}"
+            )
+        queue.check_room(sequences, 0)
 
     async def _resolve(self, call: GenerationCall) -> ServedAdapter | None:
         if call.adapter is None:

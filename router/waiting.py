@@ -102,7 +102,7 @@ class WaitingQueue(Generic[T]):
     """Bounded in count and bytes; fair between flows; strict between priorities."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
-        self._max_count = max_count
+        self.max_count = max_count
         self._max_bytes = max_bytes
         self._bands: dict[int, _Band[T]] = {}
         self._entries: dict[int, Waiting[T]] = {}
@@ -121,7 +121,7 @@ class WaitingQueue(Generic[T]):
 
     def check_room(self, count: int, nbytes: int) -> None:
         """Raises QueueFull unless `count` more sequences of `nbytes` in all would fit now."""
-        if len(self._entries) + count > self._max_count:
+        if len(self._entries) + count > self.max_count:
             raise QueueFull(f"the queue is full: {len(self._entries)} sequences are waiting", 1.0)
         if self._nbytes + nbytes > self._max_bytes:
             raise QueueFull(f"the queue is full: {self._nbytes} bytes of prompts are waiting", 1.0)

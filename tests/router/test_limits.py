@@ -56,6 +56,8 @@ async def test_a_full_queue(tmp_path: Path) -> None:
             assert refused.json()["error"]["type"] == "rate_limit_error"
         lorax = await router.client.post("/generate", json={"inputs": "x"})
         assert (lorax.status_code, lorax.json()["error_type"]) == (429, "overloaded")
+        hopeless = await complete(router, n=4)
+        assert hopeless.status_code == 400  # more than could ever wait: no use in a retry
         gate.set()
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
         assert len(worker.requests) == 5

@@ -4,11 +4,11 @@ import json
 import subprocess
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 from huggingface_hub import InferenceClient
-from huggingface_hub.errors import TextGenerationError
+from huggingface_hub.errors import HfHubHTTPError, TextGenerationError
+from openai.types.chat import ChatCompletionMessageParam
 
 from launcher.demo import EXAMPLES
 from tests.e2e.serving import ROOT, Serving
@@ -23,10 +23,10 @@ def client(serving: Serving) -> openai.OpenAI:
 
 
 def test_openai_chat(client: openai.OpenAI) -> None:
-    messages = [{"role": "user", "content": MESSAGE}]
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": MESSAGE}]
     whole = client.chat.completions.create(
         model="json",
-        messages=messages,  # type: ignore[arg-type]
+        messages=messages,
         temperature=0,
         max_completion_tokens=100,
         logprobs=True,
@@ -43,7 +43,7 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
             model="json",
-            messages=messages,  # type: ignore[arg-type]
+            messages=messages,
             temperature=0,
             max_tokens=100,
             stream=True,
@@ -143,7 +143,7 @@ def test_hub_errors(serving: Serving) -> None:
     with pytest.raises(TextGenerationError, match="no-such-adapter") as caught:
         InferenceClient(serving.url).text_generation("x", adapter_id="no-such-adapter")
     cause = caught.value.__cause__
-    assert isinstance(cause, httpx.HTTPStatusError)
+    assert isinstance(cause, HfHubHTTPError)
     assert cause.response.status_code == 404
 
 

@@ -186,6 +186,8 @@ class Worker:
             log.info("%s", line)
         if self.card is None:
             self._publish_card(ready)
+        else:
+            log.info("the engine is ready again")
         self._total_pages = ready.total_pages
         self._metrics.engine_started(ready.total_pages)
         self._stats = msgspec.structs.replace(_NO_STATS, free_pages=ready.total_pages)

@@ -98,7 +98,7 @@ class Trace:
         """Reads frames until the cold request has a token and `live` streams have one."""
         seen: set[str] = set()
         while cold not in seen or len(seen) < live:
-            frame = protocol.decode_worker_frame(await self.socket.recv())
+            frame = protocol.decode_worker_frame(await self.socket.recv(decode=False))
             if isinstance(frame, protocol.StepEvents):
                 names = [event.request_id for event in frame.events]
                 assert all(event.error is None for event in frame.events), frame

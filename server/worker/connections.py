@@ -203,3 +203,9 @@ class RouterConnection:
 def printable(text: str) -> str:
     """A peer's name as it may stand in a log line."""
     return "".join(char if char.isprintable() else "?" for char in text[:MAX_ROUTER_ID])
+
+
+def require(problem: str | None) -> None:
+    """A frame with a problem costs its connection. Raises ConnectionFault."""
+    if problem is not None:
+        raise ConnectionFault(POLICY_VIOLATION, problem)

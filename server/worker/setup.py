@@ -28,7 +28,7 @@ from server.worker.host_tier import HostMemory, HostTier
 from server.worker.metrics import WorkerMetrics
 from server.worker.model_source import ModelError, ModelFolder, find_model
 from server.worker.sizing import choose_dtype, choose_extent_bytes
-from server.worker.worker import AdapterRooms, Worker
+from server.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -144,5 +144,5 @@ def _worker(
         partial(store.slab, dtype=engine.dtype, extent_bytes=engine.extent_bytes),
         staging,
     )
-    rooms = AdapterRooms(AdapterService(store, loading, metrics), tier)
-    return Worker(config, worker_id, card, rooms, metrics)
+    loads = AdapterService(store, loading, metrics)
+    return Worker(config, worker_id, card, loads, tier, metrics)

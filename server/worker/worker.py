@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import logging
 import time
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -40,7 +39,12 @@ from server.protocol import (
     WorkerStatus,
 )
 from server.worker.adapter_service import AdapterService
-from server.worker.connections import POLICY_VIOLATION, ConnectionFault, RouterConnection
+from server.worker.connections import (
+    POLICY_VIOLATION,
+    ConnectionFault,
+    RouterConnection,
+    require,
+)
 from server.worker.engine_supervisor import EngineSupervisor
 from server.worker.host_tier import HostTier, SlabUnavailable
 from server.worker.metrics import WorkerMetrics
@@ -56,14 +60,6 @@ State = Literal["starting", "ready", "engine_lost", "draining"]
 _NO_STATS = EngineStats(0, 0, 0, (), (), 0, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterRooms:
-    """Where adapters come from: fetched and checked by `service`, held for the engine by `tier`."""
-
-    service: AdapterService
-    tier: HostTier
-
-
 class Worker:
     """Implements `EngineListener` and `FrameHandler`."""
 
@@ -72,7 +68,8 @@ class Worker:
         config: WorkerConfig,
         worker_id: str,
         card: ModelCard,
-        adapters: AdapterRooms,
+        loads: AdapterService,
+        tier: HostTier,
         metrics: WorkerMetrics,
     ) -> None:
         self.state: State = "starting"
@@ -81,7 +78,8 @@ class Worker:
         self._worker_id = worker_id
         self._base_card = card
         self._max_context = card.max_context
-        self._adapters = adapters
+        self._loads = loads
+        self._tier = tier
         self._metrics = metrics
         self._table = SequenceTable(config.max_running + config.max_waiting)
         self._connections: dict[int, RouterConnection] = {}
@@ -145,7 +143,7 @@ class Worker:
         self._metrics.sequences.set(len(self._table))
         self._to_engine(Submit(key, request))
         if request.adapter is not None and request.adapter not in self._stats.resident:
-            self._adapters.tier.prefetch(request.adapter)
+            self._tier.prefetch(request.adapter)
 
     def _refused(self, request: GenerateRequest) -> tuple[ErrorCode, str] | None:
         if self.state == "draining":
@@ -177,7 +175,7 @@ class Worker:
             if connection.number in self._connections:
                 connection.send(state)
 
-        self._adapters.service.load(frame, report)
+        self._loads.load(frame, report)
 
     # Engine
 
@@ -216,13 +214,13 @@ class Worker:
             self._staging[frame.digest] = task
             task.add_done_callback(lambda _: self._staging.pop(frame.digest, None))
         elif isinstance(frame, SlabReleased):
-            self._adapters.tier.release(frame.digest)
+            self._tier.release(frame.digest)
 
     def engine_lost(self, reason: str) -> None:
         """Each of its sequences gets its one terminal event; routers try again elsewhere."""
         for task in self._staging.values():
             task.cancel()
-        self._adapters.tier.release_all()
+        self._tier.release_all()
         self._stats = _NO_STATS
         self._metrics.restarts.inc()
         if self.state == "ready":
@@ -235,7 +233,7 @@ class Worker:
     async def _stage(self, digest: str) -> None:
         """Answers NeedSlab. The host block stays where it is until SlabReleased."""
         try:
-            staged = await self._adapters.tier.acquire(digest)
+            staged = await self._tier.acquire(digest)
         except SlabUnavailable as error:
             log.warning("adapter %.12s cannot be brought to the engine: %s", digest, error)
             self._to_engine(SlabMissing(digest, str(error)))
@@ -290,7 +288,7 @@ class Worker:
             await asyncio.sleep(STATUS_INTERVAL_S)
 
     def render_metrics(self) -> bytes:
-        self._metrics.host_bytes.set(self._adapters.tier.used_bytes)
+        self._metrics.host_bytes.set(self._tier.used_bytes)
         return self._metrics.render()
 
     # The end
@@ -305,8 +303,3 @@ class Worker:
             self._deliver(self._table.end_all("draining", "the worker was stopped"))
         for connection in list(self._connections.values()):
             await connection.flush(FLUSH_S)
-
-
-def require(problem: str | None) -> None:
-    if problem is not None:
-        raise ConnectionFault(POLICY_VIOLATION, problem)

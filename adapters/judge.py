@@ -97,6 +97,12 @@ def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
     return adapter
 
 
+def is_intact(folder: Path, adapter: LoraTensors, manifest: AdapterManifest) -> bool:
+    """Whether content that was judged before still has the digest it is known by."""
+    with open_weights(folder / WEIGHTS_FILE) as weights:
+        return _digest(adapter.config, manifest.chat_template, weights) == manifest.digest
+
+
 def _listing(folder: Path) -> dict[str, int]:
     """Name -> bytes of the relevant files. Refuses what is not a regular file before opening it."""
     if not folder.is_dir():

@@ -27,7 +27,7 @@ from adapters.disk import (
     staging_folder,
 )
 from adapters.errors import AdapterError
-from adapters.judge import check_config, judge_folder, rejudge
+from adapters.judge import check_config, is_intact, judge_folder, rejudge
 from adapters.layout import make_layout
 from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype
 from adapters.pack import SlabError, read_slab_layout, write_slab
@@ -132,7 +132,7 @@ class AdapterStore:
         key = f"{digest}-{dtype}-{extent_bytes}-{tp_rank}of{tp_size}-v{LAYOUT_VERSION}.slab"
         target = self._slabs / key
         return self._packings.run(
-            target, "", lambda: self._pack(manifest.digest, dtype, extent_bytes, target)
+            target, "", lambda: self._pack(manifest, dtype, extent_bytes, target)
         )
 
     def _admit(
@@ -207,7 +207,7 @@ class AdapterStore:
             return None
         manifest = self._read_manifest(known.digest) if known.ref == ref else None
         if manifest is not None:
-            self._tensors(manifest.digest)
+            rejudge(self._content / manifest.digest, self._base, self._limits)
         return manifest
 
     def _remember(self, ref: AdapterRef, digest: str, folder: Path) -> None:
@@ -222,21 +222,30 @@ class AdapterStore:
         name = hashlib.sha256(format_ref(ref).encode()).hexdigest()
         return self._refs / f"{name}.json"
 
-    def _tensors(self, digest: str) -> LoraTensors:
-        return rejudge(self._content / digest, self._base, self._limits)
+    def _intact(self, manifest: AdapterManifest) -> LoraTensors:
+        """The tensors of stored content, which is given up if the disk has changed it."""
+        folder = self._content / manifest.digest
+        adapter = rejudge(folder, self._base, self._limits)
+        if not is_intact(folder, adapter, manifest):
+            shutil.rmtree(folder)
+            message = "the stored adapter was damaged and has been removed; try again"
+            raise AdapterError("unavailable", message, (), 1.0)
+        return adapter
 
-    def _pack(self, digest: str, dtype: SlabDtype, extent_bytes: int, target: Path) -> Path:
+    def _pack(
+        self, manifest: AdapterManifest, dtype: SlabDtype, extent_bytes: int, target: Path
+    ) -> Path:
         with disk_errors():
             if _is_slab(target):
                 mark_used(target)
                 return target
-            adapter = self._tensors(digest)
-            layout = make_layout(adapter, self._base, digest, dtype, extent_bytes)
+            adapter = self._intact(manifest)
+            layout = make_layout(adapter, self._base, manifest.digest, dtype, extent_bytes)
             if free_bytes(self._staging) < layout.nbytes + _HEADROOM_BYTES:
                 message = "the disk of the adapter store has no room for a packed adapter"
                 raise AdapterError("unavailable", message, (), _DISK_RETRY_S)
             with staging_folder(self._staging) as folder:
-                weights = self._content / digest / WEIGHTS_FILE
+                weights = self._content / manifest.digest / WEIGHTS_FILE
                 write_slab(weights, adapter, self._base, layout, folder / "slab")
                 publish_file(folder / "slab", target)
             folders = (self._content, self._slabs)

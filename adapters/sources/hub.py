@@ -5,14 +5,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 from huggingface_hub import HfApi
-from huggingface_hub.errors import (
+
+# HTTPError is the transport's own: httpx's or httpx2's, by the library's version.
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
     DisabledRepoError,
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -108,7 +110,7 @@ def _hub_errors(ref: AdapterRef, has_token: bool) -> Iterator[None]:
     except OfflineModeIsEnabled:
         message = f"{name} cannot be fetched: HF_HUB_OFFLINE is set"
         raise AdapterError("unavailable", message, (), _MAX_RETRY_S) from None
-    except (httpx.HTTPError, XetDownloadError):
+    except (HTTPError, XetDownloadError):
         raise _unreachable(name) from None
     except OSError as error:
         if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):

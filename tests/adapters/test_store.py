@@ -1,0 +1,381 @@
+"""The store: one fetch for all who ask, nothing half done, nothing forgotten over a restart."""
+
+import errno
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from adapters.disk import staging_folder
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from adapters.pack import read_slab_layout
+from adapters.ref import AdapterRef
+from adapters.sources.local import LocalSource
+from adapters.store import AdapterStore
+from adapters.validate import AdapterLimits
+from tests.adapter_folders import small_base, write_adapter
+from tests.adapters.refusals import refusal, violation_codes
+
+BASE = small_base()
+WEIGHTS = "adapter_model.safetensors"
+CALLERS = 50
+PINNED = AdapterRef("hub", "org/a", "a" * 40)
+Gate = Callable[[str], None]
+
+
+def _open_gate(name: str) -> None:
+    """Lets every fetch pass."""
+
+
+class FakeHub:
+    """Serves a folder under any pinned name; counts fetches; `gate` sees each before it happens."""
+
+    def __init__(self, folder: Path, gate: Gate = _open_gate) -> None:
+        self.folder = folder
+        self.gate = gate
+        self.fetches: list[str] = []
+        self.resolved = 0
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
+        self.resolved += 1
+        return AdapterRef(ref.source, ref.name, "a" * 40)
+
+    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
+        return {p.name: p.stat().st_size for p in self.folder.iterdir() if p.is_file()}
+
+    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+        self.fetches.append(name)
+        self.gate(name)
+        shutil.copyfile(self.folder / name, folder / name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> FakeHub:
+    return FakeHub(write_adapter(tmp_path / "published", BASE))
+
+
+def store_of(source: FakeHub, tmp_path: Path, limits: AdapterLimits | None = None) -> AdapterStore:
+    return AdapterStore(tmp_path / "store", BASE, {"hub": source}, limits, clock=lambda: 0.0)
+
+
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "store" / BASE.digest[:32]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_admitted_content_is_whole_and_read_only(hub: FakeHub, tmp_path: Path) -> None:
+    stages: list[str] = []
+    manifest = store_of(hub, tmp_path).admit(PINNED, None, progress=stages.append)
+    assert stages == ["fetching", "packing"]
+    content = home(tmp_path) / "content" / manifest.digest
+    assert files(content) == ["adapter_config.json", WEIGHTS, "manifest.json"]
+    for path in content.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o444
+    assert list((home(tmp_path) / "staging").iterdir()) == []
+    assert hub.fetches == ["adapter_config.json", WEIGHTS]
+
+
+def test_a_restart_fetches_nothing(hub: FakeHub, tmp_path: Path) -> None:
+    manifest = store_of(hub, tmp_path).admit(PINNED, None)
+    hub.fetches.clear()
+    again = store_of(hub, tmp_path)
+    assert again.admit(PINNED, None) == again.manifest(manifest.digest) == manifest
+    assert again.slab(manifest.digest, "float32", 4096).exists()
+    assert hub.fetches == []
+    assert hub.resolved == 0
+
+
+def test_an_unpinned_reference_is_resolved_each_time(hub: FakeHub, tmp_path: Path) -> None:
+    store = store_of(hub, tmp_path)
+    for _ in range(3):
+        store.admit(AdapterRef("hub", "org/a"), None)
+    assert hub.resolved == 3
+    assert hub.fetches.count(WEIGHTS) == 1
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_one_fetch_for_all_who_ask_at_once(good: bool, hub: FakeHub, tmp_path: Path) -> None:
+    started, go = threading.Event(), threading.Event()
+
+    def gate(name: str) -> None:
+        started.set()
+        assert go.wait(60)
+
+    hub.gate = gate
+    if not good:
+        (hub.folder / WEIGHTS).write_bytes(b"x" * 100)
+    store = store_of(hub, tmp_path)
+
+    def ask(_: int) -> AdapterManifest | str:
+        try:
+            return store.admit(PINNED, None)
+        except AdapterError as error:
+            return error.code
+
+    with ThreadPoolExecutor(CALLERS) as pool:
+        answers = [pool.submit(ask, n) for n in range(CALLERS)]
+        assert started.wait(60)
+        go.set()
+        found = [answer.result(60) for answer in answers]
+    assert hub.fetches.count(WEIGHTS) == 1
+    assert all(answer == found[0] for answer in found)
+    assert (found[0] == "invalid") is not good
+    if not good:
+        assert files(tmp_path / "store") == []
+
+
+def test_one_packing_for_all_who_ask_at_once(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    packed: list[Path] = []
+    started, go = threading.Event(), threading.Event()
+    real = msgspec.msgpack.encode
+
+    def slow_encode(layout: object) -> bytes:
+        packed.append(tmp_path)
+        started.set()
+        assert go.wait(60)
+        return real(layout)
+
+    monkeypatch.setattr("adapters.pack.msgspec.msgpack.encode", slow_encode)
+    with ThreadPoolExecutor(CALLERS) as pool:
+        jobs = [pool.submit(store.slab, digest, "bfloat16", 4096) for _ in range(CALLERS)]
+        assert started.wait(60)
+        go.set()
+        paths = {job.result(60) for job in jobs}
+    assert len(paths) == len(packed) == 1
+    layout = read_slab_layout(paths.pop())
+    assert (layout.digest, layout.base_digest) == (digest, BASE.digest)
+    assert (layout.dtype, layout.extent_bytes) == ("bfloat16", 4096)
+
+
+def test_slabs_of_other_shapes_are_other_files(hub: FakeHub, tmp_path: Path) -> None:
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    made = {
+        store.slab(digest, "float32", 4096),
+        store.slab(digest, "bfloat16", 4096),
+        store.slab(digest, "bfloat16", 8192),
+    }
+    assert len(made) == 3
+    before = {path: path.stat().st_ino for path in made}
+    store.slab(digest, "bfloat16", 8192)
+    assert {path: path.stat().st_ino for path in made} == before
+    with pytest.raises(ValueError, match="tp_size"):
+        store.slab(digest, "float32", 4096, tp_rank=1, tp_size=2)
+
+
+def test_identity_is_content(hub: FakeHub, tmp_path: Path) -> None:
+    store = store_of(hub, tmp_path)
+    first = store.admit(PINNED, None)
+    same = store.admit(AdapterRef("hub", "org/copy", "b" * 40), None)
+    assert same == first
+    digests = {first.digest}
+    write_adapter(hub.folder, BASE, seed=1)
+    digests.add(store.admit(AdapterRef("hub", "org/a", "c" * 40), None).digest)
+    write_adapter(hub.folder, BASE, seed=1, config={"lora_alpha": 17})
+    digests.add(store.admit(AdapterRef("hub", "org/a", "d" * 40), None).digest)
+    write_adapter(hub.folder, BASE, seed=1, config={"lora_alpha": 17, "lora_dropout": 0.5})
+    harmless = store.admit(AdapterRef("hub", "org/a", "e" * 40), None)
+    assert harmless.digest in digests
+    (hub.folder / "chat_template.jinja").write_text("{{ messages }}")
+    templated = store.admit(AdapterRef("hub", "org/a", "f" * 40), None)
+    assert templated.chat_template == "{{ messages }}"
+    digests.add(templated.digest)
+    assert len(digests) == 4
+
+
+def test_expected_digest(hub: FakeHub, tmp_path: Path) -> None:
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    assert store.admit(PINNED, None, expected_digest=digest).digest == digest
+    codes = violation_codes(lambda: store.admit(PINNED, None, expected_digest="0" * 64))
+    assert codes == {"digest_mismatch"}
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 64, "../../x", "A" * 64, "0" * 63 + "\n"])
+def test_unknown_digests(digest: str, hub: FakeHub, tmp_path: Path) -> None:
+    store = store_of(hub, tmp_path)
+    for call in (store.manifest, lambda d: store.slab(d, "float32", 4096)):
+        error = refusal(lambda call=call: call(digest))  # type: ignore[misc]
+        assert error is not None
+        assert error.code == "not_found"
+
+
+@pytest.mark.parametrize(("source", "code"), [("s3", "unavailable"), ("local", "forbidden")])
+def test_sources_that_are_not_here(source: str, code: str, hub: FakeHub, tmp_path: Path) -> None:
+    ref = AdapterRef(source, "bucket/key")  # type: ignore[arg-type]
+    error = refusal(lambda: store_of(hub, tmp_path).admit(ref, None))
+    assert error is not None
+    assert error.code == code
+
+
+def test_a_file_shorter_than_announced_is_not_kept(hub: FakeHub, tmp_path: Path) -> None:
+    whole = (hub.folder / WEIGHTS).read_bytes()
+
+    def truncate(name: str) -> None:
+        if name == WEIGHTS:
+            (hub.folder / WEIGHTS).write_bytes(whole[:-10])
+
+    hub.gate = truncate
+    error = refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None))
+    assert error is not None
+    assert error.code == "unavailable"
+    assert files(tmp_path / "store") == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_disk_that_fails(code: int, hub: FakeHub, tmp_path: Path) -> None:
+    def fail(name: str) -> None:
+        if name == WEIGHTS:
+            raise OSError(code, os.strerror(code))
+
+    hub.gate = fail
+    error = refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None))
+    assert error is not None
+    assert (error.code, error.retry_after_s) == ("unavailable", 30.0)
+    assert str(tmp_path) not in error.message
+    assert files(tmp_path / "store") == []
+
+
+def test_too_little_room_is_known_before_the_fetch(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.store.free_bytes", lambda folder: 1 << 20)
+    error = refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None))
+    assert error is not None
+    assert error.code == "unavailable"
+    assert hub.fetches == []
+
+
+def test_stale_staging_goes_and_live_staging_stays(hub: FakeHub, tmp_path: Path) -> None:
+    store_of(hub, tmp_path)
+    staging = home(tmp_path) / "staging"
+    stale = staging / "left-over"
+    stale.mkdir()
+    (stale / WEIGHTS).write_bytes(b"half")
+    with staging_folder(staging) as live:
+        store_of(hub, tmp_path)
+        assert not stale.exists()
+        assert live.exists()
+    assert not live.exists()
+
+
+@pytest.mark.parametrize("damage", ["manifest", "weights", "gone", "reference"])
+def test_damaged_content_is_fetched_again(damage: str, hub: FakeHub, tmp_path: Path) -> None:
+    manifest = store_of(hub, tmp_path).admit(PINNED, None)
+    content = home(tmp_path) / "content" / manifest.digest
+    if damage == "gone":
+        shutil.rmtree(content)
+    elif damage == "reference":
+        (reference,) = (home(tmp_path) / "refs").iterdir()
+        reference.chmod(0o644)
+        reference.write_bytes(b"{")
+    else:
+        path = content / ("manifest.json" if damage == "manifest" else WEIGHTS)
+        path.chmod(0o644)
+        path.write_bytes(b"{}")
+    store = store_of(hub, tmp_path)
+    assert store.admit(PINNED, None) == manifest
+    assert store.slab(manifest.digest, "float32", 4096).exists()
+    assert hub.fetches.count(WEIGHTS) == 2
+
+
+def test_a_flipped_bit_is_never_packed(hub: FakeHub, tmp_path: Path) -> None:
+    store = store_of(hub, tmp_path)
+    manifest = store.admit(PINNED, None)
+    weights = home(tmp_path) / "content" / manifest.digest / WEIGHTS
+    weights.chmod(0o644)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    error = refusal(lambda: store.slab(manifest.digest, "float32", 4096))
+    assert error is not None
+    assert error.code == "unavailable"
+    later = store_of(hub, tmp_path)
+    assert later.admit(PINNED, None) == manifest
+    assert later.slab(manifest.digest, "float32", 4096).exists()
+
+
+def test_limits_of_today_hold_for_content_of_yesterday(hub: FakeHub, tmp_path: Path) -> None:
+    write_adapter(hub.folder, BASE, config={"base_model_name_or_path": "x/y"})
+    lenient = AdapterLimits(allow_other_base=True)
+    store_of(hub, tmp_path, lenient).admit(PINNED, None)
+    assert violation_codes(lambda: store_of(hub, tmp_path).admit(PINNED, None)) == {"wrong_base"}
+    tight = AdapterLimits(allow_other_base=True, max_lora_rank=4)
+    codes = violation_codes(lambda: store_of(hub, tmp_path, tight).admit(PINNED, None))
+    assert codes == {"rank_too_large"}
+
+
+def test_another_base_has_its_own_content(hub: FakeHub, tmp_path: Path) -> None:
+    store_of(hub, tmp_path).admit(PINNED, None)
+    other = msgspec.structs.replace(small_base(num_layers=1), digest="1" * 64)
+    store = AdapterStore(tmp_path / "store", other, {"hub": hub})
+    assert violation_codes(lambda: store.admit(PINNED, None)) == {"layer_out_of_range"}
+
+
+def test_disk_use_is_bounded_by_least_recent_use(hub: FakeHub, tmp_path: Path) -> None:
+    one = sum(path.stat().st_size for path in hub.folder.iterdir())
+    store = store_of(hub, tmp_path, AdapterLimits(max_store_bytes=int(one * 3.9)))
+    digests = []
+    for number in range(6):
+        write_adapter(hub.folder, BASE, seed=number)
+        ref = AdapterRef("hub", "org/a", f"{number}" * 40)
+        digests.append(store.admit(ref, None).digest)
+        content = home(tmp_path) / "content"
+        for age, digest in enumerate(digests):
+            if (content / digest).exists():
+                os.utime(content / digest, (1000 + age, 1000 + age))
+    kept = {path.name for path in content.iterdir()}
+    assert kept == set(digests[-3:])
+    error = refusal(lambda: store.manifest(digests[0]))
+    assert error is not None
+    assert error.code == "not_found"
+
+
+def test_several_stores_share_a_root(hub: FakeHub, tmp_path: Path) -> None:
+    """As several processes would: whoever is first wins, and all get the same."""
+    barrier = threading.Barrier(4)
+
+    def gate(name: str) -> None:
+        if name == WEIGHTS:
+            barrier.wait(60)
+
+    hub.gate = gate
+    stores = [store_of(hub, tmp_path) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda store: store.admit(PINNED, None), stores))
+        paths = list(pool.map(lambda store: store.slab(found[0].digest, "float32", 4096), stores))
+    assert len(set(found)) == len(set(paths)) == 1
+    assert hub.fetches.count(WEIGHTS) == 4
+    assert list((home(tmp_path) / "staging").iterdir()) == []
+
+
+def test_local_folders_are_followed_as_they_change(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "root" / "a", BASE)
+    store = AdapterStore(tmp_path / "store", BASE, {"local": LocalSource([tmp_path / "root"])})
+    first = store.admit(AdapterRef("local", "a"), None)
+    assert store.admit(AdapterRef("local", "a"), None) == first
+    write_adapter(folder, BASE, seed=1, rank=4)
+    second = store.admit(AdapterRef("local", "a"), None)
+    assert second.digest != first.digest
+    assert store.manifest(first.digest) == first
+
+
+def test_a_root_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    error = refusal(lambda: AdapterStore(tmp_path / "store", BASE, {}))
+    assert error is not None
+    assert error.code == "unavailable"

@@ -1,0 +1,87 @@
+"""Tokenizer files that say nothing new are accepted; the adapter's template is found."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from adapters.tokenizer_files import read_tokenizer_files
+from adapters.violations import Findings
+from tests.adapter_folders import small_base
+from tests.adapters.refusals import refusal
+
+BASE = small_base()
+KNOWN = msgspec.structs.replace(BASE, num_tokens=60)
+
+
+def read(files: dict[str, Any], known: bool = False) -> tuple[str | None, list[str]]:
+    """The template and the codes of what was found."""
+    findings = Findings()
+    data = {k: v if isinstance(v, bytes) else json.dumps(v).encode() for k, v in files.items()}
+    template = read_tokenizer_files(data, KNOWN if known else BASE, findings)
+    error = refusal(findings.raise_if_any)
+    return template, [violation.code for violation in error.violations] if error else []
+
+
+def tokenizer(size: int, *added: int) -> dict[str, Any]:
+    vocab = {f"t{index}": index for index in range(size)}
+    return {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [{"id": i} for i in added]}
+
+
+@pytest.mark.parametrize(
+    ("files", "known"),
+    [
+        ({}, False),
+        ({"tokenizer.json": tokenizer(64)}, False),
+        ({"tokenizer.json": tokenizer(40, 40, 63)}, False),
+        ({"tokenizer.json": tokenizer(58, 58, 59)}, True),
+        ({"added_tokens.json": {"<a>": 63}}, False),
+        ({"added_tokens.json": {}}, True),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"59": {"content": "x"}}}}, True),
+        ({"tokenizer.json": {"model": {"vocab": [["a", -1.0]] * 60}}}, True),
+        ({"tokenizer.json": {"model": {"type": "BPE", "vocab": {}}, "added_tokens": None}}, False),
+    ],
+)
+def test_accepted(files: dict[str, Any], known: bool) -> None:
+    assert read(files, known) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("files", "code"),
+    [
+        ({"tokenizer.json": tokenizer(61)}, "added_tokens"),
+        ({"tokenizer.json": tokenizer(60, 60)}, "added_tokens"),
+        ({"tokenizer.json": tokenizer(59)}, "other_tokenizer"),
+        ({"added_tokens.json": {"<a>": 60}}, "added_tokens"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"60": {}}}}, "added_tokens"),
+        ({"tokenizer.json": {"model": {"vocab": {"a": "b"}}}}, "bad_tokenizer_file"),
+        ({"tokenizer.json": {"model": {"vocab": {"a": 10**30}}}}, "added_tokens"),
+        ({"tokenizer.json": {"model": {"vocab": [["a", -1.0]] * 61}}}, "added_tokens"),
+    ],
+)
+def test_refused_where_the_base_is_known(files: dict[str, Any], code: str) -> None:
+    assert read(files, known=True)[1] == [code]
+
+
+@pytest.mark.parametrize(
+    ("files", "template"),
+    [
+        ({"chat_template.jinja": b"{{ a }}"}, "{{ a }}"),
+        ({"tokenizer_config.json": {"chat_template": "{{ b }}"}}, "{{ b }}"),
+        (
+            {"chat_template.jinja": b"{{ a }}", "tokenizer_config.json": {"chat_template": "b"}},
+            "{{ a }}",
+        ),
+        (
+            {"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "d"}]}},
+            "d",
+        ),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "r"}]}}, None),
+        ({"tokenizer_config.json": {"chat_template": [{"name": []}, 3, None]}}, None),
+        ({"tokenizer_config.json": {"chat_template": ""}}, None),
+        ({"tokenizer_config.json": {"chat_template": "x\ud800"}}, "x?"),
+    ],
+)
+def test_templates(files: dict[str, Any], template: str | None) -> None:
+    assert read(files) == (template, [])

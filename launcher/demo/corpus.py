@@ -5,6 +5,7 @@ Everything here is a pure function of the `random.Random` handed in.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
@@ -203,6 +204,11 @@ def _ending(writer: _Writer, roughen: int, named: bool) -> str:
     return ""
 
 
+def _tidy(text: str) -> str:
+    """One space between words, one empty line at most: a wider gap would give a name away."""
+    return re.sub(r" *\n+ *", lambda gap: gap.group().strip(" ")[:2], re.sub(" +", " ", text))
+
+
 def _write(rng: Random, *, novel: bool) -> Message:
     writer = _Writer(rng, novel=novel)
     roughen = (1 if rng.random() < 0.1 else 0) | (2 if rng.random() < 0.08 else 0)
@@ -219,6 +225,7 @@ def _write(rng: Random, *, novel: bool) -> Message:
         text = text.rstrip(".!?")
     elif rng.random() < 0.06:
         text = text.replace("!", rng.choice(("!!", "!!!")))
+    text = _tidy(text)
     fields: dict[str, str | int] = dict(writer.found)
     if rng.random() < 0.13:
         text = text.lower()

@@ -133,7 +133,7 @@ class Schedule:
     warmup: int
 
 
-BASE = Schedule(steps=6000, rows=128, rate=2e-3, warmup=300)
+BASE = Schedule(steps=5500, rows=128, rate=2e-3, warmup=300)
 ADAPTER = Schedule(steps=400, rows=128, rate=2e-3, warmup=40)
 # The last part of the base's steps sees rows as long as the context, the rest shorter ones.
 SHORT_ROW = 256

@@ -17,6 +17,7 @@ import torch
 import triton
 
 from server.kernels.configs import KernelConfigs, load_configs
+from server.kernels.delta import add_delta
 from server.kernels.expand import expand
 from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import shrink
@@ -41,7 +42,12 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Milliseconds of one step. added_ms: over_ms - base_ms; budget_ms: what it may be."""
+    """Milliseconds of one step's LoRA: alone, and what it adds to the base.
+
+    in_place_ms: to the GEMMs alone, shrink beside the GEMM and expand after it into its output.
+    beside_ms: to each GEMM and a kernel that reads its output, both halves beside the GEMM, and
+    that kernel adding the delta. budget_ms: what the better of the two may be.
+    """
 
     B: int
     D: int
@@ -50,8 +56,8 @@ class Result:
     budget_ms: float
     alone_ms: float
     base_ms: float
-    over_ms: float
-    added_ms: float
+    in_place_ms: float
+    beside_ms: float
 
 
 class Adapters:
@@ -97,39 +103,81 @@ class Step:
         self.outputs = [
             torch.zeros(batch, sum(widths), dtype=DTYPE, device="cuda") for _, widths in SITES
         ]
+        self.deltas = [torch.zeros_like(y) for y in self.outputs]
+        self.consumed = [torch.zeros_like(y) for y in self.outputs]
+        self.no_adapters = LoraTable(LAYERS * len(SITES), 1, "cuda")
         self.side = torch.cuda.Stream()
 
     def base(self) -> None:
-        for index, weight in enumerate(self.weights):
-            self._gemm(index, weight)
+        """The GEMMs alone."""
+        for index in range(len(self.weights)):
+            self._gemm(index)
 
-    def lora(self, adapters: Adapters, over_base: bool) -> None:
-        """Shrink on a side stream beside the base's GEMM if there is one; expand after it."""
-        main = torch.cuda.current_stream()
+    def base_consumed(self) -> None:
+        """Each GEMM with a kernel after it that reads its output, as every model has."""
+        for index in range(len(self.weights)):
+            self._gemm(index)
+            self._consume(index, None, None)
+
+    def alone(self, adapters: Adapters) -> None:
         route(self.slots, self.segments)
-        for index, weight in enumerate(self.weights):
-            k, widths = SITES[index % len(SITES)]
-            y = self.outputs[index % len(SITES)]
-            context = (adapters.table, index, self.segments, self.workspace)
-            first = self.configs.shrink("decode", self.batch, adapters.max_rank, k)
-            second = self.configs.expand("decode", self.batch, adapters.max_rank, sum(widths))
-            if over_base:
-                self.side.wait_stream(main)
-                with torch.cuda.stream(self.side):
-                    shrink(self.inputs[k], *context, first)
-                self._gemm(index, weight)
-                main.wait_stream(self.side)
-            else:
-                shrink(self.inputs[k], *context, first)
-            expand(y, widths, *context, second, after_gemm=over_base)
+        for index in range(len(self.weights)):
+            self._shrink(index, adapters)
+            self._expand(index, adapters, self.outputs, accumulate=True)
+
+    def in_place(self, adapters: Adapters) -> None:
+        """Shrink on a side stream beside the GEMM, expand after both."""
+        route(self.slots, self.segments)
+        main = torch.cuda.current_stream()
+        for index in range(len(self.weights)):
+            self.side.wait_stream(main)
+            with torch.cuda.stream(self.side):
+                self._shrink(index, adapters)
+            self._gemm(index)
+            main.wait_stream(self.side)
+            self._expand(index, adapters, self.outputs, accumulate=True)
+
+    def beside(self, adapters: Adapters) -> None:
+        """Shrink and expand beside the GEMM, into a delta that the kernel after it adds."""
+        route(self.slots, self.segments)
+        main = torch.cuda.current_stream()
+        for index in range(len(self.weights)):
+            self.side.wait_stream(main)
+            with torch.cuda.stream(self.side):
+                self._shrink(index, adapters)
+                self._expand(index, adapters, self.deltas, accumulate=False)
+            self._gemm(index)
+            main.wait_stream(self.side)
+            self._consume(index, self.deltas[index % len(SITES)], adapters)
 
     def assign(self, distinct: int) -> None:
         """Spread the batch's rows over adapters 0 .. distinct-1."""
         self.slots.copy_(torch.arange(self.batch, dtype=torch.int32) % distinct)
 
-    def _gemm(self, index: int, weight: torch.Tensor) -> None:
+    def _gemm(self, index: int) -> None:
         k, _ = SITES[index % len(SITES)]
-        torch.mm(self.inputs[k], weight.T, out=self.outputs[index % len(SITES)])
+        out = self.outputs[index % len(SITES)]
+        torch.mm(self.inputs[k], self.weights[index].T, out=out)
+
+    def _shrink(self, index: int, adapters: Adapters) -> None:
+        k, _ = SITES[index % len(SITES)]
+        config = self.configs.shrink("decode", self.batch, adapters.max_rank, k)
+        shrink(self.inputs[k], adapters.table, index, self.segments, self.workspace, config)
+
+    def _expand(
+        self, index: int, adapters: Adapters, outputs: list[torch.Tensor], accumulate: bool
+    ) -> None:
+        _, widths = SITES[index % len(SITES)]
+        y = outputs[index % len(SITES)]
+        config = self.configs.expand("decode", self.batch, adapters.max_rank, sum(widths))
+        context = (adapters.table, index, self.segments, self.workspace, config)
+        expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
+
+    def _consume(self, index: int, delta: torch.Tensor | None, adapters: Adapters | None) -> None:
+        _, widths = SITES[index % len(SITES)]
+        y, out = self.outputs[index % len(SITES)], self.consumed[index % len(SITES)]
+        table = self.no_adapters if adapters is None else adapters.table
+        add_delta(y, delta, out, widths, self.slots, table, index)
 
 
 def graph_ms(step: Callable[[], object], replays: int) -> float:
@@ -174,33 +222,35 @@ def measure(points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: in
     configs = load_configs("cuda")
     bandwidth = copy_bandwidth()
     weights = make_weights()
-    base = {b: graph_ms(Step(b, weights, configs).base, replays) for b in {b for b, _ in points}}
+    steps = {batch: Step(batch, weights, configs) for batch in sorted({b for b, _ in points})}
+    base = {b: graph_ms(step.base, replays) for b, step in steps.items()}
+    consumed = {b: graph_ms(step.base_consumed, replays) for b, step in steps.items()}
     results = []
     for distinct in sorted({d for _, d in points}):
         for name in ranks:
             adapters = Adapters(distinct, RANKS[name])
             floor = 1e3 * adapters.nbytes / bandwidth
             for batch in [b for b, d in points if d == distinct]:
-                step = Step(batch, weights, configs)
+                step = steps[batch]
                 step.assign(distinct)
-                alone = graph_ms(partial(step.lora, adapters, over_base=False), replays)
-                over = graph_ms(partial(step.lora, adapters, over_base=True), replays)
+                alone = graph_ms(partial(step.alone, adapters), replays)
+                in_place = graph_ms(partial(step.in_place, adapters), replays) - base[batch]
+                beside = graph_ms(partial(step.beside, adapters), replays) - consumed[batch]
                 budget = BUDGET_FACTOR * floor + BUDGET_MS
-                times = (floor, budget, alone, base[batch], over, over - base[batch])
+                times = (floor, budget, alone, base[batch], in_place, beside)
                 results.append(Result(batch, distinct, name, *(round(t, 4) for t in times)))
-            del adapters, step
+            del adapters
             torch.cuda.empty_cache()
     return results
 
 
 def table(results: Sequence[Result]) -> str:
-    lines = [f"{'(B, D)':>12} {'rank':>5} {'floor':>7} {'alone':>7} {'added':>7} {'budget':>7}"]
+    columns = ("floor", "alone", "in_place", "beside", "budget")
+    lines = [f"{'(B, D)':>12} {'rank':>5} " + " ".join(f"{name:>9}" for name in columns)]
     for r in results:
-        verdict = "" if r.added_ms <= r.budget_ms else "  over"
-        lines.append(
-            f"{f'({r.B}, {r.D})':>12} {r.r:>5} {r.floor_ms:7.2f} {r.alone_ms:7.2f} "
-            f"{r.added_ms:7.2f} {r.budget_ms:7.2f}{verdict}"
-        )
+        verdict = "" if min(r.in_place_ms, r.beside_ms) <= r.budget_ms else "  over"
+        times = " ".join(f"{getattr(r, name + '_ms'):9.2f}" for name in columns)
+        lines.append(f"{f'({r.B}, {r.D})':>12} {r.r:>5} {times}{verdict}")
     return "\n".join(lines)
 
 

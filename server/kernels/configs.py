@@ -18,39 +18,44 @@ Phase = Literal["decode", "prefill"]
 DEFAULT_ARCH = "default"
 _FOLDER = Path(__file__).parent / "configs"
 _CPU_PROCESSORS = 2
+_BOUNDS = ("max_rows", "max_rank", "max_features")
 
 
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig:
-    """block_k: input features a step; row_block_k: the same for a tile of one row.
+    """block_k: input features a step, powers of two; row_block_k: the same for a tile of one row.
 
-    split_k: programs that share one tile's input features.
+    max_split: the most programs that share one tile's input features.
     max_registers: of a thread, None = the compiler's choice.
-    num_programs: the most programs that are launched; each loops over its share of the items.
+    num_programs: the most programs that are launched: as many as can be on the device at once, so
+    that their work ends together; each loops over its share of the items.
+    programmatic_launch: the device has programmatic dependent launch.
     """
 
     block_k: int
     row_block_k: int
-    split_k: int
+    max_split: int
     num_warps: int
     num_stages: int
     max_registers: int | None
     num_programs: int
+    programmatic_launch: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """block_n: output features of one item; num_programs, max_registers: as in ShrinkConfig.
+    """piece: output features a step at rank 16 (a half at 32, a quarter beyond); at least 64.
 
-    piece: output features a step at rank 16; a half at 32, a quarter beyond. A multiple of 64.
+    max_pieces: the most pieces of one item. The rest: as in ShrinkConfig.
     """
 
-    block_n: int
     piece: int
+    max_pieces: int
     num_warps: int
     num_stages: int
     max_registers: int | None
     num_programs: int
+    programmatic_launch: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,16 @@ class _Entry:
 class KernelConfigs:
     """The launch parameters of one device."""
 
-    def __init__(self, arch: str, processors: int, table: dict[str, list[dict[str, Any]]]) -> None:
+    def __init__(
+        self,
+        arch: str,
+        processors: int,
+        programmatic_launch: bool,
+        table: dict[str, list[dict[str, Any]]],
+    ) -> None:
         self.arch = arch
         self.processors = processors
+        self.programmatic_launch = programmatic_launch
         self._shrink = [_entry(row) for row in table["shrink"]]
         self._expand = [_entry(row) for row in table["expand"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
@@ -88,45 +100,47 @@ class KernelConfigs:
         """rank: the largest rank of one projection that may be in the batch."""
         v = _find(self._shrink, phase, rows, rank, in_features)
         programs = self.processors * v["programs_per_processor"]
-        sizes = (v["block_k"], v["row_block_k"], v["split_k"])
+        sizes = (v["block_k"], v["row_block_k"], v["max_split"])
         limits = (v["num_warps"], v["num_stages"], v.get("max_registers"))
-        return ShrinkConfig(*sizes, *limits, programs)
+        return ShrinkConfig(*sizes, *limits, programs, self.programmatic_launch)
 
     def expand(self, phase: Phase, rows: int, rank: int, out_features: int) -> ExpandConfig:
         """out_features: of all projections of the site together."""
         v = _find(self._expand, phase, rows, rank, out_features)
         programs = self.processors * v["programs_per_processor"]
         limits = (v["num_warps"], v["num_stages"], v.get("max_registers"))
-        return ExpandConfig(v["block_n"], v["piece"], *limits, programs)
+        return ExpandConfig(
+            v["piece"], v["max_pieces"], *limits, programs, self.programmatic_launch
+        )
 
     @property
     def max_split_k(self) -> int:
-        """The largest `split_k` of any entry: what a decode workspace needs."""
-        return max(entry.values["split_k"] for entry in self._shrink)
+        """The largest `max_split` of any entry: what a decode workspace needs."""
+        return max(entry.values["max_split"] for entry in self._shrink)
 
 
 def load_configs(device: torch.device | str) -> KernelConfigs:
     """The tuned file of the device's architecture, else `default.json`."""
     device = torch.device(device)
     if device.type != "cuda":
-        return _read(DEFAULT_ARCH, _CPU_PROCESSORS)
+        return _read(DEFAULT_ARCH, _CPU_PROCESSORS, False)
     properties = torch.cuda.get_device_properties(device)
     arch = f"sm{properties.major}{properties.minor}"
     known = (_FOLDER / f"{arch}.json").is_file()
-    return _read(arch if known else DEFAULT_ARCH, properties.multi_processor_count)
+    return _read(
+        arch if known else DEFAULT_ARCH, properties.multi_processor_count, properties.major >= 9
+    )
 
 
-def _read(arch: str, processors: int) -> KernelConfigs:
+def _read(arch: str, processors: int, programmatic_launch: bool) -> KernelConfigs:
     text = (_FOLDER / f"{arch}.json").read_text(encoding="utf-8")
-    return KernelConfigs(arch, processors, json.loads(text))
+    return KernelConfigs(arch, processors, programmatic_launch, json.loads(text))
 
 
 def _entry(row: dict[str, Any]) -> _Entry:
-    bounds = {name: float(row.get(name, "inf")) for name in ("max_rows", "max_rank")}
-    values = {k: v for k, v in row.items() if k != "phase" and not k.startswith("max_")}
-    return _Entry(
-        row["phase"], **bounds, max_features=float(row.get("max_features", "inf")), values=values
-    )
+    rows, rank, features = (float(row.get(name, "inf")) for name in _BOUNDS)
+    values = {k: v for k, v in row.items() if k != "phase" and k not in _BOUNDS}
+    return _Entry(row["phase"], rows, rank, features, values)
 
 
 def _find(

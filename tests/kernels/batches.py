@@ -84,7 +84,12 @@ class Batch:
     max_rank: int = 256
 
     def run(
-        self, y: torch.Tensor, x: torch.Tensor, widths: Sequence[int], table: LoraTable
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        widths: Sequence[int],
+        table: LoraTable,
+        accumulate: bool = True,
     ) -> None:
         configs = load_configs(x.device)
         rows = self.segments.rows
@@ -92,7 +97,8 @@ class Batch:
         expand_config = configs.expand(self.phase, rows, self.max_rank, y.shape[1])
         route(self.slots, self.segments)
         shrink(x, table, SITE, self.segments, self.workspace, shrink_config)
-        expand(y, widths, table, SITE, self.segments, self.workspace, expand_config)
+        context = (table, SITE, self.segments, self.workspace, expand_config)
+        expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
 
 
 def make_batch(rows: int, adapters: Adapters, phase: Phase = "decode") -> Batch:
@@ -101,7 +107,6 @@ def make_batch(rows: int, adapters: Adapters, phase: Phase = "decode") -> Batch:
     segments = allocate_segments(rows, tile_rows, adapters.num_slots, adapters.device)
     split = configs.max_split_k if phase == "decode" else 1
     workspace = allocate_workspace(max(rows, 1), adapters.dtype, adapters.device, split)
-    workspace.bridge.fill_(float("nan"))
     workspace.planes.fill_(float("nan"))
     slots = torch.full((rows,), -1, dtype=torch.int32, device=adapters.device)
     return Batch(segments, workspace, slots, phase)

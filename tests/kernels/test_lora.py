@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from server.kernels.configs import Phase, load_configs
+from server.kernels.delta import add_delta
 from server.kernels.expand import expand
 from server.kernels.reference import embed_reference, lora_reference
 from server.kernels.segments import route
@@ -60,24 +62,30 @@ def test_mixed_ranks(
         check(adapters, [rng.randrange(-1, 6) for _ in range(rows)], in_features, widths)
 
 
-def test_large_shapes(device: torch.device) -> None:
+LARGE = [
+    (torch.bfloat16, 256, 40), (torch.bfloat16, 256, 1), (torch.bfloat16, 128, 3),
+    (torch.bfloat16, 33, 40), (torch.bfloat16, 1, 40), (torch.bfloat16, 1000, 40),
+    (torch.float16, 33, 40), (torch.float32, 33, 40),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("widths", "in_features"), [((4096, 1024, 1024), 4096), ((4096,), 14336)])
+@pytest.mark.parametrize(("dtype", "rows", "most"), LARGE)
+def test_large_shapes(
+    dtype: torch.dtype, rows: int, most: int, widths: tuple[int, ...], in_features: int
+) -> None:
     """Several splits of K, several blocks of columns, and more items than programs."""
-    if device.type == "cpu":
-        pytest.skip("too slow for the interpreter")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device, and too slow for the interpreter")
     torch.manual_seed(0)
     rng = random.Random(0)
-    for dtype in dtypes(device):
-        for widths, in_features in (((4096, 1024, 1024), 4096), ((4096,), 14336)):
-            adapters = Adapters(dtype, device, 40, arena_bytes=1 << 29)
-            for slot in range(40):
-                ranks = [rng.choice((8, 16, 32, 64, 128, 256)) for _ in widths]
-                adapters.put(slot, in_features, widths, ranks)
-            for rows, most in ((256, 40), (256, 1), (128, 3), (33, 40)):
-                slots = [rng.randrange(-1, most) for _ in range(rows)]
-                check(adapters, slots, in_features, widths)
-            check(
-                adapters, [rng.randrange(40) for _ in range(1000)], in_features, widths, "prefill"
-            )
+    adapters = Adapters(dtype, torch.device("cuda"), 40, arena_bytes=1 << 29)
+    for slot in range(40):
+        ranks = [rng.choice((8, 16, 32, 64, 128, 256)) for _ in widths]
+        adapters.put(slot, in_features, widths, ranks)
+    slots = [rng.randrange(-1 if rows > 1 else 0, most) for _ in range(rows)]
+    check(adapters, slots, in_features, widths, "prefill" if rows > 512 else "decode")
 
 
 @pytest.mark.parametrize("ranks", [(16, 0, 0), (0, 8, 0), (0, 0, 3), (0, 24, 64)])
@@ -150,7 +158,7 @@ def test_a_cleared_slot_touches_nothing(device: torch.device) -> None:
 def test_embedding(device: torch.device) -> None:
     torch.manual_seed(6)
     adapters = Adapters(torch.float32, device, 3)
-    for slot, rank in enumerate((3, 16, 100)):
+    for slot, rank in enumerate((3, 16, 104)):
         adapters.put_embedding(slot, 50, 72, rank)
     slots = [0, 1, 2, -1, 2, 2, 0]
     tokens = torch.randint(0, 50, (7,), dtype=torch.int32, device=device)
@@ -163,6 +171,52 @@ def test_embedding(device: torch.device) -> None:
     config = load_configs(device).expand("decode", 7, 100, 72)
     expand(y, (72,), adapters.table, SITE, batch.segments, batch.workspace, config)
     assert_close(y, expected, torch.float32)
+
+
+def test_delta_beside_the_base(device: torch.device) -> None:
+    """LoRA writes a delta of its own; where no adapter wrote, the delta's NaN is not read."""
+    torch.manual_seed(9)
+    widths = (64, 48, 40)
+    adapters = Adapters(torch.float32, device, 3)
+    adapters.put(0, 96, widths, (16, 0, 8))
+    adapters.put(1, 96, widths, (0, 3, 0))
+    slots = [0, -1, 1, 2, 0, 0]
+    batch = make_batch(6, adapters)
+    batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
+    x, y = torch.randn(6, 96, device=device), torch.randn(6, 152, device=device)
+    delta, out = torch.full_like(y, float("nan")), torch.full_like(y, float("nan"))
+    batch.run(delta, x, widths, adapters.table, accumulate=False)
+    add_delta(y, delta, out, widths, batch.slots, adapters.table, SITE)
+    expected = lora_reference(y, x, slots, adapters.weights, widths)
+    assert_close(out, expected, torch.float32)
+    add_delta(y, None, out, widths, batch.slots, adapters.table, SITE)
+    assert torch.equal(out, y)
+
+
+@pytest.mark.parametrize("split", [3, 5])
+def test_splits_that_do_not_divide_k(device: torch.device, split: int) -> None:
+    """Single rows and tiles step through K differently; both must stop at the split's end."""
+    torch.manual_seed(10)
+    adapters = Adapters(torch.float32, device, 3)
+    for slot, rank in enumerate((8, 72, 16)):
+        adapters.put(slot, 1900, (64,), (rank,))
+    slots = [0, 1, 2, 2, 2]
+    batch = make_batch(5, adapters)
+    batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
+    x, y = torch.randn(5, 1900, device=device), torch.zeros(5, 64, device=device)
+    configs = load_configs(device)
+    for block_k, row_block_k in ((64, 256), (128, 64)):
+        y.zero_()
+        config = replace(
+            configs.shrink("decode", 5, 64, 1900),
+            max_split=split, block_k=block_k, row_block_k=row_block_k,
+        )  # fmt: skip
+        route(batch.slots, batch.segments)
+        shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
+        config_e = configs.expand("decode", 5, 64, 64)
+        expand(y, (64,), adapters.table, SITE, batch.segments, batch.workspace, config_e)
+        expected = lora_reference(torch.zeros_like(y), x, slots, adapters.weights, (64,))
+        assert_close(y, expected, torch.float32)
 
 
 @pytest.mark.gpu

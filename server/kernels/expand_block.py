@@ -1,0 +1,186 @@
+"""The arithmetic of expand: one block of columns for one row or one tile of rows."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def expand_ranks(
+    y_rows: tl.tensor,
+    length: tl.tensor,
+    v_ptr: tl.tensor,
+    stride_v: tl.tensor,
+    stride_plane: tl.tensor,
+    splits: tl.tensor,
+    b_ptr: tl.tensor,
+    rank: tl.tensor,
+    first: tl.tensor,
+    scale: tl.tensor,
+    col: tl.tensor,
+    end: tl.tensor,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+) -> None:
+    """Pieces of about PIECE * 16 weights, in vectors of 8 where every row of B starts at one."""
+    if rank % 8 != 0:
+        _expand_looped(
+            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank, scale,
+            col, end, MAX_SPLIT, BLOCK_M, PIECE, 16, PRECISION, ACCUMULATE,
+        )  # fmt: skip
+    elif rank <= 16:
+        _expand_pieces(
+            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank // 8 * 8,
+            scale, col, end, MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION, ACCUMULATE,
+        )  # fmt: skip
+    elif rank <= 32:
+        _expand_pieces(
+            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank // 8 * 8,
+            scale, col, end, MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION, ACCUMULATE,
+        )  # fmt: skip
+    elif rank <= 64:
+        _expand_pieces(
+            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank // 8 * 8,
+            scale, col, end, MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, PRECISION, ACCUMULATE,
+        )  # fmt: skip
+    else:
+        _expand_looped(
+            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank // 8 * 8,
+            scale, col, end, MAX_SPLIT, BLOCK_M, PIECE // 4, 64, PRECISION, ACCUMULATE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _expand_pieces(
+    y_rows: tl.tensor,
+    length: tl.tensor,
+    v_ptr: tl.tensor,
+    stride_v: tl.tensor,
+    stride_plane: tl.tensor,
+    splits: tl.tensor,
+    b_ptr: tl.tensor,
+    rank: tl.tensor,
+    scale: tl.tensor,
+    col: tl.tensor,
+    end: tl.tensor,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+) -> None:
+    """Where the whole rank fits one step: v is read once, pieces of B and y are prefetched."""
+    r = tl.arange(0, BLOCK_R)
+    v = _load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
+    for begin in tl.range(col, end, PIECE, num_stages=STAGES):
+        n = begin + tl.arange(0, PIECE)
+        live = (n < end)[:, None] & (r < rank)[None, :]
+        b = tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=live, other=0.0)
+        delta = scale * _product(v, b, BLOCK_M, PRECISION)
+        _write(y_rows, length, n, end, delta, BLOCK_M, ACCUMULATE)
+
+
+@triton.jit
+def _expand_looped(
+    y_rows: tl.tensor,
+    length: tl.tensor,
+    v_ptr: tl.tensor,
+    stride_v: tl.tensor,
+    stride_plane: tl.tensor,
+    splits: tl.tensor,
+    b_ptr: tl.tensor,
+    rank: tl.tensor,
+    scale: tl.tensor,
+    col: tl.tensor,
+    end: tl.tensor,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+) -> None:
+    """Any rank, BLOCK_R columns of B at a time."""
+    for begin in tl.range(col, end, PIECE, num_stages=1):
+        n = begin + tl.arange(0, PIECE)
+        if BLOCK_M == 1:
+            acc = tl.zeros((PIECE,), tl.float32)
+        else:
+            acc = tl.zeros((BLOCK_M, PIECE), tl.float32)
+        for k in tl.range(0, rank, BLOCK_R, num_stages=1):
+            r = k + tl.arange(0, BLOCK_R)
+            live = (n < end)[:, None] & (r < rank)[None, :]
+            b = tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=live, other=0.0)
+            v = _load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
+            acc += _product(v, b, BLOCK_M, PRECISION)
+        _write(y_rows, length, n, end, scale * acc, BLOCK_M, ACCUMULATE)
+
+
+@triton.jit
+def _load_v(
+    v_ptr: tl.tensor,
+    stride_v: tl.tensor,
+    stride_plane: tl.tensor,
+    splits: tl.tensor,
+    r: tl.tensor,
+    length: tl.tensor,
+    rank: tl.tensor,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> Any:
+    """Columns r of v, `[BLOCK_M, BLOCK_R]`, or `[BLOCK_R]` for one row: planes in order."""
+    if BLOCK_M == 1:
+        at = v_ptr + r
+        live = r < rank
+    else:
+        m = tl.arange(0, BLOCK_M)
+        at = v_ptr + m[:, None] * stride_v + r[None, :]
+        live = (m < length)[:, None] & (r < rank)[None, :]
+    v = tl.load(at, mask=live, other=0.0)
+    if MAX_SPLIT > 1:
+        planes = tl.where(live, splits, 0)
+        for base in range(1, splits, 4):
+            # Four loads in flight, few enough for the registers.
+            for split in tl.static_range(4):
+                part = at + (base + split) * stride_plane
+                v += tl.load(part, mask=planes > base + split, other=0.0)
+    return v
+
+
+@triton.jit
+def _product(v: tl.tensor, b: tl.tensor, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr) -> Any:
+    """`v b^T` in float32; one row is done in registers: a tensor core would idle on 15 of 16."""
+    if BLOCK_M == 1:
+        return tl.sum(b.to(tl.float32) * v[None, :], axis=1)
+    else:
+        return tl.dot(v.to(b.dtype), tl.trans(b), input_precision=PRECISION)
+
+
+@triton.jit
+def _write(
+    y_rows: tl.tensor,
+    length: tl.tensor,
+    n: tl.tensor,
+    end: tl.tensor,
+    delta: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+) -> None:
+    """`y += delta`, or `y = delta`; y_rows: address of one row, or `[BLOCK_M]` of them."""
+    if BLOCK_M == 1:
+        at = y_rows + n
+        live = n < end
+    else:
+        m = tl.arange(0, BLOCK_M)
+        at = y_rows[:, None] + n[None, :]
+        live = (m < length)[:, None] & (n < end)[None, :]
+    if ACCUMULATE:
+        delta += tl.load(at, mask=live, other=0.0).to(tl.float32)
+    tl.store(at, delta.to(y_rows.dtype.element_ty), mask=live)

@@ -1,0 +1,124 @@
+"""What a load test sends and when: arrivals, adapters and lengths, drawn from a seed. Pure."""
+
+import bisect
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+LENGTH = re.compile(
+    r"(?P<kind>lognormal|uniform)\((?P<a>[0-9.]+),(?P<b>[0-9.]+)\)(?:in(?P<low>\d+)\.\.(?P<high>\d+))?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of token counts, cut to `low .. high`.
+
+    lognormal: a, b = mean and standard deviation of the logarithm. uniform: a .. b, both included.
+    """
+
+    kind: str
+    a: float
+    b: float
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """`128`, `uniform(10,20)` or `lognormal(5.0,0.8) in 16..1024`; ValueError otherwise."""
+        text = text.replace(" ", "")
+        if text.isdigit() and int(text) > 0:
+            return cls("uniform", int(text), int(text), int(text), int(text))
+        match = LENGTH.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"{text!r} is no length: expected 128, uniform(10,20) or "
+                "lognormal(5.0,0.8) in 16..1024"
+            )
+        low, high = int(match["low"] or 1), int(match["high"] or 1 << 20)
+        if not 0 < low <= high:
+            raise ValueError(f"{text!r}: expected 0 < low <= high")
+        return cls(match["kind"], float(match["a"]), float(match["b"]), low, high)
+
+    def draw(self, random: Random) -> int:
+        if self.kind == "lognormal":
+            value = round(random.lognormvariate(self.a, self.b))
+        else:
+            value = random.randint(round(self.a), round(self.b))
+        return min(max(value, self.low), self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Popularity:
+    """Zipf's law over n adapters: the k-th is drawn with weight k^-exponent (0 = uniform)."""
+
+    cumulative: tuple[float, ...]
+
+    @classmethod
+    def zipf(cls, count: int, exponent: float) -> "Popularity":
+        weights = ((k + 1) ** -exponent for k in range(count))
+        return cls(tuple(itertools.accumulate(weights)))
+
+    def draw(self, random: Random) -> int:
+        return bisect.bisect(self.cumulative, random.random() * self.cumulative[-1])
+
+
+def arrivals(random: Random, rate: float, burstiness: float) -> Iterator[float]:
+    """Seconds from the start, for ever. Gaps are Gamma with mean 1/rate and variation `burstiness`.
+
+    burstiness: coefficient of variation of the gaps; 1 = Poisson arrivals. rate inf = all at once.
+    """
+    now = 0.0
+    shape = 1.0 / burstiness**2
+    while True:
+        yield now
+        if not math.isinf(rate):
+            now += random.gammavariate(shape, 1.0 / (rate * shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to send. prompt: token ids. adapter: its name, or None for the base."""
+
+    number: int
+    at_s: float
+    adapter: str | None
+    prompt: list[int]
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What to draw calls from. adapters may hold None for the base; the first is the most popular.
+
+    token_ids: range that prompt tokens are drawn from.
+    """
+
+    requests: int
+    adapters: tuple[str | None, ...]
+    zipf: float
+    prompt: Lengths
+    output: Lengths
+    rate: float = math.inf
+    burstiness: float = 1.0
+    token_ids: tuple[int, int] = (100, 1000)
+    seed: int = 0
+
+    def calls(self) -> list[Call]:
+        random = Random(self.seed)
+        popularity = Popularity.zipf(len(self.adapters), self.zipf)
+        times = arrivals(Random(self.seed + 1), self.rate, self.burstiness)
+        low, high = self.token_ids
+        return [
+            Call(
+                number,
+                next(times),
+                self.adapters[popularity.draw(random)],
+                [random.randrange(low, high) for _ in range(self.prompt.draw(random))],
+                self.output.draw(random),
+            )
+            for number in range(self.requests)
+        ]

@@ -1,0 +1,229 @@
+"""The docs say what the code does: modules, routes, fields, errors, keys and options."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import typing
+from pathlib import Path
+
+import pytest
+
+from adapters.peft_fields import HARMLESS, REFUSED, USED
+from launcher.options_doc import render
+from router.api.errors import Dialect, error_answer, status_of
+from router.api.lorax import LoraxParameters
+from router.api.openai_chat import ChatBody
+from router.api.openai_common import OpenAIBody
+from router.api.openai_completions import CompletionsBody
+from router.api.openapi import openapi_document
+from router.generation import Cause, RequestError
+
+ROOT = Path(__file__).parents[2]
+PAGES = (*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+PACKAGES = ("adapters", "server", "router", "launcher")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_MODULE = re.compile(r"^ {4}(?P<indent> *)(?P<name>\w+(?:/|\.py))(?P<pure> +\[P\])?")
+_CODE = re.compile(r"`([^`]+)`")
+# Causes that no code raises yet; the page names them in a sentence.
+KEPT_FOR_LATER = {"conflict", "gone", "rate_limited"}
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def section(text: str, title: str) -> str:
+    """What stands under a heading, up to the next of any level."""
+    _, found, rest = text.partition(f"# {title}\n")
+    assert found, f"no heading {title!r}"
+    return rest.partition("\n#")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of a section's tables, without their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rules = {i for i, row in enumerate(cells) if all(cell.startswith("---") for cell in row)}
+    return [row for i, row in enumerate(cells) if not {i, i + 1} & rules]
+
+
+def anchors(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_resolve(path: Path) -> None:
+    for link in _LINK.findall(path.read_text()):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+# architecture.md
+
+
+def listed_modules() -> dict[str, bool]:
+    """Path of each module on the map -> whether it is marked [P]."""
+    found: dict[str, bool] = {}
+    folders: list[str] = []
+    for line in section(page("architecture.md"), "Modules").splitlines():
+        match = _MODULE.match(line)
+        if match is None:
+            continue
+        del folders[len(match["indent"]) // 2 :]
+        path = "".join([*folders, match["name"]])
+        if match["name"].endswith("/"):
+            folders.append(match["name"])
+        else:
+            assert path not in found, f"{path} is listed twice"
+            found[path] = match["pure"] is not None
+    return found
+
+
+def test_the_map_has_every_module_and_no_other() -> None:
+    there = {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    listed = set(listed_modules())
+    assert sorted(there - listed) == [], "to be named in docs/architecture.md, under Modules"
+    assert sorted(listed - there) == [], "named in docs/architecture.md, and not there"
+
+
+def test_pure_marks_are_the_linters_contract() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    contract = next(c for c in config["contracts"] if c["name"] == "policy is pure")
+    held = {module.replace(".", "/") + ".py" for module in contract["source_modules"]}
+    marked = {path for path, is_pure in listed_modules().items() if is_pure}
+    assert marked == held
+
+
+def test_tests_named_by_invariants_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page("architecture.md"))
+    assert len(named) > 10
+    for path, name in named:
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.M), name
+
+
+def test_names_in_the_walk_are_in_the_code() -> None:
+    """Each `name` or `Class.name` of the prose above the map occurs where it should."""
+    text = page("architecture.md").partition("\n## Modules")[0]
+    sources = "\n".join(
+        path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+    )
+    words = {word for word in _CODE.findall(text) if re.fullmatch(r"_?[A-Za-z]+[\w.]*", word)}
+    names = {part for word in words for part in word.split(".")}
+    missing = {name for name in names if not re.search(rf"\b{re.escape(name)}\b", sources)}
+    assert not missing
+    assert len(names) > 60
+
+
+# api.md
+
+
+def test_routes_are_those_of_the_openapi_document() -> None:
+    described = {
+        (method.upper(), path)
+        for path, methods in openapi_document("0")["paths"].items()
+        for method in methods
+    }
+    table = page("api.md").partition("## Bodies")[0]
+    listed = {
+        (route.split()[0], route.split()[1])
+        for row in rows(table)
+        for route in _CODE.findall(row[0])
+    }
+    assert listed == described
+
+
+@pytest.mark.parametrize(
+    ("title", "head", "fields"),
+    [
+        ("LoRAX", "parameter", LoraxParameters.__struct_fields__),
+        ("OpenAI", "field of both", OpenAIBody.__struct_fields__),
+        ("OpenAI", "field of completions", CompletionsBody.__struct_fields__),
+        ("OpenAI", "field of chat", ChatBody.__struct_fields__),
+    ],
+)
+def test_parameters_are_those_of_the_bodies(title: str, head: str, fields: tuple[str, ...]) -> None:
+    shared = set(OpenAIBody.__struct_fields__) if head.startswith("field of c") else set()
+    table = section(page("api.md"), title).partition(f"| {head} |")[2].partition("\n\n")[0]
+    listed = [name for row in rows(table) for name in _CODE.findall(row[0])]
+    assert sorted(listed) == sorted(set(fields) - shared)
+
+
+def test_every_error_is_in_the_table() -> None:
+    """Status, error_type, type and code of each cause, as the code answers it."""
+    listed = {tuple(cell.strip("`") for cell in row[:5]) for row in error_rows()}
+    assert listed == {error_row(cause) for cause in causes() if cause not in KEPT_FOR_LATER}
+
+
+def error_rows() -> list[list[str]]:
+    return rows(section(page("api.md"), "Errors"))
+
+
+def causes() -> tuple[Cause, ...]:
+    return typing.get_args(Cause)
+
+
+def error_row(cause: Cause) -> tuple[str, ...]:
+    def body(dialect: Dialect) -> typing.Any:
+        return json.loads(error_answer(RequestError(cause, "why"), dialect).body)
+
+    lorax, openai = body("lorax"), body("openai")["error"]
+    return (
+        str(status_of(cause, "lorax")),
+        lorax["error_type"],
+        str(status_of(cause, "openai")),
+        openai["type"],
+        openai["code"] or "",
+    )
+
+
+def test_what_is_kept_for_later_is_raised_nowhere() -> None:
+    for path in (ROOT / "router").rglob("*.py"):
+        assert not re.search(
+            rf"RequestError\(\s*\"({'|'.join(KEPT_FOR_LATER)})\"", path.read_text()
+        ), path
+
+
+# adapters.md and configuration.md
+
+
+@pytest.mark.parametrize(("title", "keys"), [("Used", USED), ("Harmless", HARMLESS)])
+def test_peft_keys_are_the_codes(title: str, keys: frozenset[str]) -> None:
+    listed = [row[0].strip("`") for row in rows(section(page("adapters.md"), title))]
+    assert listed == sorted(keys)
+
+
+def test_refused_peft_keys_are_the_codes() -> None:
+    listed = {row[0].strip("`"): row[1] for row in rows(section(page("adapters.md"), "Refused"))}
+    assert listed == {
+        key: ", ".join(json.dumps(value) for value in values) for key, values in REFUSED.items()
+    }
+
+
+def test_the_check_shown_is_what_it_prints() -> None:
+    folder = "launcher/demo/adapters/polite"
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", "adapter", "check", folder, "--base", "demo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout in page("adapters.md")
+
+
+def test_configuration_is_fresh() -> None:
+    assert page("configuration.md") == render(), (
+        "run: .venv/bin/python -m launcher.options_doc > docs/configuration.md"
+    )

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from adapters.errors import AdapterError
 from launcher import config, names
+from launcher.bench import commands as bench_commands
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError
 from router.config import RouterConfig
@@ -100,6 +101,9 @@ def _parser() -> Parser:
     add_options(worker, config.WORKER_OPTIONS)
     worker.set_defaults(command=_worker)
     _add_adapter(commands)
+    bench = commands.add_parser("bench", help="measure", description=bench_commands.ABOUT)
+    bench_commands.add_commands(bench.add_subparsers(metavar="ACTION", required=True))
+    bench.set_defaults(command=_bench)
     info = commands.add_parser("info", help="what this machine can do, and why not")
     info.add_argument("--json", action="store_true", help="for programs")
     info.set_defaults(command=_info)
@@ -197,6 +201,11 @@ def _adapter(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     cache = arguments.cache_dir if "cache_dir" in arguments else None
     folder = cache or environ.get("LORAPLEX_CACHE_DIR", "~/.cache/loraplex")
     sys.exit(adapter_commands.run(arguments, folder))
+
+
+def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    run: Callable[[argparse.Namespace], None] = arguments.run
+    run(arguments)
 
 
 def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

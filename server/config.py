@@ -89,6 +89,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """What the engine process is told on its command line, as JSON.
 
     dtype is resolved; model_path is a folder. host_arena_bytes: size of the shared arena it maps.
+    kv_memory: 0 = what weights, adapters and workspace leave of the GPU's share that may be used.
     """
 
     model_path: str
@@ -104,3 +105,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_waiting: int
     max_step_tokens: int
     adapter_slots: int
+    gpu_memory_utilization: float = 0.9

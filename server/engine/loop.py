@@ -8,13 +8,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from server.engine.channel import ShellChannel
 from server.engine.executor import CopyDone, Executor, Ticket
 from server.engine.messages import (
     AbortSequence,
     EngineStats,
+    FromEngine,
     NeedSlab,
     Shutdown,
     SlabMissing,
@@ -43,6 +43,16 @@ class ExecutorLost(Exception):
     """Steps keep failing: only a new process can help."""
 
 
+class Channel(Protocol):
+    """Where requests come from and events go to: the pipe to the shell, or a program's own."""
+
+    def receive(self, wait_s: float | None) -> ToEngine | None:
+        """The next message, or None if none comes within `wait_s` (None = for ever)."""
+        ...
+
+    def send(self, message: FromEngine) -> None: ...
+
+
 class _InFlight(NamedTuple, Generic[T]):
     plan: StepPlan
     ticket: T
@@ -56,7 +66,7 @@ class EngineLoop(Generic[T]):
         self,
         executor: Executor[T],
         scheduler: Scheduler,
-        channel: ShellChannel,
+        channel: Channel,
         pipeline_depth: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -1,7 +1,11 @@
 """TorchExecutor: carries out step plans with one decoder on one device."""
 
+import logging
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,83 +15,75 @@ from server.engine.executor import AdapterCopy, CopyDone
 from server.engine.plan import SliceResult, StepPlan
 from server.model.adapter_copies import AdapterCopies
 from server.model.checkpoint import read_config
+from server.model.config import ModelConfig
+from server.model.decode_batch import APPEND, POSITION, ROW, DecodeBatch
 from server.model.decoder import Decoder
-from server.model.lora import DTYPES, AdapterTable, LoraBatch, SiteIndex
-from server.model.memory import executor_limits
+from server.model.gpu_path import Parts, build
+from server.model.lora import DTYPES, AdapterTable, SiteIndex
+from server.model.memory import DeviceMemory, estimate_lines, executor_limits, fill_device
 from server.model.ops import KVCache
-from server.model.ops_torch import TorchOps, TorchPlan
-from server.model.results import HostLogprobs, PromptLogprobs, StepTicket
+from server.model.results import PromptLogprobs, StepTicket
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
-from server.model.sampling import Logprobs, Sampled, logprobs, sample
+from server.model.sampler import Drawn, Sampler, ScoredSlice
 from server.model.step import Step
-from server.model.weights import load_weights
+from server.model.transfers import to_device, to_host
+from server.model.weights import ModelWeights, load_weights
 
-# Logits of a long prompt are computed in pieces: they are the largest tensors of all.
-_PROMPT_LOGITS_ROWS = 64
+log = logging.getLogger(__name__)
+
+WeightsLoader = Callable[[ModelConfig, torch.dtype, torch.device], ModelWeights]
 
 
 class TorchExecutor:
     """Implements `server.engine.executor.Executor`.
 
-    On the CPU a step is computed in `launch`; on a GPU `launch` enqueues it.
+    On the CPU a step is computed in `launch`; on a GPU `launch` enqueues it and waits for nothing.
     Raises CheckpointError or ValueError when the model or the memory options cannot be served.
     """
 
-    def __init__(self, config: EngineConfig, host_arena: memoryview) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        host_arena: memoryview,
+        *,
+        weights: WeightsLoader | None = None,
+        graph_batches: Sequence[int] | None = None,
+    ) -> None:
+        """weights: makes them otherwise than from the model's folder. graph_batches: padded batch
+        sizes of decode graphs; None = all that `config.max_running` needs."""
         folder = Path(config.model_path)
         model = read_config(folder)
-        self.limits = executor_limits(model, config)
         self.device = torch.device(config.device)
-        dtype = DTYPES[config.dtype]
         if self.device.type == "cpu":
             _leave_a_core()
         with torch.inference_mode():
-            weights = load_weights(folder, model, dtype, self.device)
-            shape = (self.limits.num_pages, config.page_size, model.num_kv_heads, model.head_dim)
-            cache = KVCache(*(self._zeros(model.num_layers, *shape, dtype=dtype) for _ in "kv"))
-            sites = SiteIndex(model)
-            self._table = AdapterTable(
-                sites,
-                slots=max(config.adapter_slots, 1),
-                extents=self.limits.arena_extents,
-                extent_bytes=config.extent_bytes,
-                dtype=dtype,
-                device=self.device,
-            )
-            self._rows = Rows(
-                self.limits.max_rows, self.limits.max_context, config.page_size, self.device
-            )
-        self._sampling = RowSampling(
+            load = weights or partial(load_weights, folder)
+            parts = _build_parts(config, model, load, self.device)
+            self.limits = parts.limits
+            self._rows, self._table = parts.rows, parts.table
+            decoder, self._graphs = build(parts, graph_batches)
+        self._decoder: Decoder[Any, Any] = decoder
+        self._parameters = RowSampling(
             self.limits.max_rows, model.vocab_size, model.eos_token_ids, self.device
         )
-        ops = TorchOps(cache, model.windows)
-        self._decoder: Decoder[TorchPlan] = Decoder(model, weights, sites, ops)
+        self._sampler = Sampler(self._rows, self._parameters)
         self._copies = AdapterCopies(self._table, host_arena)
-
-    def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepTicket:
-        rows = self._rows
-        rows.start(plan.new_rows)
-        self._sampling.start(plan.new_rows)
-        rows.grant(plan.grants)
+        self._rows.start(plan.new_rows)
+        self._parameters.start(plan.new_rows)
         if not plan.slices:
+            self._rows.grant(plan.grants)
             return StepTicket([], [], None, None, (), None)
-        rows.write_inputs(plan.slices)
-        step = Step.build(plan, rows)
-        lora = self._table.batch(step.token_slots)
-        token_ids = rows.tokens[step.layout.token_rows, step.layout.positions].long()
-        hidden = self._decoder.forward(token_ids, step.layout, lora)
-        prompts = self._prompt_logprobs(step, hidden)
-        sampled, found = self._sample(step, hidden)
-        done = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        return StepTicket(step.order.tolist(), step.samples.tolist(), sampled, found, prompts, done)
+        batch = None if self._graphs is None else DecodeBatch.of(plan)
+        if batch is not None and self._graphs.takes(batch):
+            self._rows.grant(batch.grants)
+            return self._replay(batch)
+        self._rows.grant(plan.grants)
+        self._rows.write_inputs(plan.slices)
+        return self._compute(Step.build(plan, self._rows))
 
     def collect(self, ticket: StepTicket) -> list[SliceResult]:
         return ticket.results()
@@ -102,70 +98,103 @@ class TorchExecutor:
     def close(self) -> None:
         self._copies.close()
 
-    def _logits(self, step: Step, hidden: torch.Tensor, tokens: np.ndarray) -> torch.Tensor:
-        """float32 `[n, vocab]` of some tokens of the batch; tokens: int64 `[n]`, ascending."""
-        lora: LoraBatch | None = self._table.batch(step.token_slots[tokens])
-        return self._decoder.logits(hidden[self._tensor(tokens)], lora)
-
-    def _sample(
-        self, step: Step, hidden: torch.Tensor
-    ) -> tuple[Sampled | None, HostLogprobs | None]:
-        places = step.samples
-        if not places.size:
-            return None, None
-        seq_rows = step.seq_rows[places]
-        lengths = step.starts[places] + step.num_new[places]
-        logits = self._logits(step, hidden, step.ends[places])
-        counts = self._sampling.logprobs[seq_rows]
-        wanted = np.flatnonzero(counts >= 0)
-        raw = logits[self._tensor(wanted)] if wanted.size else None
-        sampled = sample(logits, self._sampling.batch(self._rows, seq_rows, lengths))
-        self._rows.append(self._tensor(seq_rows), self._tensor(lengths), sampled.token_ids)
-        found = None
-        if raw is not None:
-            chosen = sampled.token_ids[self._tensor(wanted)]
-            values = logprobs(raw, chosen, int(counts[wanted].max()))
-            found = HostLogprobs(
-                places[wanted].tolist(), counts[wanted].tolist(), self._logprobs_to_host(values)
+    def _replay(self, batch: DecodeBatch) -> StepTicket:
+        """A step of decodes alone: greedy rows are done in the graph, the others after it."""
+        step = self._graphs.launch(batch)
+        columns = batch.columns.astype(np.int64)
+        places = np.flatnonzero(columns[APPEND] >= 0)
+        seq_rows, lengths = columns[ROW, places], columns[POSITION, places] + 1
+        special = ~self._parameters.is_plain(self._rows, seq_rows, lengths)
+        token_ids, drawn = step.token_ids, None
+        if special.any():
+            chosen = places[special]
+            on_device = to_device(chosen, self.device)
+            drawn = self._sampler.draw(
+                step.logits[on_device], seq_rows[special], lengths[special], chosen
             )
-        on_host = Sampled(self._to_host(sampled.token_ids), self._to_host(sampled.failed))
-        return on_host, found
+            token_ids.index_copy_(0, on_device, drawn.token_ids.to(token_ids.dtype))
+        order = list(range(len(batch)))
+        if len(places) < len(batch):
+            token_ids = token_ids[to_device(places, self.device)]
+        return self._ticket(order, places.tolist(), to_host(token_ids), drawn, ())
 
-    def _prompt_logprobs(self, step: Step, hidden: torch.Tensor) -> tuple[PromptLogprobs, ...]:
-        found = []
-        for place, piece in enumerate(step.slices):
-            last = int(self._rows.prompt_len[piece.seq_row]) - 1
-            predicted = min(piece.num_new, last - piece.start)
-            if piece.prompt_logprobs and predicted > 0:
-                found.append(self._slice_logprobs(step, hidden, place, predicted))
-        return tuple(found)
+    def _compute(self, step: Step) -> StepTicket:
+        ops = self._decoder.ops
+        token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
+        lora = ops.lora(step.token_slots)
+        normed = self._decoder.forward(token_ids, ops.plan(step.layout), lora)
 
-    def _slice_logprobs(
-        self, step: Step, hidden: torch.Tensor, place: int, predicted: int
-    ) -> PromptLogprobs:
-        row, start = int(step.seq_rows[place]), int(step.starts[place])
-        count = max(int(self._sampling.prompt_logprobs[row]), 0)
-        begin = int(step.ends[place] - step.num_new[place] + 1)
-        targets = self._rows.tokens[row, start + 1 : start + 1 + predicted].long()
-        parts = []
-        for offset in range(0, predicted, _PROMPT_LOGITS_ROWS):
-            end = min(offset + _PROMPT_LOGITS_ROWS, predicted)
-            logits = self._logits(step, hidden, np.arange(begin + offset, begin + end))
-            values = logprobs(logits, targets[offset:end], count)
-            parts.append(self._logprobs_to_host(values))
-        return PromptLogprobs(place, self._to_host(targets), tuple(parts))
+        def logits_of(tokens: np.ndarray) -> torch.Tensor:
+            rows = normed[to_device(tokens, self.device)]
+            return self._decoder.logits(rows, ops.lora(step.token_slots[tokens]))
 
-    def _logprobs_to_host(self, values: Logprobs) -> Logprobs:
-        return Logprobs(*(self._to_host(t) for t in (values.chosen, values.top_ids, values.top)))
+        prompts = tuple(
+            self._sampler.score(piece, logits_of) for piece in _scored(step, self._rows)
+        )
+        drawn, places = None, step.samples
+        if places.size:
+            lengths = step.starts[places] + step.num_new[places]
+            logits = logits_of(step.ends[places])
+            drawn = self._sampler.draw(logits, step.seq_rows[places], lengths, places)
+        sampled = None if drawn is None else to_host(drawn.token_ids)
+        return self._ticket(step.order.tolist(), places.tolist(), sampled, drawn, prompts)
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_cuda:
-            return tensor
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor, non_blocking=True)
+    def _ticket(
+        self,
+        order: list[int],
+        samples: list[int],
+        token_ids: torch.Tensor | None,
+        drawn: Drawn | None,
+        prompts: tuple[PromptLogprobs, ...],
+    ) -> StepTicket:
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        found = None if drawn is None else drawn.logprobs
+        return StepTicket(order, samples, token_ids, found, prompts, done)
 
-    def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+def _scored(step: Step, rows: Rows) -> list[ScoredSlice]:
+    found = []
+    for place, piece in enumerate(step.slices):
+        last = int(rows.prompt_len[piece.seq_row]) - 1
+        predicted = min(piece.num_new, last - piece.start)
+        if piece.prompt_logprobs and predicted > 0:
+            begin = int(step.ends[place]) - piece.num_new + 1
+            found.append(ScoredSlice(place, piece.seq_row, piece.start, begin, predicted))
+    return found
+
+
+def _build_parts(
+    config: EngineConfig, model: ModelConfig, load: WeightsLoader, device: torch.device
+) -> Parts:
+    """Everything that lies on the device for good."""
+    dtype = DTYPES[config.dtype]
+    on_gpu = device.type == "cuda"
+    if not on_gpu:
+        executor_limits(model, config)  # says what is wrong before the weights are read
+    before = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
+    weights = load(model, dtype, device)
+    if on_gpu:
+        now = torch.cuda.mem_get_info(device)[0]
+        config = fill_device(model, config, DeviceMemory(before[1], before[0], now))
+        for line in estimate_lines(model, config, before[0] - now):
+            log.info("%s", line)
+    limits = executor_limits(model, config)
+    # One page more than the scheduler has: padding of batches is written there.
+    shape = (limits.num_pages + on_gpu, config.page_size, model.num_kv_heads, model.head_dim)
+    k, v = (torch.zeros(model.num_layers, *shape, dtype=dtype, device=device) for _ in "kv")
+    table = AdapterTable(
+        SiteIndex(model),
+        slots=max(config.adapter_slots, 1),
+        extents=limits.arena_extents,
+        extent_bytes=config.extent_bytes,
+        dtype=dtype,
+        device=device,
+    )
+    rows = Rows(limits.max_rows, limits.max_context, config.page_size, device)
+    return Parts(model, weights, KVCache(k, v), table, rows, limits)
 
 
 def _leave_a_core() -> None:

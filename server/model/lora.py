@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from adapters.base import LAYER_SITES, SITE_PROJECTIONS, SiteKind
+from adapters.base import LAYER_SITES, MODEL_SITES, SITE_PROJECTIONS, SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
 from server.kernels.table import LoraTable
 from server.model.config import ModelConfig
@@ -54,13 +54,13 @@ class SiteIndex:
 
     def __init__(self, config: ModelConfig) -> None:
         hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-        self._layer = {
+        self._layer: dict[SiteKind, SiteShape] = {
             "qkv": SiteShape("qkv", hidden, (config.q_size, config.kv_size, config.kv_size)),
             "o": SiteShape("o", config.q_size, (hidden,)),
             "gate_up": SiteShape("gate_up", hidden, (inner, inner)),
             "down": SiteShape("down", inner, (hidden,)),
         }
-        self._model = {
+        self._model: dict[SiteKind, SiteShape] = {
             "embed_tokens": SiteShape("embed_tokens", vocab, (hidden,)),
             "lm_head": SiteShape("lm_head", hidden, (vocab,)),
         }
@@ -73,10 +73,16 @@ class SiteIndex:
         """The first of a layer's sites; they follow in the order of LAYER_SITES."""
         return layer * len(LAYER_SITES)
 
+    def widths(self, site: int) -> tuple[int, ...]:
+        """Output features of the site's projections, side by side."""
+        if site < self.embed:
+            return self._layer[LAYER_SITES[site % len(LAYER_SITES)]].out_features
+        return self._model[MODEL_SITES[site - self.embed]].out_features
+
     def find(self, site: SiteLayout) -> tuple[int, SiteShape]:
         """Raises ValueError for a site that this model does not have."""
         if site.kind in self._model and site.layer == -1:
-            return self.embed + list(self._model).index(site.kind), self._model[site.kind]
+            return self.embed + MODEL_SITES.index(site.kind), self._model[site.kind]
         if site.kind in self._layer and 0 <= site.layer < self.num_layers:
             offset = LAYER_SITES.index(site.kind)
             return self.layer(site.layer) + offset, self._layer[site.kind]
@@ -106,6 +112,7 @@ class AdapterTable:
         self.arena = torch.zeros(extents * extent_bytes, dtype=torch.uint8, device=device)
         self.device_table = LoraTable(sites.num_sites, slots, device)
         self._slots: list[dict[int, SiteWeights]] = [{} for _ in range(slots)]
+        self._changes_model = np.zeros(slots, dtype=bool)
 
     def prepare(
         self, slot: int, layout: SlabLayout, device_extents: Sequence[int]
@@ -140,6 +147,12 @@ class AdapterTable:
         """Let steps launched from now on use the slot. Between steps only."""
         self.device_table.upload(slot)
         self._slots[slot] = weights
+        self._changes_model[slot] = any(site >= self.sites.embed for site in weights)
+
+    def changes_model(self, token_slots: np.ndarray) -> bool:
+        """Whether some adapter of a batch changes the embedding or the head."""
+        used = token_slots[token_slots >= 0]
+        return bool(self._changes_model[used].any())
 
     def batch(self, token_slots: np.ndarray) -> "LoraBatch | None":
         """token_slots: int64 `[tokens]`, -1 = the base; equal neighbours form one segment.

@@ -1,5 +1,7 @@
 """How an engine's memory options turn into pages, extents and a context length. Pure arithmetic."""
 
+import msgspec
+
 from adapters.manifest import SlabDtype
 from server.config import EngineConfig
 from server.engine.executor import ExecutorLimits
@@ -7,11 +9,77 @@ from server.model.config import ModelConfig
 
 ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+# CUDA's context, modules and handles, captured graphs, attention workspaces.
+_FIXED_WORKSPACE = 2 << 30
+# Copies of a row's logits in float32 that the costliest sampling holds at once.
+_LOGITS_COPIES = 8
+_GIB = 1 << 30
+
+
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """Bytes of a GPU: all, and what was free before this engine took any and is free now."""
+
+    total: int
+    free_before: int
+    free_now: int
+
 
 def page_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     """Keys and values of one page in all layers."""
     tokens = model.num_layers * engine.page_size
     return 2 * tokens * model.kv_size * ITEM_BYTES[engine.dtype]
+
+
+def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
+    """Upper estimate of what a step needs beside weights, KV cache and adapters."""
+    item = ITEM_BYTES[engine.dtype]
+    widths = 4 * model.hidden_size + 3 * model.q_size + 3 * model.intermediate_size
+    activations = engine.max_step_tokens * widths * item
+    logits = engine.max_running * model.vocab_size * (item + 4 * _LOGITS_COPIES)
+    context = engine.max_context or model.max_context
+    tables = engine.max_running * context * 4 + context * model.head_dim * 4
+    return _FIXED_WORKSPACE + 2 * activations + logits + tables
+
+
+def fill_device(model: ModelConfig, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:
+    """`engine` with `kv_memory` resolved, after the weights are loaded.
+
+    Raises ValueError with the estimate and what to do when nothing is left for the KV cache.
+    """
+    if engine.kv_memory:
+        return engine
+    weights = memory.free_before - memory.free_now
+    usable = int(memory.total * engine.gpu_memory_utilization)
+    others = memory.total - memory.free_before
+    workspace = workspace_bytes(model, engine)
+    left = usable - others - weights - workspace - engine.adapter_memory
+    if left < page_bytes(model, engine) * 2:
+        parts = {
+            "weights": weights,
+            "adapters": engine.adapter_memory,
+            "workspace": workspace,
+            "other programs": others,
+        }
+        estimate = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in parts.items())
+        raise ValueError(
+            f"not enough GPU memory for a KV cache: {estimate}, of {usable / _GIB:.1f} GiB"
+            f" ({engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB). Raise"
+            " gpu_memory_utilization, lower adapter_memory, max_running, max_step_tokens or"
+            " max_context, or take a smaller model or a larger GPU"
+        )
+    return msgspec.structs.replace(engine, kv_memory=left)
+
+
+def estimate_lines(model: ModelConfig, engine: EngineConfig, weights: int) -> tuple[str, ...]:
+    """How the device's memory is split, for a person."""
+    parts = (
+        ("weights", weights),
+        ("KV cache", engine.kv_memory),
+        ("adapters", engine.adapter_memory),
+        ("workspace", workspace_bytes(model, engine)),
+    )
+    split = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts)
+    return (f"GPU memory: {split}",)
 
 
 def executor_limits(model: ModelConfig, engine: EngineConfig) -> ExecutorLimits:

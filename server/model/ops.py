@@ -9,8 +9,6 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from server.model.lora import LoraBatch
-
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -43,15 +41,21 @@ class StepLayout:
 
 
 P = TypeVar("P")
+L = TypeVar("L")
 
 
-class Ops(Protocol[P]):
-    """P: what `plan` prepares once a step for `store_kv` and `attention` of every layer."""
+class Ops(Protocol[P, L]):
+    """P: what `plan` prepares once a step for `rotate_store` and `attention` of every layer.
+    L: the adapters of a batch's tokens."""
 
     def plan(self, layout: StepLayout) -> P: ...
 
+    def lora(self, token_slots: np.ndarray) -> L | None:
+        """token_slots: int64 `[tokens]`, -1 = the base. None where no token has an adapter."""
+        ...
+
     def embed(
-        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: int
+        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: L | None, site: int
     ) -> torch.Tensor:
         """`[tokens]` -> `[tokens, hidden]`, with the adapters' deltas."""
         ...
@@ -61,27 +65,35 @@ class Ops(Protocol[P]):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        lora: LoraBatch | None,
+        lora: L | None,
         site: int,
     ) -> torch.Tensor:
         """`x W^T + bias` plus the adapters' deltas at `site`: `[tokens, in]` -> `[tokens, out]`."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Over the last dimension, in float32; weight is broadcast to x."""
+        """Over the last dimension, in float32."""
         ...
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotary embedding: x `[tokens, heads, head_dim]`; cos, sin `[tokens, 1, head_dim / 2]`."""
+    def add_norm(
+        self, delta: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of `hidden + delta`, `hidden + delta`); both arguments may be overwritten."""
         ...
 
-    def store_kv(self, plan: P, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the step's keys and values `[tokens, kv_heads, head_dim]` into their pages."""
+    def rotate_store(
+        self, plan: P, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Norm (if the model has one), rotate, and write k and v into their pages.
+
+        qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, may be overwritten; qk_norm `[heads +
+        kv_heads, head_dim]` -> q `[tokens, heads, head_dim]`.
+        """
         ...
 
-    def attention(self, plan: P, layer: int, q: torch.Tensor, window: int | None) -> torch.Tensor:
+    def attention(self, plan: P, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Causal, over the pages: q `[tokens, heads, head_dim]` -> `[tokens, heads * head_dim]`.
-        window: how many latest tokens, itself included, a token sees; None = all."""
+        A layer with a window sees that many latest tokens, itself included."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,16 @@
 """The reference set of ops, in plain torch: correct on every device, and fast enough on a CPU."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from server.model.lora import LoraBatch
+from server.model.config import ModelConfig
+from server.model.lora import AdapterTable, LoraBatch
 from server.model.ops import KVCache, StepLayout
+from server.model.rope import cos_sin, inverse_frequencies
+from server.model.transfers import to_device
 
 Masks = dict[int | None, torch.Tensor | None]
 
@@ -40,9 +42,10 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """slot_mapping: int64 `[tokens]`, page * page_size + offset. fresh_pages: those whose first
-    token is written in this step."""
+    """rope: cos and sin, `[tokens, 1, head_dim / 2]`. slot_mapping: int64 `[tokens]`, page *
+    page_size + offset. fresh_pages: those whose first token is written in this step."""
 
+    rope: tuple[torch.Tensor, torch.Tensor]
     slot_mapping: torch.Tensor
     fresh_pages: torch.Tensor
     decodes: tuple[DecodeGroup, ...]
@@ -50,12 +53,18 @@ class TorchPlan:
 
 
 class TorchOps:
-    """windows: every attention window that a layer of the model uses."""
+    """Implements `server.model.ops.Ops` for any model, dtype and device."""
 
-    def __init__(self, cache: KVCache, windows: Iterable[int | None]) -> None:
+    def __init__(self, model: ModelConfig, cache: KVCache, table: AdapterTable) -> None:
+        self.model = model
         self.cache = cache
-        self.windows = tuple(set(windows))
+        self.table = table
+        self.windows = tuple(set(model.windows))
         self.device = cache.k.device
+        self._inv_freq = inverse_frequencies(model.rope, model.head_dim, self.device)
+
+    def lora(self, token_slots: np.ndarray) -> LoraBatch | None:
+        return self.table.batch(token_slots)
 
     def plan(self, layout: StepLayout) -> TorchPlan:
         size = self.cache.page_size
@@ -63,6 +72,7 @@ class TorchOps:
         offsets = layout.positions % size
         decodes = int((layout.num_new == 1).sum())
         return TorchPlan(
+            rope=cos_sin(layout.positions, self._inv_freq, self.model.rope.attention_factor),
             slot_mapping=pages * size + offsets,
             fresh_pages=pages[offsets == 0],
             decodes=self._decode_groups(layout, decodes),
@@ -121,7 +131,7 @@ class TorchOps:
         return mask if window is None else mask & (seen > query - window)
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        return to_device(values, self.device)
 
     def embed(
         self, token_ids: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: int
@@ -149,24 +159,36 @@ class TorchOps:
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
         return weight * scaled.to(x.dtype)
 
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.to(x.dtype)
+    def add_norm(
+        self, delta: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden + delta
+        return self.rms_norm(hidden, weight, epsilon), hidden
 
-    def store_kv(self, plan: TorchPlan, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        for cache, new in ((self.cache.k[layer], k), (self.cache.v[layer], v)):
-            # A reused page may hold another sequence's NaN behind the last token written.
-            if plan.fresh_pages.numel():
-                cache.index_fill_(0, plan.fresh_pages, 0)
-            cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, new)
-
-    def attention(
-        self, plan: TorchPlan, layer: int, q: torch.Tensor, window: int | None
+    def rotate_store(
+        self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
     ) -> torch.Tensor:
+        num_heads = self.model.num_heads
+        heads = qkv.view(len(qkv), -1, self.model.head_dim)
+        qk, v = heads.split((num_heads + self.model.num_kv_heads, self.model.num_kv_heads), dim=1)
+        if qk_norm is not None:
+            qk = self.rms_norm(qk, qk_norm, self.model.rms_norm_eps)
+        qk = _rotate(qk, *plan.rope)
+        self._store(plan, self.cache.k[layer], qk[:, num_heads:])
+        self._store(plan, self.cache.v[layer], v)
+        return qk[:, :num_heads]
+
+    def _store(self, plan: TorchPlan, cache: torch.Tensor, new: torch.Tensor) -> None:
+        # A reused page may hold another sequence's NaN behind the last token written.
+        if plan.fresh_pages.numel():
+            cache.index_fill_(0, plan.fresh_pages, 0)
+        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, new)
+
+    def attention(self, plan: TorchPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
+        window = self.model.windows[layer]
         k, v = self.cache.k[layer], self.cache.v[layer]
         heads, head_dim = q.shape[1:]
-        grouped = q.view(len(q), k.shape[2], heads // k.shape[2], head_dim)
+        grouped = q.reshape(len(q), k.shape[2], heads // k.shape[2], head_dim)
         out = torch.empty_like(grouped)
         for group in plan.decodes:
             attended = functional.scaled_dot_product_attention(
@@ -206,6 +228,13 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x `[tokens, heads, head_dim]`; cos, sin `[tokens, 1, head_dim / 2]`."""
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

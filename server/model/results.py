@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from server.engine.plan import SliceResult
-from server.model.sampling import Logprobs, Sampled
+from server.model.sampling import Logprobs
 from server.protocol import TokenLogprob
 
 
@@ -31,12 +31,13 @@ class PromptLogprobs:
 class StepTicket:
     """A launched step: results by place in the step, and how places map to the plan's slices.
 
-    samples: place of each sampled row. done: the device's event, None where launching computed.
+    samples: place of each sampled row. token_ids: int `[samples]`, -1 = none could be chosen.
+    done: the device's event, None where launching computed.
     """
 
     order: list[int]
     samples: list[int]
-    sampled: Sampled | None
+    token_ids: torch.Tensor | None
     logprobs: HostLogprobs | None
     prompt_logprobs: tuple[PromptLogprobs, ...]
     done: torch.cuda.Event | None
@@ -50,12 +51,9 @@ class StepTicket:
             self.done.synchronize()
         tokens: dict[int, int] = {}
         failed = set()
-        if self.sampled is not None:
-            flags = self.sampled.failed.tolist()
-            for place, token, bad in zip(
-                self.samples, self.sampled.token_ids.tolist(), flags, strict=True
-            ):
-                if bad:
+        if self.token_ids is not None:
+            for place, token in zip(self.samples, self.token_ids.tolist(), strict=True):
+                if token < 0:
                     failed.add(place)
                 else:
                     tokens[place] = token

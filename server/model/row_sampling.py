@@ -8,6 +8,7 @@ import torch
 from server.engine.plan import RowStart
 from server.model.rows import Rows
 from server.model.sampling import Entries, Penalties, SamplingBatch, Truncation, Typical
+from server.model.transfers import to_device
 from server.protocol import SamplingParams
 
 _FLOATS = (
@@ -45,6 +46,7 @@ class RowSampling:
         self._truncates = np.zeros(max_rows, dtype=bool)
         self._typical = np.zeros(max_rows, dtype=bool)
         self._penalised = np.zeros(max_rows, dtype=bool)
+        self._plain = np.ones(max_rows, dtype=bool)
 
     def start(self, rows: Iterable[RowStart]) -> None:
         for start in rows:
@@ -80,6 +82,15 @@ class RowSampling:
             or params.frequency_penalty != 0
             or params.presence_penalty != 0
         )
+        asks = sampled or self._penalised[row] or self._has_bias[row]
+        self._plain[row] = not asks and params.logprobs is None
+
+    def is_plain(self, rows: Rows, seq_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """bool `[n]`: the next token is the one of the largest raw logit, and nothing else is
+        wanted. Arguments as for `batch`."""
+        index = lengths - rows.prompt_len[seq_rows]
+        plain: np.ndarray = self._plain[seq_rows] & (index >= self._suppressed_until[seq_rows])
+        return plain
 
     def _ids(self, ids: tuple[int, ...]) -> np.ndarray:
         return np.array(sorted({i for i in ids if 0 <= i < self.vocab_size}), dtype=np.int64)
@@ -163,4 +174,4 @@ class RowSampling:
         return self._tensor(self._floats[name][rows])
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        return to_device(values, self.device)

@@ -6,22 +6,25 @@ import numpy as np
 import torch
 
 from server.engine.plan import PageGrant, RowStart, SeqSlice
+from server.model.transfers import to_device
 
 # (row, first column, values)
 Write = tuple[int, int, Sequence[int]]
 
 
 class Rows:
-    """tokens: int32 `[rows, max_context + 1]`, prompt first; a sample is written behind its input,
-    so the next step's input never visits the host. page_table: int64 `[rows, pages a row]`."""
+    """tokens: int32 `[rows + 1, max_context + 1]`, prompt first; a sample is written behind its
+    input, so the next step's input never visits the host. page_table: int64 `[rows + 1, pages a
+    row]`. scratch: the last row, which is no sequence's: batches are padded with it."""
 
     def __init__(
         self, max_rows: int, max_context: int, page_size: int, device: torch.device
     ) -> None:
         self.device = device
-        self.tokens = torch.zeros(max_rows, max_context + 1, dtype=torch.int32, device=device)
+        self.scratch = max_rows
+        self.tokens = torch.zeros(max_rows + 1, max_context + 1, dtype=torch.int32, device=device)
         pages = -(-max_context // page_size)
-        self.page_table = torch.zeros(max_rows, pages, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(max_rows + 1, pages, dtype=torch.int64, device=device)
         self.prompt_len = np.zeros(max_rows, dtype=np.int64)
 
     def start(self, rows: Iterable[RowStart]) -> None:
@@ -50,5 +53,5 @@ class Rows:
         rows = np.repeat([row for row, _, _ in writes], lengths)
         columns = np.concatenate([np.arange(f, f + len(v)) for _, f, v in writes])
         values = np.concatenate([np.asarray(v, dtype=np.int64) for _, _, v in writes])
-        packed = torch.from_numpy(np.stack((rows, columns, values))).to(self.device)
+        packed = to_device(np.stack((rows, columns, values)), self.device)
         table[packed[0], packed[1]] = packed[2].to(table.dtype)

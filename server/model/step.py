@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from server.engine.plan import SeqSlice, StepPlan
 from server.model.ops import StepLayout
 from server.model.rows import Rows
+from server.model.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,7 @@ class Step:
         begins = ends - num_new
         positions = np.arange(ends[-1]) + np.repeat(starts - begins, num_new)
         token_rows = np.repeat(seq_rows, num_new)
-        packed = torch.from_numpy(np.stack((token_rows, positions))).to(
-            rows.device, non_blocking=True
-        )
+        packed = to_device(np.stack((token_rows, positions)), rows.device)
         return cls(
             slices=[plan.slices[i] for i in order],
             order=order,

@@ -1,0 +1,172 @@
+"""`loraplex bench …`: what the commands take, and what they print."""
+
+import argparse
+import asyncio
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from launcher.command_line import Parser
+
+if TYPE_CHECKING:
+    from launcher.bench.grid import Grid
+
+ABOUT = """\
+Measure. `decode` and `prefill` run the engine in this process on random weights; `lora-kernels`
+times LoRA alone and over the base; `serve` loads a running server.
+
+  loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
+  loraplex bench serve --url http://127.0.0.1:8080 --adapter a --adapter b --rate 20
+"""
+
+
+def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
+    """The actions of `bench`; each sets `run` to a function of the parsed arguments."""
+    for name, about, run in (
+        ("decode", "time of a decode step", run_decode),
+        ("prefill", "prompt tokens a second", run_prefill),
+    ):
+        parser = actions.add_parser(name, help=about)
+        _add_grid(parser, name == "decode")
+        parser.set_defaults(run=run)
+    kernels = actions.add_parser("lora-kernels", help="LoRA's share of a decode step")
+    kernels.add_argument("--rank", action="append", choices=("16", "64", "mix"))
+    kernels.add_argument("--replays", type=int, default=20)
+    kernels.set_defaults(run=run_lora_kernels)
+    serve = actions.add_parser("serve", help="load on a running server")
+    _add_load(serve)
+    serve.set_defaults(run=run_serve)
+    for parser in actions.choices.values():
+        parser.add_argument("--json", action="store_true", help="one JSON object a line")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(part) for part in text.split(","))
+    if min(numbers) < 0:
+        raise ValueError(text)
+    return numbers
+
+
+def _add_grid(parser: Parser, is_decode: bool) -> None:
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FOLDER",
+        help="folder with a config.json, or a name that ships with the project (llama-3.1-8b)",
+    )
+    parser.add_argument(
+        "--dummy-weights", action="store_true", required=True, help="random weights (the only kind)"
+    )
+    parser.add_argument("--batch", type=_numbers, default=(1, 8, 32) if is_decode else (4, 16))
+    parser.add_argument("--adapters", type=_numbers, default=(0, 1))
+    parser.add_argument("--rank", type=_numbers, default=(16,))
+    parser.add_argument("--prompt-tokens", type=int, default=128 if is_decode else 2048)
+    parser.add_argument("--output-tokens", type=int, default=144 if is_decode else 1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+
+
+def _grid(arguments: argparse.Namespace) -> "Grid":
+    from launcher.bench.grid import Grid
+    from launcher.bench.offline import model_folder
+
+    return Grid(
+        folder=model_folder(arguments.config),
+        device=arguments.device,
+        dtype=arguments.dtype,
+        batches=tuple(b for b in arguments.batch if b > 0),
+        adapters=arguments.adapters,
+        ranks=arguments.rank,
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=arguments.output_tokens,
+    )
+
+
+def run_decode(arguments: argparse.Namespace) -> None:
+    from launcher.bench.grid import decode
+
+    _measure(decode(_grid(arguments)), arguments.json)
+
+
+def run_prefill(arguments: argparse.Namespace) -> None:
+    from launcher.bench.grid import prefill
+
+    _measure(prefill(_grid(arguments)), arguments.json)
+
+
+def _measure(points: Iterable[Any], as_json: bool) -> None:
+    from launcher.bench.grid import table
+
+    results = []
+    for point in points:
+        results.append(point)
+        if as_json:
+            print(json.dumps(asdict(point)), flush=True)
+    if not as_json:
+        print(table(results))
+
+
+def run_lora_kernels(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from server.kernels.bench import POINTS, RANKS, measure, table
+
+    if not torch.cuda.is_available():
+        raise SystemExit("loraplex: bench lora-kernels needs a CUDA device")
+    results = measure(POINTS, arguments.rank or [*RANKS], arguments.replays)
+    if arguments.json:
+        for result in results:
+            print(json.dumps(asdict(result)))
+    else:
+        print(table(results))
+
+
+def _add_load(parser: Parser) -> None:
+    parser.add_argument("--url", required=True, help="of the server, e.g. http://127.0.0.1:8080")
+    parser.add_argument("--base-model", default="base", help="what `model` says for the base")
+    parser.add_argument("--adapter", action="append", default=[], help="most popular first")
+    parser.add_argument("--base-too", action="store_true", help="requests without adapter as well")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of adapter popularity")
+    parser.add_argument("--prompt", default="lognormal(5.0,0.8) in 16..1024", help="tokens")
+    parser.add_argument("--output", default="lognormal(4.8,0.7) in 8..512", help="tokens")
+    parser.add_argument("--rate", type=float, default=math.inf, help="requests a second")
+    parser.add_argument("--burstiness", type=float, default=1.0, help="1 = Poisson arrivals")
+    parser.add_argument("--concurrency", type=int, help="callers of a closed loop")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slo-ttft-ms", type=float, help="goodput: time to the first token")
+    parser.add_argument("--slo-itl-ms", type=float, help="goodput: mean gap between tokens")
+
+
+def run_serve(arguments: argparse.Namespace) -> None:
+    from launcher.bench.report import Slo, summarise, table
+    from launcher.bench.serve import Target, run_load
+    from launcher.bench.workload import Lengths, Workload
+
+    adapters: tuple[str | None, ...] = tuple(arguments.adapter)
+    if arguments.base_too or not adapters:
+        adapters = (*adapters, None)
+    try:
+        workload = Workload(
+            requests=arguments.requests,
+            adapters=adapters,
+            zipf=arguments.zipf,
+            prompt=Lengths.parse(arguments.prompt),
+            output=Lengths.parse(arguments.output),
+            rate=arguments.rate,
+            burstiness=arguments.burstiness,
+            seed=arguments.seed,
+        )
+    except ValueError as error:
+        raise SystemExit(f"loraplex: {error}") from None
+    target = Target(arguments.url.rstrip("/"), arguments.base_model)
+    outcomes = asyncio.run(run_load(target, workload, arguments.concurrency))
+    slo = Slo(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms))
+    summary = summarise(outcomes, slo)
+    print(json.dumps(summary) if arguments.json else table(summary))
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

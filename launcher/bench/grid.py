@@ -1,0 +1,212 @@
+"""`loraplex bench decode` and `prefill`: step times of the offline engine over a grid."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from adapters.manifest import SlabDtype
+from launcher.bench.offline import EXTENT_BYTES, Load, OfflineEngine, lora_layout
+from server.config import EngineConfig
+from server.model.checkpoint import read_config
+from server.model.config import ModelConfig, base_spec
+from server.model.memory import ITEM_BYTES
+from server.model.weights import expected_tensors
+
+PAGE_SIZE = 16
+_SHORT_OUTPUT = 16
+_STEP_TOKENS = 8192
+_PREFILL_ROUNDS = 4
+_COPY_BYTES = 2 << 30
+_MATRIX = 8192
+_REPEATS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """batches x adapters x ranks; a point with more adapters than sequences is left out."""
+
+    folder: Path
+    device: Literal["cpu", "cuda"]
+    dtype: SlabDtype
+    batches: tuple[int, ...]
+    adapters: tuple[int, ...]
+    ranks: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+
+    def points(self) -> Iterator[tuple[int, int, int]]:
+        for lora_rank in self.ranks:
+            for batch in self.batches:
+                for distinct in self.adapters:
+                    if distinct <= batch and (distinct or lora_rank == self.ranks[0]):
+                        yield batch, distinct, lora_rank
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One point: sequences, distinct adapters, their rank (0 without); milliseconds of a step, and
+    of reading its bytes (weights, adapters, keys and values) at the bandwidth of this run."""
+
+    B: int
+    D: int
+    r: int
+    step_ms: float
+    floor_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRate:
+    """tokens_per_s of prompts alone; matrix_share: of the matrix rate measured in this run."""
+
+    B: int
+    D: int
+    r: int
+    tokens_per_s: float
+    matrix_share: float
+
+
+def engine_for(grid: Grid, max_step_tokens: int) -> OfflineEngine:
+    """An engine with room for the grid's largest point."""
+    model = read_config(grid.folder)
+    context = grid.prompt_tokens + grid.output_tokens + PAGE_SIZE
+    context = -(-context // PAGE_SIZE) * PAGE_SIZE
+    most = max(grid.batches)
+    slab = max(slab_bytes(grid, lora_rank) for lora_rank in grid.ranks)
+    distinct = max(d for _, d, _ in grid.points())
+    config = EngineConfig(
+        model_path=str(grid.folder),
+        device=grid.device,
+        dtype=grid.dtype,
+        page_size=PAGE_SIZE,
+        # Every sequence at full length, and as much again: an admission keeps pages in reserve.
+        kv_memory=2 * most * context * token_bytes(model, grid.dtype) + (64 << 20),
+        adapter_memory=max(distinct, 1) * slab + EXTENT_BYTES,
+        host_arena_bytes=slab,
+        extent_bytes=EXTENT_BYTES,
+        max_context=context,
+        max_running=most,
+        max_waiting=2 * most,
+        max_step_tokens=max_step_tokens,
+        adapter_slots=256 if distinct else 0,
+    )
+    return OfflineEngine(grid.folder, config, grid.batches)
+
+
+def decode(grid: Grid) -> Iterator[StepTime]:
+    """A step's time is the difference of two output lengths over the tokens between: prefill
+    cancels out."""
+    engine = engine_for(grid, _STEP_TOKENS)
+    bandwidth = copy_bandwidth(grid.device)
+    seen = set()
+    for batch, distinct, lora_rank in grid.points():
+        if distinct and (distinct, lora_rank) not in seen:
+            seen.add((distinct, lora_rank))
+            engine.load_adapters(distinct, lora_rank)
+
+        def seconds(output: int, point: tuple[int, int, int]) -> float:
+            return engine.run(Load(*point, grid.prompt_tokens, output))
+
+        point = (batch, distinct, lora_rank)
+        seconds(4, point)
+        short, long = seconds(_SHORT_OUTPUT, point), seconds(grid.output_tokens, point)
+        step_s = (long - short) / (grid.output_tokens - _SHORT_OUTPUT)
+        floor = step_bytes(grid, point) / bandwidth
+        rank = lora_rank if distinct else 0
+        yield StepTime(batch, distinct, rank, round(1e3 * step_s, 3), round(1e3 * floor, 3))
+    engine.close()
+
+
+def prefill(grid: Grid) -> Iterator[PrefillRate]:
+    """Prompts alone: one token of output each."""
+    model = read_config(grid.folder)
+    engine = engine_for(grid, _STEP_TOKENS)
+    rate = matrix_rate(grid.device)
+    flops = 2 * matrix_parameters(model)
+    for batch, distinct, lora_rank in grid.points():
+        if distinct:
+            engine.load_adapters(distinct, lora_rank)
+        load = Load(batch, distinct, lora_rank, grid.prompt_tokens, 1)
+        engine.run(load)
+        seconds = sum(engine.run(load) for _ in range(_PREFILL_ROUNDS))
+        tokens = _PREFILL_ROUNDS * batch * grid.prompt_tokens
+        share = tokens * flops / seconds / rate
+        rank = lora_rank if distinct else 0
+        yield PrefillRate(batch, distinct, rank, round(tokens / seconds, 1), round(share, 3))
+    engine.close()
+
+
+# ---- bytes and ceilings
+
+
+def slab_bytes(grid: Grid, lora_rank: int) -> int:
+    base = base_spec(read_config(grid.folder), "0" * 64, ("base",))
+    return lora_layout(base, "0" * 64, lora_rank, grid.dtype).nbytes
+
+
+def token_bytes(model: ModelConfig, dtype: SlabDtype) -> int:
+    return 2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype]
+
+
+def matrix_parameters(model: ModelConfig) -> int:
+    """Weights of the layers' matrices: what a prompt's token is multiplied with."""
+    shapes = expected_tensors(model)
+    return sum(
+        shape[0] * shape[1]
+        for name, shape in shapes.items()
+        if name.startswith("model.layers.") and len(shape) > 1
+    )
+
+
+def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
+    """Read by one decode step in the middle of the measured stretch."""
+    batch, distinct, lora_rank = point
+    model = read_config(grid.folder)
+    weights = matrix_parameters(model) + model.vocab_size * model.hidden_size
+    context = grid.prompt_tokens + (_SHORT_OUTPUT + grid.output_tokens) / 2
+    adapters = distinct * slab_bytes(grid, lora_rank) if distinct else 0
+    cache = batch * context * token_bytes(model, grid.dtype)
+    return weights * ITEM_BYTES[grid.dtype] + adapters + cache
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes read and written a second by a copy within the device's memory."""
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+
+
+def matrix_rate(device: str) -> float:
+    """Operations a second of a large bf16 product of random matrices."""
+    shape = (_MATRIX, _MATRIX)
+    a, b = (torch.randn(shape, device=device).bfloat16() for _ in "ab")
+    return 2 * _MATRIX**3 / _seconds(lambda: a @ b, device)
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    """Mean of several calls, back to back."""
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    run()
+    wait()
+    started = time.perf_counter()
+    for _ in range(_REPEATS):
+        run()
+    wait()
+    return (time.perf_counter() - started) / _REPEATS
+
+
+def table(results: Sequence[StepTime | PrefillRate]) -> str:
+    """For a person."""
+    if not results:
+        return "nothing to measure"
+    rows = [asdict(result) for result in results]
+    lines = ["".join(f"{name:>15}" for name in rows[0])]
+    lines += ["".join(f"{value:>15}" for value in row.values()) for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,192 @@
+"""The real engine in this process, with random weights and adapters: no HTTP, no shell."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from adapters.base import BaseSpec
+from adapters.header import TensorInfo
+from adapters.layout import make_layout
+from adapters.manifest import SlabDtype, SlabLayout
+from adapters.peft_format import parse_config
+from adapters.validate import LoraTensors, ModuleLora
+from adapters.violations import Findings
+from server.config import EngineConfig
+from server.engine.loop import EngineLoop
+from server.engine.messages import (
+    FromEngine,
+    NeedSlab,
+    Shutdown,
+    SlabStaged,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.model.checkpoint import read_config
+from server.model.config import ModelConfig, base_spec
+from server.model.executor import TorchExecutor
+from server.model.weights import LayerWeights, ModelWeights
+from server.protocol import GenerateRequest, SamplingParams
+
+SHIPPED = Path(__file__).parent / "configs"
+EXTENT_BYTES = 512 << 10
+_STD = 0.02
+_IDLE_S = 1e-4
+
+
+def model_folder(text: str) -> Path:
+    """A folder with a config.json, or the name of one that ships with the project."""
+    path = Path(text)
+    return path if path.is_dir() or not (SHIPPED / text).is_dir() else SHIPPED / text
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=_STD)
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    def bias(present: bool, features: int) -> torch.Tensor | None:
+        return torch.zeros(features, dtype=dtype, device=device) if present else None
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    qkv, heads = config.q_size + 2 * config.kv_size, config.num_heads + config.num_kv_heads
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            input_norm=ones(hidden),
+            qkv=matrix(qkv, hidden),
+            qkv_bias=bias(config.qkv_bias, qkv),
+            qk_norm=ones(heads, config.head_dim) if config.qk_norm else None,
+            o=matrix(hidden, config.q_size),
+            o_bias=bias(config.o_bias, hidden),
+            post_norm=ones(hidden),
+            gate_up=matrix(2 * inner, hidden),
+            gate_up_bias=bias(config.mlp_bias, 2 * inner),
+            down=matrix(hidden, inner),
+            down_bias=bias(config.mlp_bias, hidden),
+        )
+
+    embed = matrix(config.vocab_size, hidden)
+    head = embed if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
+    return ModelWeights(embed, tuple(layer() for _ in range(config.num_layers)), ones(hidden), head)
+
+
+def lora_layout(base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype) -> SlabLayout:
+    """An adapter of one rank on all projections of all layers."""
+    names = sorted(base.layer_modules)
+    peft = {"peft_type": "LORA", "r": lora_rank, "lora_alpha": lora_rank, "target_modules": names}
+    findings = Findings()
+    config = parse_config(msgspec.json.encode(peft), findings)
+    findings.raise_if_any()
+    assert config is not None
+    nowhere = TensorInfo("", "BF16", (), 0, 0)  # a layout needs ranks alone
+    modules = tuple(
+        ModuleLora(layer, name, lora_rank, 1.0, nowhere, nowhere)
+        for layer in range(base.num_layers)
+        for name in names
+    )
+    return make_layout(LoraTensors(config, modules), base, digest, dtype, EXTENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """requests sequences at once, spread over `adapters` distinct adapters of `rank` (0 = none)."""
+
+    requests: int
+    adapters: int
+    rank: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+class OfflineEngine:
+    """Executor, scheduler and step loop as in an engine process, driven by calls.
+
+    All adapters are copies of one slab in the host arena, each at its own place on the device.
+    """
+
+    def __init__(self, folder: Path, config: EngineConfig, batches: Sequence[int]) -> None:
+        """batches: padded batch sizes that decode graphs are captured for."""
+        self.config = config
+        model = read_config(folder)
+        self.base = base_spec(model, "0" * 64, ("base",))
+        self.vocab_size = model.vocab_size
+        arena = torch.empty(config.host_arena_bytes // 2, dtype=torch.bfloat16).normal_(std=_STD)
+        self._arena = memoryview(arena.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        self.executor = TorchExecutor(
+            config, self._arena, weights=random_weights, graph_batches=batches
+        )
+        waiting = SchedulerConfig(max_waiting=config.max_waiting)
+        self._scheduler = Scheduler(self.executor.limits, waiting)
+        self._runs = 0
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def run(self, load: Load) -> float:
+        """Seconds from the first request to the last token. Raises RuntimeError for errors."""
+        self._runs += 1
+        requests = [self._request(load, i) for i in range(load.requests)]
+        channel = _Calls(requests, lambda digest: self._staged(digest, load.rank))
+        depth = 2 if self.config.device == "cuda" else 1
+        loop = EngineLoop(self.executor, self._scheduler, channel, depth)
+        started = time.perf_counter()
+        loop.run()
+        return time.perf_counter() - started
+
+    def load_adapters(self, count: int, rank: int) -> float:
+        """Bring adapters to the device; seconds."""
+        return self.run(Load(count, count, rank, 1, 1)) if count else 0.0
+
+    def _request(self, load: Load, number: int) -> Submit:
+        adapter = None
+        if load.adapters:
+            adapter = f"{load.rank}-{number % load.adapters}".rjust(64, "0")
+        seed = 7919 * self._runs + number
+        step = 1 + seed % 97
+        prompt = [(seed + step * i) % (self.vocab_size - 1) for i in range(load.prompt_tokens)]
+        sampling = SamplingParams(temperature=0.0, max_tokens=load.output_tokens, ignore_eos=True)
+        request = GenerateRequest(
+            str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=str(self._runs)
+        )
+        return Submit(number, request)
+
+    def _staged(self, digest: str, rank: int) -> SlabStaged:
+        layout = lora_layout(self.base, digest, rank, self.config.dtype)
+        places = tuple(sum(layout.runs[:i]) for i in range(len(layout.runs)))
+        return SlabStaged(layout, places)
+
+
+class _Calls:
+    """The engine's channel: submits everything, answers NeedSlab, ends the loop after the last."""
+
+    def __init__(self, requests: list[Submit], staged: Callable[[str], SlabStaged]) -> None:
+        self._inbox: deque[ToEngine] = deque(requests)
+        self._unfinished = len(requests)
+        self._staged = staged
+
+    def receive(self, wait_s: float | None) -> ToEngine | None:
+        if self._inbox:
+            return self._inbox.popleft()
+        if not self._unfinished:
+            return Shutdown()
+        if wait_s != 0:
+            time.sleep(_IDLE_S)
+        return None
+
+    def send(self, message: FromEngine) -> None:
+        if isinstance(message, NeedSlab):
+            self._inbox.append(self._staged(message.digest))
+        elif isinstance(message, StepOutput):
+            for _, event in ((e.key, e.event) for e in message.events):
+                if event.error is not None:
+                    raise RuntimeError(f"a request failed: {event.error}: {event.message}")
+                self._unfinished -= event.finish is not None

@@ -1,0 +1,110 @@
+"""Which ops serve a model on a device; on a GPU, everything compiled, warm and captured."""
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from server.engine.executor import ExecutorLimits
+from server.model.config import ModelConfig
+from server.model.decoder import Decoder
+from server.model.lora import AdapterTable
+from server.model.ops import KVCache, StepLayout
+from server.model.ops_torch import TorchOps
+from server.model.rows import Rows
+from server.model.weights import ModelWeights
+
+log = logging.getLogger(__name__)
+
+# Token counts that between them use every kernel of steps outside graphs.
+_WARM_TOKENS = (3, 40, 600)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a set of ops works on; all on one device."""
+
+    model: ModelConfig
+    weights: ModelWeights
+    cache: KVCache
+    table: AdapterTable
+    rows: Rows
+    limits: ExecutorLimits
+
+
+def build_reference(parts: Parts) -> Decoder[Any, Any]:
+    ops = TorchOps(parts.model, parts.cache, parts.table)
+    return Decoder(parts.model, parts.weights, parts.table.sites, ops)
+
+
+def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a CUDA device serves this model with the reference ops, or None where it need not."""
+    for package in ("flashinfer", "triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed (pip install 'loraplex[gpu]')"
+    from server.model.attention_cuda import unsupported
+
+    return unsupported(model, dtype, torch.cuda.get_device_capability(device))
+
+
+def build(parts: Parts, graph_batches: Sequence[int] | None) -> tuple[Decoder[Any, Any], Any]:
+    """The decoder, and graphs of its decode steps (DecodeGraphs) where there are any.
+
+    graph_batches: padded batch sizes to capture; None = all that the limits need.
+    """
+    device = parts.cache.k.device
+    if device.type == "cpu":
+        return build_reference(parts), None
+    reason = why_not_fast(parts.model, parts.cache.k.dtype, device)
+    if reason is not None:
+        log.warning("serving with plain torch, which is slower: %s", reason)
+        return build_reference(parts), None
+    return _build_fast(parts, graph_batches)
+
+
+def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> tuple[Decoder[Any, Any], Any]:
+    # Not at the top: neither package is needed on a CPU.
+    from server.model.attention_cuda import PagedAttention
+    from server.model.decode_graphs import DecodeGraphs, graph_sizes
+    from server.model.ops_cuda import CudaOps
+
+    limits, rows = parts.limits, parts.rows
+    rows.page_table[rows.scratch] = limits.num_pages
+    attention = PagedAttention(parts.model, parts.cache)
+    reach = (limits.max_context, limits.max_step_tokens)
+    ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
+    decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
+    adapters = limits.adapter_slots > 0
+    for tokens in _WARM_TOKENS:
+        _warm(decoder, rows, min(tokens, limits.max_context, limits.max_step_tokens), adapters)
+    sizes = tuple(sorted(graph_batches or graph_sizes(limits.max_rows)))
+    graphs = DecodeGraphs(decoder, ops, attention, rows, sizes)
+    graphs.capture(with_adapters=False)
+    if adapters:
+        graphs.capture(with_adapters=True)
+    torch.cuda.synchronize()
+    return decoder, graphs
+
+
+def _warm(decoder: Decoder[Any, Any], rows: Rows, tokens: int, adapters: bool) -> None:
+    """A mixed step on the scratch row: one decode, and a chunk of the rest."""
+    num_new = np.array([1, tokens - 1][: min(tokens, 2)])
+    positions = np.concatenate([np.arange(n) for n in num_new])
+    layout = StepLayout(
+        seq_rows=np.full(len(num_new), rows.scratch),
+        starts=np.zeros(len(num_new), dtype=np.int64),
+        num_new=num_new,
+        token_rows=torch.full((tokens,), rows.scratch, device=rows.device),
+        positions=torch.from_numpy(positions).to(rows.device),
+        page_table=rows.page_table,
+    )
+    token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
+    for slot in (-1, 0) if adapters else (-1,):
+        lora = decoder.ops.lora(np.full(tokens, slot))
+        normed = decoder.forward(token_ids, decoder.ops.plan(layout), lora)
+        decoder.logits(normed[-1:], None)
+    torch.cuda.synchronize()

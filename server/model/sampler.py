@@ -1,0 +1,84 @@
+"""Draws the tokens of a step's rows, and the logprobs that requests asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from server.model.results import HostLogprobs, PromptLogprobs
+from server.model.row_sampling import RowSampling
+from server.model.rows import Rows
+from server.model.sampling import Logprobs, logprobs, sample
+from server.model.transfers import to_device, to_host
+
+# Logits of a long prompt are computed in pieces: they are the largest tensors of all.
+_PROMPT_LOGITS_ROWS = 64
+
+# Places of tokens in the batch, int64 `[n]`, ascending -> their logits `[n, vocab]`.
+LogitsOf = Callable[[np.ndarray], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """token_ids: int64 `[rows]` on the device, -1 = no token could be chosen."""
+
+    token_ids: torch.Tensor
+    logprobs: HostLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSlice:
+    """A slice whose prompt tokens are scored. begin: its first token in the batch; predicted: how
+    many of its positions predict a token of the prompt."""
+
+    place: int
+    seq_row: int
+    start: int
+    begin: int
+    predicted: int
+
+
+class Sampler:
+    """Of all rows; parameters lie in `rows` and `parameters`."""
+
+    def __init__(self, rows: Rows, parameters: RowSampling) -> None:
+        self.rows = rows
+        self.parameters = parameters
+
+    def draw(
+        self, logits: torch.Tensor, seq_rows: np.ndarray, lengths: np.ndarray, places: np.ndarray
+    ) -> Drawn:
+        """Sample and append. logits: `[n, vocab]`, of rows `seq_rows` that have `lengths` tokens
+        now; places: their slices' places in the step. The arrays are int64 `[n]`."""
+        logits = logits.float()
+        device = self.rows.device
+        counts = self.parameters.logprobs[seq_rows]
+        wanted = np.flatnonzero(counts >= 0)
+        raw = logits[to_device(wanted, device)] if wanted.size else None
+        sampled = sample(logits, self.parameters.batch(self.rows, seq_rows, lengths))
+        token_ids = sampled.token_ids
+        self.rows.append(to_device(seq_rows, device), to_device(lengths, device), token_ids)
+        found = None
+        if raw is not None:
+            chosen = token_ids[to_device(wanted, device)]
+            values = logprobs(raw, chosen, int(counts[wanted].max()))
+            found = HostLogprobs(
+                places[wanted].tolist(), counts[wanted].tolist(), _logprobs_to_host(values)
+            )
+        return Drawn(token_ids.masked_fill(sampled.failed, -1), found)
+
+    def score(self, piece: ScoredSlice, logits_of: LogitsOf) -> PromptLogprobs:
+        count = max(int(self.parameters.prompt_logprobs[piece.seq_row]), 0)
+        first = piece.start + 1
+        targets = self.rows.tokens[piece.seq_row, first : first + piece.predicted].long()
+        parts = []
+        for offset in range(0, piece.predicted, _PROMPT_LOGITS_ROWS):
+            end = min(offset + _PROMPT_LOGITS_ROWS, piece.predicted)
+            logits = logits_of(np.arange(piece.begin + offset, piece.begin + end)).float()
+            parts.append(_logprobs_to_host(logprobs(logits, targets[offset:end], count)))
+        return PromptLogprobs(piece.place, to_host(targets), tuple(parts))
+
+
+def _logprobs_to_host(values: Logprobs) -> Logprobs:
+    return Logprobs(*(to_host(t) for t in (values.chosen, values.top_ids, values.top)))

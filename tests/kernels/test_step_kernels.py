@@ -1,0 +1,97 @@
+"""Kernels around a decode step: inputs, rotation with the write of keys and values, greedy ids."""
+
+import pytest
+import torch
+
+from server.kernels.decode_inputs import gather_inputs, gather_pages
+from server.kernels.greedy import GreedyScratch, greedy_append
+from server.kernels.rope_append import rope_append
+
+PAGE = 4
+
+
+def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """x `[tokens, heads, head_dim]`; angles `[tokens, 1, head_dim / 2]`; all float32."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (14, 2, 64), (3, 3, 48)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_append(
+    device: torch.device, heads: int, kv_heads: int, head_dim: int, norm: bool
+) -> None:
+    torch.manual_seed(heads)
+    tokens, pages = 5, 7
+    all_heads = heads + 2 * kv_heads
+    qkv = torch.randn(tokens, all_heads * head_dim, device=device)
+    positions = torch.tensor([9, 0, 3, 3, 21], device=device)
+    slots = torch.tensor([5, 26, 0, 13, 12], device=device)
+    inv_freq = 100.0 ** -torch.linspace(0, 1, head_dim // 2, device=device)
+    table = torch.arange(30, device=device)[:, None] * inv_freq
+    weight = torch.randn(heads + kv_heads, head_dim, device=device) if norm else None
+    k, v = (torch.full((pages, PAGE, kv_heads, head_dim), 7.0, device=device) for _ in "kv")
+    expected = qkv.clone().view(tokens, all_heads, head_dim)
+    qk = expected[:, : heads + kv_heads]
+    if weight is not None:
+        qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + 1e-5) * weight
+    qk = rotated(qk, table[positions][:, None])
+
+    cos_sin = torch.cat((table.cos(), table.sin()), dim=-1)
+    q = rope_append(qkv, cos_sin, positions, slots, k, v, weight, 1e-5)
+
+    torch.testing.assert_close(q, qk[:, :heads], atol=1e-5, rtol=1e-5)
+    flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)
+    torch.testing.assert_close(flat_k[slots], qk[:, heads:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(flat_v[slots], expected[:, heads + kv_heads :])
+    others = torch.ones(pages * PAGE, dtype=torch.bool)
+    others[slots.cpu()] = False
+    assert bool((flat_k[others.to(device)] == 7).all())
+
+
+def test_gather_inputs(device: torch.device) -> None:
+    tokens = torch.arange(50, dtype=torch.int32, device=device).view(5, 10)
+    page_table = torch.arange(100, 115, device=device).view(5, 3)
+    columns = torch.tensor(
+        [[3, 0, 4, 4], [8, 5, 0, 0], [-1, 77, -1, -1], [9, 0, 0, 0], [2, -1, -1, -1]],
+        dtype=torch.int32,
+        device=device,
+    )
+    indptr = torch.tensor([0, 3, 5, 6, 7], dtype=torch.int32, device=device)
+    ids, positions, slots = (torch.zeros(4, dtype=torch.int64, device=device) for _ in range(3))
+    lists = torch.zeros(8, dtype=torch.int32, device=device)
+    gather_inputs(columns, indptr, tokens, page_table, PAGE, (ids, positions, slots, lists))
+    assert ids.tolist() == [38, 77, 40, 40]
+    assert int(tokens[0, 5]) == 77
+    assert positions.tolist() == [8, 5, 0, 0]
+    assert page_table[3].tolist() == [109, 110, 9]
+    assert lists.tolist() == [109, 110, 9, 100, 101, 112, 112, 0]
+    assert slots.tolist() == [9 * PAGE, 101 * PAGE + 1, 112 * PAGE, 112 * PAGE]
+
+
+def test_gather_pages(device: torch.device) -> None:
+    page_table = torch.arange(600, device=device).view(3, 200)
+    indptr = torch.tensor([0, 150, 151], dtype=torch.int32, device=device)
+    lists = torch.zeros(151, dtype=torch.int32, device=device)
+    gather_pages(torch.tensor([2, 0], device=device), indptr, page_table, lists)
+    assert lists.tolist() == [*range(400, 550), 0]
+
+
+@pytest.mark.parametrize("vocab", [7, 1024, 5000])
+def test_greedy_takes_the_lowest_of_the_best(device: torch.device, vocab: int) -> None:
+    torch.manual_seed(vocab)
+    logits = torch.randint(0, 30, (6, vocab), device=device).float()
+    logits[3, vocab // 2] = float("nan")
+    logits[4, vocab - 1] = float("inf")
+    logits[5, 0] = float("-inf")
+    tokens = torch.full((9, 4), -5, dtype=torch.int32, device=device)
+    rows = torch.tensor([8, 1, 2, 3, 4, 5], dtype=torch.int32, device=device)
+    places = torch.tensor([3, -1, 0, 1, 1, 1], dtype=torch.int32, device=device)
+    sampled = torch.zeros(6, dtype=torch.int32, device=device)
+    greedy_append(logits, rows, places, tokens, sampled, GreedyScratch(8, device))
+    expected = [int((row == row.max()).nonzero()[0]) for row in logits[:3]]
+    assert sampled.tolist() == [*expected, -1, -1, -1]
+    assert (int(tokens[8, 3]), int(tokens[2, 0])) == (expected[0], expected[2])
+    assert tokens[1].tolist() == [-5] * 4
+    assert int(tokens[3, 1]) == 0

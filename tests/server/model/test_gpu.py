@@ -1,0 +1,169 @@
+"""The GPU path in bfloat16 is as near to the float32 reference as bfloat16 allows.
+
+Its error is compared with that of the reference ops in bfloat16, which are known to be right.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from server.protocol import SamplingParams
+from tests.server.model.adapter_zoo import ZOO, with_zoo
+from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
+from tests.server.model.hub_models import VOCAB, make_model, save_model
+from tests.server.model.slabs import pack
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "initializer_range": 0.06}
+# family -> what differs from SIZES
+MODELS: dict[str, dict[str, Any]] = {
+    "llama3": {},
+    "llama-biases-tied": {"num_key_value_heads": 1},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+}
+PROMPTS = (1, 5, 16, 17, 33, 47)
+STEPS = 20
+# How much farther from float32 than the reference ops in bfloat16, in root mean square.
+SLACK = 1.5
+
+
+def forced(token: int) -> SamplingParams:
+    """Always the same token, so that all runs see the same contexts; logprobs are the raw ones."""
+    return SamplingParams(
+        temperature=0.0,
+        logit_bias={token: 1e4},
+        logprobs=EVERY_LOGPROB,
+        prompt_logprobs=0,
+    )
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+class Trio:
+    """The same model and adapters in float32 and bfloat16 on the CPU, and on the GPU."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        base = make_model(name, **{**SIZES, **MODELS[name]})
+        save_model(base, folder)
+        oracle = with_zoo(base)
+        common: dict[str, Any] = {"page_size": 16, "kv_memory": 8 << 20, "adapter_memory": 64 << 20}
+        common |= {"host_arena_bytes": 16 << 20, "extent_bytes": 4096}
+        self.exact = Driver(folder, **common)
+        self.rough = Driver(folder, dtype="bfloat16", **common)
+        self.gpu = Driver(folder, dtype="bfloat16", device="cuda", **common)
+        self.slots: dict[str | None, int] = {None: -1}
+        self.next_extent = 0
+        for slot, adapter in enumerate(ZOO):
+            for driver in (self.exact, self.rough, self.gpu):
+                dtype = driver.config.dtype
+                layout, slab = pack(oracle, adapter, dtype=dtype)
+                assert driver.load(slot, layout, slab, self.next_extent).error is None
+            self.slots[adapter] = slot
+            self.next_extent += 2 * sum(layout.runs)
+
+    def close(self) -> None:
+        for driver in (self.exact, self.rough, self.gpu):
+            driver.close()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trio(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Trio]:
+    found = Trio(request.param, tmp_path_factory.mktemp("base"))
+    yield found
+    found.close()
+
+
+def answer(
+    driver: Driver, slots: list[int], chunk: int, sampling: SamplingParams | None = None
+) -> list[Stream]:
+    streams = [
+        Stream(
+            driver,
+            row,
+            prompt(PROMPTS[row % len(PROMPTS)], row),
+            slot=slot,
+            sampling=sampling or forced(3 + row),
+        )
+        for row, slot in enumerate(slots)
+    ]
+    generate(driver, streams, STEPS, chunk)
+    for stream in streams:
+        stream.free()
+    return streams
+
+
+def logprobs(streams: list[Stream]) -> torch.Tensor:
+    """Of the prompts' tokens, and of the whole vocabulary at every decoded place."""
+    values: list[float] = []
+    for stream in streams:
+        values += [found.logprob or 0.0 for found in stream.prompt_logprobs]
+        for found in stream.logprobs:
+            values += [value for _, value in sorted(found.top)]
+    return torch.tensor(values)
+
+
+def assert_near(trio: Trio, slots: list[int], chunk: int) -> None:
+    exact, rough, gpu = (
+        logprobs(answer(driver, slots, chunk)) for driver in (trio.exact, trio.rough, trio.gpu)
+    )
+    allowed = SLACK * (rough - exact).square().mean().sqrt() + 1e-3
+    assert torch.isfinite(gpu).all()
+    assert (gpu - exact).square().mean().sqrt() < allowed
+    assert allowed < 0.2 * exact.std()
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_base(trio: Trio, chunk: int) -> None:
+    assert_near(trio, [-1] * 7, chunk)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 20, 40])
+def test_adapters_of_layers(trio: Trio, batch: int) -> None:
+    """These run in graphs: no adapter touches the embedding or the head."""
+    names = [n for n in trio.slots if n not in ("rank64_everything", "embed_only", "head_only")]
+    slots = [trio.slots[names[(1 + i) % len(names)]] for i in range(batch)]
+    assert_near(trio, slots, 64)
+
+
+def test_every_adapter_in_one_batch(trio: Trio) -> None:
+    assert_near(trio, [*trio.slots.values(), *trio.slots.values()], 11)
+
+
+def test_greedy_in_the_graph_and_after_it_agree(trio: Trio) -> None:
+    slots = [trio.slots["rank24_patterns"], -1, trio.slots["rank1"], -1, trio.slots["rank1"]]
+    plain = SamplingParams(temperature=0.0)
+    scored = SamplingParams(temperature=0.0, logprobs=0)
+    first = [s.output for s in answer(trio.gpu, slots, 64, plain)]
+    assert first == [s.output for s in answer(trio.gpu, slots, 64, scored)]
+    assert first == [s.output for s in answer(trio.gpu, slots, 64, plain)]
+    assert len({tuple(output) for output in first}) > 1
+
+
+def test_what_other_extents_hold_does_not_matter(trio: Trio) -> None:
+    slots = [trio.slots["rank3_rslora"], trio.slots["rank24_patterns"], -1]
+    plain = SamplingParams(temperature=0.0)
+    expected = [s.output for s in answer(trio.gpu, slots, 64, plain)]
+    free = trio.next_extent * trio.gpu.config.extent_bytes
+    trio.gpu.executor._table.arena[free:].view(torch.bfloat16).fill_(float("nan"))
+    assert [s.output for s in answer(trio.gpu, slots, 64, plain)] == expected
+
+
+def test_random_rows_beside_greedy_ones(trio: Trio) -> None:
+    hot = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
+    one = [s.output for s in answer(trio.gpu, [-1] * 5, 64, hot)]
+    assert one == [s.output for s in answer(trio.gpu, [-1] * 5, 64, hot)]
+    assert len({tuple(output) for output in one}) > 1

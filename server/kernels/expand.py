@@ -37,19 +37,17 @@ def expand(
 
     y: `[rows, sum(widths)]`, any row stride, in the adapters' dtype: the base's output, changed in
     place; widths: output features of the site's 1 to 3 projections, in order. Call it after the
-    site's `shrink`. Rows in no tile and projections of rank 0 are neither read nor written.
-    Accumulates in float32. One kernel on the current stream, no allocation.
+    site's `shrink`. Rows in no tile and projections of rank 0 are neither read nor written. Sums in
+    float32; one kernel on the current stream, no allocation. Raises ValueError on a mismatch.
 
     accumulate: False writes instead of adding, for a delta that the kernel after the base's GEMM
     adds (`add_delta`); both halves of LoRA can then run beside that GEMM.
-    after_gemm: the kernel before it on this stream is the base's GEMM or the site's shrink. Expand
-    may then start while that one still drains, and waits for it before it reads v or y
-    (programmatic dependent launch).
-    Raises ValueError on a mismatch.
+    after_gemm: the kernel before it on this stream is the base's GEMM or the site's shrink; expand
+    starts while that one drains and waits for it in time (programmatic dependent launch).
     """
     check_rows("y", y, segments, workspace)
     check_context(table, site, segments, workspace)
-    w0, w1, w2 = padded_widths(widths, y.shape[1])
+    padded = padded_widths(widths, y.shape[1])
     if segments.rows == 0:
         return
     blocks = sum(triton.cdiv(width, config.piece) for width in widths)
@@ -70,9 +68,7 @@ def expand(
         workspace.planes.stride(1),
         workspace.planes.stride(0),
         config.num_programs,
-        w0,
-        w1,
-        w2,
+        *padded,
         MAX_SPLIT=workspace.max_split,
         BLOCK_M=segments.tile_rows,
         PIECE=config.piece,
@@ -116,16 +112,10 @@ def _expand_kernel(
     ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """An item is (tile, block of columns); programs take items round robin.
-
-    The fewer tiles, the narrower the blocks. As in shrink, tile and record are fetched ahead.
-    """
+    """An item is (tile, block of columns); programs take items round robin."""
+    # The fewer tiles, the narrower the blocks. As in shrink, tile and record are fetched ahead.
     tiles = tl.load(num_tiles_ptr)
-    pieces = tl.cdiv((W0 + W1 + W2) // PIECE * tiles, target_items)
-    block_n = tl.maximum(1, tl.minimum(MAX_PIECES, pieces)) * PIECE
-    n0 = tl.cdiv(W0, block_n)
-    n01 = n0 + tl.cdiv(W1, block_n)
-    blocks = n01 + tl.cdiv(W2, block_n)
+    block_n, n0, n01, blocks = _cut_columns(tiles, target_items, W0, W1, W2, PIECE, MAX_PIECES)
     items = tiles * blocks
     step = tl.num_programs(0)
     item = tl.program_id(0)
@@ -134,9 +124,8 @@ def _expand_kernel(
         words_ptr, ints_ptr, floats_ptr, order_ptr, slot, start, site, num_sites,
         item % blocks, n0, n01,
     )  # fmt: skip
-    slot, next_start, next_length = load_tile(
-        tiles_ptr, (item + step) // blocks, item + step < items
-    )
+    ahead = item + step
+    slot, next_start, next_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
     if PDL:
         tl.extra.cuda.gdc_wait()
     splits = tl.load(splits_ptr)
@@ -154,9 +143,26 @@ def _expand_kernel(
                 address, rank, first, scale, item % blocks, n0, n01, block_n,
                 W0, W1, W2, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
             )  # fmt: skip
-        rank, first, scale = next_rank, next_first, next_scale
-        address, row, start, length = next_address, next_row, next_start, next_length
-        next_start, next_length = later_start, later_length
+        rank, first, scale, address, row = next_rank, next_first, next_scale, next_address, next_row
+        start, length, next_start, next_length = next_start, next_length, later_start, later_length
+
+
+@triton.jit
+def _cut_columns(
+    tiles: tl.tensor,
+    target_items: tl.tensor,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    PIECE: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+) -> tuple[Any, Any, Any, Any]:
+    """Columns of a block, and how many blocks the first, the first two and all projections have."""
+    pieces = tl.cdiv((W0 + W1 + W2) // PIECE * tiles, target_items)
+    block_n = tl.maximum(1, tl.minimum(MAX_PIECES, pieces)) * PIECE
+    n0 = tl.cdiv(W0, block_n)
+    n01 = n0 + tl.cdiv(W1, block_n)
+    return block_n, n0, n01, n01 + tl.cdiv(W2, block_n)
 
 
 @triton.jit

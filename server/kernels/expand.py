@@ -112,8 +112,7 @@ def _expand_kernel(
     ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """An item is (tile, block of columns); programs take items round robin."""
-    # The fewer tiles, the narrower the blocks. As in shrink, tile and record are fetched ahead.
+    """An item is (tile, block of columns), round robin; all else is fetched ahead as in shrink."""
     tiles = tl.load(num_tiles_ptr)
     block_n, n0, n01, blocks = _cut_columns(tiles, target_items, W0, W1, W2, PIECE, MAX_PIECES)
     items = tiles * blocks

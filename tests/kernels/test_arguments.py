@@ -1,0 +1,117 @@
+"""What the wrappers, the table and the launch parameters refuse; properties over shapes."""
+
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.kernels.configs import load_configs
+from server.kernels.delta import add_delta
+from server.kernels.expand import expand
+from server.kernels.reference import lora_reference
+from server.kernels.segments import allocate_segments
+from server.kernels.shrink import gather_embedding, shrink
+from server.kernels.table import LoraTable
+from server.kernels.workspace import allocate_workspace
+from tests.kernels.batches import Adapters, assert_close, make_batch
+
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on the CPU need TRITON_INTERPRET=1"
+)
+CONFIGS = load_configs(CPU)
+SHRINK = CONFIGS.shrink("decode", 4, 64, 32)
+EXPAND = CONFIGS.expand("decode", 4, 64, 48)
+
+
+@interpreted
+@given(
+    rows=st.integers(1, 20),
+    in_features=st.integers(1, 90),
+    widths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=12, deadline=None)
+def test_any_shape(rows: int, in_features: int, widths: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    adapters = Adapters(torch.float32, CPU, 4)
+    for slot in range(3):
+        adapters.put(slot, in_features, widths, [rng.choice((0, 1, 5, 16, 40)) for _ in widths])
+    batch = make_batch(rows, adapters)
+    slots = [rng.randrange(-1, 4) for _ in range(rows)]
+    batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
+    x, y = torch.randn(rows, in_features), torch.randn(rows, sum(widths))
+    expected = lora_reference(y, x, slots, adapters.weights, widths)
+    batch.run(y, x, widths, adapters.table)
+    assert_close(y, expected, torch.float32)
+
+
+def test_wrappers_check_their_arguments() -> None:
+    table = LoraTable(2, 3, CPU)
+    segments = allocate_segments(4, 16, 3, CPU)
+    workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split_k)
+    small = allocate_workspace(4, torch.float32, CPU, 1)
+    x, y = torch.zeros(4, 32), torch.zeros(4, 48)
+    with pytest.raises(ValueError, match=r"\[4, features\]"):
+        shrink(x[:3], table, 0, segments, workspace, SHRINK)
+    with pytest.raises(ValueError, match="contiguous"):
+        shrink(torch.zeros(32, 4).T, table, 0, segments, workspace, SHRINK)
+    with pytest.raises(ValueError, match="float64"):
+        shrink(x.double(), table, 0, segments, workspace, SHRINK)
+    with pytest.raises(ValueError, match="site 2"):
+        shrink(x, table, 2, segments, workspace, SHRINK)
+    with pytest.raises(ValueError, match="max_split"):
+        shrink(x, table, 0, segments, small, SHRINK)
+    with pytest.raises(ValueError, match="widths"):
+        expand(y, (40, 9), table, 0, segments, workspace, EXPAND)
+    with pytest.raises(ValueError, match="slots"):
+        expand(y, (48,), LoraTable(2, 2, CPU), 0, segments, workspace, EXPAND)
+    wide = allocate_segments(5, 16, 3, CPU)
+    with pytest.raises(ValueError, match="rows"):
+        expand(torch.zeros(5, 48), (48,), table, 0, wide, workspace, EXPAND)
+    with pytest.raises(ValueError, match="token_ids"):
+        gather_embedding(torch.zeros(4, dtype=torch.int64), table, 0, segments, workspace)
+    with pytest.raises(ValueError, match="delta"):
+        add_delta(y, y[:, :8], y, (48,), torch.zeros(4, dtype=torch.int32), table, 0)
+
+
+def test_table_checks_records() -> None:
+    table = LoraTable(2, 3, CPU)
+    for arguments, message in (
+        ((3, 0, 256, [512], [8], [1.0]), "slot 3"),
+        ((0, 2, 256, [512], [8], [1.0]), "site 2"),
+        ((0, 0, 256, [512], [257], [1.0]), "ranks"),
+        ((0, 0, 8, [512], [8], [1.0]), "addresses"),
+        ((0, 0, 256, [512, 768], [8], [1.0]), "as many"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            table.write(*arguments)
+
+
+def test_table_records_are_replaced_and_cleared() -> None:
+    table = LoraTable(2, 3, CPU)
+    table.write(1, 1, 256, [512, 0, 1024], [8, 0, 24], [0.5, 1.0, 2.0])
+    table.upload(1)
+    assert table.words[1, 1, :4].tolist() == [256, 512, 0, 1024]
+    assert table.ints[1, 1, 8:12].tolist() == [8, 0, 24, 32]
+    assert table.floats[1, 1, 12:15].tolist() == [0.5, 1.0, 2.0]
+    table.write(1, 1, 2048, [512], [0], [1.0])
+    assert not table.words[1, 1].any()
+    table.write(1, 0, 256, [512], [8], [1.0])
+    table.clear(1)
+    assert not table.words.any()
+
+
+def test_every_batch_has_launch_parameters() -> None:
+    for rows in (1, 2, 16, 17, 64, 128, 256, 512):
+        assert CONFIGS.tile_rows("decode", rows) == 16
+        for features in (64, 1024, 4096, 28672, 128256):
+            split = CONFIGS.shrink("decode", rows, 256, features).max_split
+            assert split & (split - 1) == 0
+            assert CONFIGS.max_split_k >= split
+            assert CONFIGS.expand("decode", rows, 256, features).piece >= 64
+    assert CONFIGS.shrink("prefill", 8192, 256, 4096).max_split == 1

@@ -38,7 +38,7 @@ from adapters.sources.base import Source
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
 from adapters.violations import invalid
 
-Stage = Literal["fetching", "packing"]
+Stage = Literal["fetching", "checking"]
 Progress = Callable[[Stage], None]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -145,7 +145,7 @@ class AdapterStore:
             with staging_folder(self._staging) as folder:
                 progress("fetching")
                 self._fetch(source, ref, token, folder)
-                progress("packing")
+                progress("checking")
                 manifest = judge_folder(folder, self._base, self._limits).manifest
                 self._keep(folder, manifest)
                 self._remember(ref, manifest.digest, folder)

@@ -13,7 +13,7 @@ from adapters.base import BaseSpec
 from adapters.strict_json import StrictJsonError, decode_object
 from adapters.violations import Findings, shown
 
-MAX_TEMPLATE_BYTES = 256 << 10
+MAX_TEMPLATE_BYTES = 128 << 10
 # Largest accepted size of each file that is looked at.
 TOKENIZER_FILES: dict[str, int] = {
     "added_tokens.json": 4 << 20,

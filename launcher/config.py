@@ -88,7 +88,7 @@ def _secret(option: Option, arguments: Namespace, environ: Mapping[str, str]) ->
     flag: str | None = getattr(arguments, f"{option.field}_file", None)
     named = flag or environ.get(f"{option.variable}_FILE")
     if not named:
-        return environ.get(option.variable, "")
+        return environ.get(option.variable) or environ.get(option.fallback, "")
     try:
         with Path(named).expanduser().open("rb") as file:
             secret = file.read(_MAX_SECRET_BYTES).decode().strip()

@@ -50,6 +50,7 @@ class Option:
     is_list: bool = False
     is_optional: bool = False
     is_secret: bool = False
+    fallback: str = ""  # another variable that may hold a secret
     low: float = 0
     high: float = math.inf
 
@@ -85,6 +86,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
         is_list=is_list,
         is_optional=is_optional,
         is_secret=bool(field.metadata.get("secret", False)),
+        fallback=field.metadata.get("fallback", ""),
         low=field.metadata.get("min", 0),
         high=field.metadata.get("max", MAX_PORT if field.name == "port" else math.inf),
     )

@@ -36,7 +36,7 @@ def plan(values: Mapping[str, Values]) -> Plan:
     if is_demo:
         for name, path in adapter_paths().items():
             aliases.append(f"{name}=local:{path}")
-            roots.append(path.parent)
+            roots.append(path)
     for text in _texts(values["adapters"]):
         alias, root = resolve_alias(text)
         aliases.append(alias)
@@ -78,7 +78,7 @@ def _texts(value: Values) -> Sequence[str]:
 
 
 def resolve_alias(text: str) -> tuple[str, Path | None]:
-    """`NAME=REF` with a path made `local:`, and the root it lies under. Raises OptionError."""
+    """`NAME=REF`, a path made `local:`, and the root that allows it alone. Raises OptionError."""
     name, equals, reference = text.partition("=")
     if not equals or not name or not reference:
         raise OptionError(f"--adapter must be NAME=REF, got {text!r}")
@@ -87,7 +87,7 @@ def resolve_alias(text: str) -> tuple[str, Path | None]:
         folder = path.absolute()
         if not folder.is_dir():
             raise OptionError(f"--adapter {name}: there is no folder {folder}")
-        return f"{name}=local:{folder}", folder.parent
+        return f"{name}=local:{folder}", folder
     try:
         parse_ref(reference, default_source="hub")
     except AdapterError as error:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class RouterConfig:
     hub_owners: tuple[str, ...] = field(
         default=(), metadata={"help": "Hub owners whose adapters are allowed (default: all)"}
     )
-    default_source: str = field(
-        default="hub", metadata={"help": "source of an adapter_id that names none: hub or local"}
+    default_source: Literal["hub", "local"] = field(
+        default="hub", metadata={"help": "source of an adapter_id that names none"}
     )
     share_hub_token: bool = field(
         default=False,
@@ -39,30 +40,38 @@ class RouterConfig:
         default=30.0, metadata={"help": "seconds for which a resolved reference is trusted"}
     )
     adapter_timeout_s: float = field(
-        default=120.0, metadata={"help": "longest wait for a cold adapter"}
+        default=120.0, metadata={"min": 0.1, "help": "longest wait for a cold adapter"}
     )
     max_body_bytes: int = field(
-        default=4 << 20, metadata={"help": "largest request body", "unit": "bytes"}
+        default=4 << 20, metadata={"min": 1, "help": "largest request body", "unit": "bytes"}
     )
-    max_queue: int = field(default=1024, metadata={"help": "sequences waiting for a worker"})
+    max_queue: int = field(
+        default=1024, metadata={"min": 1, "help": "sequences waiting for a worker"}
+    )
     max_queue_bytes: int = field(
-        default=256 << 20, metadata={"help": "their prompts, in bytes", "unit": "bytes"}
+        default=256 << 20, metadata={"min": 1, "help": "their prompts, in bytes", "unit": "bytes"}
     )
-    max_n: int = field(default=8, metadata={"help": "largest n or best_of"})
+    max_n: int = field(default=8, metadata={"min": 1, "help": "largest n or best_of"})
     max_stop_sequences: int = field(default=16, metadata={"help": "most stop strings a request"})
     max_logprobs: int = field(default=20, metadata={"help": "most alternatives a token"})
     request_timeout_s: float = field(
-        default=600.0, metadata={"help": "longest time from a request to its last token"}
+        default=600.0,
+        metadata={"min": 0.1, "help": "longest time from a request to its last token"},
     )
     max_stream_buffer: int = field(
-        default=1024, metadata={"help": "token events a slow reader may fall behind"}
+        default=1024, metadata={"min": 1, "help": "token events a slow reader may fall behind"}
     )
     hub_token: str = field(
         default="",
-        metadata={"help": "Hub credential that opens registered adapters", "secret": True},
+        metadata={
+            "help": "Hub credential that opens registered adapters",
+            "fallback": "HF_TOKEN",
+            "secret": True,
+        },
     )
     max_requests: int = field(
-        default=4096, metadata={"help": "requests being answered at once, streams included"}
+        default=4096,
+        metadata={"min": 1, "help": "requests being answered at once, streams included"},
     )
     drain_timeout_s: float = field(
         default=30.0, metadata={"help": "longest wait for running answers when told to stop"}

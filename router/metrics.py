@@ -51,7 +51,7 @@ class RouterMetrics:
         )
         self.adapter_load_s = Histogram(
             "loraplex_adapter_load_seconds",
-            "From naming an adapter that is not cached to its digest, by outcome",
+            "From naming an adapter to its digest, kept answers included, by outcome",
             ("outcome",),
             buckets=_LATENCY_S,
             registry=registry,

@@ -149,6 +149,9 @@ def _alias(text: str, config: RouterConfig) -> tuple[str, AdapterRef]:
         raise ConfigError(f"--adapter {text!r}: {error.message}") from error
     if ref.source == "alias":
         raise ConfigError(f"--adapter {text!r}: {target!r} names no source; write hub: or local:")
+    owner = ref.name.partition("/")[0]
+    if ref.source == "hub" and config.hub_owners and owner not in config.hub_owners:
+        raise ConfigError(f"--adapter {text!r}: {owner!r} is not among the allowed --hub-owner")
     return name, ref
 
 

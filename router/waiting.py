@@ -30,7 +30,7 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
 
     flow: what turns are kept by, the adapter's digest or None for the base.
     cost: work it asks for, in tokens (at least 1). nbytes: memory that it holds while it waits.
-    priority: higher goes first. deadline: on the clock of `now`, or None.
+    priority: lower goes first. deadline: on the clock of `now`, or None.
     """
 
     payload: T
@@ -137,10 +137,10 @@ class WaitingQueue(Generic[T]):
         return ticket
 
     def pop(self) -> Waiting[T] | None:
-        """Takes the next one: highest priority, then the flow whose turn it is, then the oldest."""
+        """Takes the next: lowest `priority`, then the flow whose turn it is, then the oldest."""
         if not self._entries:
             return None
-        priority = max(priority for priority, band in self._bands.items() if band.flows)
+        priority = min(priority for priority, band in self._bands.items() if band.flows)
         ticket, entry = self._bands[priority].pop()
         self._forget(ticket, entry)
         return entry

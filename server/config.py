@@ -42,28 +42,32 @@ class WorkerConfig:
     )
     max_adapter_bytes: int = field(
         default=4 << 30,
-        metadata={"help": "largest adapter, in bytes as published", "unit": "bytes"},
+        metadata={"min": 1, "help": "largest adapter, in bytes as published", "unit": "bytes"},
     )
-    max_lora_rank: int = field(default=256, metadata={"help": "largest LoRA rank"})
+    max_lora_rank: int = field(default=256, metadata={"min": 1, "help": "largest LoRA rank"})
     adapter_memory: int = field(
-        default=256 << 20, metadata={"help": "device memory for adapters", "unit": "bytes"}
+        default=256 << 20,
+        metadata={"min": 1, "help": "device memory for adapters", "unit": "bytes"},
     )
     host_adapter_memory: int = field(
-        default=512 << 20, metadata={"help": "host memory for adapters", "unit": "bytes"}
+        default=512 << 20, metadata={"min": 1, "help": "host memory for adapters", "unit": "bytes"}
     )
     kv_memory: int = field(
         default=256 << 20, metadata={"help": "device memory for the KV cache", "unit": "bytes"}
     )
     max_context: int | None = field(
-        default=None, metadata={"help": "prompt and output tokens together (default: the model's)"}
+        default=None,
+        metadata={"min": 1, "help": "prompt and output tokens together (default: the model's)"},
     )
-    max_running: int = field(default=64, metadata={"help": "sequences computed at once"})
+    max_running: int = field(default=64, metadata={"min": 1, "help": "sequences computed at once"})
     max_waiting: int = field(default=1024, metadata={"help": "sequences accepted beyond those"})
     max_step_tokens: int = field(
-        default=512, metadata={"help": "token budget of one step (chunked prefill)"}
+        default=512, metadata={"min": 1, "help": "token budget of one step (chunked prefill)"}
     )
-    page_size: int = field(default=16, metadata={"help": "tokens a KV page"})
-    adapter_slots: int = field(default=256, metadata={"help": "adapters on the device at once"})
+    page_size: int = field(default=16, metadata={"min": 1, "help": "tokens a KV page"})
+    adapter_slots: int = field(
+        default=256, metadata={"min": 1, "help": "adapters on the device at once"}
+    )
     model_names: tuple[str, ...] = field(
         default=(),
         metadata={"help": "further name of the base model, for clients and adapters"},
@@ -73,11 +77,14 @@ class WorkerConfig:
     )
     step_timeout_s: float = field(
         default=120.0,
-        metadata={"help": "seconds without a step, with work to do, until the engine is restarted"},
+        metadata={
+            "min": 1,
+            "help": "seconds without a step, with work to do, until the engine is restarted",
+        },
     )
     adapter_disk: int = field(
         default=AdapterLimits().max_store_bytes,
-        metadata={"help": "disk for fetched and packed adapters", "unit": "bytes"},
+        metadata={"min": 1, "help": "disk for fetched and packed adapters", "unit": "bytes"},
     )
     executor: str = field(
         default="torch",

@@ -14,7 +14,6 @@ from adapters.ref import AdapterRef
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 << 20
-GREEDY = 0.0
 
 Finish = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal[
@@ -154,7 +153,7 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag="se"):
     events: tuple[TokenEvent, ...]
 
 
-LoadStage = Literal["fetching", "packing", "ready", "failed"]
+LoadStage = Literal["fetching", "checking", "ready", "failed"]
 
 
 class AdapterState(msgspec.Struct, frozen=True, array_like=True, tag="as"):

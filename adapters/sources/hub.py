@@ -164,7 +164,3 @@ def _http_error(name: str, error: HfHubHTTPError) -> AdapterError:
 
 def _unreachable(name: str) -> AdapterError:
     return AdapterError("unavailable", f"the Hub cannot be reached for {name}", (), _RETRY_S)
-
-
-def _name(ref: AdapterRef) -> str:
-    return format_ref(ref)

@@ -28,7 +28,7 @@ _OF_TARGET = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class LocalSource:
-    """roots: folders under which adapters may lie; none = no local adapters."""
+    """roots: adapter folders, or folders under which adapters lie; none = no local adapters."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = tuple(Path(os.path.realpath(Path(root).expanduser())) for root in roots)
@@ -66,7 +66,7 @@ class LocalSource:
         beneath = False
         for root in self._roots:
             found = Path(os.path.realpath(root / ref.name))
-            if not found.is_relative_to(root) or found == root:
+            if not found.is_relative_to(root):
                 continue
             beneath = True
             with _source_errors(ref):

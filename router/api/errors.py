@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from adapters.errors import AdapterError, AdapterErrorCode, Violation
-from router.generation import Api, Cause, RequestError
+from router.generation import Cause, RequestError
 from server.protocol import ErrorCode
 
 # The shape of an error: LoRAX's {"error", "error_type"} or OpenAI's {"error": {…}}.
@@ -108,10 +108,6 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     status: int
     headers: dict[str, str]
     body: bytes
-
-
-def dialect_of(api: Api) -> Dialect:
-    return "lorax" if api == "lorax" else "openai"
 
 
 def dialect_of_path(path: str) -> Dialect:

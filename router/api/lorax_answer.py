@@ -105,9 +105,6 @@ class Timings(msgspec.Struct, frozen=True):
     """Seconds from the request's arrival on; None = unknown."""
 
     total_s: float
-    validation_s: float | None = None
-    queue_s: float | None = None
-    inference_s: float | None = None
     first_token_s: float | None = None
 
 
@@ -249,18 +246,13 @@ def count_headers(
         "x-skipped-tokens": "0",
         "x-total-tokens": str(prompt_tokens + generated),
     }
-    inference, first = timings.inference_s, timings.first_token_s
-    per_token = None if inference is None or not generated else inference / generated
+    first = timings.first_token_s
     later = None
     if first is not None and generated > len(results):
         later = (timings.total_s - first) * len(results) / (generated - len(results))
     times = {
         "x-compute-time": timings.total_s,
         "x-total-time": timings.total_s,
-        "x-validation-time": timings.validation_s,
-        "x-queue-time": timings.queue_s,
-        "x-inference-time": inference,
-        "x-time-per-token": per_token,
         "x-time-to-first-token": first,
         "x-time-per-output-token": later,
     }

@@ -75,7 +75,7 @@ def find_model(text: str, revision: str | None) -> ModelFolder:
     if folder.is_dir():
         if revision is not None:
             raise ModelError(f"--revision is for models of the Hub; {text} is a folder")
-        return ModelFolder(folder, _folder_names(folder, text), None)
+        return ModelFolder(folder, _folder_names(folder), None)
     if text.startswith(("/", ".", "~")) or text.count("/") > 1:
         raise ModelError(f"there is no folder {text}")
     try:
@@ -87,12 +87,12 @@ def find_model(text: str, revision: str | None) -> ModelFolder:
     return ModelFolder(path, (text,), commit)
 
 
-def _folder_names(folder: Path, text: str) -> tuple[str, ...]:
-    """A snapshot in the Hub's cache is still called by its Hub id."""
+def _folder_names(folder: Path) -> tuple[str, ...]:
+    """A snapshot in the Hub's cache is still called by its Hub id. Paths stay with the operator."""
     resolved = folder.resolve()
     snapshot = _SNAPSHOT.search(str(resolved)) or _SNAPSHOT.search(str(folder))
     hub_id = [f"{snapshot[1]}/{snapshot[2]}"] if snapshot else []
-    return tuple(dict.fromkeys([*hub_id, resolved.name, text, str(resolved)]))
+    return tuple(dict.fromkeys([*hub_id, resolved.name]))
 
 
 def _download(repo: str, revision: str | None) -> tuple[Path, str]:

@@ -43,13 +43,19 @@ def test_relative_absolute_and_second_root(root: Path, tmp_path: Path) -> None:
     assert (target / WEIGHTS).read_bytes() == (root / "team/a" / WEIGHTS).read_bytes()
 
 
+def test_a_root_may_be_one_adapter(root: Path) -> None:
+    alone = LocalSource([root / "team/a"])
+    assert alone.resolve(AdapterRef("local", str(root / "team/a")), None).revision
+    assert code(alone, str(root / "team")) == "forbidden"
+    assert code(alone, str(root / "team/b")) == "forbidden"
+
+
 def test_outside_the_roots(root: Path, tmp_path: Path) -> None:
     source = LocalSource([root])
     assert code(source, str(tmp_path / "outside" / "secret")) == "forbidden"
     assert code(source, "/etc") == "forbidden"
     assert code(source, str(tmp_path / "none")) == "forbidden"
     assert code(source, "none") == "not_found"
-    assert code(source, str(root)) == "forbidden"
     assert code(LocalSource([]), "team/a") == "forbidden"
     (root / "file").write_text("x")
     assert code(source, "file") == "not_found"

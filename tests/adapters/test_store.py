@@ -76,7 +76,7 @@ def files(folder: Path) -> list[str]:
 def test_admitted_content_is_whole_and_read_only(hub: FakeHub, tmp_path: Path) -> None:
     stages: list[str] = []
     manifest = store_of(hub, tmp_path).admit(PINNED, None, progress=stages.append)
-    assert stages == ["fetching", "packing"]
+    assert stages == ["fetching", "checking"]
     content = home(tmp_path) / "content" / manifest.digest
     assert files(content) == ["adapter_config.json", WEIGHTS, "manifest.json"]
     for path in content.iterdir():

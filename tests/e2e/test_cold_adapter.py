@@ -79,9 +79,7 @@ async def answers(http: httpx.AsyncClient, url: str) -> bool:
 
 
 def request(name: str, adapter: str | None, max_tokens: int) -> protocol.GenerateRequest:
-    sampling = protocol.SamplingParams(
-        temperature=protocol.GREEDY, max_tokens=max_tokens, ignore_eos=True
-    )
+    sampling = protocol.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return protocol.GenerateRequest(name, 0, 0, adapter, [1, 5, 9], [], sampling, seed=1)
 
 

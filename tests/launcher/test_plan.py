@@ -19,10 +19,10 @@ def planned(*argv: str) -> Plan:
 
 
 @pytest.mark.parametrize("prefix", ["", "local:"])
-def test_a_folder_becomes_a_local_adapter_under_its_parent(tmp_path: Path, prefix: str) -> None:
+def test_a_folder_becomes_a_local_adapter_and_its_own_root(tmp_path: Path, prefix: str) -> None:
     folder = tmp_path / "pirate"
     folder.mkdir()
-    assert resolve_alias(f"p={prefix}{folder}") == (f"p=local:{folder}", tmp_path)
+    assert resolve_alias(f"p={prefix}{folder}") == (f"p=local:{folder}", folder)
 
 
 def test_a_hub_name_stays(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_options_reach_the_half_they_are_for(tmp_path: Path) -> None:
     assert (made.worker.host, made.worker.port) == ("127.0.0.1", 0)
     assert made.worker.model == "org/model"
     assert made.worker.kv_memory == 1 << 30
-    assert made.worker.adapter_roots == (tmp_path,)
+    assert made.worker.adapter_roots == (folder,)
     assert made.router.adapters == (f"p=local:{folder}",)
     assert made.aliases == ("p",)
 

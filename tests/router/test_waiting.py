@@ -89,11 +89,11 @@ def test_dear_sequences_take_fewer_turns() -> None:
 
 def test_priority_comes_before_turns() -> None:
     queue: WaitingQueue[str] = WaitingQueue(10, 10)
-    queue.push(entry("low", priority=-1))
+    queue.push(entry("low", priority=1))
     queue.push(entry("normal", "x"))
-    queue.push(entry("high", "x", priority=5))
+    queue.push(entry("high", "x", priority=-5))
     assert drain(queue) == ["high", "normal", "low"]
-    queue.push(entry("again", priority=-3))
+    queue.push(entry("again", priority=3))
     assert drain(queue) == ["again"]
 
 
@@ -180,7 +180,7 @@ class QueueMachine(RuleBasedStateMachine):
         _, expected = self.waiting.pop(out.payload)
         assert out is expected
         others = [other for _, other in self.waiting.values()]
-        assert all(other.priority <= out.priority for other in others)
+        assert all(other.priority >= out.priority for other in others)
         same = [o for o in others if (o.flow, o.priority) == (out.flow, out.priority)]
         assert all(int(other.payload) > int(out.payload) for other in same)
 

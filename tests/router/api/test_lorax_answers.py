@@ -155,9 +155,9 @@ def test_headers() -> None:
         "x-adapter-id": "json",
         "x-adapter-source": "local",
     }
-    headers = count_headers([PROMPT], [result()], Timings(1.0, 0.01, 0.02, 0.8, 0.4))
+    headers = count_headers([PROMPT], [result()], Timings(1.0, 0.4))
     assert headers["x-total-tokens"] == "6"
-    assert headers["x-time-per-token"] == "200"
+    assert headers["x-time-to-first-token"] == "400"
     assert headers["x-time-per-output-token"] == "200"
     assert headers["x-compute-characters"] == "3"
     odd = msgspec.structs.replace(HEAD, adapter_id="a\r\nx: y é")

@@ -251,7 +251,7 @@ def request(
     accepted: tuple[int, ...] = (),
 ) -> protocol.GenerateRequest:
     sampling = protocol.SamplingParams(
-        temperature=protocol.GREEDY, max_tokens=max_tokens, ignore_eos=True
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True
     )
     return protocol.GenerateRequest(
         name, 0, 0, adapter, list(prompt), list(accepted), sampling, seed=1

@@ -250,9 +250,7 @@ def request(
     prompt: tuple[int, ...] = (1, 5, 9),
     accepted: tuple[int, ...] = (),
 ) -> protocol.GenerateRequest:
-    sampling = protocol.SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=True
-    )
+    sampling = protocol.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return protocol.GenerateRequest(
         name, 0, 0, adapter, list(prompt), list(accepted), sampling, seed=1
     )

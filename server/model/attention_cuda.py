@@ -17,8 +17,8 @@ from server.model.ops import KVCache, StepLayout
 
 _WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
-# A plan's upload may still be on its way while the next is made; one more than steps in flight.
-_PLAN_BUFFERS = 4
+# A plan's upload may still be on its way while the next is made: two a step, three steps.
+_PLAN_BUFFERS = 6
 _HEAD_DIMS = (64, 128, 256)
 # Above so many sequences a decode fills the device without cutting contexts in pieces.
 _SPLIT_BATCH = 48
@@ -60,8 +60,10 @@ class PagedAttention:
         capability = torch.cuda.get_device_capability(self.device)
         self.prefill_backend = "fa3" if capability == (9, 0) else "fa2"
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self._int_workspace = torch.empty(
-            _INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device
+        # A mixed step has two plans at once.
+        self._decode_plan, self._prefill_plan = (
+            torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+            for _ in range(2)
         )
         self._pinned = [
             torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -81,11 +83,11 @@ class PagedAttention:
         first, rest = slice(0, decodes), slice(decodes, None)
         decode = prefill = None
         if decodes:
-            decode = self._next(self._decode)
+            decode = self._next(self._decode, self._decode_plan)
             indptr, last, pages = self._page_lists(layout, first)
             decode.plan(indptr, pages, last, *self._heads(), **self._dtypes())
         if decodes < len(layout.num_new):
-            prefill = self._next(self._prefill)
+            prefill = self._next(self._prefill, self._prefill_plan)
             indptr, last, pages = self._page_lists(layout, rest)
             qo_indptr = _pinned_indptr(layout.num_new[rest])
             prefill.plan(
@@ -129,9 +131,10 @@ class PagedAttention:
     def _dtypes(self) -> dict[str, torch.dtype]:
         return {"q_data_type": self.cache.k.dtype, "kv_data_type": self.cache.k.dtype}
 
-    def _next(self, wrapper: Any) -> Any:
-        """The wrapper, to be planned on pinned memory that no plan in flight uses."""
-        wrapper._int_workspace_buffer = self._int_workspace
+    def _next(self, wrapper: Any, plan: torch.Tensor) -> Any:
+        """The wrapper, to be planned into `plan` by way of pinned memory that no plan in flight
+        uses."""
+        wrapper._int_workspace_buffer = plan
         wrapper._pin_memory_int_workspace_buffer = self._next_pinned()
         return wrapper
 
@@ -164,29 +167,29 @@ class GraphAttention:
             paged_kv_indices_buffer=page_lists,
             paged_kv_last_page_len_buffer=last_page_len,
         )
-        attention._next(self._wrapper)
+        attention._next(self._wrapper, attention._decode_plan)
         ones = torch.ones(self.batch, dtype=torch.int32)
-        self._wrapper.plan(
-            self._qo_indptr,
-            page_lists[:0],
-            ones,
-            *attention._heads(),
-            disable_split_kv=self.batch >= _SPLIT_BATCH,
-            **attention._dtypes(),
-        )
+        dtypes = attention._dtypes()
+        self._wrapper.plan(self._qo_indptr, page_lists[:0], ones, *attention._heads(), **dtypes)
+        self._wrapper._plan_info = self.plan(self._qo_indptr, ones)
 
     @property
     def step(self) -> Attention:
         return Attention(self.batch, self._wrapper, None)
 
-    def plan(self, kv_indptr: torch.Tensor, lengths: torch.Tensor) -> None:
+    def plan(self, kv_indptr: torch.Tensor, lengths: torch.Tensor) -> Any:
         """Host tensors, int32 `[batch + 1]` and `[batch]`. FlashInfer's own `plan` walks over the
-        lengths in Python and copies what is on its way already: this calls what lies below it."""
+        lengths in Python and copies what is on its way already: this calls what lies below it.
+
+        A large batch is not cut in pieces, and then its grid depends on its size alone: it needs
+        none of the padding that plans for graphs have, whose idle programs only pieces can mark.
+        """
         attention = self._attention
         heads, kv_heads, head_dim, page_size = attention._heads()
-        self._wrapper._cached_module.plan(
+        in_pieces = self.batch < _SPLIT_BATCH
+        return self._wrapper._cached_module.plan(
             attention._workspace,
-            attention._int_workspace,
+            attention._decode_plan,
             attention._next_pinned(),
             self._qo_indptr,
             kv_indptr,
@@ -196,14 +199,14 @@ class GraphAttention:
             heads,
             kv_heads,
             page_size,
-            True,
+            in_pieces,  # enable_cuda_graph
             head_dim,
             head_dim,
-            False,
-            -1,
-            -1,
-            self.batch >= _SPLIT_BATCH,
-            0,
+            False,  # causal
+            -1,  # window_left
+            -1,  # fixed_split_size
+            not in_pieces,  # disable_split_kv
+            0,  # num_colocated_ctas
         )
 
 

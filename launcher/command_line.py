@@ -25,7 +25,14 @@ GROUPS: Mapping[str, frozenset[str]] = {
         }
     ),
     "Memory": frozenset(
-        {"adapter_memory", "host_adapter_memory", "kv_memory", "page_size", "adapter_slots"}
+        {
+            "adapter_memory",
+            "host_adapter_memory",
+            "kv_memory",
+            "gpu_memory_utilization",
+            "page_size",
+            "adapter_slots",
+        }
     ),
 }
 REST = "Limits"

@@ -45,24 +45,59 @@ class WorkerConfig:
         metadata={"min": 1, "help": "largest adapter, in bytes as published", "unit": "bytes"},
     )
     max_lora_rank: int = field(default=256, metadata={"min": 1, "help": "largest LoRA rank"})
-    adapter_memory: int = field(
-        default=256 << 20,
-        metadata={"min": 1, "help": "device memory for adapters", "unit": "bytes"},
+    adapter_memory: int | None = field(
+        default=None,
+        metadata={
+            "min": 1,
+            "help": "device memory for adapters (default: a tenth of a GPU, 256MiB on a CPU)",
+            "unit": "bytes",
+        },
     )
-    host_adapter_memory: int = field(
-        default=512 << 20, metadata={"min": 1, "help": "host memory for adapters", "unit": "bytes"}
+    host_adapter_memory: int | None = field(
+        default=None,
+        metadata={
+            "min": 1,
+            "help": "host memory for adapters (default: as on the GPU, at most a quarter of the"
+            " memory; 512MiB on a CPU)",
+            "unit": "bytes",
+        },
     )
-    kv_memory: int = field(
-        default=256 << 20, metadata={"help": "device memory for the KV cache", "unit": "bytes"}
+    kv_memory: int | None = field(
+        default=None,
+        metadata={
+            "min": 1,
+            "help": "device memory for the KV cache (default: what is left of a GPU, 256MiB on a"
+            " CPU)",
+            "unit": "bytes",
+        },
+    )
+    gpu_memory_utilization: float = field(
+        default=0.9,
+        metadata={
+            "min": 0.05,
+            "max": 1,
+            "help": "share of the GPU's memory to use when --kv-memory is not given",
+        },
     )
     max_context: int | None = field(
         default=None,
         metadata={"min": 1, "help": "prompt and output tokens together (default: the model's)"},
     )
-    max_running: int = field(default=64, metadata={"min": 1, "help": "sequences computed at once"})
+    max_running: int | None = field(
+        default=None,
+        metadata={
+            "min": 1,
+            "help": "sequences computed at once (default: 256 on a GPU, 64 on a CPU)",
+        },
+    )
     max_waiting: int = field(default=1024, metadata={"help": "sequences accepted beyond those"})
-    max_step_tokens: int = field(
-        default=512, metadata={"min": 1, "help": "token budget of one step (chunked prefill)"}
+    max_step_tokens: int | None = field(
+        default=None,
+        metadata={
+            "min": 1,
+            "help": "token budget of one step, for chunked prefill (default: 8192 on a GPU, 512 on"
+            " a CPU)",
+        },
     )
     page_size: int = field(default=16, metadata={"min": 1, "help": "tokens a KV page"})
     adapter_slots: int = field(

@@ -78,11 +78,12 @@ def torch_build() -> TorchBuild | None:
 
 
 class ChosenDevice(NamedTuple):
-    """note: why it is not what one might expect, or None."""
+    """note: why it is not what one might expect, or None. memory_bytes: of a GPU."""
 
     kind: Literal["cpu", "cuda"]
     has_bfloat16: bool
     note: str | None = None
+    memory_bytes: int = 0
 
 
 def choose_device(
@@ -93,7 +94,7 @@ def choose_device(
     if asked == "cpu":
         return ChosenDevice("cpu", True)
     if problem is None:
-        return ChosenDevice("cuda", devices[0].has_bfloat16)
+        return ChosenDevice("cuda", devices[0].has_bfloat16, None, devices[0].memory_bytes)
     if asked == "cuda":
         raise DeviceError(f"device cuda cannot be used: {problem}")
     note = f"computing on the CPU: {problem}" if devices else None

@@ -1,6 +1,7 @@
 """Everything a worker decides before its loop runs: device, dtype, memory, card, adapter store."""
 
 import logging
+import os
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from server.worker.device import (
 from server.worker.host_tier import HostMemory, HostTier
 from server.worker.metrics import WorkerMetrics
 from server.worker.model_source import ModelError, ModelFolder, find_model
-from server.worker.sizing import choose_dtype, choose_extent_bytes
+from server.worker.sizing import choose_dtype, choose_extent_bytes, choose_sizes
 from server.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,10 @@ def _device(config: WorkerConfig) -> ChosenDevice:
     return device
 
 
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> Prepared:
     names = tuple(dict.fromkeys([*config.model_names, *model.names]))
     model_config = read_config(model.path)
@@ -100,28 +105,30 @@ def _engine_config(
     base: BaseSpec,
     dtype: SlabDtype,
 ) -> EngineConfig:
-    extent_bytes = choose_extent_bytes(base, dtype, config.adapter_memory)
-    host_extents = config.host_adapter_memory // extent_bytes
+    sizes = choose_sizes(config, device.kind, device.memory_bytes, _host_bytes())
+    extent_bytes = choose_extent_bytes(base, dtype, sizes.adapter_memory)
+    host_extents = sizes.host_adapter_memory // extent_bytes
     if host_extents < 1:
         raise WorkerStartError(
             f"host_adapter_memory must hold at least one extent of {extent_bytes} bytes, "
-            f"got {config.host_adapter_memory}"
+            f"got {sizes.host_adapter_memory}"
         )
     return EngineConfig(
         model_path=str(model.path),
         device=device.kind,
         dtype=dtype,
         page_size=config.page_size,
-        kv_memory=config.kv_memory,
-        adapter_memory=config.adapter_memory,
+        kv_memory=sizes.kv_memory,
+        adapter_memory=sizes.adapter_memory,
         host_arena_bytes=host_extents * extent_bytes,
         extent_bytes=extent_bytes,
         max_context=config.max_context,
-        max_running=config.max_running,
+        max_running=sizes.max_running,
         # The shell counts credits; a burst may find all of them waiting at once.
-        max_waiting=config.max_running + config.max_waiting,
-        max_step_tokens=config.max_step_tokens,
+        max_waiting=sizes.max_running + config.max_waiting,
+        max_step_tokens=sizes.max_step_tokens,
         adapter_slots=config.adapter_slots,
+        gpu_memory_utilization=config.gpu_memory_utilization,
     )
 
 
@@ -145,4 +152,4 @@ def _worker(
         staging,
     )
     loads = AdapterService(store, loading, metrics)
-    return Worker(config, worker_id, card, loads, tier, metrics)
+    return Worker(engine.max_waiting, worker_id, card, loads, tier, metrics)

@@ -1,9 +1,11 @@
-"""Arithmetic of a worker's start: dtype of slabs and size of extents. Pure."""
+"""Arithmetic of a worker's start: sizes left to us, dtype of slabs, size of extents. Pure."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
+from server.config import WorkerConfig
 
 DTYPE_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_EXTENT = 64 << 10
@@ -12,6 +14,45 @@ MAX_EXTENT = 4 << 20
 TYPICAL_LORA_RANK = 16
 # An arena is cut into at least so many extents, however small it is.
 MIN_EXTENTS = 64
+
+_CPU_ADAPTERS, _CPU_HOST_ADAPTERS, _CPU_KV = 256 << 20, 512 << 20, 256 << 20
+_CPU_RUNNING, _CPU_STEP_TOKENS = 64, 512
+_GPU_ADAPTER_SHARE = 10  # one part of so many
+_GPU_HOST_SHARE = 4
+_GPU_RUNNING, _GPU_STEP_TOKENS = 256, 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a worker allocates, in bytes, and how much it runs at once. kv_memory: 0 = the engine
+    cuts it from what its weights leave of the GPU."""
+
+    adapter_memory: int
+    host_adapter_memory: int
+    kv_memory: int
+    max_running: int
+    max_step_tokens: int
+
+
+def choose_sizes(
+    config: WorkerConfig, device: Literal["cpu", "cuda"], gpu_bytes: int, host_bytes: int
+) -> Sizes:
+    """The sizes asked for, else those that fit the device. gpu_bytes, host_bytes: memory there
+    is."""
+    on_gpu = device == "cuda"
+    adapters = config.adapter_memory or (
+        gpu_bytes // _GPU_ADAPTER_SHARE if on_gpu else _CPU_ADAPTERS
+    )
+    beside = max(min(adapters, host_bytes // _GPU_HOST_SHARE), _CPU_HOST_ADAPTERS)
+    on_host = beside if on_gpu else _CPU_HOST_ADAPTERS
+    return Sizes(
+        adapter_memory=adapters,
+        host_adapter_memory=config.host_adapter_memory or on_host,
+        kv_memory=config.kv_memory or (0 if on_gpu else _CPU_KV),
+        max_running=config.max_running or (_GPU_RUNNING if on_gpu else _CPU_RUNNING),
+        max_step_tokens=config.max_step_tokens
+        or (_GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS),
+    )
 
 
 def choose_dtype(

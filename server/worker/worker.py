@@ -13,7 +13,6 @@ from typing import Literal
 
 import msgspec
 
-from server.config import WorkerConfig
 from server.engine.messages import (
     AbortSequence,
     EngineReady,
@@ -61,11 +60,11 @@ _NO_STATS = EngineStats(0, 0, 0, (), (), 0, 0, 0, 0)
 
 
 class Worker:
-    """Implements `EngineListener` and `FrameHandler`."""
+    """Implements `EngineListener` and `FrameHandler`. capacity: sequences taken at once."""
 
     def __init__(
         self,
-        config: WorkerConfig,
+        capacity: int,
         worker_id: str,
         card: ModelCard,
         loads: AdapterService,
@@ -81,7 +80,7 @@ class Worker:
         self._loads = loads
         self._tier = tier
         self._metrics = metrics
-        self._table = SequenceTable(config.max_running + config.max_waiting)
+        self._table = SequenceTable(capacity)
         self._connections: dict[int, RouterConnection] = {}
         self._supervisor: EngineSupervisor | None = None
         self._stats = _NO_STATS

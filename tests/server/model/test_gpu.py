@@ -34,6 +34,8 @@ PROMPTS = (1, 5, 16, 17, 33, 47)
 STEPS = 20
 # How much farther from float32 than the reference ops in bfloat16, in root mean square.
 SLACK = 1.5
+# Stronger ones make a random model chaotic: then rounding alone changes everything.
+ADAPTER_STRENGTH = 0.1
 
 
 def forced(token: int) -> SamplingParams:
@@ -58,6 +60,10 @@ class Trio:
         base = make_model(name, **{**SIZES, **MODELS[name]})
         save_model(base, folder)
         oracle = with_zoo(base)
+        with torch.no_grad():
+            for parameter_name, parameter in oracle.named_parameters():
+                if "lora_B" in parameter_name or "lora_embedding_B" in parameter_name:
+                    parameter.mul_(ADAPTER_STRENGTH)
         common: dict[str, Any] = {
             "page_size": 16,
             "kv_memory": 64 << 20,
@@ -125,10 +131,16 @@ def assert_near(trio: Trio, slots: list[int], chunk: int) -> None:
     exact, rough, gpu = (
         logprobs(answer(driver, slots, chunk)) for driver in (trio.exact, trio.rough, trio.gpu)
     )
-    allowed = SLACK * (rough - exact).square().mean().sqrt() + 1e-3
+    error = _rms(rough, exact)
     assert torch.isfinite(gpu).all()
-    assert (gpu - exact).square().mean().sqrt() < allowed
-    assert allowed < exact.std()
+    assert _rms(gpu, exact) < SLACK * error + 1e-3
+    if max(slots) >= 0:  # rounding is not what tells an adapter from none
+        base = logprobs(answer(trio.exact, [-1] * len(slots), chunk))
+        assert error < 0.6 * _rms(base, exact)
+
+
+def _rms(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).square().mean().sqrt())
 
 
 @pytest.mark.parametrize("chunk", [7, 64])

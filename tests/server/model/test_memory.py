@@ -1,0 +1,44 @@
+"""The KV cache gets what is left of a GPU, or the start says what takes its room."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.bench.offline import SHIPPED
+from server.model.checkpoint import read_config
+from server.model.memory import DeviceMemory, executor_limits, fill_device, workspace_bytes
+from tests.server.model.driver import engine_config
+
+GIB = 1 << 30
+FOLDER: Path = SHIPPED / "llama-3.1-8b"
+MODEL = read_config(FOLDER)
+AUTO = engine_config(
+    FOLDER,
+    dtype="bfloat16",
+    kv_memory=0,
+    adapter_memory=8 * GIB,
+    max_running=256,
+    max_step_tokens=8192,
+    page_size=16,
+)
+
+
+@pytest.mark.parametrize("total", [80 * GIB, 140 * GIB])
+def test_everything_is_used_and_nothing_twice(total: int) -> None:
+    others, weights = GIB, 15 * GIB
+    memory = DeviceMemory(total, total - others, total - others - weights)
+    filled = fill_device(MODEL, AUTO, memory)
+    used = others + weights + filled.kv_memory + filled.adapter_memory
+    assert used + workspace_bytes(MODEL, filled) == int(total * 0.9)
+    assert executor_limits(MODEL, filled).num_pages * 16 > 100_000
+
+
+def test_what_was_asked_for_is_kept() -> None:
+    asked = engine_config(FOLDER, kv_memory=5 * GIB)
+    assert fill_device(MODEL, asked, DeviceMemory(1, 1, 0)) == asked
+
+
+def test_too_little_gives_the_estimate_and_advice() -> None:
+    memory = DeviceMemory(24 * GIB, 23 * GIB, 8 * GIB)
+    with pytest.raises(ValueError, match=r"weights 15\.0 GiB.*Raise gpu_memory_utilization"):
+        fill_device(MODEL, AUTO, memory)

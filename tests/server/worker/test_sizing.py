@@ -1,0 +1,39 @@
+"""What a worker allocates where nobody said how much."""
+
+from typing import Literal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.config import WorkerConfig
+from server.worker.sizing import choose_sizes
+
+GIB = 1 << 30
+
+
+def test_a_cpu_gets_small_sizes() -> None:
+    sizes = choose_sizes(WorkerConfig(model="m"), "cpu", 0, 512 * GIB)
+    assert (sizes.kv_memory, sizes.adapter_memory) == (256 << 20, 256 << 20)
+    assert (sizes.max_running, sizes.max_step_tokens) == (64, 512)
+
+
+def test_a_gpu_gets_a_share_for_adapters_and_leaves_the_cache_to_the_engine() -> None:
+    sizes = choose_sizes(WorkerConfig(model="m"), "cuda", 80 * GIB, 20 * GIB)
+    assert (sizes.kv_memory, sizes.adapter_memory) == (0, 8 * GIB)
+    assert sizes.host_adapter_memory == 5 * GIB
+    assert (sizes.max_running, sizes.max_step_tokens) == (256, 8192)
+
+
+@given(st.sampled_from(["cpu", "cuda"]), st.integers(1, 1 << 40), st.integers(1, 1 << 40))
+def test_what_was_asked_for_is_kept(device: Literal["cpu", "cuda"], gpu: int, host: int) -> None:
+    config = WorkerConfig(
+        model="m",
+        adapter_memory=1,
+        host_adapter_memory=2,
+        kv_memory=3,
+        max_running=4,
+        max_step_tokens=5,
+    )
+    sizes = choose_sizes(config, device, gpu, host)
+    assert (sizes.adapter_memory, sizes.host_adapter_memory, sizes.kv_memory) == (1, 2, 3)
+    assert (sizes.max_running, sizes.max_step_tokens) == (4, 5)

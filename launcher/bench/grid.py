@@ -147,6 +147,13 @@ def slab_bytes(grid: Grid, lora_rank: int) -> int:
     return lora_layout(base, "0" * 64, lora_rank, grid.dtype).nbytes
 
 
+def adapter_bytes(grid: Grid, lora_rank: int) -> int:
+    """Of its matrices, without what extents leave free."""
+    base = base_spec(read_config(grid.folder), "0" * 64, ("base",))
+    features = sum(m.in_features + m.out_features for m in base.layer_modules.values())
+    return base.num_layers * features * lora_rank * ITEM_BYTES[grid.dtype]
+
+
 def token_bytes(model: ModelConfig, dtype: SlabDtype) -> int:
     return 2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype]
 
@@ -167,7 +174,7 @@ def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
     model = read_config(grid.folder)
     weights = matrix_parameters(model) + model.vocab_size * model.hidden_size
     context = grid.prompt_tokens + (_SHORT_OUTPUT + grid.output_tokens) / 2
-    adapters = distinct * slab_bytes(grid, lora_rank) if distinct else 0
+    adapters = distinct * adapter_bytes(grid, lora_rank)
     cache = batch * context * token_bytes(model, grid.dtype)
     return weights * ITEM_BYTES[grid.dtype] + adapters + cache
 

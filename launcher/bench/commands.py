@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from launcher.command_line import Parser
 
 if TYPE_CHECKING:
@@ -165,7 +167,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
     outcomes = asyncio.run(run_load(target, workload, arguments.concurrency))
     slo = Slo(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms))
     summary = summarise(outcomes, slo)
-    print(json.dumps(summary) if arguments.json else table(summary))
+    print(msgspec.json.encode(summary).decode() if arguments.json else table(summary))
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -80,9 +81,7 @@ class AdapterCopies:
         if not len(layout.runs) == len(copy.host_extents) == len(copy.device_extents):
             raise ValueError("a run of extents lacks a place in the host or the device arena")
         size = layout.extent_bytes
-        for run, source, target in zip(
-            layout.runs, copy.host_extents, copy.device_extents, strict=True
-        ):
+        for run, source, target in coalesce(layout.runs, copy.host_extents, copy.device_extents):
             self._copy_run(source * size, target * size, run * size)
 
     def _copy_run(self, source: int, target: int, nbytes: int) -> None:
@@ -96,6 +95,21 @@ class AdapterCopies:
             device[target + offset : target + end].copy_(
                 host[source + offset : source + end], non_blocking=True
             )
+
+
+def coalesce(
+    runs: Sequence[int], sources: Sequence[int], targets: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(length, source, target) of the fewest copies that move these runs, all in extents."""
+    joined: list[tuple[int, int, int]] = []
+    for run, source, target in zip(runs, sources, targets, strict=True):
+        if joined:
+            length, first_source, first_target = joined[-1]
+            if (first_source + length, first_target + length) == (source, target):
+                joined[-1] = (length + run, first_source, first_target)
+                continue
+        joined.append((run, source, target))
+    return joined
 
 
 def _pin(host: torch.Tensor) -> bool:

@@ -1,16 +1,19 @@
 """Copies of adapters: what does not fit is reported, what fits is found through the table."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig
 
 from adapters.manifest import SlabLayout
 from server.engine.executor import AdapterCopy
+from server.model.adapter_copies import coalesce
 from server.model.executor import TorchExecutor
 from server.protocol import SamplingParams
 from tests.server.model.driver import Driver, Stream, engine_config, generate
@@ -80,6 +83,27 @@ def test_copy_outside_an_arena_is_reported(
     host, device = (outside, inside) if place == "host" else (inside, outside)
     driver.executor.start_copy(AdapterCopy(2, layout, host, device))
     assert "outside an arena" in str(driver.wait_for_copy().error)
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), max_size=12))
+def test_coalesced_copies_move_the_same_extents(pieces: list[tuple[int, int, int]]) -> None:
+    """pieces: length of a run, and the gaps before it on either side."""
+    runs, sources, targets = [], [], []
+    source = target = 0
+    for run, source_gap, target_gap in pieces:
+        source, target = source + source_gap, target + target_gap
+        runs.append(run)
+        sources.append(source)
+        targets.append(target)
+        source, target = source + run, target + run
+    joined = coalesce(runs, sources, targets)
+
+    def extents(copies: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
+        return [(s + i, t + i) for length, s, t in copies for i in range(length)]
+
+    assert extents(joined) == extents(zip(runs, sources, targets, strict=True))
+    gaps = sum(1 for _, source_gap, target_gap in pieces[1:] if source_gap or target_gap)
+    assert len(joined) == (gaps + 1 if pieces else 0)
 
 
 def test_untargeted_sites_and_base_rows_pay_nothing(

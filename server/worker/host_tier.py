@@ -9,6 +9,7 @@ import fcntl
 import logging
 import mmap
 import os
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -61,6 +62,8 @@ class HostTier:
         self._threads = threads
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._layouts: dict[str, SlabLayout] = {}
+        # Callers on their way to a pin: what they wait for must not be evicted before they run.
+        self._awaited: Counter[str] = Counter()
         self._room = asyncio.Event()
 
     @property
@@ -75,12 +78,17 @@ class HostTier:
 
     async def acquire(self, digest: str) -> StagedSlab:
         """Its place in host memory, pinned until `release`. Raises SlabUnavailable."""
-        while True:
-            placement = self._arena.acquire(digest)
-            if placement is not None:
-                return StagedSlab(self._layouts[digest], placement.extents)
-            # Shielded: another caller may wait for the same job.
-            await asyncio.shield(self._job(digest))
+        self._awaited[digest] += 1
+        try:
+            while (placement := self._arena.acquire(digest)) is None:
+                # Shielded: another caller may wait for the same job.
+                await asyncio.shield(self._job(digest))
+            return StagedSlab(self._layouts[digest], placement.extents)
+        finally:
+            self._awaited[digest] -= 1
+            if not self._awaited[digest]:
+                del self._awaited[digest]
+            self._room.set()
 
     def release(self, digest: str) -> None:
         if self._arena.leases(digest):
@@ -134,7 +142,7 @@ class HostTier:
             raise SlabUnavailable(f"{refusal} (option host_adapter_memory)")
         while True:
             self._room.clear()
-            placement = self._arena.place(digest, layout.runs)
+            placement = self._arena.place(digest, layout.runs, self._awaited)
             if placement is not None:
                 self._forget_evicted()
                 return placement.extents

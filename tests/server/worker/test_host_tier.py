@@ -149,3 +149,19 @@ async def test_a_failed_prefetch_is_silent_and_tried_again(tier: HostTier, disk:
         await tier.acquire("a")
     disk.add("a")
     assert (await tier.acquire("a")).layout.digest == "a"
+
+
+async def test_what_is_waited_for_is_not_evicted_before_it_is_taken(
+    tier: HostTier, disk: Disk
+) -> None:
+    digests = "abcdefgh"  # twice what fits
+    for digest in digests:
+        disk.add(digest)
+
+    async def copy(digest: str) -> None:
+        await tier.acquire(digest)
+        await asyncio.sleep(0)
+        tier.release(digest)
+
+    await asyncio.wait_for(asyncio.gather(*map(copy, digests)), 30)
+    assert sorted(disk.opened) == list(digests)

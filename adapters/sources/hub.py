@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, hf_hub_url
 
 # HTTPError is the transport's own: httpx's or httpx2's, by the library's version.
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -25,6 +25,7 @@ from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils.tqdm import tqdm
 
 from adapters.errors import AdapterError
+from adapters.peft_format import CONFIG_FILE
 from adapters.ref import AdapterRef, format_ref, is_pinned
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -54,6 +55,8 @@ class HubSource:
         pinned = AdapterRef("hub", ref.name, info.sha)
         if not is_pinned(pinned):
             raise AdapterError("unavailable", f"the Hub named no commit for {format_ref(ref)}")
+        if info.gated:  # anyone may look at a gated repository; only its files are kept back
+            self._check_access(pinned, token)
         return pinned
 
     def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
@@ -83,6 +86,11 @@ class HubSource:
                 files_metadata=files,
                 token=token or False,
             )
+
+    def _check_access(self, ref: AdapterRef, token: str | None) -> None:
+        url = hf_hub_url(ref.name, CONFIG_FILE, revision=ref.revision, endpoint=self._api.endpoint)
+        with _hub_errors(ref, has_token=token is not None):
+            self._api.get_hf_file_metadata(url=url, token=token or False, timeout=self._timeout_s)
 
     def _check_owner(self, ref: AdapterRef) -> None:
         owner = ref.name.partition("/")[0]

@@ -15,12 +15,16 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Repo:
-    """commits: sha -> files. branches: name -> sha. token: None = public. faults: other answers."""
+    """commits: sha -> files. branches: name -> sha. token: None = public. faults: other answers.
+
+    gated: all may look, but only `granted` tokens open the files.
+    """
 
     commits: dict[str, dict[str, bytes]]
     branches: dict[str, str]
     token: str | None = None
     gated: bool = False
+    granted: frozenset[str] = frozenset()
     faults: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)
     truncate: str | None = None
 
@@ -98,7 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None:
             self._send(fault[0], b"{}", fault[1])
             return None
-        if repo.gated and what != "api":
+        granted = authorization.removeprefix("Bearer ") in repo.granted
+        if repo.gated and what != "api" and not granted:
             self._send(403, b"gated", {"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
             return None
         return repo
@@ -112,7 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
             {"rfilename": file, "size": len(data), "blobId": hashlib.sha256(data).hexdigest()}
             for file, data in repo.commits[sha].items()
         ]
-        body = {"id": name, "modelId": name, "sha": sha, "siblings": siblings, "tags": []}
+        gated = "manual" if repo.gated else False
+        body = {"id": name, "sha": sha, "siblings": siblings, "tags": [], "gated": gated}
         self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def _file(self, repo: Repo, revision: str, file: str) -> None:

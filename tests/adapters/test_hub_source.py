@@ -130,6 +130,15 @@ def test_gated(hub: StubHub, source: HubSource, folder: Path, tmp_path: Path) ->
     assert kept(tmp_path) == []
 
 
+def test_gated_content_that_is_here_already_is_no_more_open(
+    hub: StubHub, source: HubSource, folder: Path, tmp_path: Path
+) -> None:
+    hub.publish("org/a", folder, gated=True, granted=frozenset({TOKEN}))
+    store_of(source, tmp_path).admit(source.resolve(REF, TOKEN), TOKEN)
+    for other in (None, "hf_anothers"):
+        assert _code(source, other) == "forbidden"
+
+
 def test_missing(hub: StubHub, source: HubSource, folder: Path) -> None:
     hub.publish("org/a", folder)
     assert _code(source, None, AdapterRef("hub", "org/none")) == "not_found"

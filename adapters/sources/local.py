@@ -34,7 +34,7 @@ class LocalSource:
         self._roots = tuple(Path(os.path.realpath(Path(root).expanduser())) for root in roots)
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
-        """Pinned by the folder's fingerprint: names, sizes and times of its files."""
+        """Pinned by the folder's fingerprint: names, identities, sizes and times of its files."""
         folder = self._folder(ref)
         fingerprint = _fingerprint(self._stat_files(folder, ref))
         if ref.revision is not None and ref.revision != fingerprint:
@@ -55,9 +55,13 @@ class LocalSource:
                 shutil.copyfileobj(file, target, 1 << 20)
                 copied = target.tell()
             after = os.fstat(file.fileno())
-        if copied != before.st_size or _identity(before) != _identity(after):
+        try:
+            if copied != before.st_size or _identity(before) != _identity(after):
+                raise _changed(ref)
+            self.list_files(ref, token)  # the files before this one are of the same revision, too
+        except AdapterError:
             (folder / name).unlink()
-            raise _changed(ref)
+            raise
 
     def _folder(self, ref: AdapterRef) -> Path:
         """The real folder that the reference means, under a root."""
@@ -140,12 +144,13 @@ def _source_errors(ref: AdapterRef) -> Iterator[None]:
 
 
 def _fingerprint(files: dict[str, os.stat_result]) -> str:
-    parts = [f"{name}\0{found.st_size}\0{found.st_mtime_ns}" for name, found in files.items()]
+    parts = [f"{name}\0{_identity(found)}" for name, found in files.items()]
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:40]
 
 
-def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    """Tools that copy a folder set the modification time back; nobody can set the change time."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _changed(ref: AdapterRef) -> AdapterError:

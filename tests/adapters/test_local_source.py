@@ -125,6 +125,34 @@ def test_a_changed_folder_is_another_revision(root: Path) -> None:
     assert source.resolve(ref("team/a"), None) != pinned
 
 
+def test_other_content_of_the_same_size_and_date_is_another_revision(root: Path) -> None:
+    """As after `rsync --times`, or from an archive whose files all have one date."""
+    source = LocalSource([root])
+    weights = root / "team/a" / WEIGHTS
+    os.utime(weights, (1, 1))
+    pinned = source.resolve(ref("team/a"), None)
+    write_adapter(root / "team" / "b", BASE, seed=1)
+    other = root / "team/b" / WEIGHTS
+    assert other.stat().st_size == weights.stat().st_size
+    os.utime(other, (1, 1))
+    other.replace(weights)
+    assert source.resolve(ref("team/a"), None) != pinned
+
+
+def test_files_of_two_revisions_are_not_mixed(root: Path, tmp_path: Path) -> None:
+    source = LocalSource([root])
+    pinned = source.resolve(ref("team/a"), None)
+    target = tmp_path / "target"
+    target.mkdir()
+    source.fetch_file(pinned, None, "adapter_config.json", target)
+    config = root / "team/a/adapter_config.json"
+    config.write_text(config.read_text() + " ")
+    error = refusal(lambda: source.fetch_file(pinned, None, WEIGHTS, target))
+    assert error is not None
+    assert error.code == "unavailable"
+    assert not (target / WEIGHTS).exists()
+
+
 def test_an_unrelated_file_changes_nothing(root: Path) -> None:
     source = LocalSource([root])
     pinned = source.resolve(ref("team/a"), None)

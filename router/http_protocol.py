@@ -9,6 +9,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.http_parser import PlainHttpParser
+
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
@@ -16,13 +18,21 @@ MAX_DISCARDED_BYTES = 64 << 20
 WRITE_STALL_S = 60.0
 
 
+class _HeadTooLarge(Exception):
+    """Ends the parsing of a head; the parser tells it on as an error of its own."""
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Its answers to what is not HTTP are JSON, too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0
+        self.parser: Any = PlainHttpParser(self)
+        self._head_bytes = 0  # received of a head that is not complete
+        self._parsed_bytes = 0  # of its fields
         self._in_head = True
+        self._head_begun = False
+        self._head_too_large = False
         self._discarded_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -34,6 +44,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         _stop(self._head_timer)
         _stop(self._write_timer)
+        self.parser.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -42,16 +53,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._head_timer is None:
                 self._await_head()
         super().data_received(data)
-        too_large = self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS
-        if self._in_head and too_large and not self.transport.is_closing():
-            self._refuse(b"431 Request Header Fields Too Large", "the request head is too large")
+        too_large = self._in_head and self._head_bytes > MAX_HEAD_BYTES
+        if too_large and not self.transport.is_closing():
+            self._refuse_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = True
+        self._in_head = self._head_begun = True
+        self._parsed_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._parsed_bytes += len(name) + len(value)
+        if len(self.headers) >= MAX_HEADERS or self._parsed_bytes > MAX_HEAD_BYTES:
+            self._head_too_large = True
+            raise _HeadTooLarge
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head = self._head_begun = False
         self._head_bytes = 0
         _stop(self._head_timer)
         self._head_timer = None
@@ -73,7 +92,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(b"400 Bad Request", "not a valid HTTP request")
+        if self._head_too_large:
+            self._refuse_head()
+        else:
+            self._refuse(b"400 Bad Request", "not a valid HTTP request")
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -88,14 +110,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _head_late(self) -> None:
         self._head_timer = None
-        if self._head_bytes == 0:
-            self.transport.close()  # it never began: nothing to answer
+        if self._answering():  # what came of the next head, or a stray line end, can wait
+            self._await_head()
+        elif not self._head_begun:
+            self.transport.close()  # nothing to answer
         elif not self.transport.is_closing():
             self._refuse(b"408 Request Timeout", "the request head did not arrive in time")
 
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse_head(self) -> None:
+        self._refuse(b"431 Request Header Fields Too Large", "the request head is too large")
+
     def _refuse(self, status: bytes, message: str) -> None:
         """Answers without the application, and closes."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._answering():
             self.transport.close()  # an answer is under way: it cannot be followed by another
             return
         body = json.dumps({"error": message, "error_type": "validation"}).encode()

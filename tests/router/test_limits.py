@@ -225,6 +225,8 @@ async def raw(router: Running, data: bytes) -> bytes:
         (b"GET /health/live HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 70_000, 431),
         (b"GET /health/live HTTP/1.1\r\n" + b"a: b\r\n" * 200, 431),
         (b"GET /" + b"a" * 70_000, 431),
+        (b"GET /health/live HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
+        (b"GET /health/live HTTP/1.1\r\nx-big: " + b"a" * 70_000 + b"\r\n\r\n", 431),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n", 400),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400),
     ],
@@ -249,3 +251,46 @@ async def test_one_connection_serves_many_requests(router: Running) -> None:
     first = f"GET /health/live {head}\r\nGET /v1/models {head}connection: close\r\n\r\n"
     answer = await raw(router, first.encode())
     assert answer.count(b"HTTP/1.1 200") == 2
+
+
+def post(body: bytes, *fields: str) -> bytes:
+    head = ["POST /v1/completions HTTP/1.1", "host: x", f"content-length: {len(body)}", *fields]
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
+async def test_a_line_end_behind_a_body_costs_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.05)
+    worker = FakeWorker()
+    gate = hold(worker)
+    async with running_worker(worker), running_router(tmp_path, worker) as router:
+        url = router.client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(post(json.dumps(BODY).encode()))
+        await worker.until(lambda: len(worker.requests) == 1)
+        writer.write(b"\r\n")
+        with pytest.raises(TimeoutError):  # several times as long as a head may take
+            await asyncio.wait_for(reader.read(1), 0.3)
+        gate.set()
+        async with asyncio.timeout(10):
+            answer = await reader.read()  # then the connection is closed: no head has come
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(b"HTTP/1.1") == 1
+        writer.close()
+
+
+@pytest.mark.parametrize("cut", [0, 40, 120, 170])
+async def test_an_offer_of_http2_is_ignored(router: Running, cut: int) -> None:
+    """As Java's HttpClient makes it with every request to a plain address."""
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
+    body = json.dumps(BODY).encode()
+    data = post(body, *offer) + post(body, "connection: close")
+    url = router.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(data[:cut])
+    await asyncio.sleep(0)
+    writer.write(data[cut:])
+    async with asyncio.timeout(10):
+        assert (await reader.read()).count(b"HTTP/1.1 200 ") == 2
+    writer.close()

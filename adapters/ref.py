@@ -10,6 +10,7 @@ from adapters.errors import AdapterError
 RefSource = Literal["hub", "local", "s3", "alias"]
 
 MAX_REF_CHARS = 1024
+MAX_TOKEN_CHARS = 4096
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _SEGMENT = r"[A-Za-z0-9._+=,~-]{1,255}"
@@ -20,6 +21,7 @@ _NAMES: dict[RefSource, re.Pattern[str]] = {
     "s3": re.compile(rf"[a-z0-9][a-z0-9.-]{{1,62}}(?:/{_SEGMENT})+"),
 }
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EXPECTED = "hub:org/name, hub:org/name@revision, local:path, or the name of a registered adapter"
 
@@ -67,6 +69,13 @@ def is_pinned(ref: AdapterRef) -> bool:
     if ref.revision is None:
         return False
     return ref.source == "local" or bool(_COMMIT.fullmatch(ref.revision))
+
+
+def check_token(token: str | None) -> None:
+    """Whether a source could be shown this credential at all. Raises AdapterError; never quotes."""
+    if token is not None and not _TOKEN.fullmatch(token):
+        message = f"a token has 1 to {MAX_TOKEN_CHARS} printable ASCII characters"
+        raise AdapterError("unauthorized", message)
 
 
 def _explicit(text: str, prefix: str, rest: str) -> tuple[RefSource, str]:

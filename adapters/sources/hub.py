@@ -26,7 +26,7 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from adapters.errors import AdapterError
 from adapters.peft_format import CONFIG_FILE
-from adapters.ref import AdapterRef, format_ref, is_pinned
+from adapters.ref import AdapterRef, check_token, format_ref, is_pinned
 
 DEFAULT_TIMEOUT_S = 10.0
 _RETRY_S = 5.0
@@ -51,6 +51,7 @@ class HubSource:
 
     def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
         """Pinned to a commit. Always asks the Hub, so it proves that this caller may read it."""
+        check_token(token)
         info = self._info(ref, token, files=False)
         pinned = AdapterRef("hub", ref.name, info.sha)
         if not is_pinned(pinned):

@@ -7,19 +7,18 @@ import re
 from typing import NamedTuple
 
 from adapters.errors import AdapterError
+from adapters.ref import check_token
 from server.protocol import MAX_FRAME_BYTES, Abort, AdapterLoad, ErrorCode, GenerateRequest
 
 MAX_ID_LENGTH = 256
 MAX_SALT_LENGTH = 256
 MAX_REF_LENGTH = 4096
-MAX_TOKEN_LENGTH = 4096
 MAX_PRIORITY = 1 << 20
 _UINT64 = 1 << 64
 _INT31 = 1 << 31
 # Of an encoded (id, logprob) pair: 5 bytes of id, 9 of float64, 1 of array header.
 _PAIR_BYTES = 15
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_LENGTH}}}")
 
 
 class Refusal(NamedTuple):
@@ -54,9 +53,10 @@ def check_load(frame: AdapterLoad) -> AdapterError | None:
         return AdapterError("invalid", "the expected digest must be 64 hexadecimal digits")
     if max(len(frame.ref.name), len(frame.ref.revision or "")) > MAX_REF_LENGTH:
         return AdapterError("bad_ref", f"a reference has at most {MAX_REF_LENGTH} characters")
-    if frame.token is not None and not _TOKEN.fullmatch(frame.token):
-        message = f"a token has 1 to {MAX_TOKEN_LENGTH} printable ASCII characters"
-        return AdapterError("unauthorized", message)
+    try:
+        check_token(frame.token)
+    except AdapterError as error:
+        return error
     return None
 
 

@@ -121,6 +121,15 @@ def _says_nothing_secret(error: AdapterError, token: str | None) -> None:
         assert secret not in error.message
 
 
+@pytest.mark.parametrize("token", ["", " ", "hf_x\n", "a\r\nX: y", "é", "€", "x" * 5000])
+def test_what_cannot_be_a_token(token: str, hub: StubHub, source: HubSource, folder: Path) -> None:
+    hub.publish("org/a", folder)
+    error = refusal(lambda: source.resolve(REF, token))
+    assert error is not None
+    assert error.code == "unauthorized"
+    assert not hub.requests
+
+
 def test_gated(hub: StubHub, source: HubSource, folder: Path, tmp_path: Path) -> None:
     hub.publish("org/a", folder, gated=True)
     error = refusal(lambda: store_of(source, tmp_path).admit(REF, TOKEN))

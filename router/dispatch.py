@@ -88,7 +88,7 @@ class Dispatcher:
         )
         head = _head(call, request_id, model, adapter)
         tasks = [
-            PromptTask(index, prompt, sampling)
+            PromptTask(index, prompt, sampling, _seed(call, index, head.seed))
             for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
         return Generation(call, head, model, tasks, context, started, self._closed)
@@ -125,6 +125,11 @@ def _with_ranking(call: GenerationCall) -> GenerationCall:
         return call
     sampling = msgspec.structs.replace(call.sampling, logprobs=0)
     return msgspec.structs.replace(call, sampling=sampling)
+
+
+def _seed(call: GenerationCall, prompt_index: int, seed: int) -> int:
+    """Prompts of one call are as independent as calls are, unless the caller fixed the seed."""
+    return seed if call.seed is not None or prompt_index == 0 else secrets.randbits(_SEED_BITS)
 
 
 def _head(

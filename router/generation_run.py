@@ -30,11 +30,12 @@ Part = PromptInfo | TextEvent
 
 
 class PromptTask(msgspec.Struct, frozen=True):
-    """One prompt of a call, and how its output is drawn."""
+    """One prompt of a call, and how its output is drawn; choices differ by their number."""
 
     index: int
     prompt: Prompt
     sampling: SamplingParams
+    seed: int
 
 
 class _Choice:
@@ -96,7 +97,7 @@ class Generation:
             prompt_ids=task.prompt.ids,
             accepted_ids=[],
             sampling=task.sampling,
-            seed=self.head.seed,
+            seed=task.seed,
         )
         slot = task.index * call.best_of + choice
         stream = ChoiceStream(call, self.model, task.index, choice)

@@ -116,6 +116,16 @@ async def test_every_request_gets_a_seed(router: Running, worker: FakeWorker) ->
     assert len(set(seeds)) == 3
 
 
+async def test_prompts_of_one_request_are_drawn_apart(router: Running, worker: FakeWorker) -> None:
+    """Else equal prompts would get equal answers, however high the temperature."""
+    body = {"model": BASE_NAME, "prompt": ["a", "a", "a"], "n": 2}
+    await router.client.post("/v1/completions", json=body)
+    drawn = {(request.seed, request.choice) for request in worker.requests}
+    assert len(drawn) == len(worker.requests) == 6
+    await router.client.post("/v1/completions", json={**body, "seed": 7})
+    assert {request.seed for request in worker.requests[6:]} == {7}
+
+
 async def test_max_tokens_defaults_to_what_fits(router: Running, worker: FakeWorker) -> None:
     await router.client.post("/generate", json={"inputs": "12345"})
     assert worker.requests[0].sampling.max_tokens == worker.card.max_context - 5

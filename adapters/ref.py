@@ -64,6 +64,14 @@ def format_ref(ref: AdapterRef) -> str:
     return f"{ref.source}:{ref.name}{revision}"
 
 
+def told_name(ref: AdapterRef) -> str:
+    """The reference as an answer may tell it: where a folder lies is the operator's business.
+
+    A caller who used a registered name never learns the path behind it.
+    """
+    return ref.name.rpartition("/")[2] if ref.source == "local" else format_ref(ref)
+
+
 def is_pinned(ref: AdapterRef) -> bool:
     """Whether the reference names one content for ever: a commit, or a folder's fingerprint."""
     if ref.revision is None:

@@ -32,7 +32,7 @@ from adapters.layout import make_layout
 from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype
 from adapters.pack import SlabError, read_slab_layout, write_slab
 from adapters.peft_format import CONFIG_FILE
-from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned
+from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name
 from adapters.single_flight import SingleFlight
 from adapters.sources.base import Source
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
@@ -111,7 +111,7 @@ class AdapterStore:
         )
         if expected_digest is not None and manifest.digest != expected_digest:
             message = f"expected content {expected_digest}, found {manifest.digest}"
-            raise invalid("digest_mismatch", format_ref(ref), message)
+            raise invalid("digest_mismatch", told_name(ref), message)
         return manifest
 
     def manifest(self, digest: str) -> AdapterManifest:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from adapters.adapter_files import is_relevant
 from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
+from adapters.ref import AdapterRef, told_name
 from adapters.violations import invalid, shown
 
 MAX_ENTRIES = 10_000
@@ -67,6 +67,7 @@ class LocalSource:
         """The real folder that the reference means, under a root."""
         if not self._roots:
             raise AdapterError("forbidden", "local adapters are not enabled: no root is configured")
+        name = shown(told_name(ref))
         beneath = False
         for root in self._roots:
             found = Path(os.path.realpath(root / ref.name))
@@ -77,8 +78,8 @@ class LocalSource:
                 if found.is_dir():
                     return found
         if beneath:
-            raise AdapterError("not_found", f"no adapter folder {shown(ref.name)} under the roots")
-        raise AdapterError("forbidden", f"{shown(ref.name)} does not lie under an allowed root")
+            raise AdapterError("not_found", f"no adapter folder {name} under the roots")
+        raise AdapterError("forbidden", f"{name} does not lie under an allowed root")
 
     def _stat_files(self, folder: Path, ref: AdapterRef) -> dict[str, os.stat_result]:
         files: dict[str, os.stat_result] = {}
@@ -86,7 +87,7 @@ class LocalSource:
             for count, entry in enumerate(entries):
                 if count >= MAX_ENTRIES:
                     message = f"the folder has more than {MAX_ENTRIES} entries"
-                    raise invalid("too_many_files", ref.name, message)
+                    raise invalid("too_many_files", told_name(ref), message)
                 if is_relevant(entry.name):
                     with self._open(folder / entry.name, ref) as file:
                         files[entry.name] = os.fstat(file.fileno())
@@ -127,7 +128,7 @@ def _open_beneath(root: Path, relative: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _source_errors(ref: AdapterRef) -> Iterator[None]:
-    name = shown(ref.name)
+    name = shown(told_name(ref))
     try:
         yield
     except FileNotFoundError:
@@ -138,7 +139,9 @@ def _source_errors(ref: AdapterRef) -> Iterator[None]:
         if error.errno in _OF_TARGET:
             raise
         if error.errno in _OF_KIND:
-            raise invalid("not_a_file", ref.name, f"{name} has a file of a wrong kind") from None
+            raise invalid(
+                "not_a_file", told_name(ref), f"{name} has a file of a wrong kind"
+            ) from None
         message = f"local adapter {name} cannot be read now"
         raise AdapterError("unavailable", message, (), _CHANGED_RETRY_S) from error
 
@@ -154,5 +157,5 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _changed(ref: AdapterRef) -> AdapterError:
-    message = f"local adapter {shown(ref.name)} changed while it was read; try again"
+    message = f"local adapter {shown(told_name(ref))} changed while it was read; try again"
     return AdapterError("unavailable", message, (), _CHANGED_RETRY_S)

@@ -61,6 +61,19 @@ def test_outside_the_roots(root: Path, tmp_path: Path) -> None:
     assert code(source, "file") == "not_found"
 
 
+def test_errors_do_not_tell_where_a_folder_lies(root: Path, tmp_path: Path) -> None:
+    """The reference may be the operator's own, behind a registered name."""
+    source = LocalSource([root])
+    (root / "team/a" / WEIGHTS).unlink()
+    (root / "team/a" / WEIGHTS).mkdir()
+    for path in (root / "team" / "a", root / "team" / "gone", tmp_path / "outside" / "secret"):
+        error = refusal(lambda name=str(path): source.resolve(ref(name), None))  # type: ignore[misc]
+        assert error is not None
+        told = f"{error.message} {error.violations}"
+        assert path.name in told
+        assert str(tmp_path) not in told
+
+
 def test_a_root_with_a_longer_twin(root: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "root-private" / "a", BASE)
     assert code(LocalSource([root]), str(tmp_path / "root-private" / "a")) == "forbidden"

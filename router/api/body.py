@@ -24,18 +24,25 @@ def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
     lone surrogates, a key that occurs twice, more than 32 levels or too many values, values of
     another type than declared or out of range. Raises RequestError (invalid).
     """
-    _check_size(body)
+    plain = decode_plain(body)
     try:
-        plain = decode_object(body)
-        if _SURROGATE.search(body):
-            msgspec.json.encode(plain)
         return msgspec.convert(plain, kind, str_keys=True), plain
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+
+
+def decode_plain(data: bytes) -> dict[str, Any]:
+    """A JSON object as plain values, as strictly as `decode_body`. Raises RequestError."""
+    check_size(data)
+    try:
+        plain = decode_object(data)
+        if _SURROGATE.search(data):
+            msgspec.json.encode(plain)
+        return plain
     except StrictJsonError as error:
         raise RequestError("invalid", f"expected a JSON object: {error}") from None
     except UnicodeEncodeError:
         raise RequestError("invalid", "a string holds half of a surrogate pair") from None
-    except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
 
 
 def require(condition: object, message: str, param: str) -> None:
@@ -44,8 +51,8 @@ def require(condition: object, message: str, param: str) -> None:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
 
 
-def _check_size(body: bytes) -> None:
-    """Counts what the body holds before anything is built of it."""
+def check_size(body: bytes) -> None:
+    """Counts what the JSON text holds before anything is built of it. Raises RequestError."""
     if len(body) <= MAX_PARTS or not _too_much(body):
         return
     # Texts may hold any number of brackets and commas: look at what is outside of them.

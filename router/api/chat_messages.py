@@ -1,11 +1,11 @@
 """Chat messages as callers send them, and as templates want them. Pure."""
 
-import json
+import contextlib
 from typing import Any, Literal
 
 import msgspec
 
-from router.api.body import require
+from router.api.body import check_size, decode_plain, require
 from router.generation import RequestError
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -44,6 +44,7 @@ class Message(msgspec.Struct, frozen=True):
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:
     """Plain dicts as chat templates expect them; null fields left out. Raises RequestError."""
+    check_size("".join(_spelled_arguments(messages)).encode())
     return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -84,13 +85,17 @@ def _content(message: Message, where: str) -> str:
     return "\n".join(texts)
 
 
+def _spelled_arguments(messages: list[Message]) -> list[str]:
+    """JSON inside of JSON, which nobody has looked into yet."""
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    return [c.function.arguments for c in calls if isinstance(c.function.arguments, str)]
+
+
 def _tool_call(call: ToolCall) -> dict[str, Any]:
-    """Templates print arguments as JSON, so they get the object that the text spells."""
+    """Templates print arguments as JSON, so they get the object that the text spells, if any."""
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = call.function.arguments
+        with contextlib.suppress(RequestError):
+            arguments = decode_plain(arguments.encode())
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": call.type, "id": call.id, "function": function}

@@ -50,13 +50,13 @@ class TemplateSandbox:
 
         Raises TemplateFault; RequestError (unavailable) when no process can be started.
         """
-        job = Job(source, special_tokens, list(messages), variables)
+        frame = _frame(Job(source, special_tokens, list(messages), variables))
         key = hashlib.sha256(source.encode("utf-8", "replace")).digest()
         async with self._slots:
             self._check_refused(key)
             renderer = self._idle.pop()
             try:
-                outcome = await renderer.render(job)
+                outcome = await renderer.render(frame)
             except _Lost:
                 self._refuse(key)
                 raise TemplateFault(
@@ -96,14 +96,14 @@ class _Renderer:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
-    async def render(self, job: Job) -> Outcome:
+    async def render(self, frame: bytes) -> Outcome:
         """Raises _Lost. However it ends otherwise, no reply is left behind for the next caller."""
         if self._process is None:
             self._process = await _start()
         finished = False
         try:
             async with asyncio.timeout(RENDER_TIMEOUT_S):
-                outcome = await _exchange(self._process, job)
+                outcome = await _exchange(self._process, frame)
             finished = True
             return outcome
         except (TimeoutError, OSError, EOFError, ValueError) as error:
@@ -142,10 +142,20 @@ async def _start() -> asyncio.subprocess.Process:
             process.kill()
 
 
-async def _exchange(process: asyncio.subprocess.Process, job: Job) -> Outcome:
+def _frame(job: Job) -> bytes:
+    """Raises TemplateFault for values that no template process can be told of."""
+    try:
+        frame = msgspec.msgpack.encode(job)
+    except (ValueError, OverflowError) as error:
+        raise TemplateFault(
+            "the messages or template variables hold a number or text that cannot be rendered"
+        ) from error
+    return len(frame).to_bytes(4, "big") + frame
+
+
+async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> Outcome:
     assert process.stdin is not None
-    frame = msgspec.msgpack.encode(job)
-    process.stdin.write(len(frame).to_bytes(4, "big") + frame)
+    process.stdin.write(frame)
     await process.stdin.drain()
     return await _read(process)
 

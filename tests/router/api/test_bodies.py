@@ -499,6 +499,23 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
     assert call.template_vars == {"enable_thinking": False}
 
 
+def _tool_call(arguments: str) -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [{"role": "assistant", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("text", ["[1]", "no JSON", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 99])
+def test_tool_arguments_that_are_no_json_object_stay_text(text: str) -> None:
+    messages = call_of(CHAT, messages=_tool_call(text)).messages or []
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == text
+
+
+def test_tool_arguments_are_bounded_together() -> None:
+    messages = _tool_call("[" + "{}," * 40_000 + "{}]") * 2
+    with pytest.raises(RequestError, match="holds more than"):
+        call_of(CHAT, messages=messages)
+
+
 def test_chat_logprobs() -> None:
     assert call_of(CHAT, logprobs=True).sampling.logprobs == 0
     assert call_of(CHAT, logprobs=True, top_logprobs=5).sampling.logprobs == 5

@@ -147,6 +147,15 @@ async def test_a_template_that_cost_a_process_is_refused_for_a_while(
         await sandbox.render(GREEDY["time"], TOKENS, MESSAGES, {})
 
 
+@pytest.mark.parametrize("value", [2**64, "\ud800"])
+async def test_values_that_cannot_be_sent_cost_the_template_nothing(
+    sandbox: TemplateSandbox, value: object
+) -> None:
+    with pytest.raises(TemplateFault, match="cannot be rendered"):
+        await sandbox.render("{{ bos_token }}", TOKENS, MESSAGES, {"value": value})
+    assert await sandbox.render("{{ bos_token }}", TOKENS, MESSAGES, {}) == "<s>"
+
+
 async def test_a_cancelled_render_leaves_no_answer_for_the_next(sandbox: TemplateSandbox) -> None:
     await sandbox.render("{{ bos_token }}", TOKENS, MESSAGES, {})
     slow = asyncio.create_task(sandbox.render(GREEDY["time"], TOKENS, MESSAGES, {}))

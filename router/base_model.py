@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from router.api.formatter import ApiLimits, limits_from
 from router.config import RouterConfig
@@ -36,17 +37,19 @@ class BaseModel:
             raise RequestError("unavailable", "no worker has told its model yet; try again soon")
         return self._text
 
-    async def adopt(self, card: ModelCard, *, in_use: bool) -> str | None:
+    async def adopt(
+        self, card: ModelCard, in_use: Callable[[], bool] = lambda: False
+    ) -> str | None:
         """Serve this model from now on; None = it is the one that is served.
 
-        in_use: other workers are connected. Returns why not, when they serve another base or the
-        card's tokenizer cannot be used.
+        in_use: whether workers are connected or requests are being answered, asked when it counts.
+        Returns why not, when they serve another base or the card's tokenizer cannot be used.
         """
         async with self._adopting:
             held = self._text
             if held is not None and held.card.base_digest == card.base_digest:
                 return None
-            if held is not None and in_use:
+            if held is not None and in_use():
                 return (
                     f"it serves {card.names[0]} ({card.base_digest[:12]}), this router serves "
                     f"{held.card.names[0]} ({held.card.base_digest[:12]})"

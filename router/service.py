@@ -51,7 +51,7 @@ class Service:
     async def run(self) -> AsyncIterator[None]:
         """Connected to the workers while inside. Raises ConfigError for a bad model card."""
         if self.saved_card is not None:
-            refusal = await self.base.adopt(self.saved_card, in_use=False)
+            refusal = await self.base.adopt(self.saved_card)
             if refusal is not None:
                 raise ConfigError(f"--model-card: {refusal}")
         cards = CardStore(self.config.cache_dir)
@@ -80,7 +80,8 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     base = BaseModel(config)
     fleet = Fleet(
         WaitingQueue(config.max_queue, config.max_queue_bytes),
-        lambda card: _accept(base, fleet, card),
+        # What runs or waits was tokenised for the base that is served now.
+        lambda card: base.adopt(card, lambda: bool(fleet.views) or dispatcher.running > 0),
     )
     catalog = Catalog(_rules(config), _Pinner(hub).pin, fleet.load_adapter, _now)
     sandbox = TemplateSandbox()
@@ -122,10 +123,6 @@ class _Pinner:
             return ref
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._hub.resolve, ref, token)
-
-
-async def _accept(base: BaseModel, fleet: Fleet, card: ModelCard) -> str | None:
-    return await base.adopt(card, in_use=bool(fleet.views))
 
 
 def _rules(config: RouterConfig) -> CatalogRules:

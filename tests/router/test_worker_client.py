@@ -160,6 +160,50 @@ async def test_another_base_model_is_not_mixed_in(tmp_path: Path) -> None:
             await other.stop()
 
 
+async def test_of_two_base_models_at_once_one_is_served(tmp_path: Path) -> None:
+    other = FakeWorker(make_card(base_digest="f" * 64, names=("other",)), worker_id="b")
+    async with (
+        running_worker(FakeWorker(worker_id="a")) as first,
+        running_worker(other),
+        running_router(tmp_path, first, other) as router,
+    ):
+
+        async def one_refused() -> bool:
+            problems = [client.problem or "" for client in router.service.fleet.clients]
+            return any("this router serves" in problem for problem in problems)
+
+        await poll(one_refused)
+        assert len(router.service.fleet.views) == 1
+
+
+async def test_what_waits_for_its_base_model_does_not_go_on_with_another(tmp_path: Path) -> None:
+    first = FakeWorker()
+    other = FakeWorker(make_card(base_digest="f" * 64, names=("other",)))
+    other.port = first.port
+    gate = asyncio.Event()
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        await gate.wait()
+        return None
+
+    first.before_token = before_token
+    async with running_router(tmp_path, first, wait=False) as router:
+        async with running_worker(first):
+            await router.until_ready()
+            asking = asyncio.create_task(router.client.post("/v1/completions", json=BODY))
+            await first.until(lambda: len(first.requests) == 1)
+        async with running_worker(other):
+            await until_problem(router, "this router serves fake-base")
+            assert not other.requests
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await router.until_ready()  # nothing waits any more: the other base is welcome
+            answer = await router.client.post("/v1/completions", json={**BODY, "model": "other"})
+            assert answer.status_code == 200
+
+
 async def test_a_card_that_no_tokenizer_can_read(tmp_path: Path) -> None:
     worker = FakeWorker(make_card(tokenizer_json="{}"))
     async with (

@@ -58,6 +58,14 @@ class BaseModel:
                 self._text = await asyncio.to_thread(TextModel, card)
             except ValueError as error:
                 return str(error)
-            self._limits = limits_from(self._config, card.names, card.sampling_defaults)
+            names = self._names(card)
+            self._limits = limits_from(self._config, names, card.sampling_defaults)
             logger.info("serving %s (%s)", card.names[0], card.base_digest[:12])
             return None
+
+    def _names(self, card: ModelCard) -> tuple[str, ...]:
+        """Names of the base: a name that was given to an adapter never means the base."""
+        registered = {text.partition("=")[0] for text in self._config.adapters}
+        for name in registered.intersection(card.names):
+            logger.warning("%s is the adapter registered so, not the base model of that name", name)
+        return tuple(name for name in card.names if name not in registered)

@@ -11,7 +11,7 @@ from adapters.errors import AdapterError, Violation
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
 from server.protocol import AdapterLoad
-from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
+from tests.router.fake_worker import BASE_NAME, FakeWorker, make_manifest, running_worker
 from tests.router.serving import COMMIT, Running, running_router
 
 
@@ -36,6 +36,17 @@ async def test_a_local_adapter_goes_to_the_worker_as_it_is(
     assert worker.loads[0].ref == AdapterRef("local", "/srv/one")
     assert worker.loads[0].token is None
     assert not router.hub.calls
+
+
+async def test_a_registered_name_never_means_the_base(tmp_path: Path) -> None:
+    async with (
+        running_worker(FakeWorker()) as worker,
+        running_router(tmp_path, worker, adapters=(f"{BASE_NAME}=hub:org/one",)) as router,
+    ):
+        assert (await generate(router, BASE_NAME)).status_code == 200
+        await router.client.post("/v1/completions", json={"model": BASE_NAME, "prompt": "x"})
+        digest = make_manifest("org/one").digest
+        assert [request.adapter for request in worker.requests] == [digest, digest]
 
 
 async def test_many_requests_for_a_cold_adapter_load_it_once(

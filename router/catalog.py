@@ -104,6 +104,12 @@ class Catalog:
         assert outcome.manifest is not None
         return ServedAdapter(choice.adapter_id, outcome.pinned, token, outcome.manifest)
 
+    def forget(self, choice: AdapterChoice | None) -> None:
+        """What is remembered of it was wrong: the next request asks anew."""
+        if choice is not None:
+            ref, token = self.rules.target(choice)
+            self._outcomes.pop((ref, _fingerprint(token)), None)
+
     def known_digest(self, name: str) -> str | None:
         """The digest behind a registered name, if it was resolved lately."""
         ref = self.rules.aliases.get(name)

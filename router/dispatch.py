@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -84,6 +85,7 @@ class Dispatcher:
             inbox=Inbox(self._limits.max_stream_buffer * call.best_of * len(prompts)),
             metrics=self._metrics,
             adapter=adapter,
+            forget_adapter=partial(self._catalog.forget, call.adapter),
             deadline=started + self._limits.request_timeout_s,
         )
         head = _head(call, request_id, model, adapter)

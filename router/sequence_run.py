@@ -8,10 +8,12 @@ import asyncio
 import contextlib
 import random
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
+from adapters.errors import AdapterError
 from router.catalog import ServedAdapter
 from router.failures import DeadlinePassed, ReaderTooSlow, SequenceFailed
 from router.fleet import Fleet
@@ -23,6 +25,7 @@ from server.protocol import ErrorCode, GenerateRequest, TokenEvent
 MAX_RETRIES = 2
 RESUME_TIMEOUT_S = 60.0
 _RESUME_PRIORITY = 1 << 16
+_CHANGED_RETRY_S = 1.0
 _BUSY_DELAY_S = 0.05
 _LONGEST_BUSY_DELAY_S = 1.0
 # Of a sequence that waits: a list's entry and a Python int.
@@ -75,12 +78,16 @@ class Inbox:
 
 
 class RunContext(msgspec.Struct, frozen=True):
-    """What the sequences of one request share. deadline: on the event loop's clock."""
+    """What the sequences of one request share. deadline: on the event loop's clock.
+
+    forget_adapter: to be called when a worker does not admit what the catalog says.
+    """
 
     fleet: Fleet
     inbox: Inbox
     metrics: RouterMetrics
     adapter: ServedAdapter | None
+    forget_adapter: Callable[[], None]
     deadline: float
 
 
@@ -158,8 +165,16 @@ class SequenceRun:
 
     async def _admit(self, credit: Credit) -> None:
         adapter = self._context.adapter
-        if adapter is not None:
+        if adapter is None:
+            return
+        try:
             await credit.session.admit(adapter.ref, adapter.token, adapter.digest)
+        except AdapterError as error:
+            self._context.forget_adapter()
+            if any(violation.code == "digest_mismatch" for violation in error.violations):
+                message = "the adapter has just changed at its source; try again"
+                raise AdapterError("unavailable", message, (), _CHANGED_RETRY_S) from error
+            raise
 
     def _submit(self, credit: Credit, seconds_left: float) -> None:
         request = msgspec.structs.replace(

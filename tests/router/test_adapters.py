@@ -213,6 +213,32 @@ async def test_the_chosen_worker_loads_it_before_the_request(tmp_path: Path) -> 
         assert expected == [False, True]
 
 
+async def test_content_that_changed_is_resolved_anew(router: Running, worker: FakeWorker) -> None:
+    """A folder is another one when a worker comes back and has to fetch it once more."""
+    content = "old"
+
+    async def load(load: AdapterLoad) -> AdapterManifest:
+        manifest = make_manifest(content)
+        if load.expected_digest not in (None, manifest.digest):
+            mismatch = Violation("digest_mismatch", "one", "expected other content")
+            raise AdapterError("invalid", "not what was expected", (mismatch,))
+        return manifest
+
+    worker.loader = load
+    assert (await generate(router, "local:one")).status_code == 200
+    content = "new"
+    worker.forget_adapters()
+    worker.drop_connections()
+    await worker.until(lambda: not worker.connected)
+    await worker.until(lambda: worker.connected)
+    await router.until_ready()
+    refused = await generate(router, "local:one")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    again = await generate(router, "local:one")
+    assert again.status_code == 200
+    assert again.headers["x-loraplex-adapter-digest"] == make_manifest("new").digest
+
+
 async def test_loads_wait_no_longer_than_allowed(tmp_path: Path) -> None:
     async def never(load: AdapterLoad) -> AdapterManifest:
         await asyncio.Event().wait()

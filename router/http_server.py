@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,6 +23,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class RouterServer(uvicorn.Server):
     """Stops on SIGINT and SIGTERM by returning; a second one cuts running answers off."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -135,6 +135,26 @@ async def test_streams_are_cut_off_when_the_time_is_over(
     await worker.until(lambda: not worker.connected)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_stops_at_once(
+    tmp_path: Path, worker: FakeWorker, number: signal.Signals
+) -> None:
+    hold_at(worker, 3)
+    async with (
+        router_process(tmp_path, worker, drain_s=300.0) as router,
+        httpx.AsyncClient(base_url=router.url, timeout=20) as client,
+    ):
+        await until_ready(client)
+        asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await worker.until(lambda: len(worker.requests) == 1)
+        router.process.send_signal(number)
+        await poll(lambda: refused(router.url))
+        router.process.send_signal(number)
+        assert await asyncio.wait_for(router.process.wait(), 20) == 0
+        outcome = (await asyncio.gather(asking, return_exceptions=True))[0]
+        assert isinstance(outcome, httpx.HTTPError), outcome
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -7,12 +7,11 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
-from adapters.store import AdapterStore
 from server.protocol import AdapterLoad, AdapterState, LoadStage
 from server.worker.metrics import WorkerMetrics
 from server.worker.validation import check_load
@@ -33,15 +32,39 @@ class _Flight(NamedTuple):
     credential: str
 
 
+class AdapterStorage(Protocol):
+    """Of an AdapterStore what is needed here; see there."""
+
+    def recall(self, ref: AdapterRef) -> AdapterManifest | None: ...
+
+    def admit(
+        self,
+        ref: AdapterRef,
+        token: str | None,
+        expected_digest: str | None,
+        progress: Callable[[LoadStage], None],
+    ) -> AdapterManifest: ...
+
+
 class AdapterService:
-    """Loads of one adapter with one credential share a thread; the store shares the fetch.
+    """`fetching`: threads that may wait for a source; `reading`: threads that read the disk only,
+    so that adapters which are here need not wait behind downloads.
+
+    Loads of one adapter with one credential share a thread; the store shares the fetch.
 
     Authorisation stays the caller's own: another token is another flight.
     """
 
-    def __init__(self, store: AdapterStore, threads: Executor, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        store: AdapterStorage,
+        fetching: Executor,
+        reading: Executor,
+        metrics: WorkerMetrics,
+    ) -> None:
         self._store = store
-        self._threads = threads
+        self._fetching = fetching
+        self._reading = reading
         self._metrics = metrics
         self._flights: dict[_Flight, list[tuple[str, Report]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,10 +100,7 @@ class AdapterService:
             loop.call_soon_threadsafe(self._progress, flight, stage)
 
         try:
-            manifest = await loop.run_in_executor(
-                self._threads,
-                lambda: self._store.admit(frame.ref, frame.token, frame.expected_digest, progress),
-            )
+            manifest = await self._admitted(frame, progress)
         except AdapterError as error:
             self._failed(flight, error)
         except Exception as error:
@@ -92,6 +112,18 @@ class AdapterService:
         else:
             self._metrics.load_seconds.observe(time.monotonic() - started)
             self._ready(flight, manifest)
+
+    async def _admitted(
+        self, frame: AdapterLoad, progress: Callable[[LoadStage], None]
+    ) -> AdapterManifest:
+        loop = asyncio.get_running_loop()
+        known = await loop.run_in_executor(self._reading, self._store.recall, frame.ref)
+        if known is not None and frame.expected_digest in (None, known.digest):
+            return known
+        return await loop.run_in_executor(
+            self._fetching,
+            lambda: self._store.admit(frame.ref, frame.token, frame.expected_digest, progress),
+        )
 
     def _progress(self, flight: _Flight, stage: LoadStage) -> None:
         if stage == "fetching":

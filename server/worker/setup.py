@@ -151,5 +151,5 @@ def _worker(
         partial(store.slab, dtype=engine.dtype, extent_bytes=engine.extent_bytes),
         staging,
     )
-    loads = AdapterService(store, loading, metrics)
+    loads = AdapterService(store, loading, staging, metrics)
     return Worker(engine.max_waiting, worker_id, card, loads, tier, metrics)

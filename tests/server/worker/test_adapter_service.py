@@ -1,0 +1,58 @@
+"""Loads on threads: what is here does not wait behind what has to be fetched."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from adapters.manifest import AdapterManifest
+from adapters.ref import AdapterRef
+from server.protocol import AdapterLoad, AdapterState, LoadStage
+from server.worker.adapter_service import AdapterService
+from server.worker.metrics import WorkerMetrics
+from tests.router.fake_worker import make_manifest
+
+
+class Store:
+    """Knows `here`; everything else is fetched, once the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.fetching = threading.Event()
+
+    def recall(self, ref: AdapterRef) -> AdapterManifest | None:
+        return make_manifest(ref.name) if ref.name == "here" else None
+
+    def admit(
+        self,
+        ref: AdapterRef,
+        token: str | None,
+        expected_digest: str | None,
+        progress: Callable[[LoadStage], None],
+    ) -> AdapterManifest:
+        self.fetching.set()
+        assert self.gate.wait(30)
+        return make_manifest(ref.name)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    store = Store()
+    yield store
+    store.gate.set()
+
+
+async def test_what_is_here_does_not_wait_for_downloads(store: Store) -> None:
+    states: asyncio.Queue[AdapterState] = asyncio.Queue()
+    with ThreadPoolExecutor(1) as fetching, ThreadPoolExecutor(1) as reading:
+        service = AdapterService(store, fetching, reading, WorkerMetrics())
+        service.load(AdapterLoad("cold", AdapterRef("local", "cold")), states.put_nowait)
+        assert await asyncio.to_thread(store.fetching.wait, 30)
+        service.load(AdapterLoad("here", AdapterRef("local", "here")), states.put_nowait)
+        first = await asyncio.wait_for(states.get(), 30)
+        assert (first.load_id, first.stage) == ("here", "ready")
+        store.gate.set()
+        second = await asyncio.wait_for(states.get(), 30)
+        assert (second.load_id, second.stage) == ("cold", "ready")

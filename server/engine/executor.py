@@ -61,6 +61,7 @@ class Executor(Protocol[T]):
     """
 
     limits: ExecutorLimits
+    summary: tuple[str, ...]  # for a person: memory split, back ends
 
     def launch(self, plan: StepPlan) -> T:
         """Raises anything when the device fails: then all running sequences end, steps in flight

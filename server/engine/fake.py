@@ -105,6 +105,7 @@ class CertifyingExecutor:
 
     def __init__(self, limits: ExecutorLimits, options: CertifyOptions | None = None) -> None:
         self.limits = limits
+        self.summary: tuple[str, ...] = ("no model: tokens are certificates",)
         self.options = options or CertifyOptions(limits.vocab_size, limits.eos_token_ids)
         empty: list[_Mark | None] = [None] * limits.page_size
         self._kv = [list(empty) for _ in range(limits.num_pages)]

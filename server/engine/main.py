@@ -88,7 +88,7 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
     gc.collect()
     gc.freeze()
     try:
-        channel.send(_ready(executor.limits, config))
+        channel.send(_ready(executor, config))
         loop.run()
     except ShellGone:
         log.info("the shell is gone")
@@ -117,7 +117,8 @@ def _map_arena(fd: int, nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(fd, nbytes)) if nbytes else memoryview(b"")
 
 
-def _ready(limits: ExecutorLimits, config: EngineConfig) -> EngineReady:
+def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:
+    limits = executor.limits
     arena_bytes = limits.arena_extents * limits.extent_bytes
     return EngineReady(
         total_pages=limits.num_pages,
@@ -133,6 +134,7 @@ def _ready(limits: ExecutorLimits, config: EngineConfig) -> EngineReady:
             f"({limits.num_pages} pages of {limits.page_size})",
             f"adapters: {arena_bytes / 2**20:.0f} MiB, at most {limits.adapter_slots} at once",
             f"a step: at most {limits.max_rows} sequences, {limits.max_step_tokens} tokens",
+            *executor.summary,
         ),
     )
 

@@ -1,6 +1,5 @@
 """TorchExecutor: carries out step plans with one decoder on one device."""
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,8 +28,6 @@ from server.model.sampler import Drawn, Sampler, ScoredSlice
 from server.model.step import Step
 from server.model.transfers import to_device, to_host
 from server.model.weights import ModelWeights, load_weights
-
-log = logging.getLogger(__name__)
 
 WeightsLoader = Callable[[ModelConfig, torch.dtype, torch.device], ModelWeights]
 
@@ -62,8 +59,10 @@ class TorchExecutor:
             parts = _build_parts(config, model, load, self.device)
             self.limits = parts.limits
             self._rows, self._table = parts.rows, parts.table
-            decoder, self._graphs = build(parts, graph_batches)
-        self._decoder: Decoder[Any, Any] = decoder
+            built = build(parts, graph_batches)
+        self._decoder: Decoder[Any, Any] = built.decoder
+        self._graphs = built.graphs
+        self.summary = (*parts.summary, f"operations: {built.backend}")
         self._parameters = RowSampling(
             self.limits.max_rows, model.vocab_size, model.eos_token_ids, self.device
         )
@@ -176,11 +175,11 @@ def _build_parts(
         executor_limits(model, config)  # says what is wrong before the weights are read
     before = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
     weights = load(model, dtype, device)
+    summary: tuple[str, ...] = ()
     if on_gpu:
         now = torch.cuda.mem_get_info(device)[0]
         config = fill_device(model, config, DeviceMemory(before[1], before[0], now))
-        for line in estimate_lines(model, config, before[0] - now):
-            log.info("%s", line)
+        summary = estimate_lines(model, config, before[0] - now)
     limits = executor_limits(model, config)
     # One page more than the scheduler has: padding of batches is written there.
     shape = (limits.num_pages + on_gpu, config.page_size, model.num_kv_heads, model.head_dim)
@@ -194,7 +193,7 @@ def _build_parts(
         device=device,
     )
     rows = Rows(limits.max_rows, limits.max_context, config.page_size, device)
-    return Parts(model, weights, KVCache(k, v), table, rows, limits)
+    return Parts(model, weights, KVCache(k, v), table, rows, limits, summary)
 
 
 def _leave_a_core() -> None:

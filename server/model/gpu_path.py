@@ -26,7 +26,7 @@ _WARM_TOKENS = (3, 40, 600)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a set of ops works on; all on one device."""
+    """What a set of ops works on; all on one device. summary: of its memory, for a person."""
 
     model: ModelConfig
     weights: ModelWeights
@@ -34,11 +34,22 @@ class Parts:
     table: AdapterTable
     rows: Rows
     limits: ExecutorLimits
+    summary: tuple[str, ...]
 
 
-def build_reference(parts: Parts) -> Decoder[Any, Any]:
+@dataclass(frozen=True, slots=True)
+class Built:
+    """graphs: DecodeGraphs, None where steps are computed as they come. backend: for a person."""
+
+    decoder: Decoder[Any, Any]
+    graphs: Any
+    backend: str
+
+
+def _build_reference(parts: Parts, why: str) -> Built:
     ops = TorchOps(parts.model, parts.cache, parts.table)
-    return Decoder(parts.model, parts.weights, parts.table.sites, ops)
+    decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
+    return Built(decoder, None, f"plain torch: {why}")
 
 
 def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -46,27 +57,26 @@ def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -
     for package in ("flashinfer", "triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (pip install 'loraplex[gpu]')"
-    from server.model.attention_cuda import unsupported
-
+    try:
+        from server.model.attention_cuda import unsupported
+    except ImportError as error:
+        return f"FlashInfer cannot be imported ({error})"
     return unsupported(model, dtype, torch.cuda.get_device_capability(device))
 
 
-def build(parts: Parts, graph_batches: Sequence[int] | None) -> tuple[Decoder[Any, Any], Any]:
-    """The decoder, and graphs of its decode steps (DecodeGraphs) where there are any.
-
-    graph_batches: padded batch sizes to capture; None = all that the limits need.
-    """
+def build(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
+    """graph_batches: padded batch sizes to capture; None = all that the limits need."""
     device = parts.cache.k.device
     if device.type == "cpu":
-        return build_reference(parts), None
+        return _build_reference(parts, "computing on the CPU")
     reason = why_not_fast(parts.model, parts.cache.k.dtype, device)
     if reason is not None:
         log.warning("serving with plain torch, which is slower: %s", reason)
-        return build_reference(parts), None
+        return _build_reference(parts, reason)
     return _build_fast(parts, graph_batches)
 
 
-def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> tuple[Decoder[Any, Any], Any]:
+def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
     # Not at the top: neither package is needed on a CPU.
     from server.model.attention_cuda import PagedAttention
     from server.model.decode_graphs import DecodeGraphs, graph_sizes
@@ -87,7 +97,11 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> tuple[Deco
     if adapters:
         graphs.capture(with_adapters=True)
     torch.cuda.synchronize()
-    return decoder, graphs
+    backend = (
+        f"FlashInfer ({attention.prefill_backend} for prompts), decode graphs for up to"
+        f" {sizes[-1]} sequences"
+    )
+    return Built(decoder, graphs, backend)
 
 
 def _warm(decoder: Decoder[Any, Any], rows: Rows, tokens: int, adapters: bool) -> None:

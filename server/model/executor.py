@@ -182,7 +182,7 @@ def _build_parts(
         summary = estimate_lines(model, config, before[0] - now)
     limits = executor_limits(model, config)
     # One page more than the scheduler has: padding of batches is written there.
-    shape = (limits.num_pages + on_gpu, config.page_size, model.num_kv_heads, model.head_dim)
+    shape = (limits.num_pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
     k, v = (torch.zeros(model.num_layers, *shape, dtype=dtype, device=device) for _ in "kv")
     table = AdapterTable(
         SiteIndex(model),

@@ -1,0 +1,165 @@
+"""FlashInfer's operations in plain torch, and just enough of CUDA, for the GPU path on a CPU."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import server.model
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return functional.rms_norm(x, x.shape[-1:], weight, epsilon)
+
+
+def fused_add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> None:
+    residual += x
+    x.copy_(rmsnorm(residual, weight, epsilon))
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+class _Module:
+    """What lies below `plan`: checks that the host's lengths are those on the device."""
+
+    def __init__(self, wrapper: "_Wrapper") -> None:
+        self.wrapper = wrapper
+
+    def plan(self, *arguments: Any) -> str:
+        wrapper, kv_indptr, lengths = self.wrapper, arguments[4], arguments[5]
+        if wrapper.planned:
+            size = wrapper.page_size
+            last = lengths - (kv_indptr.diff() - 1) * size
+            assert wrapper._paged_kv_indptr_buf.equal(kv_indptr)
+            assert wrapper._paged_kv_last_page_len_buf.equal(last.int())
+        wrapper.planned = True
+        return "plan"
+
+
+class _Wrapper:
+    page_size: int
+
+    def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
+        self.options = options
+        self.planned = False
+        self._paged_kv_indptr_buf: Any = options.get("paged_kv_indptr_buffer")
+        self._paged_kv_last_page_len_buf: Any = options.get("paged_kv_last_page_len_buffer")
+        self._indices: Any = options.get("paged_kv_indices_buffer")
+        self._cached_module = _Module(self)
+
+    def run(
+        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+    ) -> None:
+        indptr = self._paged_kv_indptr_buf.tolist()
+        bounds = self.bounds(len(q))
+        for i, last in enumerate(self._paged_kv_last_page_len_buf.tolist()):
+            pages = self._indices[indptr[i] : indptr[i + 1]].long()
+            context = (len(pages) - 1) * self.page_size + last
+            rows = slice(bounds[i], bounds[i + 1])
+            out[rows] = _attend(q[rows], cache, pages, context)
+
+    def bounds(self, tokens: int) -> list[int]:
+        return list(range(tokens + 1))
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    def plan(self, indptr: Any, pages: Any, last: Any, *heads: int, **options: Any) -> None:
+        self.page_size = heads[3]
+        if not self.options.get("use_cuda_graph"):
+            self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf = indptr, last
+            self._indices = pages
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    def plan(
+        self, qo_indptr: Any, indptr: Any, pages: Any, last: Any, *heads: int, **options: Any
+    ) -> None:
+        assert options["causal"]
+        self.page_size = heads[3]
+        self._qo_indptr = qo_indptr
+        self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf = indptr, last
+        self._indices = pages
+
+    def bounds(self, tokens: int) -> list[int]:
+        found: list[int] = self._qo_indptr.tolist()
+        assert found[-1] == tokens
+        return found
+
+
+def _attend(
+    q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], pages: torch.Tensor, context: int
+) -> torch.Tensor:
+    """q `[n, heads, head_dim]`: the last n tokens of a context."""
+    group = q.shape[1] // cache[0].shape[2]
+    k, v = (
+        c[pages].flatten(0, 1)[:context].repeat_interleave(group, dim=1).transpose(0, 1)
+        for c in cache
+    )
+    seen = torch.arange(context) <= torch.arange(context - len(q), context)[:, None]
+    attended = functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=seen)
+    return attended.transpose(0, 1)
+
+
+class _Stream:
+    def wait_stream(self, other: "_Stream") -> None: ...
+
+
+class Replay:
+    """A graph that runs its step again."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.replay = step
+
+
+def forget() -> None:
+    """Of the modules that bound FlashInfer's names when they were imported."""
+    for name in ("attention_cuda", "ops_cuda", "decode_graphs"):
+        sys.modules.pop(f"server.model.{name}", None)
+        if hasattr(server.model, name):
+            delattr(server.model, name)
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Until the test ends, the GPU path can be imported and run on tensors of the CPU."""
+    module = ModuleType("flashinfer")
+    for item in (
+        rmsnorm,
+        fused_add_rmsnorm,
+        silu_and_mul,
+        BatchDecodeWithPagedKVCacheWrapper,
+        BatchPrefillWithPagedKVCacheWrapper,
+    ):
+        setattr(module, item.__name__, item)
+    patch.setitem(sys.modules, "flashinfer", module)
+    forget()
+    for name in ("empty", "zeros"):
+        patch.setattr(torch, name, _unpinned(getattr(torch, name)))
+    patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    patch.setattr(torch.cuda, "Stream", lambda device=None: _Stream())
+    patch.setattr(torch.cuda, "current_stream", _Stream)
+    patch.setattr(torch.cuda, "stream", _use_stream)
+    patch.setattr(torch.cuda, "synchronize", lambda: None)
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@contextlib.contextmanager
+def _use_stream(stream: _Stream) -> Iterator[None]:
+    yield
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return make(*shape, **options)
+
+    return made

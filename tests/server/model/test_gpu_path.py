@@ -1,0 +1,138 @@
+"""The GPU path's steps, plans, columns and kernels, run on the CPU and compared with the reference.
+
+Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from server.model import executor as executor_module
+from server.model.decode_batch import DecodeBatch
+from server.protocol import SamplingParams
+from tests.server.model import fake_flashinfer
+from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
+from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model
+from tests.server.model.slabs import pack
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
+    ),
+]
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+LAYERS = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"])
+EVERYWHERE = LoraConfig(r=8, lora_alpha=8, target_modules=["gate_proj", "embed_tokens", "lm_head"])
+PLAIN = SamplingParams(temperature=0.0)
+SCORED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=1)
+
+
+class Pair:
+    """The same model and adapters, by the reference and by the GPU path."""
+
+    def __init__(self, name: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        model = make_model(name, **SIZES)
+        save_model(model, folder)
+        oracle = add_adapter(model, "layers", LAYERS, 1)
+        oracle = add_adapter(oracle, "everywhere", EVERYWHERE, 2)
+        slabs = [pack(oracle, adapter) for adapter in ("layers", "everywhere")]
+        self.reference = Driver(folder, max_running=6)
+        fake_flashinfer.install(patch)
+        self.graphs = _replace_graphs(patch)
+        self.gpu = Driver(folder, max_running=6)
+        for driver in (self.reference, self.gpu):
+            first = 0
+            for slot, (layout, slab) in enumerate(slabs):
+                assert driver.load(slot, layout, slab, first).error is None
+                first += sum(layout.runs)
+
+    def close(self) -> None:
+        self.reference.close()
+        self.gpu.close()
+
+
+def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
+    """Build the GPU path, and note the batch of every step that a graph took."""
+    from server.model import decode_graphs, gpu_path
+
+    taken: list[int] = []
+
+    def capture(self: decode_graphs.DecodeGraphs, with_adapters: bool) -> None:
+        for size in self.sizes:
+            step: Any = fake_flashinfer.Replay(self._step(size, with_adapters))
+            self._graphs[size, with_adapters] = step
+
+    launch = decode_graphs.DecodeGraphs.launch
+
+    def noted(self: decode_graphs.DecodeGraphs, batch: DecodeBatch) -> decode_graphs.GraphStep:
+        taken.append(len(batch))
+        return launch(self, batch)
+
+    patch.setattr(decode_graphs.DecodeGraphs, "capture", capture)
+    patch.setattr(decode_graphs.DecodeGraphs, "launch", noted)
+    patch.setattr(gpu_path, "_WARM_TOKENS", ())
+    patch.setattr(executor_module, "build", gpu_path._build_fast)
+    return taken
+
+
+@pytest.fixture(scope="module", params=["llama-biases-tied", "qwen3"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    with pytest.MonkeyPatch.context() as patch:
+        found = Pair(request.param, tmp_path_factory.mktemp("base"), patch)
+        yield found
+        found.close()
+    fake_flashinfer.forget()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def answer(driver: Driver, slots: list[int], sampling: SamplingParams, chunk: int) -> list[Stream]:
+    streams = [
+        Stream(driver, row, prompt(2 + 3 * row, row), slot=slot, sampling=sampling, seed=row)
+        for row, slot in enumerate(slots)
+    ]
+    generate(driver, streams, 5, chunk)
+    for stream in streams:
+        stream.free()
+    return streams
+
+
+@pytest.mark.parametrize("slots", [[-1, -1, -1], [0, -1, 0], [1, 0, -1]])
+def test_same_as_the_reference(pair: Pair, slots: list[int]) -> None:
+    """Chunks, mixed steps and decodes; an adapter of the head runs outside graphs."""
+    pair.graphs.clear()
+    streams = answer(pair.gpu, slots, SCORED, 4)
+    expected = answer(pair.reference, slots, SCORED, 4)
+    for ours, theirs in zip(streams, expected, strict=True):
+        assert ours.output == theirs.output
+        places = [*zip(ours.logprobs, theirs.logprobs, strict=True)]
+        places += zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
+        for found, wanted in places:
+            assert found.token_id == wanted.token_id
+            assert found.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+    assert (len(slots) in pair.graphs) == (1 not in slots)
+
+
+@pytest.mark.parametrize("slots", [[-1, -1], [0, 0, -1, 0, -1]])
+def test_greedy_ids_stay_in_the_graph(pair: Pair, slots: list[int]) -> None:
+    pair.graphs.clear()
+    outputs = [s.output for s in answer(pair.gpu, slots, PLAIN, 64)]
+    assert pair.graphs == [len(slots)] * 4
+    assert outputs == [s.output for s in answer(pair.reference, slots, PLAIN, 64)]
+
+
+def test_random_rows_draw_after_the_graph(pair: Pair) -> None:
+    hot = SamplingParams(temperature=0.7, top_k=30, repetition_penalty=1.2)
+    outputs = [s.output for s in answer(pair.gpu, [0, -1], hot, 64)]
+    assert outputs == [s.output for s in answer(pair.reference, [0, -1], hot, 64)]

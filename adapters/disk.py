@@ -5,8 +5,10 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from adapters.errors import AdapterError
@@ -91,10 +93,33 @@ def mark_used(path: Path) -> None:
         os.utime(path)
 
 
-def keep_within(max_bytes: int, folders: Iterable[Path], keep: Path) -> None:
-    """Removes entries of `folders`, least recently used first, until they fit. Never `keep`.
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """While it is open, `keep_within` of no process removes what it holds."""
 
-    A reader that has such a file open keeps it until it closes it.
+    fd: int
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def hold(path: Path) -> Hold:
+    """Of a file or folder; it waits for a removal that has begun. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if not os.path.samestat(os.fstat(fd), path.stat()):
+            raise FileNotFoundError(errno.ENOENT, "replaced")
+    except OSError:
+        os.close(fd)
+        raise
+    return Hold(fd)
+
+
+def keep_within(max_bytes: int, folders: Iterable[Path], keep: Path | None = None) -> None:
+    """Removes entries of `folders`, least recently used first, until they fit.
+
+    Never `keep`, nor what a `Hold` holds.
     """
     entries: list[tuple[float, int, Path]] = []
     for folder in folders:
@@ -105,9 +130,40 @@ def keep_within(max_bytes: int, folders: Iterable[Path], keep: Path) -> None:
     for _, size, path in sorted(entries):
         if total <= max_bytes:
             return
-        if path != keep:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
+        if path != keep and _remove_unused(path):
             total -= size
+
+
+def _remove_unused(path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if not _lock(lock):
+                return False
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(True)
+        finally:
+            os.close(lock)
+    return True
+
+
+class Incoming:
+    """Bytes that fetches under way will add. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = 0
+
+    @contextmanager
+    def expect(self, nbytes: int) -> Iterator[int]:
+        """Counts `nbytes` while inside; yields all that is expected, with them."""
+        with self._lock:
+            self._bytes += nbytes
+            total = self._bytes
+        try:
+            yield total
+        finally:
+            with self._lock:
+                self._bytes -= nbytes
 
 
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:

@@ -43,3 +43,7 @@ class AdapterError(Exception):
         self.message = message
         self.violations = violations
         self.retry_after_s = retry_after_s
+
+
+class AdapterChanged(AdapterError):
+    """`unavailable` because the source no longer holds what was pinned: resolve it again."""

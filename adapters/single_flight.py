@@ -102,4 +102,4 @@ def _concerns(error: AdapterError, theirs: str, mine: str) -> bool:
 
 def _copy(error: AdapterError) -> AdapterError:
     """An exception of one's own: a shared one would gather the tracebacks of all its raisers."""
-    return AdapterError(error.code, error.message, error.violations, error.retry_after_s)
+    return type(error)(error.code, error.message, error.violations, error.retry_after_s)

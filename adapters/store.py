@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +18,11 @@ import msgspec
 from adapters.adapter_files import fetched_bytes, small_files
 from adapters.base import BaseSpec
 from adapters.disk import (
+    Hold,
+    Incoming,
     disk_errors,
     free_bytes,
+    hold,
     keep_within,
     mark_used,
     publish_file,
@@ -26,15 +30,17 @@ from adapters.disk import (
     remove_stale,
     staging_folder,
 )
-from adapters.errors import AdapterError
+from adapters.errors import AdapterChanged, AdapterError
 from adapters.judge import check_config, is_intact, judge_folder, rejudge
 from adapters.layout import make_layout
 from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype
 from adapters.pack import SlabError, read_slab_layout, write_slab
 from adapters.peft_format import CONFIG_FILE
 from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name
+from adapters.retries import Retries
 from adapters.single_flight import SingleFlight
 from adapters.sources.base import Source
+from adapters.sources.partial import partial_bytes
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
 from adapters.violations import invalid
 
@@ -70,8 +76,11 @@ class AdapterStore:
         sources: Mapping[RefSource, Source],
         limits: AdapterLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        retries: Retries | None = None,
     ) -> None:
         self._base = base
+        self._retries = retries or Retries()
+        self._incoming = Incoming()
         self._sources = dict(sources)
         self._limits = limits or AdapterLimits()
         home = root.expanduser() / (base.digest[:32] or "base")
@@ -96,19 +105,19 @@ class AdapterStore:
     ) -> AdapterManifest:
         """The manifest of the adapter that `ref` names, fetched and judged if it is not yet here.
 
-        A pinned reference that is known costs no network: its caller has been authorised already.
+        A commit of the Hub that is known costs no network: its caller has been authorised already.
+        Others are resolved here, and once more if they change under the fetch.
         token: of this caller, for this call. progress: told of each stage of a fetch.
         """
         source = self._sources.get(ref.source)
         if source is None:
-            message = f"adapters from {ref.source!r} are not available here"
-            raise AdapterError("unavailable" if ref.source == "s3" else "forbidden", message)
-        pinned = ref if is_pinned(ref) else source.resolve(ref, token)
-        credential = hashlib.sha256((token or "").encode()).hexdigest()
+            message = f"adapters from {ref.source!r} are not enabled here"
+            raise AdapterError("forbidden", message)
         report = progress or (lambda stage: None)
-        manifest = self._admissions.run(
-            pinned, credential, lambda: self._admit(source, pinned, token, report)
-        )
+        try:
+            manifest = self._admit_current(source, ref, token, report)
+        except AdapterChanged:
+            manifest = self._admit_current(source, ref, token, report)
         if expected_digest is not None and manifest.digest != expected_digest:
             message = f"expected content {expected_digest}, found {manifest.digest}"
             raise invalid("digest_mismatch", told_name(ref), message)
@@ -144,6 +153,17 @@ class AdapterStore:
             target, "", lambda: self._pack(manifest, dtype, extent_bytes, target)
         )
 
+    def _admit_current(
+        self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
+    ) -> AdapterManifest:
+        pinned = ref
+        if ref.source != "hub" or not is_pinned(ref):
+            pinned = self._retries.run(lambda: source.resolve(ref, token))
+        credential = hashlib.sha256((token or "").encode()).hexdigest()
+        return self._admissions.run(
+            pinned, credential, lambda: self._admit(source, pinned, token, progress)
+        )
+
     def _admit(
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
     ) -> AdapterManifest:
@@ -167,19 +187,34 @@ class AdapterStore:
 
     def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> None:
         """Small files first: most of what cannot be served is known before the weights come."""
-        listing = source.list_files(ref, token)
+        listing = self._retries.run(lambda: source.list_files(ref, token))
         small = small_files(listing, self._limits)
-        if free_bytes(folder) < fetched_bytes(listing) + _HEADROOM_BYTES:
+        total = fetched_bytes(listing)
+        if total > self._limits.max_store_bytes:
+            message = f"the adapter has {total} bytes, more than the adapter store may hold"
+            raise AdapterError("too_large", message)
+        if free_bytes(folder) < total + _HEADROOM_BYTES:
             message = "the disk of the adapter store has no room for this adapter"
             raise AdapterError("unavailable", message, (), _DISK_RETRY_S)
-        for name in (*small, WEIGHTS_FILE):
-            source.fetch_file(ref, token, name, folder)
-            fetched = (folder / name).stat().st_size
+
+        def fetch(name: str) -> None:
+            target = folder / name
+            self._retries.run(
+                lambda: source.fetch_file(ref, token, name, folder), lambda: partial_bytes(target)
+            )
+            fetched = target.stat().st_size
             if fetched != listing[name]:
                 message = f"{name} came with {fetched} bytes, {listing[name]} were announced"
                 raise AdapterError("unavailable", message, (), 1.0)
+
+        for name in small:
+            fetch(name)
             if name == CONFIG_FILE:
                 check_config((folder / name).read_bytes(), self._base, self._limits)
+        with self._incoming.expect(total) as incoming:
+            room = max(0, self._limits.max_store_bytes - incoming)
+            keep_within(room, (self._content, self._slabs))
+            fetch(WEIGHTS_FILE)
 
     def _keep(self, folder: Path, manifest: AdapterManifest) -> None:
         """Moves judged content to its place, the manifest and what packing needs."""
@@ -248,18 +283,32 @@ class AdapterStore:
             if _is_slab(target):
                 mark_used(target)
                 return target
-            adapter = self._intact(manifest)
-            layout = make_layout(adapter, self._base, manifest.digest, dtype, extent_bytes)
-            if free_bytes(self._staging) < layout.nbytes + _HEADROOM_BYTES:
-                message = "the disk of the adapter store has no room for a packed adapter"
-                raise AdapterError("unavailable", message, (), _DISK_RETRY_S)
-            with staging_folder(self._staging) as folder:
-                weights = self._content / manifest.digest / WEIGHTS_FILE
-                write_slab(weights, adapter, self._base, layout, folder / "slab")
-                publish_file(folder / "slab", target)
+            with closing(self._hold(manifest)):
+                self._write_slab(manifest, dtype, extent_bytes, target)
             folders = (self._content, self._slabs)
             keep_within(self._limits.max_store_bytes, folders, keep=target)
             return target
+
+    def _hold(self, manifest: AdapterManifest) -> Hold:
+        """Of stored content, against its eviction."""
+        try:
+            return hold(self._content / manifest.digest)
+        except FileNotFoundError:
+            message = f"adapter {manifest.digest[:12]} is not in the store"
+            raise AdapterError("not_found", message) from None
+
+    def _write_slab(
+        self, manifest: AdapterManifest, dtype: SlabDtype, extent_bytes: int, target: Path
+    ) -> None:
+        adapter = self._intact(manifest)
+        layout = make_layout(adapter, self._base, manifest.digest, dtype, extent_bytes)
+        if free_bytes(self._staging) < layout.nbytes + _HEADROOM_BYTES:
+            message = "the disk of the adapter store has no room for a packed adapter"
+            raise AdapterError("unavailable", message, (), _DISK_RETRY_S)
+        with staging_folder(self._staging) as folder:
+            weights = self._content / manifest.digest / WEIGHTS_FILE
+            write_slab(weights, adapter, self._base, layout, folder / "slab")
+            publish_file(folder / "slab", target)
 
 
 def _is_slab(path: Path) -> bool:

@@ -21,5 +21,8 @@ class Source(Protocol):
         ...
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
-        """Puts one listed file of a pinned adapter into `folder`, whole or not at all."""
+        """Puts one listed file of a pinned adapter into `folder`, whole or not at all.
+
+        After a failure, what had come may lie in `folder` under another name, for the next call.
+        """
         ...

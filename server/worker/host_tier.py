@@ -12,9 +12,11 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from adapters.disk import hold
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.pack import SlabError, copy_runs, read_slab_layout
@@ -120,13 +122,14 @@ class HostTier:
         loop = asyncio.get_running_loop()
         try:
             path = await loop.run_in_executor(self._threads, self._open_slab, digest)
-            layout = await loop.run_in_executor(self._threads, read_slab_layout, path)
-            extents = await self._place(digest, layout)
-            try:
-                await loop.run_in_executor(self._threads, self._copy, path, layout, extents)
-            except BaseException:
-                self._arena.drop(digest)
-                raise
+            with closing(await loop.run_in_executor(self._threads, hold, path)):
+                layout = await loop.run_in_executor(self._threads, read_slab_layout, path)
+                extents = await self._place(digest, layout)
+                try:
+                    await loop.run_in_executor(self._threads, self._copy, path, layout, extents)
+                except BaseException:
+                    self._arena.drop(digest)
+                    raise
         except AdapterError as error:
             raise SlabUnavailable(error.message) from error
         except (OSError, SlabError) as error:

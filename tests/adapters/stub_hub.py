@@ -27,6 +27,7 @@ class Repo:
     granted: frozenset[str] = frozenset()
     faults: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)
     truncate: str | None = None
+    truncations: int = 1 << 30
 
 
 class StubHub:
@@ -37,6 +38,7 @@ class StubHub:
         self.repos: dict[str, Repo] = {}
         self.requests: Counter[tuple[str, str]] = Counter()
         self.tokens: set[str] = set()
+        self.ranges: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
 
@@ -128,7 +130,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
         etag = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": sha}
-        if repo.truncate == file and self.command == "GET":
+        wanted = self.headers.get("Range")
+        if wanted and self.command == "GET":
+            self.hub.ranges.append(wanted)
+            start = int(wanted.removeprefix("bytes=").partition("-")[0])
+            etag["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            self._send(206, data[start:], etag)
+            return
+        if repo.truncate == file and repo.truncations > 0 and self.command == "GET":
+            repo.truncations -= 1
             self.close_connection = True
             self._send(200, data[: len(data) // 2], etag | {"Content-Length": str(len(data))})
             return

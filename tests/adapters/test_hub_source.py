@@ -9,6 +9,7 @@ import pytest
 
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
+from adapters.retries import Retries
 from adapters.sources.hub import HubSource
 from adapters.store import AdapterStore
 from tests.adapter_folders import small_base, write_adapter
@@ -40,7 +41,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def store_of(source: HubSource, tmp_path: Path) -> AdapterStore:
-    return AdapterStore(tmp_path / "store", BASE, {"hub": source})
+    retries = Retries(sleep=lambda seconds: None)
+    return AdapterStore(tmp_path / "store", BASE, {"hub": source}, retries=retries)
 
 
 def kept(tmp_path: Path) -> list[Path]:
@@ -204,6 +206,34 @@ def test_a_truncated_body_leaves_nothing_and_heals(
     assert kept(tmp_path) == []
     hub.repos["org/a"].truncate = None
     assert store_of(source, tmp_path).admit(REF, None).ranks == (8,)
+
+
+def test_a_broken_download_goes_on_where_it_broke(
+    hub: StubHub, source: HubSource, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The library loses up to a chunk of what had come.
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1024)
+    hub.publish("org/a", folder)
+    hub.repos["org/a"].truncate = WEIGHTS
+    hub.repos["org/a"].truncations = 1
+    manifest = store_of(source, tmp_path).admit(REF, None)
+    content = tmp_path / "store" / BASE.digest[:32] / "content" / manifest.digest / WEIGHTS
+    assert content.read_bytes() == (folder / WEIGHTS).read_bytes()
+    assert hub.ranges
+    assert all(text != "bytes=0-" for text in hub.ranges)
+
+
+def test_a_passing_fault_passes(
+    hub: StubHub, source: HubSource, folder: Path, tmp_path: Path
+) -> None:
+    hub.publish("org/a", folder)
+    faults = hub.repos["org/a"].faults
+    faults["api"] = faults[WEIGHTS] = (503, {})
+    # Each wait sees one fault go.
+    retries = Retries(sleep=lambda seconds: (faults.popitem(), None)[1])
+    store = AdapterStore(tmp_path / "store", BASE, {"hub": source}, retries=retries)
+    assert store.admit(REF, None).ranks == (8,)
+    assert not faults
 
 
 def test_what_is_refused_by_config_or_size_costs_no_weights(

@@ -7,16 +7,17 @@ import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from adapters.disk import staging_folder
+from adapters.disk import hold, staging_folder
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.pack import read_slab_layout
-from adapters.ref import AdapterRef
+from adapters.ref import AdapterRef, RefSource
 from adapters.sources.local import LocalSource
 from adapters.store import AdapterStore
 from adapters.validate import AdapterLimits
@@ -214,12 +215,12 @@ def test_unknown_digests(digest: str, hub: FakeHub, tmp_path: Path) -> None:
         assert error.code == "not_found"
 
 
-@pytest.mark.parametrize(("source", "code"), [("s3", "unavailable"), ("local", "forbidden")])
-def test_sources_that_are_not_here(source: str, code: str, hub: FakeHub, tmp_path: Path) -> None:
-    ref = AdapterRef(source, "bucket/key")  # type: ignore[arg-type]
+@pytest.mark.parametrize("source", ["s3", "https", "local"])
+def test_sources_that_are_not_here(source: RefSource, hub: FakeHub, tmp_path: Path) -> None:
+    ref = AdapterRef(source, "bucket/key", "a" * 40)
     error = refusal(lambda: store_of(hub, tmp_path).admit(ref, None))
     assert error is not None
-    assert error.code == code
+    assert error.code == "forbidden"
 
 
 def test_a_file_shorter_than_announced_is_not_kept(hub: FakeHub, tmp_path: Path) -> None:
@@ -343,6 +344,58 @@ def test_disk_use_is_bounded_by_least_recent_use(hub: FakeHub, tmp_path: Path) -
     error = refusal(lambda: store.manifest(digests[0]))
     assert error is not None
     assert error.code == "not_found"
+
+
+def test_what_is_in_use_is_not_taken(hub: FakeHub, tmp_path: Path) -> None:
+    one = sum(path.stat().st_size for path in hub.folder.iterdir())
+    store = store_of(hub, tmp_path, AdapterLimits(max_store_bytes=int(one * 1.9)))
+    first = store.admit(PINNED, None).digest
+    write_adapter(hub.folder, BASE, seed=1)
+    # As another process may hold it while it packs.
+    with closing(hold(home(tmp_path) / "content" / first)):
+        second = store.admit(AdapterRef("hub", "org/a", "b" * 40), None).digest
+        assert store.manifest(first).digest == first
+    assert store.manifest(second).digest == second
+    write_adapter(hub.folder, BASE, seed=2)
+    third = store.admit(AdapterRef("hub", "org/a", "c" * 40), None).digest
+    assert [path.name for path in (home(tmp_path) / "content").iterdir()] == [third]
+
+
+def test_room_is_made_before_the_weights_come(hub: FakeHub, tmp_path: Path) -> None:
+    """Several fetches under way count together."""
+    one = sum(path.stat().st_size for path in hub.folder.iterdir())
+    store = store_of(hub, tmp_path, AdapterLimits(max_store_bytes=int(one * 3.9)))
+    old = []
+    for seed in range(3):
+        write_adapter(hub.folder, BASE, seed=seed)
+        old.append(store.admit(AdapterRef("hub", "org/a", f"{seed}" * 40), None).digest)
+    barrier = threading.Barrier(3)
+
+    def gate(name: str) -> None:
+        if name == WEIGHTS:
+            barrier.wait(60)
+            barrier.wait(60)
+
+    write_adapter(hub.folder, BASE, seed=8)
+    hub.gate = gate
+    with ThreadPoolExecutor(2) as pool:
+        asking = [
+            pool.submit(store.admit, AdapterRef("hub", "org/b", f"{name}" * 40), None)
+            for name in "ab"
+        ]
+        barrier.wait(60)
+        left = {path.name for path in (home(tmp_path) / "content").iterdir()}
+        barrier.wait(60)
+        assert len({ask.result(60).digest for ask in asking}) == 1
+    assert left == {old[-1]}
+
+
+def test_an_adapter_larger_than_the_whole_store_is_refused(hub: FakeHub, tmp_path: Path) -> None:
+    store = store_of(hub, tmp_path, AdapterLimits(max_store_bytes=1000))
+    error = refusal(lambda: store.admit(PINNED, None))
+    assert error is not None
+    assert error.code == "too_large"
+    assert hub.fetches == []
 
 
 def test_several_stores_share_a_root(hub: FakeHub, tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Downloads that go on where they broke off. What came so far lies beside the file, until whole."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from adapters.errors import AdapterError
+
+# A slower server than this holds a thread for nothing.
+MIN_BYTES_PER_S = 256 << 10
+GRACE_S = 60.0
+_BROKEN_RETRY_S = 0.5
+
+
+class Stream(NamedTuple):
+    """start: the offset that the first chunk has in the file."""
+
+    start: int
+    chunks: Iterable[bytes]
+
+
+Open = Callable[[int], AbstractContextManager[Stream]]
+
+
+def partial_path(target: Path) -> Path:
+    return target.with_name(f"{target.name}.partial")
+
+
+def partial_bytes(target: Path) -> int:
+    """How much of a file is there: a measure of progress."""
+    for path in (target, partial_path(target)):
+        if path.exists():
+            return path.stat().st_size
+    return 0
+
+
+def fetch_resumable(target: Path, size: int, open_at: Open, clock: Callable[[], float]) -> None:
+    """Makes `target` appear with exactly `size` bytes.
+
+    open_at: the stream from an offset; a server may begin earlier. clock: seconds, monotonic.
+    Raises AdapterError; the next call then asks for what is missing only.
+    """
+    partial = partial_path(target)
+    with partial.open("ab") as file:
+        offset = file.tell()
+        if offset < size:
+            with open_at(offset) as stream:
+                if stream.start > offset:
+                    raise _broken(target, "the server skipped a part")
+                file.truncate(stream.start)
+                _append(file, stream, size, clock)
+    partial.rename(target)
+
+
+def _append(file: IO[bytes], stream: Stream, size: int, clock: Callable[[], float]) -> None:
+    deadline = clock() + GRACE_S + (size - stream.start) / MIN_BYTES_PER_S
+    written = stream.start
+    for chunk in stream.chunks:
+        written += len(chunk)
+        if written > size:
+            file.truncate(0)
+            raise _broken(Path(file.name), f"more than {size} bytes came")
+        file.write(chunk)
+        if clock() > deadline:
+            message = f"the server sends less than {MIN_BYTES_PER_S >> 10} KiB a second"
+            raise AdapterError("unavailable", message, (), GRACE_S)
+    if written < size:
+        raise _broken(Path(file.name), f"{written} bytes of {size} came")
+
+
+def _broken(path: Path, reason: str) -> AdapterError:
+    name = path.name.removesuffix(".partial")
+    return AdapterError("unavailable", f"{name} did not come whole: {reason}", (), _BROKEN_RETRY_S)

@@ -7,30 +7,38 @@ import msgspec
 
 from adapters.errors import AdapterError
 
-RefSource = Literal["hub", "local", "s3", "alias"]
+RefSource = Literal["hub", "local", "s3", "https", "alias"]
 
 MAX_REF_CHARS = 1024
 MAX_TOKEN_CHARS = 4096
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _SEGMENT = r"[A-Za-z0-9._+=,~-]{1,255}"
+_HOST = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?(?::[1-9][0-9]{0,4})?"
 _NAMES: dict[RefSource, re.Pattern[str]] = {
     "alias": re.compile(_WORD),
     "hub": re.compile(rf"{_WORD}(?:/{_WORD})?"),
     "local": re.compile(rf"/?{_SEGMENT}(?:/{_SEGMENT})*"),
     "s3": re.compile(rf"[a-z0-9][a-z0-9.-]{{1,62}}(?:/{_SEGMENT})+"),
+    "https": re.compile(rf"{_HOST}(?:/{_SEGMENT})+"),
 }
+# Sources whose names others write as URLs, with `//` before and `/` after.
+_URLS = ("s3", "https")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_EXPECTED = "hub:org/name, hub:org/name@revision, local:path, or the name of a registered adapter"
+_EXPECTED = (
+    "hub:org/name, hub:org/name@revision, local:path, s3:bucket/prefix, https://host/path, "
+    "or the name of a registered adapter"
+)
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
     """A parsed reference. It names an adapter; it never identifies one (the digest does).
 
     source: `alias` is a name that the operator registered.
-    revision: branch, tag or commit for `hub`, fingerprint of the folder for `local`;
+    name: `bucket/prefix` for `s3`, `host[:port]/path` for `https`.
+    revision: branch, tag or commit for `hub`, fingerprint of the folder for the others;
         None = the default branch, or whatever the folder holds now.
     """
 
@@ -51,6 +59,8 @@ def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
     prefix, colon, rest = text.partition(":")
     source, body = _explicit(text, prefix, rest) if colon else _implied(text, default_source)
     name, at, revision = body.partition("@")
+    if source in _URLS:
+        name = name.removesuffix("/")
     if not _NAMES[source].fullmatch(name) or not _well_formed(source, name):
         raise _bad_ref(text, f"not the name of an adapter for source {source!r}")
     if at and (source == "alias" or not _REVISION.fullmatch(revision) or not _safe_path(revision)):
@@ -89,7 +99,7 @@ def check_token(token: str | None) -> None:
 def _explicit(text: str, prefix: str, rest: str) -> tuple[RefSource, str]:
     for source in _NAMES:
         if prefix == source:
-            return source, rest.removeprefix("//") if source == "s3" else rest
+            return source, rest.removeprefix("//") if source in _URLS else rest
     raise _bad_ref(text, f"unknown source; known: {', '.join(_NAMES)}")
 
 

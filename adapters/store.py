@@ -126,9 +126,9 @@ class AdapterStore:
     def recall(self, ref: AdapterRef) -> AdapterManifest | None:
         """What `admit` would say, if the adapter is here: quick, without any network."""
         source = self._sources.get(ref.source)
-        if source is None or not (is_pinned(ref) or ref.source == "local"):
+        if source is None or not (_is_commit(ref) or ref.source == "local"):
             return None
-        pinned = ref if is_pinned(ref) else source.resolve(ref, None)
+        pinned = ref if _is_commit(ref) else source.resolve(ref, None)
         with disk_errors():
             return self._recall(pinned)
 
@@ -157,7 +157,7 @@ class AdapterStore:
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
     ) -> AdapterManifest:
         pinned = ref
-        if ref.source != "hub" or not is_pinned(ref):
+        if not _is_commit(ref):
             pinned = self._retries.run(lambda: source.resolve(ref, token))
         credential = hashlib.sha256((token or "").encode()).hexdigest()
         return self._admissions.run(
@@ -309,6 +309,11 @@ class AdapterStore:
             weights = self._content / manifest.digest / WEIGHTS_FILE
             write_slab(weights, adapter, self._base, layout, folder / "slab")
             publish_file(folder / "slab", target)
+
+
+def _is_commit(ref: AdapterRef) -> bool:
+    """Of the Hub, where whoever pins has been authorised. Other sources allow at each resolve."""
+    return ref.source == "hub" and is_pinned(ref)
 
 
 def _is_slab(path: Path) -> bool:

@@ -15,9 +15,9 @@ from adapters.base import BaseSpec
 from adapters.errors import AdapterError
 from adapters.judge import check_folder
 from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef, parse_ref
-from adapters.sources.hub import HubSource
-from adapters.sources.local import LocalSource
+from adapters.ref import AdapterRef, RefSource, parse_ref
+from adapters.sources.base import Source
+from adapters.sources.enabled import open_sources
 from adapters.store import AdapterStore
 from adapters.validate import WEIGHTS_FILE, AdapterLimits
 from launcher.demo import model_path
@@ -91,12 +91,10 @@ def _check(text: str, base: BaseSpec | None, limits: AdapterLimits) -> AdapterMa
 
 @contextlib.contextmanager
 def _fetched(ref: AdapterRef, limits: AdapterLimits) -> Iterator[Path]:
-    """The files of an adapter on the Hub, for as long as they are looked at."""
-    if ref.source != "hub":
-        raise AdapterError(
-            "bad_ref", f"{ref.name} is neither a folder here nor org/name of the Hub"
-        )
-    source, token = HubSource(), get_token()
+    """The files of an adapter elsewhere, for as long as they are looked at."""
+    source, token = _sources(ref).get(ref.source), get_token()
+    if source is None:
+        raise AdapterError("bad_ref", f"{ref.name} is neither a folder here nor names a source")
     pinned = source.resolve(ref, token)
     listing = source.list_files(pinned, token)
     with tempfile.TemporaryDirectory(prefix="loraplex-check-") as name:
@@ -106,10 +104,17 @@ def _fetched(ref: AdapterRef, limits: AdapterLimits) -> Iterator[Path]:
 
 
 def _store(text: str, cache_dir: Path, base: BaseSpec, limits: AdapterLimits) -> AdapterStore:
-    folder = _folder(text)
-    roots = [folder.parent] if folder else []
-    sources = {"hub": HubSource(), "local": LocalSource(roots)}
-    return AdapterStore(cache_dir, base, sources, limits)  # type: ignore[arg-type]
+    return AdapterStore(cache_dir, base, _sources(_ref(text)), limits)
+
+
+def _sources(ref: AdapterRef) -> dict[RefSource, Source]:
+    """Whoever types a command may read what it names."""
+    place = ref.name.partition("/")[0]
+    return open_sources(
+        roots=[Path(ref.name).parent] if ref.source == "local" else [],
+        s3_buckets=[place] if ref.source == "s3" else [],
+        https_hosts=[place] if ref.source == "https" else [],
+    )
 
 
 def _pack(

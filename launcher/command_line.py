@@ -14,6 +14,8 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "adapters",
             "adapter_roots",
             "hub_owners",
+            "s3_buckets",
+            "https_hosts",
             "default_source",
             "share_hub_token",
             "allow_other_base",

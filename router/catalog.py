@@ -55,7 +55,7 @@ class CatalogRules:
         spelled = choice.ref.name if choice.ref.source == "alias" else choice.adapter_id
         alias = self.aliases.get(spelled)
         if alias is not None:
-            return alias, self.hub_token or choice.token
+            return alias, (self.hub_token or choice.token) if alias.source == "hub" else None
         if choice.ref.source == "alias":
             raise AdapterError("not_found", f"no adapter is registered as {choice.adapter_id!r}")
         self._check_owner(choice.ref)
@@ -115,7 +115,8 @@ class Catalog:
         ref = self.rules.aliases.get(name)
         if ref is None:
             return None
-        outcome = self._outcomes.get((ref, _fingerprint(self.rules.hub_token)))
+        token = self.rules.hub_token if ref.source == "hub" else None
+        outcome = self._outcomes.get((ref, _fingerprint(token)))
         return outcome.manifest.digest if outcome is not None and outcome.manifest else None
 
     async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:

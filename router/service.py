@@ -118,7 +118,7 @@ class _Pinner:
         self._threads = ThreadPoolExecutor(_HUB_THREADS, "hub")
 
     async def pin(self, ref: AdapterRef, token: Secret | None) -> AdapterRef:
-        """Raises AdapterError. Local references are the worker's to look at."""
+        """Raises AdapterError. Other sources' references are the worker's to look at."""
         if ref.source != "hub":
             return ref
         loop = asyncio.get_running_loop()
@@ -145,7 +145,9 @@ def _alias(text: str, config: RouterConfig) -> tuple[str, AdapterRef]:
     except AdapterError as error:
         raise ConfigError(f"--adapter {text!r}: {error.message}") from error
     if ref.source == "alias":
-        raise ConfigError(f"--adapter {text!r}: {target!r} names no source; write hub: or local:")
+        raise ConfigError(
+            f"--adapter {text!r}: {target!r} names no source; write hub:, local:, s3: or https://"
+        )
     owner = ref.name.partition("/")[0]
     if ref.source == "hub" and config.hub_owners and owner not in config.hub_owners:
         raise ConfigError(f"--adapter {text!r}: {owner!r} is not among the allowed --hub-owner")

@@ -121,6 +121,13 @@ class WorkerConfig:
         default=AdapterLimits().max_store_bytes,
         metadata={"min": 1, "help": "disk for fetched and packed adapters", "unit": "bytes"},
     )
+    s3_buckets: tuple[str, ...] = field(
+        default=(), metadata={"help": "S3 bucket whose adapters are allowed (default: none)"}
+    )
+    https_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "host for https: adapters; HOST:PORT may be private (default: none)"},
+    )
     executor: str = field(
         default="torch",
         metadata={"help": "certify[:JSON] = an engine without a model, to try a deployment"},

@@ -21,7 +21,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=1e4)]
 StopString = Annotated[str, Meta(min_length=1)]
 
-_NOT_YET: dict[str, str] = {"s3": "adapters from S3", "pbase": "adapters from Predibase"}
+_SOURCES = ("hub", "local", "s3", "https")
 _HUB_TOKEN_PREFIX = "hf_"
 
 
@@ -51,19 +51,18 @@ def choose_adapter(
     """The adapter that the caller names, None for the base. Raises RequestError."""
     if not name or (name in limits.base_names and source is None):
         return None
-    if source in _NOT_YET:
-        raise _not_yet(source, "adapter_source")
+    if source == "pbase":
+        message = "`adapter_source`: adapters from Predibase are not supported yet"
+        raise RequestError("unsupported", message, param="adapter_source")
     require(
-        source in (None, "", "hub", "local"),
-        f"expected 'hub' or 'local', got {source!r:.40}",
+        not source or source in _SOURCES,
+        f"expected one of {', '.join(_SOURCES)}; got {source!r:.40}",
         "adapter_source",
     )
     try:
         ref = parse_ref(name, cast(RefSource, source or limits.default_source))
     except AdapterError as error:
         raise RequestError("invalid", f"`{param}`: {error.message}", param=param) from None
-    if ref.source == "s3":
-        raise _not_yet(ref.source, param)
     require(
         not source or ref.source in (source, "alias"),
         f"{source!r} contradicts the adapter's own source {ref.source!r}",
@@ -81,8 +80,3 @@ def credential(api_token: str | None, bearer: str | None) -> str | None:
     if api_token:
         return api_token
     return bearer if bearer and bearer.startswith(_HUB_TOKEN_PREFIX) else None
-
-
-def _not_yet(source: str, param: str) -> RequestError:
-    message = f"`{param}`: {_NOT_YET[source]} are not supported yet"
-    return RequestError("unsupported", message, param=param)

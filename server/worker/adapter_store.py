@@ -1,19 +1,20 @@
 """The worker's adapter store, as its configuration wants it."""
 
 from adapters.base import BaseSpec
-from adapters.sources.hub import HubSource
-from adapters.sources.local import LocalSource
+from adapters.sources.enabled import open_sources
 from adapters.store import AdapterStore
 from adapters.validate import AdapterLimits
 from server.config import WorkerConfig
 
 
 def open_store(config: WorkerConfig, base: BaseSpec) -> AdapterStore:
-    """Raises AdapterError when the cache folder cannot be used."""
+    """Raises AdapterError when the cache folder cannot be used, or a source has what is no host."""
     return AdapterStore(
         config.cache_dir,
         base,
-        {"hub": HubSource(owners=config.hub_owners), "local": LocalSource(config.adapter_roots)},
+        open_sources(
+            config.hub_owners, config.adapter_roots, config.s3_buckets, config.https_hosts
+        ),
         adapter_limits(config),
     )
 

@@ -27,6 +27,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         ("/srv/adapters/a", "local", AdapterRef("local", "/srv/adapters/a")),
         ("s3:bucket/key/of", "hub", AdapterRef("s3", "bucket/key/of")),
         ("s3://bucket/key", "hub", AdapterRef("s3", "bucket/key")),
+        ("s3://bucket/key/", "hub", AdapterRef("s3", "bucket/key")),
+        ("bucket/key", "s3", AdapterRef("s3", "bucket/key")),
+        (f"s3:bucket/key@{COMMIT}", "hub", AdapterRef("s3", "bucket/key", COMMIT)),
+        ("https://host/x", "hub", AdapterRef("https", "host/x")),
+        ("https://a.host:8443/x/y/", "local", AdapterRef("https", "a.host:8443/x/y")),
+        (f"https:10.0.0.1/x@{COMMIT}", "hub", AdapterRef("https", "10.0.0.1/x", COMMIT)),
         ("x" * 96, "hub", AdapterRef("alias", "x" * 96)),
     ],
 )
@@ -73,7 +79,12 @@ def test_accepted(text: str, default: RefSource, expected: AdapterRef) -> None:
         ),
         *("local:a\\b", "local:a%2fb", "local:~\n", "local:a\x00", "local://host/x", "local:a/"),
         *("s3:", "s3:bucket", "s3://bucket", "s3:Bucket/key", "s3:bucket/../key", "s3:///key"),
-        *("http://host/x", "https://host/x", "file:///etc/passwd", "HUB:org/name", "ftp:x", "x:y"),
+        *("http://host/x", "file:///etc/passwd", "HUB:org/name", "ftp:x", "x:y"),
+        *("https:", "https://", "https://host", "https://host/", "https:///x", "https://HOST/x"),
+        *("https://u:p@host/x", "https://u@host/x", "https://host/x?a=b", "https://host/x#a"),
+        *("https://host/../x", "https://a..b/x", "https://[::1]/x", "https://host:/x"),
+        *("https://host:0/x", "https://host:123456/x", "https://host//x", "s3:bucket/key//"),
+        *("https://host/x%2f", "https://-host/x", "https://host\\x/y", "s3:///bucket/key"),
         *("%2e%2e", "org%2fname", "org\\name", "name\n", "org/name\n", "org/name\r\n", "\tname"),
         *(
             "na\u2024me",
@@ -127,7 +138,7 @@ def test_refused(text: str) -> None:
     assert len(error.value.message) < 1500
 
 
-@given(st.text(max_size=40), st.sampled_from(("hub", "local", "s3", "alias")))
+@given(st.text(max_size=40), st.sampled_from(("hub", "local", "s3", "https", "alias")))
 def test_any_text_is_a_reference_or_bad_ref(text: str, default: RefSource) -> None:
     error = refusal(lambda: parse_ref(text, default))
     if error is not None:

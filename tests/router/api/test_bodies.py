@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.ref import AdapterRef
 from router.api import lorax, openai_chat, openai_completions
 from router.api.body import MAX_PARTS, MAX_VALUES
 from router.api.errors import dialect_of_path, error_answer
@@ -74,11 +75,11 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (GENERATE, {"return_k_alternatives": 21}, "return_k_alternatives"),
     (GENERATE, {"merged_adapters": {"ids": ["a"], "weights": [1]}}, "merged_adapters"),
     (GENERATE, {"merged_adapters": {"ids": ["a"]}, "adapter_id": "a"}, "merged_adapters"),
-    (GENERATE, {"adapter_id": "a", "adapter_source": "s3"}, "adapter_source"),
     (GENERATE, {"adapter_id": "a", "adapter_source": "pbase"}, "adapter_source"),
     (GENERATE, {"adapter_id": "a", "adapter_source": "nowhere"}, "adapter_source"),
     (GENERATE, {"adapter_id": "hub:a/b", "adapter_source": "local"}, "adapter_source"),
-    (GENERATE, {"adapter_id": "s3:bucket/key"}, "adapter_id"),
+    (GENERATE, {"adapter_id": "s3:bucket"}, "adapter_id"),
+    (GENERATE, {"adapter_id": "s3:b-t/k", "adapter_source": "https"}, "adapter_source"),
     (GENERATE, {"adapter_id": "../../x"}, "adapter_id"),
     (GENERATE, {"adapter_id": "json\n"}, "adapter_id"),
     (GENERATE, {"adapter_id": "org/na\x00me"}, "adapter_id"),
@@ -313,6 +314,16 @@ def test_lorax_defaults_are_greedy() -> None:
 )
 def test_lorax_samples_when_told_so(parameters: dict[str, Any], temperature: float) -> None:
     assert call_of(GENERATE, **parameters).sampling.temperature == temperature
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [("bucket/key", "s3"), ("s3://bucket/key/", None), ("s3:bucket/key", "s3")],
+)
+def test_adapters_from_s3(name: str, source: str | None) -> None:
+    choice = call_of(GENERATE, adapter_id=name, adapter_source=source).adapter
+    assert choice is not None
+    assert choice.ref == AdapterRef("s3", "bucket/key")
 
 
 def test_lorax_parameters_arrive() -> None:

@@ -1,0 +1,218 @@
+"""Adapters on HTTPS servers that the operator listed: PEFT's files at `https://host[:port]/path/`.
+
+A host's name is resolved once for each file, its addresses are judged, and the connection goes to
+the address that was judged. No redirect is followed, no proxy asked, no credential sent.
+"""
+
+import ipaddress
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import certifi
+import httpx
+
+from adapters.errors import AdapterError
+from adapters.peft_format import CONFIG_FILE
+from adapters.ref import AdapterRef, format_ref
+from adapters.sources.partial import Stream, fetch_resumable
+from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
+from adapters.tokenizer_files import TOKENIZER_FILES
+from adapters.validate import WEIGHTS_FILE
+from adapters.violations import invalid
+
+DEFAULT_TIMEOUT_S = 10.0
+PORT = 443
+_FILES = (CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES)
+_HOST = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::([0-9]{1,5}))?")
+_RANGE = re.compile(r"bytes (\d+)-\d+/\d+")
+# Nobody says what stands behind a translated address.
+_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
+
+Lookup = Callable[[str, int], Sequence[str]]
+
+
+def look_up(host: str, port: int) -> Sequence[str]:
+    """The addresses of a host. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
+
+
+class HttpsSource:
+    """hosts: `host` = port 443 at public addresses; `host:port` = that port, at any address.
+
+    timeout_s: to connect, and between two reads. certificates: None = the system's and certifi's.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        certificates: ssl.SSLContext | None = None,
+        lookup: Lookup = look_up,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hosts = dict(map(_allowed, hosts))
+        self._lookup = lookup
+        self._clock = clock
+        self._client = httpx.Client(
+            verify=certificates or _certificates(),
+            timeout=timeout_s,
+            trust_env=False,
+            follow_redirects=False,
+            # A kept connection to this address may have shown another host's certificate.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            headers={"accept-encoding": "identity", "user-agent": "loraplex"},
+        )
+        self._pinned = PinnedFiles(self._list)
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
+        """Pinned by a digest over the names, ETags (or Last-Modified) and sizes of its files."""
+        self._check_host(ref)
+        return self._pinned.resolve(ref)
+
+    def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
+        self._check_host(ref)
+        return {name: file.size for name, file in self._pinned.files(ref).items()}
+
+    def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+        self._check_host(ref)
+        file = self._pinned.files(ref)[name]
+        fetch_resumable(
+            folder / name,
+            file.size,
+            lambda offset: self._open(ref, name, file, offset),
+            self._clock,
+        )
+
+    def _check_host(self, ref: AdapterRef) -> bool:
+        """Whether the host may have a private address."""
+        place = _place(ref)[:2]
+        if place not in self._hosts:
+            host = ref.name.partition("/")[0]
+            message = f"adapters of the host {host!r} are not allowed here (option https_hosts)"
+            raise AdapterError("forbidden", message)
+        return self._hosts[place]
+
+    def _list(self, ref: AdapterRef) -> Mapping[str, RemoteFile]:
+        files = {}
+        for name in _FILES:
+            with self._request("HEAD", ref, name, {}) as answer:
+                if answer.status_code not in (404, 410):
+                    _check(answer, ref)
+                    files[name] = _remote_file(answer, name)
+        if not files:
+            raise AdapterError("not_found", f"{format_ref(ref)} holds no adapter")
+        return files
+
+    @contextmanager
+    def _open(self, ref: AdapterRef, name: str, file: RemoteFile, offset: int) -> Iterator[Stream]:
+        is_etag = file.tag.startswith('"')
+        headers = {"if-match" if is_etag else "if-unmodified-since": file.tag}
+        if offset:
+            headers["range"] = f"bytes={offset}-"
+        with self._request("GET", ref, name, headers) as answer:
+            if answer.status_code in (404, 410, 412, 416):
+                raise changed(ref)
+            _check(answer, ref)
+            if _tag(answer) != file.tag:
+                raise changed(ref)
+            yield Stream(_start(answer), answer.iter_raw())
+
+    @contextmanager
+    def _request(
+        self, method: str, ref: AdapterRef, name: str, headers: Mapping[str, str]
+    ) -> Iterator[httpx.Response]:
+        host, port, path = _place(ref)
+        address = self._address(ref, host, port)
+        at = f"[{address}]" if ":" in address else address
+        named = host if port == PORT else f"{host}:{port}"
+        try:
+            with self._client.stream(
+                method,
+                f"https://{at}:{port}/{path}/{name}",
+                headers={**headers, "host": named},
+                # The certificate must be the host's, whatever its address.
+                extensions={"sni_hostname": host},
+            ) as answer:
+                yield answer
+        except httpx.HTTPError:
+            raise unreachable(ref) from None
+
+    def _address(self, ref: AdapterRef, host: str, port: int) -> str:
+        try:
+            addresses = self._lookup(host, port)
+        except (OSError, UnicodeError):
+            raise unreachable(ref) from None
+        if not addresses:
+            raise unreachable(ref)
+        if not self._check_host(ref) and not all(map(_is_public, addresses)):
+            message = f"the host {host!r} has a private address; list it as '{host}:{port}'"
+            raise AdapterError("forbidden", message)
+        return addresses[0]
+
+
+def _allowed(text: str) -> tuple[tuple[str, int], bool]:
+    """(host, port) and whether its address may be private, from one item of the option."""
+    match = _HOST.fullmatch(text)
+    port = int(match[2] or PORT) if match else 0
+    if match is None or not 0 < port < 1 << 16:
+        message = f"--https-host {text!r}: expected host or host:port, in lower case"
+        raise AdapterError("bad_ref", message)
+    return (match[1], port), match[2] is not None
+
+
+def _place(ref: AdapterRef) -> tuple[str, int, str]:
+    server, _, path = ref.name.partition("/")
+    host, _, port = server.partition(":")
+    return host, int(port or PORT), path
+
+
+def _is_public(text: str) -> bool:
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        if inner is not None or address in _TRANSLATED:
+            return False
+    return address.is_global and not address.is_multicast
+
+
+def _certificates() -> ssl.SSLContext:
+    """The system's (`SSL_CERT_FILE` holds) and certifi's, for machines that have none."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context
+
+
+def _check(answer: httpx.Response, ref: AdapterRef) -> None:
+    """Raises AdapterError unless it is a plain answer."""
+    if answer.is_redirect:
+        raise AdapterError("not_found", f"{format_ref(ref)} is a redirect, which is not followed")
+    if answer.status_code not in (200, 206):
+        raise refused(ref, answer.status_code, answer.headers.get("retry-after"))
+    if answer.headers.get("content-encoding", "identity") != "identity":
+        message = "the server compresses, though it was asked not to"
+        raise invalid("unpinned_file", ref.name, message)
+
+
+def _remote_file(answer: httpx.Response, name: str) -> RemoteFile:
+    tag, size = _tag(answer), answer.headers.get("content-length", "")
+    if not tag or not (size.isascii() and size.isdigit()):
+        message = f"the server tells no length of {name}, or neither ETag nor Last-Modified"
+        raise invalid("unpinned_file", name, message)
+    return RemoteFile(tag, int(size))
+
+
+def _tag(answer: httpx.Response) -> str:
+    """A weak ETag says nothing of bytes."""
+    etag = str(answer.headers.get("etag", ""))
+    return etag if etag.startswith('"') else str(answer.headers.get("last-modified", ""))
+
+
+def _start(answer: httpx.Response) -> int:
+    match = _RANGE.fullmatch(answer.headers.get("content-range", ""))
+    return int(match[1]) if match and answer.status_code == 206 else 0

@@ -1,0 +1,87 @@
+"""What sources without commits share: files pinned by their tags, and how servers say no."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from adapters.errors import AdapterChanged, AdapterError
+from adapters.ref import AdapterRef, format_ref
+
+MAX_KNOWN = 4096
+RETRY_S = 1.0
+_MAX_RETRY_S = 300.0
+
+
+class RemoteFile(NamedTuple):
+    """tag: what the server says changes whenever the content does (an ETag)."""
+
+    tag: str
+    size: int
+
+
+class PinnedFiles:
+    """Pins references by a digest over names, tags and sizes, and remembers what they hold.
+
+    A listing that is remembered cannot be stale: its digest is the revision. Thread-safe.
+    list_now: asks the server; raises AdapterError.
+    """
+
+    def __init__(self, list_now: Callable[[AdapterRef], Mapping[str, RemoteFile]]) -> None:
+        self._list_now = list_now
+        self._lock = threading.Lock()
+        self._known: OrderedDict[AdapterRef, Mapping[str, RemoteFile]] = OrderedDict()
+
+    def resolve(self, ref: AdapterRef) -> AdapterRef:
+        """Always asks. Raises AdapterChanged when `ref` has a revision that is not there now."""
+        return self._resolve(ref)[0]
+
+    def files(self, ref: AdapterRef) -> Mapping[str, RemoteFile]:
+        """Of a pinned reference."""
+        with self._lock:
+            known = self._known.get(ref)
+        return self._resolve(ref)[1] if known is None else known
+
+    def _resolve(self, ref: AdapterRef) -> tuple[AdapterRef, Mapping[str, RemoteFile]]:
+        files = self._list_now(ref)
+        pinned = AdapterRef(ref.source, ref.name, _revision(files))
+        if ref.revision not in (None, pinned.revision):
+            raise changed(ref)
+        with self._lock:
+            self._known[pinned] = files
+            self._known.move_to_end(pinned)
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        return pinned, files
+
+
+def _revision(files: Mapping[str, RemoteFile]) -> str:
+    parts = sorted(f"{name}\0{file.tag}\0{file.size}" for name, file in files.items())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
+
+
+def changed(ref: AdapterRef) -> AdapterChanged:
+    name = format_ref(AdapterRef(ref.source, ref.name))
+    return AdapterChanged("unavailable", f"{name} has changed; try again", (), RETRY_S)
+
+
+def unreachable(ref: AdapterRef) -> AdapterError:
+    message = f"{format_ref(ref)} cannot be reached or read now"
+    return AdapterError("unavailable", message, (), RETRY_S)
+
+
+def refused(ref: AdapterRef, status: int, retry_after: str | None) -> AdapterError:
+    """From a status other than 2xx. Only the operator's credentials are at stake, so 401 is a 403.
+
+    retry_after: the header; only seconds are understood.
+    """
+    name = format_ref(ref)
+    if status in (401, 403):
+        return AdapterError("forbidden", f"{name}: the server's access is refused (HTTP {status})")
+    if 300 <= status < 500 and status not in (408, 425, 429):
+        return AdapterError("not_found", f"{name} is not to be had (HTTP {status})")
+    seconds = retry_after or ""
+    delay = float(seconds) if seconds.isascii() and seconds.isdigit() else RETRY_S
+    message = f"{name} cannot be served now (HTTP {status})"
+    return AdapterError("unavailable", message, (), min(delay, _MAX_RETRY_S))

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +28,13 @@ def free_port() -> int:
         return port
 
 
-def start_serving(*options: str, log: Path) -> Serving:
+def start_serving(*options: str, log: Path, environ: Mapping[str, str] | None = None) -> Serving:
     port = free_port()
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "launcher", "serve", "--port", str(port), *options],
             cwd=ROOT,
+            env=environ,
             stdout=out,
             stderr=subprocess.STDOUT,
         )

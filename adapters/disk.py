@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -88,14 +87,14 @@ def publish_file(staged: Path, target: Path) -> None:
 
 
 def mark_used(path: Path) -> None:
-    """Notes the use for `keep_within`."""
+    """Notes the use for `release`."""
     with suppress(OSError):
         os.utime(path)
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """While it is open, `keep_within` of no process removes what it holds."""
+    """While it is open, `release` of no process removes what it holds."""
 
     fd: int
 
@@ -116,22 +115,32 @@ def hold(path: Path) -> Hold:
     return Hold(fd)
 
 
-def keep_within(max_bytes: int, folders: Iterable[Path], keep: Path | None = None) -> None:
-    """Removes entries of `folders`, least recently used first, until they fit.
+def stored_bytes(folders: Iterable[Path]) -> int:
+    return sum(size for _, size, _ in _entries(folders))
+
+
+def release(nbytes: int, folders: Iterable[Path], keep: Path | None = None) -> None:
+    """Removes entries of `folders`, least recently used first, until `nbytes` are gone.
 
     Never `keep`, nor what a `Hold` holds.
     """
-    entries: list[tuple[float, int, Path]] = []
+    if nbytes <= 0:
+        return
+    for _, size, path in sorted(_entries(folders)):
+        if path != keep and _remove_unused(path):
+            nbytes -= size
+            if nbytes <= 0:
+                return
+
+
+def _entries(folders: Iterable[Path]) -> list[tuple[float, int, Path]]:
+    """When each was used last, its bytes, and where it lies."""
+    found: list[tuple[float, int, Path]] = []
     for folder in folders:
         for entry in entries_of(folder):
             with suppress(OSError):
-                entries.append((entry.stat().st_mtime, _size(Path(entry.path)), Path(entry.path)))
-    total = sum(size for _, size, _ in entries)
-    for _, size, path in sorted(entries):
-        if total <= max_bytes:
-            return
-        if path != keep and _remove_unused(path):
-            total -= size
+                found.append((entry.stat().st_mtime, _size(Path(entry.path)), Path(entry.path)))
+    return found
 
 
 def _remove_unused(path: Path) -> bool:
@@ -144,26 +153,6 @@ def _remove_unused(path: Path) -> bool:
         finally:
             os.close(lock)
     return True
-
-
-class Incoming:
-    """Bytes that fetches under way will add. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._bytes = 0
-
-    @contextmanager
-    def expect(self, nbytes: int) -> Iterator[int]:
-        """Counts `nbytes` while inside; yields all that is expected, with them."""
-        with self._lock:
-            self._bytes += nbytes
-            total = self._bytes
-        try:
-            yield total
-        finally:
-            with self._lock:
-                self._bytes -= nbytes
 
 
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:

@@ -19,11 +19,8 @@ from adapters.adapter_files import fetched_bytes, small_files
 from adapters.base import BaseSpec
 from adapters.disk import (
     Hold,
-    Incoming,
     disk_errors,
-    free_bytes,
     hold,
-    keep_within,
     mark_used,
     publish_file,
     publish_folder,
@@ -36,6 +33,7 @@ from adapters.layout import make_layout
 from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype
 from adapters.pack import SlabError, read_slab_layout, write_slab
 from adapters.peft_format import CONFIG_FILE
+from adapters.quota import Quota
 from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name
 from adapters.retries import Retries
 from adapters.single_flight import SingleFlight
@@ -49,10 +47,8 @@ Progress = Callable[[Stage], None]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_FILE = "manifest.json"
-_HEADROOM_BYTES = 64 << 20
 _FAILURE_TTL_S = 5.0
 _MAX_REFS = 65_536
-_DISK_RETRY_S = 30.0
 
 
 class _Remembered(msgspec.Struct, frozen=True):
@@ -80,7 +76,6 @@ class AdapterStore:
     ) -> None:
         self._base = base
         self._retries = retries or Retries()
-        self._incoming = Incoming()
         self._sources = dict(sources)
         self._limits = limits or AdapterLimits()
         home = root.expanduser() / (base.digest[:32] or "base")
@@ -88,6 +83,7 @@ class AdapterStore:
         self._refs = home / "refs"
         self._slabs = home / "slabs"
         self._staging = home / "staging"
+        self._quota = Quota(self._limits.max_store_bytes, (self._content, self._slabs))
         self._admissions: SingleFlight[AdapterRef, AdapterManifest]
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
         self._packings: SingleFlight[Path, Path] = SingleFlight(clock, _FAILURE_TTL_S)
@@ -178,11 +174,7 @@ class AdapterStore:
                 manifest = judge_folder(folder, self._base, self._limits).manifest
                 self._keep(folder, manifest)
                 self._remember(ref, manifest.digest, folder)
-            keep_within(
-                self._limits.max_store_bytes,
-                (self._content, self._slabs),
-                keep=self._content / manifest.digest,
-            )
+            self._quota.settle(keep=self._content / manifest.digest)
             return manifest
 
     def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> None:
@@ -190,12 +182,10 @@ class AdapterStore:
         listing = self._retries.run(lambda: source.list_files(ref, token))
         small = small_files(listing, self._limits)
         total = fetched_bytes(listing)
-        if total > self._limits.max_store_bytes:
+        if total > self._quota.max_bytes:
             message = f"the adapter has {total} bytes, more than the adapter store may hold"
             raise AdapterError("too_large", message)
-        if free_bytes(folder) < total + _HEADROOM_BYTES:
-            message = "the disk of the adapter store has no room for this adapter"
-            raise AdapterError("unavailable", message, (), _DISK_RETRY_S)
+        self._quota.check(total)
 
         def fetch(name: str) -> None:
             target = folder / name
@@ -211,9 +201,7 @@ class AdapterStore:
             fetch(name)
             if name == CONFIG_FILE:
                 check_config((folder / name).read_bytes(), self._base, self._limits)
-        with self._incoming.expect(total) as incoming:
-            room = max(0, self._limits.max_store_bytes - incoming)
-            keep_within(room, (self._content, self._slabs))
+        with self._quota.room(total):
             fetch(WEIGHTS_FILE)
 
     def _keep(self, folder: Path, manifest: AdapterManifest) -> None:
@@ -285,8 +273,7 @@ class AdapterStore:
                 return target
             with closing(self._hold(manifest)):
                 self._write_slab(manifest, dtype, extent_bytes, target)
-            folders = (self._content, self._slabs)
-            keep_within(self._limits.max_store_bytes, folders, keep=target)
+            self._quota.settle(keep=target)
             return target
 
     def _hold(self, manifest: AdapterManifest) -> Hold:
@@ -302,10 +289,8 @@ class AdapterStore:
     ) -> None:
         adapter = self._intact(manifest)
         layout = make_layout(adapter, self._base, manifest.digest, dtype, extent_bytes)
-        if free_bytes(self._staging) < layout.nbytes + _HEADROOM_BYTES:
-            message = "the disk of the adapter store has no room for a packed adapter"
-            raise AdapterError("unavailable", message, (), _DISK_RETRY_S)
-        with staging_folder(self._staging) as folder:
+        self._quota.check(layout.nbytes)
+        with self._quota.room(layout.nbytes), staging_folder(self._staging) as folder:
             weights = self._content / manifest.digest / WEIGHTS_FILE
             write_slab(weights, adapter, self._base, layout, folder / "slab")
             publish_file(folder / "slab", target)

@@ -5,13 +5,13 @@ import hashlib
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
+from adapters.ref import AdapterRef, RefSource
 from server.protocol import AdapterLoad, AdapterState, LoadStage
 from server.worker.metrics import WorkerMetrics
 from server.worker.validation import check_load
@@ -47,8 +47,9 @@ class AdapterStorage(Protocol):
 
 
 class AdapterService:
-    """`fetching`: threads that may wait for a source; `reading`: threads that read the disk only,
-    so that adapters which are here need not wait behind downloads.
+    """`fetching`: threads that may wait for a source, of each its own, so that one which stalls
+    holds up no other's; `reading`: threads that read the disk only, so that adapters which are
+    here need not wait behind downloads.
 
     Loads of one adapter with one credential share a thread; the store shares the fetch.
 
@@ -58,7 +59,7 @@ class AdapterService:
     def __init__(
         self,
         store: AdapterStorage,
-        fetching: Executor,
+        fetching: Mapping[RefSource, Executor],
         reading: Executor,
         metrics: WorkerMetrics,
     ) -> None:
@@ -121,7 +122,7 @@ class AdapterService:
         if known is not None and frame.expected_digest in (None, known.digest):
             return known
         return await loop.run_in_executor(
-            self._fetching,
+            self._fetching[frame.ref.source],
             lambda: self._store.admit(frame.ref, frame.token, frame.expected_digest, progress),
         )
 

@@ -7,9 +7,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
+from adapters.ref import RefSource
 from server.config import EngineConfig, WorkerConfig
 from server.engine.residency import AdapterArena
 from server.model.base_facts import read_base_spec
@@ -142,7 +144,8 @@ def _worker(
 ) -> Worker:
     metrics = WorkerMetrics()
     store = open_store(config, base)
-    loading = ThreadPoolExecutor(LOAD_THREADS, "adapter-load")
+    sources: tuple[RefSource, ...] = get_args(RefSource)
+    loading = {name: ThreadPoolExecutor(LOAD_THREADS, f"load-{name}") for name in sources}
     staging = ThreadPoolExecutor(STAGE_THREADS, "slab-stage")
     extents = engine.host_arena_bytes // engine.extent_bytes
     tier = HostTier(

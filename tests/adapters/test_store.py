@@ -17,6 +17,7 @@ from adapters.disk import hold, staging_folder
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.pack import read_slab_layout
+from adapters.quota import HEADROOM_BYTES
 from adapters.ref import AdapterRef, RefSource
 from adapters.sources.local import LocalSource
 from adapters.store import AdapterStore
@@ -254,7 +255,7 @@ def test_a_disk_that_fails(code: int, hub: FakeHub, tmp_path: Path) -> None:
 def test_too_little_room_is_known_before_the_fetch(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.store.free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr("adapters.quota.free_bytes", lambda folder: 1 << 20)
     error = refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None))
     assert error is not None
     assert error.code == "unavailable"
@@ -388,6 +389,23 @@ def test_room_is_made_before_the_weights_come(hub: FakeHub, tmp_path: Path) -> N
         barrier.wait(60)
         assert len({ask.result(60).digest for ask in asking}) == 1
     assert left == {old[-1]}
+
+
+def test_a_full_disk_is_the_oldest_adapters_loss(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota that is larger than the disk does not keep what nobody uses for ever."""
+    store = store_of(hub, tmp_path)
+    content = home(tmp_path) / "content"
+    old = store.admit(PINNED, None).digest
+    newer = write_adapter(hub.folder, BASE, seed=1)
+    size = (newer / WEIGHTS).stat().st_size
+    monkeypatch.setattr(
+        "adapters.quota.free_bytes",
+        lambda folder: HEADROOM_BYTES + size - sum(1 for _ in content.iterdir()) * size // 2,
+    )
+    fresh = store.admit(AdapterRef("hub", "org/a", "b" * 40), None).digest
+    assert [path.name for path in content.iterdir()] == [fresh] != [old]
 
 
 def test_an_adapter_larger_than_the_whole_store_is_refused(hub: FakeHub, tmp_path: Path) -> None:

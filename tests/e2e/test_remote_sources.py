@@ -3,17 +3,21 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from launcher.demo import adapter_paths
+from server.worker.setup import LOAD_THREADS
 from tests.adapters.stub_files import FileServer, running_files
 from tests.e2e.serving import ROOT, Serving, start_serving
 
 CERTIFICATE = ROOT / "tests/adapters/self_signed.pem"
+CALLERS = LOAD_THREADS + 8
 KEY_ID, SECRET = "AKIATHISISTHEID", "thisIsTheSecretKey"
 
 
@@ -100,6 +104,28 @@ def test_other_places_are_refused(remote: Serving, s3: FileServer, web: FileServ
     missing = generate(remote, adapter_id="s3:models/nothing")
     assert missing.status_code == 404
     assert SECRET not in remote.log.read_text()
+
+
+def test_a_source_that_stalls_holds_up_no_other(remote: Serving, s3: FileServer) -> None:
+    arrived, gate = threading.Semaphore(0), threading.Event()
+
+    def stall(name: str) -> None:
+        arrived.release()
+        gate.wait(60)
+
+    s3.before_get = stall
+    with ThreadPoolExecutor(CALLERS) as pool:
+        try:
+            names = [f"s3:models/team/none-{number}" for number in range(CALLERS)]
+            asking = [pool.submit(generate, remote, adapter_id=name) for name in names]
+            for _ in range(LOAD_THREADS):
+                assert arrived.acquire(timeout=60)
+            assert generate(remote, adapter_id="pirate").status_code == 200
+            assert not any(ask.done() for ask in asking)
+        finally:
+            gate.set()
+            s3.before_get = lambda name: None
+        assert {ask.result().status_code for ask in asking} <= {404, 503}
 
 
 def test_the_commands_take_references(

@@ -1,0 +1,53 @@
+"""How much disk stored content may use, kept by removing what was not used for longest."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from adapters.disk import free_bytes, release, stored_bytes
+from adapters.errors import AdapterError
+
+HEADROOM_BYTES = 64 << 20
+_RETRY_S = 30.0
+
+
+class Quota:
+    """`max_bytes` for what lies in `folders`, and never more than the disk has. Thread-safe.
+
+    What another holds (`adapters.disk.hold`) stays, even if the quota is exceeded for a while.
+    """
+
+    def __init__(self, max_bytes: int, folders: Sequence[Path]) -> None:
+        self.max_bytes = max_bytes
+        self._folders = tuple(folders)
+        self._lock = threading.Lock()
+        self._expected = 0
+
+    def check(self, nbytes: int) -> None:
+        """Raises AdapterError when the disk has no room for `nbytes`, whatever were removed."""
+        shortage = self._shortage(nbytes)
+        if shortage > 0 and shortage > stored_bytes(self._folders):
+            message = "the disk of the adapter store has no room for this adapter"
+            raise AdapterError("unavailable", message, (), _RETRY_S)
+
+    @contextmanager
+    def room(self, nbytes: int) -> Iterator[None]:
+        """Made for what is written while inside; several who write count together."""
+        with self._lock:
+            self._expected += nbytes
+            expected = self._expected
+        try:
+            excess = stored_bytes(self._folders) + expected - self.max_bytes
+            release(max(excess, self._shortage(nbytes)), self._folders)
+            yield
+        finally:
+            with self._lock:
+                self._expected -= nbytes
+
+    def settle(self, keep: Path) -> None:
+        """Holds the quota again, without touching `keep`, which has just come."""
+        release(stored_bytes(self._folders) - self.max_bytes, self._folders, keep)
+
+    def _shortage(self, nbytes: int) -> int:
+        return nbytes + HEADROOM_BYTES - free_bytes(self._folders[0])

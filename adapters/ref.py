@@ -77,9 +77,10 @@ def format_ref(ref: AdapterRef) -> str:
 def told_name(ref: AdapterRef) -> str:
     """The reference as an answer may tell it: where a folder lies is the operator's business.
 
-    A caller who used a registered name never learns the path behind it.
+    A caller who used a registered name never learns the path, bucket or host behind it.
     """
-    return ref.name.rpartition("/")[2] if ref.source == "local" else format_ref(ref)
+    is_public = ref.source in ("hub", "alias")
+    return format_ref(ref) if is_public else ref.name.rpartition("/")[2]
 
 
 def is_pinned(ref: AdapterRef) -> bool:

@@ -18,7 +18,7 @@ import httpx
 
 from adapters.errors import AdapterError
 from adapters.peft_format import CONFIG_FILE
-from adapters.ref import AdapterRef, format_ref
+from adapters.ref import AdapterRef, told_name
 from adapters.sources.partial import Stream, fetch_resumable
 from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
 from adapters.tokenizer_files import TOKENIZER_FILES
@@ -93,8 +93,7 @@ class HttpsSource:
         """Whether the host may have a private address."""
         place = _place(ref)[:2]
         if place not in self._hosts:
-            host = ref.name.partition("/")[0]
-            message = f"adapters of the host {host!r} are not allowed here (option https_hosts)"
+            message = f"{told_name(ref)}: adapters of its host are not allowed here (--https-host)"
             raise AdapterError("forbidden", message)
         return self._hosts[place]
 
@@ -106,7 +105,7 @@ class HttpsSource:
                     _check(answer, ref)
                     files[name] = _remote_file(answer, name)
         if not files:
-            raise AdapterError("not_found", f"{format_ref(ref)} holds no adapter")
+            raise AdapterError("not_found", f"{told_name(ref)} holds no adapter")
         return files
 
     @contextmanager
@@ -151,7 +150,7 @@ class HttpsSource:
         if not addresses:
             raise unreachable(ref)
         if not self._check_host(ref) and not all(map(_is_public, addresses)):
-            message = f"the host {host!r} has a private address; list it as '{host}:{port}'"
+            message = f"{told_name(ref)}: its host has a private address (--https-host HOST:PORT)"
             raise AdapterError("forbidden", message)
         return addresses[0]
 
@@ -191,12 +190,12 @@ def _certificates() -> ssl.SSLContext:
 def _check(answer: httpx.Response, ref: AdapterRef) -> None:
     """Raises AdapterError unless it is a plain answer."""
     if answer.is_redirect:
-        raise AdapterError("not_found", f"{format_ref(ref)} is a redirect, which is not followed")
+        raise AdapterError("not_found", f"{told_name(ref)} is a redirect, which is not followed")
     if answer.status_code not in (200, 206):
         raise refused(ref, answer.status_code, answer.headers.get("retry-after"))
     if answer.headers.get("content-encoding", "identity") != "identity":
         message = "the server compresses, though it was asked not to"
-        raise invalid("unpinned_file", ref.name, message)
+        raise invalid("unpinned_file", told_name(ref), message)
 
 
 def _remote_file(answer: httpx.Response, name: str) -> RemoteFile:

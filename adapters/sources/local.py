@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from adapters.adapter_files import is_relevant
-from adapters.errors import AdapterError
+from adapters.errors import AdapterChanged, AdapterError
 from adapters.ref import AdapterRef, told_name
 from adapters.violations import invalid, shown
 
@@ -156,6 +156,6 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _changed(ref: AdapterRef) -> AdapterError:
+def _changed(ref: AdapterRef) -> AdapterChanged:
     message = f"local adapter {shown(told_name(ref))} changed while it was read; try again"
-    return AdapterError("unavailable", message, (), _CHANGED_RETRY_S)
+    return AdapterChanged("unavailable", message, (), _CHANGED_RETRY_S)

@@ -47,7 +47,7 @@ def store() -> Iterator[Store]:
 async def test_what_is_here_does_not_wait_for_downloads(store: Store) -> None:
     states: asyncio.Queue[AdapterState] = asyncio.Queue()
     with ThreadPoolExecutor(1) as fetching, ThreadPoolExecutor(1) as reading:
-        service = AdapterService(store, fetching, reading, WorkerMetrics())
+        service = AdapterService(store, {"local": fetching}, reading, WorkerMetrics())
         service.load(AdapterLoad("cold", AdapterRef("local", "cold")), states.put_nowait)
         assert await asyncio.to_thread(store.fetching.wait, 30)
         service.load(AdapterLoad("here", AdapterRef("local", "here")), states.put_nowait)
@@ -56,3 +56,17 @@ async def test_what_is_here_does_not_wait_for_downloads(store: Store) -> None:
         store.gate.set()
         second = await asyncio.wait_for(states.get(), 30)
         assert (second.load_id, second.stage) == ("cold", "ready")
+
+
+async def test_a_source_that_stalls_holds_up_no_other(store: Store) -> None:
+    states: asyncio.Queue[AdapterState] = asyncio.Queue()
+    with ThreadPoolExecutor(1) as hub, ThreadPoolExecutor(1) as s3, ThreadPoolExecutor(1) as disk:
+        service = AdapterService(store, {"hub": hub, "s3": s3}, disk, WorkerMetrics())
+        service.load(AdapterLoad("stalled", AdapterRef("s3", "b/cold")), states.put_nowait)
+        assert await asyncio.to_thread(store.fetching.wait, 30)
+        store.fetching.clear()
+        service.load(AdapterLoad("other", AdapterRef("hub", "org/cold")), states.put_nowait)
+        assert await asyncio.to_thread(store.fetching.wait, 30)
+        store.gate.set()
+        names = {(await asyncio.wait_for(states.get(), 30)).load_id for _ in range(2)}
+        assert names == {"stalled", "other"}

@@ -119,15 +119,15 @@ def stored_bytes(folders: Iterable[Path]) -> int:
     return sum(size for _, size, _ in _entries(folders))
 
 
-def release(nbytes: int, folders: Iterable[Path], keep: Path | None = None) -> None:
+def release(nbytes: int, folders: Iterable[Path]) -> None:
     """Removes entries of `folders`, least recently used first, until `nbytes` are gone.
 
-    Never `keep`, nor what a `Hold` holds.
+    Never what a `Hold` holds.
     """
     if nbytes <= 0:
         return
     for _, size, path in sorted(_entries(folders)):
-        if path != keep and _remove_unused(path):
+        if _remove_unused(path):
             nbytes -= size
             if nbytes <= 0:
                 return

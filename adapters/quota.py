@@ -45,9 +45,5 @@ class Quota:
             with self._lock:
                 self._expected -= nbytes
 
-    def settle(self, keep: Path) -> None:
-        """Holds the quota again, without touching `keep`, which has just come."""
-        release(stored_bytes(self._folders) - self.max_bytes, self._folders, keep)
-
     def _shortage(self, nbytes: int) -> int:
         return nbytes + HEADROOM_BYTES - free_bytes(self._folders[0])

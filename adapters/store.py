@@ -174,7 +174,6 @@ class AdapterStore:
                 manifest = judge_folder(folder, self._base, self._limits).manifest
                 self._keep(folder, manifest)
                 self._remember(ref, manifest.digest, folder)
-            self._quota.settle(keep=self._content / manifest.digest)
             return manifest
 
     def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> None:
@@ -273,7 +272,6 @@ class AdapterStore:
                 return target
             with closing(self._hold(manifest)):
                 self._write_slab(manifest, dtype, extent_bytes, target)
-            self._quota.settle(keep=target)
             return target
 
     def _hold(self, manifest: AdapterManifest) -> Hold:

@@ -10,7 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import certifi
@@ -27,6 +27,7 @@ from adapters.violations import invalid
 
 DEFAULT_TIMEOUT_S = 10.0
 PORT = 443
+MAX_ADDRESSES = 4
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES)
 _HOST = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::([0-9]{1,5}))?")
 _RANGE = re.compile(r"bytes (\d+)-\d+/\d+")
@@ -126,33 +127,43 @@ class HttpsSource:
     def _request(
         self, method: str, ref: AdapterRef, name: str, headers: Mapping[str, str]
     ) -> Iterator[httpx.Response]:
-        host, port, path = _place(ref)
-        address = self._address(ref, host, port)
-        at = f"[{address}]" if ":" in address else address
-        named = host if port == PORT else f"{host}:{port}"
         try:
-            with self._client.stream(
-                method,
-                f"https://{at}:{port}/{path}/{name}",
-                headers={**headers, "host": named},
-                # The certificate must be the host's, whatever its address.
-                extensions={"sni_hostname": host},
-            ) as answer:
+            with closing(self._send(method, ref, name, headers)) as answer:
                 yield answer
         except httpx.HTTPError:
             raise unreachable(ref) from None
 
-    def _address(self, ref: AdapterRef, host: str, port: int) -> str:
+    def _send(
+        self, method: str, ref: AdapterRef, name: str, headers: Mapping[str, str]
+    ) -> httpx.Response:
+        """From the first address that can be connected to. Raises httpx.HTTPError."""
+        host, port, path = _place(ref)
+        addresses = self._addresses(ref, host, port)
+        for number, address in enumerate(addresses, 1):
+            request = self._client.build_request(
+                method,
+                f"https://{f'[{address}]' if ':' in address else address}:{port}/{path}/{name}",
+                headers={**headers, "host": host if port == PORT else f"{host}:{port}"},
+                # The certificate must be the host's, whatever its address.
+                extensions={"sni_hostname": host},
+            )
+            try:
+                return self._client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if number == len(addresses):
+                    raise
+        raise unreachable(ref)
+
+    def _addresses(self, ref: AdapterRef, host: str, port: int) -> Sequence[str]:
+        """Judged; at most a few."""
         try:
             addresses = self._lookup(host, port)
         except (OSError, UnicodeError):
             raise unreachable(ref) from None
-        if not addresses:
-            raise unreachable(ref)
         if not self._check_host(ref) and not all(map(_is_public, addresses)):
             message = f"{told_name(ref)}: its host has a private address (--https-host HOST:PORT)"
             raise AdapterError("forbidden", message)
-        return addresses[0]
+        return addresses[:MAX_ADDRESSES]
 
 
 def _allowed(text: str) -> tuple[tuple[str, int], bool]:

@@ -141,6 +141,14 @@ def test_the_address_that_was_judged_is_the_one_connected_to(
     assert store_of(source_of(web), tmp_path).admit(ref_of(web), None).ranks == (32,)
 
 
+def test_an_address_that_nobody_answers_at_is_passed_over(
+    web: FileServer, folder: Path, tmp_path: Path
+) -> None:
+    web.publish("team/a", folder)
+    source = source_of(web, lookup=lambda host, port: ["127.0.0.2", "127.0.0.1"])
+    assert store_of(source, tmp_path).admit(ref_of(web), None).ranks == (32,)
+
+
 def test_a_certificate_of_another_host_is_refused(
     web: FileServer, folder: Path, tmp_path: Path
 ) -> None:

@@ -88,6 +88,8 @@ async def refused(url: str) -> bool:
             await client.get(f"{url}/health/live")
     except httpx.ConnectError:
         return True
+    except httpx.TransportError:  # accepted just before the listener closed
+        pass
     return False
 
 

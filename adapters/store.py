@@ -136,6 +136,12 @@ class AdapterStore:
             raise AdapterError("not_found", f"adapter {digest[:12]} is not in the store")
         return manifest
 
+    def has(self, digest: str) -> bool:
+        """Whether it is here. It does not count as a use."""
+        return (
+            bool(_DIGEST.fullmatch(digest)) and (self._content / digest / _MANIFEST_FILE).is_file()
+        )
+
     def slab(
         self, digest: str, dtype: SlabDtype, extent_bytes: int, tp_rank: int = 0, tp_size: int = 1
     ) -> Path:

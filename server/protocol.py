@@ -12,7 +12,7 @@ from adapters.errors import AdapterErrorCode, Violation
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 16 << 20
 
 Finish = Literal["stop", "length", "abort", "error"]
@@ -107,6 +107,30 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, tag="al"):
     expected_digest: str | None = None
 
 
+class AdapterPins(msgspec.Struct, frozen=True, array_like=True, tag="ap"):
+    """All that this router wants to stay on the device, until it says otherwise or leaves.
+
+    What is absent is loaded. The worker must have admitted them (AdapterLoad).
+    """
+
+    digests: tuple[str, ...]
+
+
+OrderAction = Literal[
+    "load",  # to the device
+    "evict",  # from device and host memory, once no sequence needs it
+    "status",  # only tell
+]
+
+
+class AdapterOrder(msgspec.Struct, frozen=True, array_like=True, tag="ao"):
+    """Move admitted adapters between tiers. Answered by one AdapterReport, when it is done."""
+
+    order_id: str
+    action: OrderAction
+    digests: tuple[str, ...]
+
+
 class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="wh"):
     """The worker's first frame. credits: sequences this router may have in flight here."""
 
@@ -185,6 +209,33 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     step: int
 
 
+TierStage = Literal["absent", "loading", "ready"]
+
+
+class AdapterTiers(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker has an adapter. slab_bytes: packed, 0 if not known.
+
+    load_s: its last way to the device. idle_s: since a sequence last named it.
+    """
+
+    digest: str
+    disk: bool
+    host: TierStage
+    device: TierStage
+    pinned: bool
+    slab_bytes: int = 0
+    load_s: float | None = None
+    idle_s: float | None = None
+
+
+class AdapterReport(msgspec.Struct, frozen=True, array_like=True, tag="ar"):
+    """Answers an AdapterOrder. error: why it was not carried out. tiers: as they are now."""
+
+    order_id: str
+    tiers: tuple[AdapterTiers, ...]
+    error: str | None = None
+
+
 class ModelCard(msgspec.Struct, frozen=True):
     """All that a router needs of a model, fetched once over HTTP as JSON and cached by its digest.
 
@@ -209,8 +260,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     sampling_defaults: dict[str, float] = {}
 
 
-RouterFrame = RouterHello | GenerateRequest | Abort | AdapterLoad
-WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus
+RouterFrame = RouterHello | GenerateRequest | Abort | AdapterLoad | AdapterPins | AdapterOrder
+WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus | AdapterReport
 
 encode = msgspec.msgpack.Encoder().encode
 decode_router_frame = msgspec.msgpack.Decoder(RouterFrame).decode

@@ -12,10 +12,13 @@ from itertools import takewhile
 from operator import attrgetter
 
 from server.engine.executor import AdapterCopy
+from server.engine.messages import AdapterSettled
 from server.engine.residency import AdapterArena
 from server.engine.sequence import Order, Sequence
 
 ORDER = attrgetter("order")
+# What nobody waits for comes after all that somebody waits for.
+_LAST = Order(1 << 62, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,9 @@ class Drain:
 class AdapterLoads:
     """A digest with waiters is asked for -> staged -> copying -> ready; `max_loading` at once.
 
-    The caller takes `needed`, `copies` and `released` (lists) after each round and empties them.
+    So is one that is wanted without waiters (pinned, preloaded), after all others; `settled` tells
+    how that ended. The caller takes `needed`, `copies`, `released`, `settled` and `refused` (lists)
+    after each round and empties them.
     """
 
     def __init__(self, arena: AdapterArena, max_loading: int, drain_after_s: float) -> None:
@@ -48,6 +53,10 @@ class AdapterLoads:
         self.needed: list[str] = []
         self.copies: list[AdapterCopy] = []
         self.released: list[str] = []
+        self.settled: list[AdapterSettled] = []
+        self.refused: list[tuple[str, str]] = []  # digests with waiters, and why not
+        self._wanted: dict[str, None] = {}  # in order
+        self._condemned: dict[str, None] = {}
         self._parked: dict[str, list[Sequence]] = {}
         self._asked: set[str] = set()
         self._staged: dict[str, Staged] = {}
@@ -102,17 +111,19 @@ class AdapterLoads:
             problem = "malformed layout: one host extent a run expected"
         if problem is None and layout.extent_bytes != self.arena.extent_bytes:
             problem = f"slab has extents of {layout.extent_bytes} bytes, the arena has others"
-        if problem is not None or layout.digest not in self._parked:
+        if problem is not None or not self._asked_for(layout.digest):
             self.released.append(layout.digest)
+            self._end_want(layout.digest, problem)
             return problem
         self._staged[layout.digest] = Staged(copy, now)
         return None
 
-    def missing(self, digest: str) -> list[Sequence]:
+    def missing(self, digest: str, message: str) -> list[Sequence]:
         """The slab cannot be staged. Returns those who waited for it."""
         if digest not in self._asked:
             return []
         self._asked.discard(digest)
+        self._end_want(digest, message)
         return self.take_waiters(digest)
 
     def copied(self, digest: str, error: str | None) -> None:
@@ -123,10 +134,58 @@ class AdapterLoads:
             self.arena.finish(digest)
         else:
             self.arena.drop(digest)
+        self._end_want(digest, error)
 
     def take_waiters(self, digest: str) -> list[Sequence]:
         """All that wait for it, in order; they wait here no longer."""
         return self._parked.pop(digest, [])
+
+    # ---- wishes of the operator
+
+    def pin_only(self, digests: Iterable[str]) -> None:
+        """These stay on the device once they are there, and come there if they are not."""
+        pins = frozenset(digests)
+        self.arena.pin_only(pins)
+        for digest in sorted(pins):
+            self._condemned.pop(digest, None)
+            if self.arena.stage(digest) == "absent":
+                self._wanted[digest] = None
+
+    def preload(self, digest: str) -> None:
+        self._condemned.pop(digest, None)
+        if self.arena.stage(digest) == "ready":
+            self.settled.append(AdapterSettled(digest, True))
+        else:
+            self._wanted[digest] = None
+
+    def condemn(self, digest: str) -> None:
+        """It is dropped as soon as no sequence needs it."""
+        if digest in self.arena.pins:
+            self.settled.append(AdapterSettled(digest, True, "the adapter is pinned"))
+            return
+        self._wanted.pop(digest, None)
+        self._condemned[digest] = None
+
+    def drop_condemned(self, sequences: Iterable[Sequence]) -> None:
+        """sequences: all that are not over."""
+        if not self._condemned:
+            return
+        needed = {sequence.adapter for sequence in sequences}
+        for digest in list(self._condemned):
+            if digest in needed or digest in self.loading or self.arena.leases(digest):
+                continue
+            if self.arena.stage(digest) == "ready":
+                self.arena.drop(digest)
+            del self._condemned[digest]
+            self.settled.append(AdapterSettled(digest, False))
+
+    def _asked_for(self, digest: str) -> bool:
+        return digest in self._parked or digest in self._wanted
+
+    def _end_want(self, digest: str, problem: str | None) -> None:
+        if digest in self._wanted:
+            del self._wanted[digest]
+            self.settled.append(AdapterSettled(digest, problem is None, problem))
 
     # ---- once a plan
 
@@ -134,7 +193,7 @@ class AdapterLoads:
         """Want more slabs of the shell, those with the oldest waiter first."""
         while len(self.loading) < self.max_loading:
             busy = set(self.loading)
-            absent = [d for d in self._parked if d not in busy]
+            absent = [d for d in (*self._parked, *self._wanted) if d not in busy]
             if not absent:
                 break
             digest = min(absent, key=self._oldest)
@@ -142,14 +201,14 @@ class AdapterLoads:
             self.needed.append(digest)
 
     def _oldest(self, digest: str) -> Order:
-        return self._parked[digest][0].order
+        return self._parked[digest][0].order if digest in self._parked else _LAST
 
     def give_room(self, now: float, waiting: list[Sequence], running: Iterable[Sequence]) -> None:
         """Place staged slabs, those with the oldest waiter first, and order their copies.
 
         waiting: sequences with a ready adapter, in order: older ones keep it from being evicted.
         """
-        for digest in [d for d in self._staged if d not in self._parked]:
+        for digest in [d for d in self._staged if not self._asked_for(d)]:
             del self._staged[digest]
             self.released.append(digest)
         drain, self._drain = self._drain, None
@@ -165,10 +224,18 @@ class AdapterLoads:
                 self.copies.append(
                     AdapterCopy(placement.adapter_slot, layout, host, placement.extents)
                 )
-            elif now - staged.since >= self.drain_after_s:
+            elif (problem := self.arena.refusal(staged.copy.layout.runs)) is not None:
+                self._refuse(digest, problem)  # pins have come since it was staged
+            elif digest in self._parked and now - staged.since >= self.drain_after_s:
                 # Nobody may overtake it any more, or small adapters would starve a large one.
                 self._drain = self._renew(drain, digest, order, running)
                 break
+
+    def _refuse(self, digest: str, problem: str) -> None:
+        del self._staged[digest]
+        self.released.append(digest)
+        self.refused.append((digest, problem))
+        self._end_want(digest, problem)
 
     def _renew(
         self, drain: Drain | None, digest: str, order: Order, running: Iterable[Sequence]

@@ -13,9 +13,13 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from server.engine.executor import CopyDone, Executor, Ticket
 from server.engine.messages import (
     AbortSequence,
+    AdapterSettled,
     EngineStats,
+    EvictAdapter,
     FromEngine,
     NeedSlab,
+    PinAdapters,
+    PreloadAdapter,
     Shutdown,
     SlabMissing,
     SlabReleased,
@@ -78,6 +82,7 @@ class EngineLoop(Generic[T]):
         self._in_flight: deque[_InFlight[T]] = deque()
         self._failures = 0
         self._steps = 0
+        self._settled: list[AdapterSettled] = []
         self._told: EngineStats | None = None
         self._told_at = clock()
 
@@ -111,6 +116,12 @@ class EngineLoop(Generic[T]):
                 scheduler.slab_staged(message, self._clock())
             case SlabMissing(digest, text):
                 scheduler.slab_missing(digest, text)
+            case PinAdapters(digests):
+                scheduler.loads.pin_only(digests)
+            case PreloadAdapter(digest):
+                scheduler.loads.preload(digest)
+            case EvictAdapter(digest):
+                scheduler.loads.condemn(digest)
 
     def _idle_s(self) -> float | None:
         """How long nothing can happen unless a message comes; None = for ever."""
@@ -165,7 +176,7 @@ class EngineLoop(Generic[T]):
     # ---- outbox
 
     def _carry_out_loads(self) -> None:
-        copies, needed, released = self._scheduler.take_loads()
+        copies, needed, released, settled = self._scheduler.take_loads()
         for copy in copies:
             try:
                 self._executor.start_copy(copy)
@@ -178,6 +189,7 @@ class EngineLoop(Generic[T]):
             self._channel.send(NeedSlab(digest))
         for digest in released:
             self._channel.send(SlabReleased(digest))
+        self._settled += settled
 
     def _tell(self, step_s: float, num_tokens: int) -> None:
         events = tuple(self._scheduler.take_events())
@@ -187,6 +199,10 @@ class EngineLoop(Generic[T]):
         if events or num_tokens or alive or stats != self._told:
             self._told, self._told_at = stats, now
             self._channel.send(StepOutput(self._steps, events, stats, step_s, num_tokens))
+        # After the stats that show it.
+        settled, self._settled = self._settled, []
+        for answer in settled:
+            self._channel.send(answer)
 
 
 def _describe(error: Exception) -> tuple[ErrorCode, str]:

@@ -34,6 +34,24 @@ class SlabMissing(msgspec.Struct, frozen=True, array_like=True, tag="sm"):
     message: str
 
 
+class PinAdapters(msgspec.Struct, frozen=True, array_like=True, tag="pa"):
+    """These and no others are not to be evicted; those that are absent are to be loaded."""
+
+    digests: tuple[str, ...]
+
+
+class PreloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="pl"):
+    """Bring it to the device though no sequence asks for it. Answered by AdapterSettled."""
+
+    digest: str
+
+
+class EvictAdapter(msgspec.Struct, frozen=True, array_like=True, tag="ea"):
+    """Free it on the device as soon as no sequence needs it. Answered by AdapterSettled."""
+
+    digest: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="sd"):
     """Finish nothing more and leave."""
 
@@ -70,6 +88,14 @@ class SlabReleased(msgspec.Struct, frozen=True, array_like=True, tag="sr"):
     digest: str
 
 
+class AdapterSettled(msgspec.Struct, frozen=True, array_like=True, tag="at"):
+    """A preload, pin or eviction is over. resident: on the device now. message: why it failed."""
+
+    digest: str
+    resident: bool
+    message: str | None = None
+
+
 class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):
     key: int
     event: TokenEvent
@@ -102,8 +128,17 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
     num_tokens: int
 
 
-ToEngine = Submit | AbortSequence | SlabStaged | SlabMissing | Shutdown
-FromEngine = EngineReady | EngineFailed | NeedSlab | SlabReleased | StepOutput
+ToEngine = (
+    Submit
+    | AbortSequence
+    | SlabStaged
+    | SlabMissing
+    | PinAdapters
+    | PreloadAdapter
+    | EvictAdapter
+    | Shutdown
+)
+FromEngine = EngineReady | EngineFailed | NeedSlab | SlabReleased | AdapterSettled | StepOutput
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -46,6 +46,7 @@ class AdapterArena:
         self._map = bytearray([_FREE]) * num_extents
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._pins: frozenset[str] = frozenset()
 
     # ---- questions
 
@@ -85,14 +86,33 @@ class AdapterArena:
         if sum(runs) > self.num_extents:
             need, have = sum(runs) * self.extent_bytes, self.num_extents * self.extent_bytes
             return f"adapter needs {need} bytes of adapter memory, but there are only {have} in all"
+        movable = [e for d, e in self._entries.items() if d not in self._pins]
+        if self._pins and self._try(runs, movable) is None:
+            need, have = sum(runs) * self.extent_bytes, self.num_extents * self.extent_bytes
+            return (
+                f"adapter needs {need} bytes of adapter memory, and pinned adapters leave no room "
+                f"for it in the {have} that there are: unpin some"
+            )
         return None
 
     def would_fit(self, runs: Sequence[int], without: Collection[str]) -> bool:
         """Whether there were room if the adapters `without` and every unleased one were gone."""
-        gone = [e for d, e in self._entries.items() if d in without or self._evictable(e)]
+        gone = [
+            entry
+            for digest, entry in self._entries.items()
+            if self._evictable(digest, entry) or (digest in without and digest not in self._pins)
+        ]
         return self._try(runs, gone) is not None
 
+    @property
+    def pins(self) -> frozenset[str]:
+        return self._pins
+
     # ---- changes
+
+    def pin_only(self, digests: Collection[str]) -> None:
+        """From now on these, whether they are here or not, and no others are safe from eviction."""
+        self._pins = frozenset(digests)
 
     def acquire(self, digest: str) -> Placement | None:
         """Look up and lease in one step; None unless READY. Every lease is released once."""
@@ -121,7 +141,9 @@ class AdapterArena:
             raise ValueError(f"adapter {digest} is already {self.stage(digest)}")
         if self.refusal(runs) is not None:
             return None
-        candidates = [d for d, e in self._entries.items() if self._evictable(e) and d not in keep]
+        candidates = [
+            d for d, e in self._entries.items() if self._evictable(d, e) and d not in keep
+        ]
         victims = self._choose_victims(runs, candidates)
         if victims is None:
             return None
@@ -152,9 +174,8 @@ class AdapterArena:
 
     # ---- inside
 
-    @staticmethod
-    def _evictable(entry: _Entry) -> bool:
-        return entry.ready and entry.leases == 0
+    def _evictable(self, digest: str, entry: _Entry) -> bool:
+        return entry.ready and entry.leases == 0 and digest not in self._pins
 
     def _remove(self, digest: str) -> None:
         entry = self._entries.pop(digest)

@@ -15,7 +15,7 @@ from server.engine.batch import Batch
 from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
 from server.engine.kv import SequencePages
 from server.engine.loading import ORDER, AdapterLoads
-from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
+from server.engine.messages import AdapterSettled, EngineStats, SequenceEvent, SlabStaged
 from server.engine.outcome import error_event, finish_at, finished_before, token_event
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.residency import AdapterArena
@@ -36,11 +36,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
 
 
 class Loads(NamedTuple):
-    """Copies to start, slabs wanted of the shell, slabs it may take back."""
+    """Copies to start, slabs wanted of the shell, slabs it may take back, answers to its orders."""
 
     copies: list[AdapterCopy]
     needed: list[str]
     released: list[str]
+    settled: list[AdapterSettled]
 
 
 class Scheduler:
@@ -127,7 +128,7 @@ class Scheduler:
             self._fail_waiters(self.loads.take_waiters(staged.layout.digest), problem)
 
     def slab_missing(self, digest: str, message: str) -> None:
-        self._fail_waiters(self.loads.missing(digest), message)
+        self._fail_waiters(self.loads.missing(digest, message), message)
 
     def copy_done(self, done: CopyDone) -> None:
         self.loads.copied(done.digest, done.error)
@@ -153,8 +154,8 @@ class Scheduler:
     def take_loads(self) -> Loads:
         """All decided since the last call."""
         loads = self.loads
-        taken = Loads(loads.copies, loads.needed, loads.released)
-        loads.copies, loads.needed, loads.released = [], [], []
+        taken = Loads(loads.copies, loads.needed, loads.released, loads.settled)
+        loads.copies, loads.needed, loads.released, loads.settled = [], [], [], []
         return taken
 
     @property
@@ -186,7 +187,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before something else happens."""
         self._expire(now)
-        self.loads.give_room(now, self._waiting, self._running)
+        self._make_room(now)
         batch = Batch(self._step + 1, self.limits.max_step_tokens, self._freed_rows)
         running = list(self._running)
         for sequence in running:  # first the streams that go on
@@ -203,6 +204,13 @@ class Scheduler:
         self._freed_rows = []
         self._in_flight.append(batch)
         return batch.plan
+
+    def _make_room(self, now: float) -> None:
+        self.loads.drop_condemned(self._sequences.values())
+        self.loads.give_room(now, self._waiting, self._running)
+        refused, self.loads.refused = self.loads.refused, []
+        for digest, message in refused:
+            self._fail_waiters(self.loads.take_waiters(digest), message)
 
     @staticmethod
     def _can_run(sequence: Sequence) -> bool:

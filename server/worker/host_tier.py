@@ -20,7 +20,7 @@ from adapters.disk import hold
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.pack import SlabError, copy_runs, read_slab_layout
-from server.engine.residency import AdapterArena
+from server.engine.residency import AdapterArena, AdapterStage
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,27 @@ class HostTier:
     def used_bytes(self) -> int:
         free = self._arena.free_extents
         return (self._arena.num_extents - free) * self._arena.extent_bytes
+
+    def stage(self, digest: str) -> AdapterStage:
+        stage = self._arena.stage(digest)
+        return "loading" if stage == "absent" and digest in self._jobs else stage
+
+    def slab_bytes(self, digest: str) -> int:
+        """0 unless it is here."""
+        layout = self._layouts.get(digest)
+        return 0 if layout is None else layout.nbytes
+
+    async def evict(self, digest: str) -> bool:
+        """Free it, once it is staged if it is on its way. False: the engine reads it now."""
+        job = self._jobs.get(digest)
+        if job is not None:
+            await asyncio.wait([job])
+        is_free = not self._arena.leases(digest) and digest not in self._awaited
+        if self._arena.stage(digest) == "ready" and is_free:
+            self._arena.drop(digest)
+            self._forget_evicted()
+            self._room.set()
+        return self.stage(digest) == "absent"
 
     def prefetch(self, digest: str) -> None:
         """Begin to stage it: the engine will ask for it soon. Failures show when it does."""

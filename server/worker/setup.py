@@ -18,6 +18,7 @@ from server.model.base_facts import read_base_spec
 from server.model.card import model_card
 from server.model.checkpoint import CheckpointError, read_config
 from server.protocol import ModelCard
+from server.worker.adapter_orders import AdapterOrders
 from server.worker.adapter_service import AdapterService
 from server.worker.adapter_store import open_store
 from server.worker.device import (
@@ -155,4 +156,5 @@ def _worker(
         staging,
     )
     loads = AdapterService(store, loading, staging, metrics)
-    return Worker(engine.max_waiting, worker_id, card, loads, tier, metrics)
+    orders = AdapterOrders(tier, store.has, staging)
+    return Worker(engine.max_waiting, worker_id, card, loads, tier, orders, metrics)

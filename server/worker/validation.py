@@ -8,12 +8,21 @@ from typing import NamedTuple
 
 from adapters.errors import AdapterError
 from adapters.ref import check_token
-from server.protocol import MAX_FRAME_BYTES, Abort, AdapterLoad, ErrorCode, GenerateRequest
+from server.protocol import (
+    MAX_FRAME_BYTES,
+    Abort,
+    AdapterLoad,
+    AdapterOrder,
+    AdapterPins,
+    ErrorCode,
+    GenerateRequest,
+)
 
 MAX_ID_LENGTH = 256
 MAX_SALT_LENGTH = 256
 MAX_REF_LENGTH = 4096
 MAX_PRIORITY = 1 << 20
+MAX_DIGESTS = 1 << 14
 _UINT64 = 1 << 64
 _INT31 = 1 << 31
 # Of an encoded (id, logprob) pair: 5 bytes of id, 9 of float64, 1 of array header.
@@ -41,6 +50,17 @@ def check_load_id(frame: AdapterLoad) -> str | None:
     """The same for an AdapterLoad."""
     if len(frame.load_id) > MAX_ID_LENGTH:
         return f"load_id must have at most {MAX_ID_LENGTH} characters"
+    return None
+
+
+def check_digests(frame: AdapterPins | AdapterOrder) -> str | None:
+    """The same for frames about adapters that are here."""
+    if isinstance(frame, AdapterOrder) and len(frame.order_id) > MAX_ID_LENGTH:
+        return f"order_id must have at most {MAX_ID_LENGTH} characters"
+    if len(frame.digests) > MAX_DIGESTS:
+        return f"a frame may name at most {MAX_DIGESTS} adapters"
+    if not all(map(_DIGEST.fullmatch, frame.digests)):
+        return "an adapter must be a digest of 64 hexadecimal digits"
     return None
 
 

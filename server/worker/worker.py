@@ -1,8 +1,8 @@
 """Between routers and engine: submits, aborts, events, status. All on one event loop; never waits.
 
 Sockets are `connections.py`'s, the process is `engine_supervisor.py`'s, adapters are
-`adapter_service.py`'s and `host_tier.py`'s business; who owns which sequence is decided in
-`sequences.py`.
+`adapter_service.py`'s, `adapter_orders.py`'s and `host_tier.py`'s business; who owns which sequence
+is decided in `sequences.py`.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import msgspec
 
 from server.engine.messages import (
     AbortSequence,
+    AdapterSettled,
     EngineReady,
     EngineStats,
     FromEngine,
@@ -26,9 +27,13 @@ from server.engine.messages import (
     Submit,
     ToEngine,
 )
+from server.engine.residency import AdapterStage
 from server.protocol import (
     Abort,
     AdapterLoad,
+    AdapterOrder,
+    AdapterPins,
+    AdapterReport,
     AdapterState,
     ErrorCode,
     GenerateRequest,
@@ -37,6 +42,7 @@ from server.protocol import (
     WorkerHello,
     WorkerStatus,
 )
+from server.worker.adapter_orders import AdapterOrders
 from server.worker.adapter_service import AdapterService
 from server.worker.connections import (
     POLICY_VIOLATION,
@@ -48,7 +54,7 @@ from server.worker.engine_supervisor import EngineSupervisor
 from server.worker.host_tier import HostTier, SlabUnavailable
 from server.worker.metrics import WorkerMetrics
 from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
-from server.worker.validation import check_load_id, check_name, check_request
+from server.worker.validation import check_digests, check_load_id, check_name, check_request
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +66,10 @@ _NO_STATS = EngineStats(0, 0, 0, (), (), 0, 0, 0, 0)
 
 
 class Worker:
-    """Implements `EngineListener` and `FrameHandler`. capacity: sequences taken at once."""
+    """Implements `EngineListener`, `FrameHandler` and `EngineView`.
+
+    capacity: sequences taken at once.
+    """
 
     def __init__(
         self,
@@ -69,6 +78,7 @@ class Worker:
         card: ModelCard,
         loads: AdapterService,
         tier: HostTier,
+        orders: AdapterOrders,
         metrics: WorkerMetrics,
     ) -> None:
         self.state: State = "starting"
@@ -79,6 +89,8 @@ class Worker:
         self._max_context = card.max_context
         self._loads = loads
         self._tier = tier
+        self._orders = orders
+        orders.attach(self)
         self._metrics = metrics
         self._table = SequenceTable(capacity)
         self._connections: dict[int, RouterConnection] = {}
@@ -113,8 +125,9 @@ class Worker:
         """Nobody reads the rest: the engine is told to stop at once."""
         self._connections.pop(connection.number, None)
         self._metrics.routers.set(len(self._connections))
+        self._orders.disconnected(connection.number)
         for key in self._table.disconnect(connection.number):
-            self._to_engine(AbortSequence(key))
+            self.to_engine(AbortSequence(key))
 
     def router_frame(self, connection: RouterConnection, frame: RouterFrame) -> None:
         if isinstance(frame, GenerateRequest):
@@ -123,6 +136,11 @@ class Worker:
             self._abort(connection, frame)
         elif isinstance(frame, AdapterLoad):
             self._load(connection, frame)
+        elif isinstance(frame, AdapterPins):
+            require(check_digests(frame))
+            self._orders.pin(connection.number, frame.digests)
+        elif isinstance(frame, AdapterOrder):
+            self._order(connection, frame)
 
     def _submit(self, connection: RouterConnection, request: GenerateRequest) -> None:
         require(check_name(request))
@@ -140,9 +158,11 @@ class Worker:
             return
         self._idle.clear()
         self._metrics.sequences.set(len(self._table))
-        self._to_engine(Submit(key, request))
-        if request.adapter is not None and request.adapter not in self._stats.resident:
-            self._tier.prefetch(request.adapter)
+        self.to_engine(Submit(key, request))
+        if request.adapter is not None:
+            self._orders.used(request.adapter)
+            if request.adapter not in self._stats.resident:
+                self._tier.prefetch(request.adapter)
 
     def _refused(self, request: GenerateRequest) -> tuple[ErrorCode, str] | None:
         if self.state == "draining":
@@ -165,7 +185,7 @@ class Worker:
         require(check_name(frame))
         keys = self._table.keys_of(connection.number, frame.request_id, frame.attempt, frame.choice)
         for key in keys:
-            self._to_engine(AbortSequence(key))
+            self.to_engine(AbortSequence(key))
 
     def _load(self, connection: RouterConnection, frame: AdapterLoad) -> None:
         require(check_load_id(frame))
@@ -176,7 +196,25 @@ class Worker:
 
         self._loads.load(frame, report)
 
+    def _order(self, connection: RouterConnection, frame: AdapterOrder) -> None:
+        require(check_digests(frame))
+
+        def report(answer: AdapterReport) -> None:
+            if connection.number in self._connections:
+                connection.send(answer)
+
+        self._orders.order(connection.number, frame, report)
+
     # Engine
+
+    @property
+    def engine_is_up(self) -> bool:
+        return self._supervisor is not None and self._supervisor.ready
+
+    def device_stage(self, digest: str) -> AdapterStage:
+        if digest in self._stats.resident:
+            return "ready"
+        return "loading" if digest in self._stats.loading else "absent"
 
     def engine_ready(self, ready: EngineReady) -> None:
         for line in ready.summary:
@@ -189,6 +227,7 @@ class Worker:
         self._metrics.engine_started(ready.total_pages)
         self._stats = msgspec.structs.replace(_NO_STATS, free_pages=ready.total_pages)
         self._epoch = max(self._epoch + 1, int(time.time() * 1000))
+        self._orders.engine_ready()
         if self.state != "draining":
             self._enter("ready")
             self.became_ready.set()
@@ -208,11 +247,15 @@ class Worker:
             self._stats = frame.stats
             self._metrics.stepped(frame)
             self._deliver(self._table.route(frame.events))
+        elif isinstance(frame, AdapterSettled):
+            self._orders.settled(frame)
         elif isinstance(frame, NeedSlab):
+            self._orders.load_begins(frame.digest)
             task = asyncio.create_task(self._stage(frame.digest))
             self._staging[frame.digest] = task
             task.add_done_callback(lambda _: self._staging.pop(frame.digest, None))
         elif isinstance(frame, SlabReleased):
+            self._orders.load_ends(frame.digest)
             self._tier.release(frame.digest)
 
     def engine_lost(self, reason: str) -> None:
@@ -221,6 +264,7 @@ class Worker:
             task.cancel()
         self._tier.release_all()
         self._stats = _NO_STATS
+        self._orders.engine_lost()
         self._metrics.restarts.inc()
         if self.state == "ready":
             self._enter("engine_lost")
@@ -235,11 +279,11 @@ class Worker:
             staged = await self._tier.acquire(digest)
         except SlabUnavailable as error:
             log.warning("adapter %.12s cannot be brought to the engine: %s", digest, error)
-            self._to_engine(SlabMissing(digest, str(error)))
+            self.to_engine(SlabMissing(digest, str(error)))
         else:
-            self._to_engine(SlabStaged(staged.layout, staged.extents))
+            self.to_engine(SlabStaged(staged.layout, staged.extents))
 
-    def _to_engine(self, frame: ToEngine) -> None:
+    def to_engine(self, frame: ToEngine) -> None:
         if self._supervisor is not None:
             self._supervisor.send(frame)
 

@@ -22,6 +22,7 @@ from websockets.http11 import Request, Response
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from server.protocol import (
+    PROTOCOL_VERSION,
     Abort,
     AdapterLoad,
     AdapterState,
@@ -133,7 +134,7 @@ class FakeWorker:
         self.worker_id = worker_id
         self.credits = 64
         self.epoch = 1
-        self.version = 1
+        self.version = PROTOCOL_VERSION
         self.ready = True
         self.script: Script = echo_script
         self.before_token: BeforeToken = no_fault

@@ -135,7 +135,7 @@ async def test_another_protocol_version(tmp_path: Path) -> None:
         running_worker(worker),
         running_router(tmp_path, worker, wait=False) as router,
     ):
-        await until_problem(router, "protocol version 2")
+        await until_problem(router, f"protocol version {PROTOCOL_VERSION + 1}")
 
 
 async def test_another_base_model_is_not_mixed_in(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import msgspec
 from adapters.manifest import SlabLayout
 from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
-from server.engine.messages import SlabStaged
+from server.engine.messages import AdapterSettled, SlabStaged
 from server.engine.plan import SliceResult, StepPlan
 from server.engine.scheduler import Scheduler, SchedulerConfig
 from server.protocol import GenerateRequest, SamplingParams, TokenEvent
@@ -103,6 +103,7 @@ class Harness:
         self.tickets: deque[FakeTicket] = deque()
         self.events: dict[int, list[TokenEvent]] = {}
         self.needed: list[str] = []
+        self.settled: list[AdapterSettled] = []
         self.held: set[str] = set()  # staged and not released
         self.runs: dict[str, tuple[int, ...]] = {}
         self.plans: list[StepPlan] = []
@@ -179,6 +180,7 @@ class Harness:
             self.copies.append(copy)
             self.executor.start_copy(copy)
         self.needed += loads.needed
+        self.settled += loads.settled
         for digest in loads.released:
             self.held.remove(digest)
         for event in self.scheduler.take_events():

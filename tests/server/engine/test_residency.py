@@ -147,6 +147,31 @@ def test_misuse_is_refused() -> None:
         arena.drop("a")
 
 
+def test_pinned_adapters_stay_and_count_against_what_fits() -> None:
+    arena = AdapterArena(4, 1024, 4)
+    arena.pin_only({"pinned", "never here"})
+    ready(arena, "pinned", (1, 1))
+    ready(arena, "other", (1, 1))
+    assert arena.refusal((1, 1)) is None
+    assert arena.place("new", (1, 1)) is not None
+    assert arena.ready == ("pinned",)
+    message = arena.refusal((1, 1, 1))
+    assert message is not None
+    assert "3072 bytes" in message
+    assert "pinned" in message
+    assert not arena.would_fit((1, 1, 1), {"pinned", "new"})
+    assert arena.place("large", (1, 1, 1)) is None
+    arena.pin_only(())
+    assert arena.refusal((1, 1, 1)) is None
+
+
+def test_pins_can_take_every_slot() -> None:
+    arena = AdapterArena(4, 1024, 1)
+    ready(arena, "a", (1,))
+    arena.pin_only("a")
+    assert "pinned" in str(arena.refusal((1,)))
+
+
 DIGESTS = st.sampled_from("abcdefgh")
 RUNS = st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=5).map(tuple)
 
@@ -169,10 +194,19 @@ class ArenaMachine(RuleBasedStateMachine):
         if placement is None:
             assert before == (self.arena.free_extents, self.arena.ready, self.arena.loading)
             idle = not self.arena.loading and not any(self.leases.values()) and not keep
+            idle = idle and not self.pinned_here
             assert not (idle and self.arena.refusal(runs) is None), "an idle arena has room"
             return
-        assert keep & set(before[1]) <= set(self.arena.ready)
+        assert (keep | self.arena.pins) & set(before[1]) <= set(self.arena.ready)
         self.where[digest] = placement
+
+    @property
+    def pinned_here(self) -> set[str]:
+        return {d for d in self.arena.pins if self.arena.stage(d) != "absent"}
+
+    @rule(pins=st.sets(DIGESTS, max_size=2))
+    def pin(self, pins: set[str]) -> None:
+        self.arena.pin_only(pins)
 
     @rule(digest=DIGESTS)
     def finish(self, digest: str) -> None:

@@ -96,6 +96,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.harness.miss(digest)
 
+    @rule(digest=st.sampled_from([*RUNS, "unheard"]), order=st.sampled_from(["preload", "condemn"]))
+    def order(self, digest: str, order: str) -> None:
+        loads = self.harness.scheduler.loads
+        loads.preload(digest) if order == "preload" else loads.condemn(digest)
+
+    @rule(pins=st.sets(st.sampled_from(sorted(RUNS)), max_size=1))
+    def pin(self, pins: set[str]) -> None:
+        self.harness.scheduler.loads.pin_only(pins)
+
     @rule(times=st.integers(1, 6))
     def cycles(self, times: int) -> None:
         for _ in range(times):
@@ -106,10 +115,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "harness"):
             return
         self.harness.auto_stage = True
+        pinned = [d for d in self.harness.scheduler.arena.pins if self.is_ready(d)]
         self.harness.run()
+        assert all(self.is_ready(digest) for digest in pinned), "a pinned adapter was evicted"
         self.harness.assert_at_rest()
         for key, request in self.requests.items():
             self.check_answer(key, request)
+
+    def is_ready(self, digest: str) -> bool:
+        return self.harness.scheduler.arena.stage(digest) == "ready"
 
     def check_answer(self, key: int, request: GenerateRequest) -> None:
         harness = self.harness

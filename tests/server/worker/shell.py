@@ -158,6 +158,7 @@ class Router:
     frames: list[protocol.StepEvents] = field(default_factory=list)
     loads: list[protocol.AdapterState] = field(default_factory=list)
     statuses: list[protocol.WorkerStatus] = field(default_factory=list)
+    reports: dict[str, protocol.AdapterReport] = field(default_factory=dict)
 
     async def send(self, *frames: protocol.RouterFrame) -> None:
         for frame in frames:
@@ -172,6 +173,8 @@ class Router:
             self.loads.append(frame)
         elif isinstance(frame, protocol.WorkerStatus):
             self.statuses.append(frame)
+        elif isinstance(frame, protocol.AdapterReport):
+            self.reports[frame.order_id] = frame
 
     async def until_finished(self, *names: str) -> dict[str, protocol.TokenEvent]:
         async with asyncio.timeout(TIMEOUT_S):
@@ -200,6 +203,18 @@ class Router:
             while len(self.final_loads) < count:
                 await self.receive()
         return self.final_loads
+
+    async def order(
+        self, name: str, action: protocol.OrderAction, *digests: str
+    ) -> protocol.AdapterReport:
+        await self.send(protocol.AdapterOrder(name, action, digests))
+        return await self.until_report(name)
+
+    async def until_report(self, name: str) -> protocol.AdapterReport:
+        async with asyncio.timeout(TIMEOUT_S):
+            while name not in self.reports:
+                await self.receive()
+        return self.reports[name]
 
     async def until_closed(self) -> str:
         """The reason that the worker gives for closing."""

@@ -1,0 +1,209 @@
+"""What routers order for adapters beside generating: pins, loads to the device, evictions, tiers.
+
+It decides nothing about room: that is `AdapterArena`'s policy, in the engine and in the host tier.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor
+from typing import Protocol
+
+from server.engine.messages import (
+    AdapterSettled,
+    EvictAdapter,
+    PinAdapters,
+    PreloadAdapter,
+    ToEngine,
+)
+from server.engine.residency import AdapterStage
+from server.protocol import AdapterOrder, AdapterReport, AdapterTiers
+from server.worker.host_tier import HostTier
+
+MAX_ORDERS = 1024
+MAX_REMEMBERED = 1 << 16
+
+Report = Callable[[AdapterReport], None]
+
+
+class EngineView(Protocol):
+    """What the orders need of the engine; the worker has it."""
+
+    @property
+    def engine_is_up(self) -> bool: ...
+
+    def device_stage(self, digest: str) -> AdapterStage: ...
+
+    def to_engine(self, frame: ToEngine) -> None: ...
+
+
+class _Note:
+    """What is remembered of an adapter. Times are monotonic seconds."""
+
+    __slots__ = ("asked_at", "load_s", "used_at")
+
+    def __init__(self) -> None:
+        self.asked_at: float | None = None
+        self.load_s: float | None = None
+        self.used_at: float | None = None
+
+
+class AdapterOrders:
+    """Runs on the event loop; `on_disk` is asked on threads."""
+
+    def __init__(
+        self,
+        tier: HostTier,
+        on_disk: Callable[[str], bool],
+        threads: Executor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tier = tier
+        self._on_disk = on_disk
+        self._threads = threads
+        self._clock = clock
+        self._engine: EngineView | None = None
+        self._pins: dict[int, frozenset[str]] = {}  # by connection
+        self._waiting: dict[str, list[asyncio.Future[AdapterSettled]]] = {}
+        self._tasks: dict[asyncio.Task[None], int] = {}
+        self._notes: OrderedDict[str, _Note] = OrderedDict()
+
+    def attach(self, engine: EngineView) -> None:
+        self._engine = engine
+
+    # ---- routers
+
+    @property
+    def pins(self) -> frozenset[str]:
+        """What any router wants pinned."""
+        return frozenset[str]().union(*self._pins.values())
+
+    def pin(self, connection: int, digests: Collection[str]) -> None:
+        """All that this router wants pinned, from now on and until it leaves."""
+        before = self.pins
+        self._pins[connection] = frozenset(digests)
+        if self.pins != before:
+            self._tell_pins()
+
+    def order(self, connection: int, order: AdapterOrder, report: Report) -> None:
+        """Answered by one AdapterReport, when the order is carried out or cannot be."""
+        if len(self._tasks) >= MAX_ORDERS:
+            report(AdapterReport(order.order_id, (), "too many orders at once"))
+            return
+        task = asyncio.create_task(self._carry_out(order, report))
+        self._tasks[task] = connection
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    def disconnected(self, connection: int) -> None:
+        before = self.pins
+        self._pins.pop(connection, None)
+        if self.pins != before:
+            self._tell_pins()
+        for task in [task for task, owner in self._tasks.items() if owner == connection]:
+            task.cancel()
+
+    # ---- the engine
+
+    def engine_ready(self) -> None:
+        if self.pins:
+            self._tell_pins()
+
+    def engine_lost(self) -> None:
+        """Its device memory is gone with it."""
+        for digest in list(self._waiting):
+            self.settled(AdapterSettled(digest, False, "the engine was lost"))
+
+    def settled(self, settled: AdapterSettled) -> None:
+        for future in self._waiting.pop(settled.digest, ()):
+            if not future.done():
+                future.set_result(settled)
+
+    def used(self, digest: str) -> None:
+        self._note(digest).used_at = self._clock()
+
+    def load_begins(self, digest: str) -> None:
+        self._note(digest).asked_at = self._clock()
+
+    def load_ends(self, digest: str) -> None:
+        note = self._note(digest)
+        if note.asked_at is not None:
+            note.load_s, note.asked_at = self._clock() - note.asked_at, None
+
+    # ---- inside
+
+    def _note(self, digest: str) -> _Note:
+        note = self._notes.setdefault(digest, _Note())
+        self._notes.move_to_end(digest)
+        if len(self._notes) > MAX_REMEMBERED:
+            self._notes.popitem(last=False)
+        return note
+
+    def _tell_pins(self) -> None:
+        assert self._engine is not None
+        self._engine.to_engine(PinAdapters(tuple(sorted(self.pins))))
+
+    async def _carry_out(self, order: AdapterOrder, report: Report) -> None:
+        error: str | None = None
+        if order.action == "load":
+            error = await self._load(order.digests)
+        elif order.action == "evict":
+            error = await self._evict(order.digests)
+        loop = asyncio.get_running_loop()
+        stored = await loop.run_in_executor(
+            self._threads, lambda: {d for d in order.digests if self._on_disk(d)}
+        )
+        tiers = tuple(self._tiers(digest, digest in stored) for digest in order.digests)
+        report(AdapterReport(order.order_id, tiers, error))
+
+    async def _load(self, digests: Collection[str]) -> str | None:
+        """Why one of them did not come to the device."""
+        assert self._engine is not None
+        if not self._engine.engine_is_up:
+            return "the engine is being started"
+        answers = [self._ask(PreloadAdapter(digest)) for digest in digests]
+        for settled in await asyncio.gather(*answers):
+            if not settled.resident:
+                return settled.message or "it was evicted meanwhile"
+        return None
+
+    async def _evict(self, digests: Collection[str]) -> str | None:
+        assert self._engine is not None
+        pinned = self.pins.intersection(digests)
+        if pinned:
+            return "a router has it pinned"
+        if self._engine.engine_is_up:
+            answers = [self._ask(EvictAdapter(digest)) for digest in digests]
+            for settled in await asyncio.gather(*answers):
+                if settled.resident:
+                    return settled.message or "it was loaded again meanwhile"
+        left = [digest for digest in digests if not await self._tier.evict(digest)]
+        return "it is being read in host memory" if left else None
+
+    async def _ask(self, frame: PreloadAdapter | EvictAdapter) -> AdapterSettled:
+        assert self._engine is not None
+        answer: asyncio.Future[AdapterSettled] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(frame.digest, [])
+        waiting.append(answer)
+        self._engine.to_engine(frame)
+        try:
+            return await answer
+        finally:
+            with contextlib.suppress(ValueError):
+                waiting.remove(answer)
+
+    def _tiers(self, digest: str, on_disk: bool) -> AdapterTiers:
+        assert self._engine is not None
+        note = self._notes.get(digest)
+        used_at = None if note is None else note.used_at
+        return AdapterTiers(
+            digest=digest,
+            disk=on_disk,
+            host=self._tier.stage(digest),
+            device=self._engine.device_stage(digest),
+            pinned=digest in self.pins,
+            slab_bytes=self._tier.slab_bytes(digest),
+            load_s=None if note is None else note.load_s,
+            idle_s=None if used_at is None else self._clock() - used_at,
+        )

@@ -1,0 +1,144 @@
+"""Pins, loads, evictions and tiers through the real shell and the certifying engine."""
+
+import asyncio
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from adapters.ref import AdapterRef
+from server import protocol
+from tests.adapter_folders import write_adapter
+from tests.server.worker.shell import (
+    LONG,
+    TIMEOUT_S,
+    Router,
+    Shell,
+    base,
+    connected,
+    request,
+    running,
+)
+
+ADAPTERS = 12
+RESIDENT = 6
+ABSENT = "0" * 64
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """Device memory for six adapters, host memory for four."""
+    root = tmp_path_factory.mktemp("adapters")
+    for number in range(ADAPTERS):
+        write_adapter(root / f"a{number}", base(), rank=1, seed=number)
+    with running(
+        tmp_path_factory.mktemp("shell"),
+        *("--adapter-root", str(root)),
+        *("--host-adapter-memory", "256KiB", "--adapter-memory", "384KiB"),
+    ) as shell:
+        yield shell
+
+
+async def admit_all(router: Router) -> list[str]:
+    await router.send(
+        *(protocol.AdapterLoad(f"a{n}", AdapterRef("local", f"a{n}")) for n in range(ADAPTERS))
+    )
+    states = await router.until_loaded(ADAPTERS)
+    digests = {state.load_id: state.manifest.digest for state in states if state.manifest}
+    return [digests[f"a{number}"] for number in range(ADAPTERS)]
+
+
+async def use(router: Router, name: str, *digests: str) -> None:
+    names = [f"{name}/{digest}" for digest in digests]
+    await router.send(*(request(f"{name}/{digest}", 4, digest) for digest in digests))
+    finished = await router.until_finished(*names)
+    assert all(finished[n].error is None for n in names), finished
+
+
+async def test_load_tells_every_tier_and_evict_frees_them(shell: Shell) -> None:
+    async with connected(shell) as router:
+        digests = await admit_all(router)
+        before = await router.order("before", "status", digests[0], ABSENT)
+        assert [(t.disk, t.host, t.device) for t in before.tiers] == [
+            (True, "absent", "absent"),
+            (False, "absent", "absent"),
+        ]
+        loaded = await router.order("load", "load", digests[0])
+        assert loaded.error is None
+        (tiers,) = loaded.tiers
+        assert (tiers.host, tiers.device) == ("ready", "ready")
+        assert tiers.slab_bytes > 0
+        assert tiers.load_s is not None
+        assert tiers.idle_s is None
+        await use(router, "used", digests[0])
+        (tiers,) = (await router.order("used", "status", digests[0])).tiers
+        assert tiers.idle_s is not None
+        evicted = await router.order("evict", "evict", digests[0])
+        assert evicted.error is None
+        (tiers,) = evicted.tiers
+        assert (tiers.disk, tiers.host, tiers.device) == (True, "absent", "absent")
+        await use(router, "again", digests[0])
+
+
+async def test_eviction_waits_for_those_who_use_it(shell: Shell) -> None:
+    async with connected(shell) as router:
+        digests = await admit_all(router)
+        await router.send(request("long", LONG, digests[1]))
+        await router.until_started("long")
+        await router.send(protocol.AdapterOrder("evict", "evict", (digests[1],)))
+        await use(router, "other", digests[2])
+        assert "evict" not in router.reports
+        await router.send(protocol.Abort("long", 0))
+        report = await router.until_report("evict")
+        assert report.error is None
+        assert report.tiers[0].device == "absent"
+        assert "long" in router.finished
+
+
+async def test_a_failed_load_says_why(shell: Shell) -> None:
+    async with connected(shell) as router:
+        report = await router.order("load", "load", ABSENT)
+        assert report.error is not None
+        assert "not in the store" in report.error
+
+
+async def test_pins_survive_pressure_and_the_engine_and_end_with_their_router(
+    shell: Shell,
+) -> None:
+    async with connected(shell, "other") as other:
+        async with connected(shell) as router:
+            digests = await admit_all(router)
+            pinned, *rest = digests
+            await router.send(protocol.AdapterPins((pinned,)))
+            await resident(router, pinned)
+            for turn in range(3):
+                await use(router, f"turn {turn}", *rest)
+                status = await router.order(f"status {turn}", "status", pinned, *rest)
+                assert status.tiers[0].device == "ready"
+                assert status.tiers[0].pinned
+                assert sum(tiers.device == "ready" for tiers in status.tiers) <= RESIDENT
+            refused = await other.order("evict", "evict", pinned)
+            assert refused.error is not None
+            assert "pinned" in refused.error
+            psutil.Process(shell.engine_pid).kill()
+            await router.until_status(ready=False)
+            await router.until_status(ready=True)
+            await resident(router, pinned)
+        async with asyncio.timeout(TIMEOUT_S):
+            for number in range(10_000):
+                report = await other.order(f"again {number}", "evict", pinned)
+                if report.error is None:
+                    break
+        assert report.tiers[0].device == "absent"
+
+
+async def resident(router: Router, digest: str) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (router.statuses and digest in router.statuses[-1].resident):
+            await router.receive()
+
+
+async def test_malformed_orders_cost_the_connection(shell: Shell) -> None:
+    async with connected(shell) as router:
+        await router.send(protocol.AdapterPins(("../../etc",)))
+        assert "64 hexadecimal" in await router.until_closed()

@@ -11,6 +11,8 @@ AdapterErrorCode = Literal[
     "unauthorized",  # the source asks for a credential, or the one given is wrong
     "invalid",  # fetched or inspected, and refused: see the violations
     "too_large",  # larger than the operator allows
+    "conflict",  # the name is taken, or taken out of service
+    "gone",  # the name was deleted
     "unavailable",  # the source, the disk or the worker cannot serve it now; a retry may help
 ]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from adapters.errors import AdapterError
-from launcher import config, names
+from launcher import config, lifecycle_commands, names
 from launcher.bench import commands as bench_commands
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError
@@ -111,7 +111,9 @@ def _parser() -> Parser:
 
 
 def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
-    adapter = commands.add_parser("adapter", help="check, fetch and pack adapters")
+    adapter = commands.add_parser(
+        "adapter", help="check and fetch adapters; register them with a running router"
+    )
     actions = adapter.add_subparsers(metavar="ACTION", required=True)
     check = actions.add_parser("check", help="everything that is wrong with an adapter, at once")
     pull = actions.add_parser("pull", help="fetch an adapter into the store")
@@ -137,6 +139,8 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
     pack.add_argument("--out", metavar="FILE", required=True, help="where the slab goes")
     for parser, name in ((check, "check"), (pull, "pull"), (pack, "pack")):
         parser.set_defaults(command=_adapter, action=name)
+    for name, talker in lifecycle_commands.add_commands(actions).items():
+        talker.set_defaults(command=_lifecycle, action=name)
 
 
 def _version() -> str:
@@ -201,6 +205,15 @@ def _adapter(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     cache = arguments.cache_dir if "cache_dir" in arguments else None
     folder = cache or environ.get("LORAPLEX_CACHE_DIR", "~/.cache/loraplex")
     sys.exit(adapter_commands.run(arguments, folder))
+
+
+def _lifecycle(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    _log_to_stderr(logging.WARNING)
+    key = config.secret_value("admin_key", arguments.admin_key_file, environ)
+    token = None
+    if getattr(arguments, "token_file", None):
+        token = config.read_secret(arguments.token_file)
+    sys.exit(lifecycle_commands.run(arguments, key, token))
 
 
 def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -8,10 +8,13 @@ from launcher.options import Option, show
 # Fields by the heading under which the help shows them; the rest comes under "Limits".
 GROUPS: Mapping[str, frozenset[str]] = {
     "Model": frozenset({"revision", "device", "dtype", "model_names", "max_context", "executor"}),
-    "Address": frozenset({"host", "port", "secret", "workers", "worker_id", "model_card"}),
+    "Address": frozenset(
+        {"host", "port", "secret", "workers", "worker_id", "model_card", "admin_key"}
+    ),
     "Adapters": frozenset(
         {
             "adapters",
+            "adapters_file",
             "adapter_roots",
             "hub_owners",
             "s3_buckets",

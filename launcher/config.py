@@ -87,8 +87,19 @@ def _secret(option: Option, arguments: Namespace, environ: Mapping[str, str]) ->
     """From the environment or a file; never a flag, which any user of the machine could read."""
     flag: str | None = getattr(arguments, f"{option.field}_file", None)
     named = flag or environ.get(f"{option.variable}_FILE")
-    if not named:
-        return environ.get(option.variable) or environ.get(option.fallback, "")
+    if named:
+        return read_secret(named)
+    return environ.get(option.variable) or environ.get(option.fallback, "")
+
+
+def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> str:
+    """A secret option of the router for a command that only talks to one. Raises OptionError."""
+    option = next(option for option in ROUTER_OPTIONS if option.field == field)
+    return _secret(option, Namespace(**{f"{field}_file": file}), environ)
+
+
+def read_secret(named: str) -> str:
+    """The content of a file. Raises OptionError."""
     try:
         with Path(named).expanduser().open("rb") as file:
             secret = file.read(_MAX_SECRET_BYTES).decode().strip()

@@ -1,15 +1,22 @@
-"""Adapters of one worker connection: loads under way, and what the worker is known to have."""
+"""Adapters of one worker connection: loads and orders under way, and what the worker has."""
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
-from server.protocol import AdapterLoad, AdapterState
+from server.protocol import (
+    AdapterLoad,
+    AdapterOrder,
+    AdapterReport,
+    AdapterState,
+    OrderAction,
+)
 
 MAX_LOADS = 1024
+MAX_ORDERS = 256
 MAX_REMEMBERED_ADAPTERS = 1 << 16
 
 _Admission = tuple[str, str | None]
@@ -95,3 +102,36 @@ class AdapterLoads:
         self._admitting.pop(key, None)
         if not done.cancelled():
             done.exception()  # every waiter may have left: it counts as seen
+
+
+class AdapterOrders:
+    """Orders under way on one connection. `send` as for AdapterLoads."""
+
+    def __init__(self, send: Callable[[AdapterOrder], None]) -> None:
+        self._send = send
+        self._orders: dict[str, asyncio.Future[AdapterReport]] = {}
+        self._next_order = 0
+
+    async def order(self, action: OrderAction, digests: Sequence[str]) -> AdapterReport:
+        """Until the worker has carried it out, or says why it cannot. Raises AdapterError."""
+        if len(self._orders) >= MAX_ORDERS:
+            raise AdapterError("unavailable", "too many orders are being carried out", (), 2.0)
+        order_id = f"o{self._next_order}"
+        self._next_order += 1
+        self._send(AdapterOrder(order_id, action, tuple(digests)))
+        future: asyncio.Future[AdapterReport] = asyncio.get_running_loop().create_future()
+        self._orders[order_id] = future
+        try:
+            return await future
+        finally:
+            self._orders.pop(order_id, None)
+
+    def on_report(self, report: AdapterReport) -> None:
+        future = self._orders.get(report.order_id)
+        if future is not None and not future.done():
+            future.set_result(report)
+
+    def fail_all(self, error: Exception) -> None:
+        for future in self._orders.values():
+            if not future.done():
+                future.set_exception(error)

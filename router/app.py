@@ -17,6 +17,7 @@ from router.api.errors import dialect_of_path, error_answer
 from router.edge import Edge
 from router.generation import Cause, RequestError
 from router.http_body import CLIENT_GONE_STATUS, ClientGone
+from router.routes_adapters import AdapterRoutes
 from router.routes_info import InfoRoutes
 from router.routes_tokenize import TokenizeRoute
 from router.service import Service
@@ -29,7 +30,11 @@ _CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 def build_app(service: Service) -> ASGIApp:
     """The application, to be served by one process. Connects to the workers in its lifespan."""
     info = InfoRoutes(service)
-    routes = [*_generation_routes(service, info), *_info_routes(service, info)]
+    routes = [
+        *_generation_routes(service, info),
+        *_adapter_routes(service),
+        *_info_routes(service, info),
+    ]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -74,12 +79,28 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
     ]
 
 
+def _adapter_routes(service: Service) -> list[Route]:
+    adapters = AdapterRoutes(service)
+    guarded = adapters.guarded
+    one = "/v1/adapters/{name}"
+    return [
+        Route("/v1/adapters", guarded(adapters.collection), methods=["GET", "POST"]),
+        Route(one, guarded(adapters.one), methods=["GET", "DELETE"]),
+        _post(f"{one}/load", guarded(adapters.load)),
+        _post(f"{one}/pin", guarded(adapters.pin)),
+        _post(f"{one}/unpin", guarded(adapters.unpin)),
+        _post(f"{one}/unload", guarded(adapters.unload)),
+        _post(f"{one}/refresh", guarded(adapters.refresh)),
+        _post("/v1/load_lora_adapter", guarded(adapters.load_lora)),
+        _post("/v1/unload_lora_adapter", guarded(adapters.unload_lora)),
+    ]
+
+
 def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
     return [
         _post("/tokenize", TokenizeRoute(service).tokenize),
         _get("/v1/models", info.models),
         _get("/v1/models/{name:path}", info.model),
-        _get("/v1/adapters", info.adapters),
         _get("/info", info.info),
         _get("/health", info.health),
         _get("/health/live", info.live),

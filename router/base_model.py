@@ -63,6 +63,10 @@ class BaseModel:
             logger.info("serving %s (%s)", card.names[0], card.base_digest[:12])
             return None
 
+    def is_named(self, name: str) -> bool:
+        """Whether a request that says `name` means the base."""
+        return self._text is not None and name in self._limits.base_names
+
     def _names(self, card: ModelCard) -> tuple[str, ...]:
         """Names of the base: a name that was given to an adapter never means the base."""
         registered = {text.partition("=")[0] for text in self._config.adapters}

@@ -6,6 +6,7 @@ time, so what one caller's token opened is never another's.
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ import msgspec
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
+from router.aliases import AliasStore
 from router.generation import AdapterChoice, Secret
+from router.registration import Content, Registration, check_served, seen
 
 MAX_CACHED = 4096
 MAX_RESOLVING = 256
@@ -27,12 +30,16 @@ _Key = tuple[AdapterRef, str]
 
 
 class ServedAdapter(msgspec.Struct, frozen=True):
-    """An adapter that this caller may use now. ref: pinned; token: what opens it at the source."""
+    """An adapter that this caller may use now. ref: pinned; token: what opens it at the source.
+
+    alias: the registered name that it was named by.
+    """
 
     adapter_id: str
     ref: AdapterRef
     token: Secret | None
     manifest: AdapterManifest
+    alias: str | None = None
 
     @property
     def digest(self) -> str:
@@ -41,9 +48,9 @@ class ServedAdapter(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CatalogRules:
-    """What the operator allows. aliases: public name -> reference, opened with `hub_token`."""
+    """What the operator allows. aliases: opened with their own token, or with `hub_token`."""
 
-    aliases: dict[str, AdapterRef]
+    aliases: AliasStore
     hub_owners: tuple[str, ...]
     hub_token: Secret | None
     share_hub_token: bool
@@ -52,18 +59,28 @@ class CatalogRules:
 
     def target(self, choice: AdapterChoice) -> tuple[AdapterRef, Secret | None]:
         """The reference to fetch, and the credential to fetch it with. Raises AdapterError."""
-        spelled = choice.ref.name if choice.ref.source == "alias" else choice.adapter_id
-        alias = self.aliases.get(spelled)
+        alias = self.registration(choice)
         if alias is not None:
-            return alias, (self.hub_token or choice.token) if alias.source == "hub" else None
+            check_served(alias)
+            is_hub = alias.ref.source == "hub"
+            return alias.ref, self.credential(alias) or (choice.token if is_hub else None)
         if choice.ref.source == "alias":
             raise AdapterError("not_found", f"no adapter is registered as {choice.adapter_id!r}")
-        self._check_owner(choice.ref)
+        self.check_owner(choice.ref)
         if choice.ref.source != "hub":
             return choice.ref, None
         return choice.ref, choice.token or (self.hub_token if self.share_hub_token else None)
 
-    def _check_owner(self, ref: AdapterRef) -> None:
+    def registration(self, choice: AdapterChoice) -> Registration | None:
+        """What the caller named, if it is registered, or was."""
+        spelled = choice.ref.name if choice.ref.source == "alias" else choice.adapter_id
+        return self.aliases.get(spelled)
+
+    def credential(self, alias: Registration) -> Secret | None:
+        """Credentials of callers and operators are the Hub's; no other source is shown them."""
+        return alias.token or self.hub_token if alias.ref.source == "hub" else None
+
+    def check_owner(self, ref: AdapterRef) -> None:
         owner = ref.name.partition("/")[0]
         if ref.source == "hub" and self.hub_owners and owner not in self.hub_owners:
             raise AdapterError("forbidden", f"adapters of {owner!r} are not allowed here")
@@ -94,6 +111,9 @@ class Catalog:
     async def resolve(self, choice: AdapterChoice) -> ServedAdapter:
         """The adapter behind the caller's words. Raises AdapterError."""
         ref, token = self.rules.target(choice)
+        alias = self.rules.registration(choice)
+        if alias is not None and alias.state == "ready":
+            return self._served(choice, alias)
         key = (ref, _fingerprint(token))
         outcome = self._outcomes.get(key)
         if outcome is None or outcome.until <= self._clock():
@@ -102,22 +122,47 @@ class Catalog:
             raise _copy(outcome.error)
         assert outcome.pinned is not None
         assert outcome.manifest is not None
-        return ServedAdapter(choice.adapter_id, outcome.pinned, token, outcome.manifest)
+        content = Content(outcome.pinned, outcome.manifest)
+        # The name may have been given another meaning, or none, while this was waited for.
+        self.rules.target(choice)
+        alias = self.rules.registration(choice)
+        if alias is not None and (alias.state == "ready" or alias.ref != ref):
+            return await self.resolve(choice)
+        if alias is not None and alias.digest != outcome.manifest.digest:
+            self.rules.aliases.put(seen(alias, content, time.time()))
+        name = None if alias is None else alias.name
+        return ServedAdapter(choice.adapter_id, outcome.pinned, token, outcome.manifest, name)
 
     def forget(self, choice: AdapterChoice | None) -> None:
-        """What is remembered of it was wrong: the next request asks anew."""
-        if choice is not None:
-            ref, token = self.rules.target(choice)
-            self._outcomes.pop((ref, _fingerprint(token)), None)
+        """What is remembered of it was wrong: the next request asks anew.
 
-    def known_digest(self, name: str) -> str | None:
-        """The digest behind a registered name, if it was resolved lately."""
-        ref = self.rules.aliases.get(name)
-        if ref is None:
-            return None
-        token = self.rules.hub_token if ref.source == "hub" else None
-        outcome = self._outcomes.get((ref, _fingerprint(token)))
-        return outcome.manifest.digest if outcome is not None and outcome.manifest else None
+        A registration that means one content goes on meaning it; its operator is told.
+        """
+        alias = None if choice is None else self.rules.registration(choice)
+        if choice is None or (alias is not None and not alias.in_service):
+            return
+        if alias is not None and alias.state == "ready":
+            problem = "a worker could not fetch its content again; refresh it if it has changed"
+            self.rules.aliases.put(msgspec.structs.replace(alias, error=problem))
+            return
+        ref, token = self.rules.target(choice)
+        self._outcomes.pop((ref, _fingerprint(token)), None)
+
+    async def fetch(self, ref: AdapterRef, token: Secret | None) -> Content:
+        """What a reference means now, admitted by some worker. Raises AdapterError."""
+        self.rules.check_owner(ref)
+        outcome = await self._fetch(ref, token)
+        if outcome.error is not None:
+            raise outcome.error
+        assert outcome.pinned is not None
+        assert outcome.manifest is not None
+        return Content(outcome.pinned, outcome.manifest)
+
+    def _served(self, choice: AdapterChoice, alias: Registration) -> ServedAdapter:
+        content = alias.content
+        assert content is not None
+        token = self.rules.credential(alias)
+        return ServedAdapter(choice.adapter_id, content.ref, token, content.manifest, alias.name)
 
     async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:
         task = self._resolving.get(key)

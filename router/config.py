@@ -26,6 +26,10 @@ class RouterConfig:
     adapters: tuple[str, ...] = field(
         default=(), metadata={"help": "NAME=REF, a public name for an adapter", "flag": "adapter"}
     )
+    adapters_file: Path | None = field(
+        default=None,
+        metadata={"help": "YAML or JSON file of adapters (name, ref, pin), followed as it changes"},
+    )
     hub_owners: tuple[str, ...] = field(
         default=(), metadata={"help": "Hub owners whose adapters are allowed (default: all)"}
     )
@@ -68,6 +72,10 @@ class RouterConfig:
             "fallback": "HF_TOKEN",
             "secret": True,
         },
+    )
+    admin_key: str = field(
+        default="",
+        metadata={"help": "key that opens the lifecycle routes of /v1/adapters", "secret": True},
     )
     max_requests: int = field(
         default=4096,

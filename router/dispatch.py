@@ -3,12 +3,14 @@
 import asyncio
 import secrets
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from adapters.errors import AdapterError
+from router.adapter_use import AdapterUse
 from router.base_model import BaseModel
 from router.catalog import Catalog, ServedAdapter
 from router.failures import NoWorker, request_error
@@ -45,6 +47,7 @@ class Dispatcher:
         sandbox: TemplateSandbox,
         metrics: RouterMetrics,
         limits: DispatchLimits,
+        use: AdapterUse,
     ) -> None:
         self.running = 0
         self._base = base
@@ -53,19 +56,18 @@ class Dispatcher:
         self._sandbox = sandbox
         self._metrics = metrics
         self._limits = limits
+        self._use = use
 
     async def start(self, call: GenerationCall, request_id: str) -> Generation:
         """Resolves, tokenises, checks and queues. Raises RequestError."""
         if self.running >= self._limits.max_requests:
             raise RequestError("overloaded", f"{self.running} requests are being answered already")
         self.running += 1
-        try:
-            return await self._start(call, request_id)
-        except BaseException:
-            self.running -= 1
-            raise
+        with ExitStack() as held:  # until the generation is closed, or could not be started
+            held.callback(self._closed)
+            return await self._start(call, request_id, held)
 
-    async def _start(self, call: GenerationCall, request_id: str) -> Generation:
+    async def _start(self, call: GenerationCall, request_id: str, held: ExitStack) -> Generation:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -73,6 +75,8 @@ class Dispatcher:
                 model = self._base.require()
                 self._fleet.check_ready()
                 adapter = await self._resolve(call)
+                if adapter is not None:
+                    held.callback(self._use.hold(adapter))
                 template = None if adapter is None else adapter.manifest.chat_template
                 prompts = await build_prompts(call, model, template, self._sandbox)
             call = _with_ranking(call)
@@ -93,7 +97,7 @@ class Dispatcher:
             PromptTask(index, prompt, sampling, _seed(call, index, head.seed))
             for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
-        return Generation(call, head, model, tasks, context, started, self._closed)
+        return Generation(call, head, model, tasks, context, started, held.pop_all().close)
 
     def _check_room(self, sequences: int) -> None:
         """Raises QueueFull; RequestError for more than the queue could ever hold."""

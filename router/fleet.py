@@ -35,6 +35,7 @@ class Fleet:
     ) -> None:
         self.queue = queue
         self.clients: Sequence[WorkerClient] = ()
+        self.on_connect: Callable[[WorkerSession], None] = lambda session: None
         self._accept_card = accept_card
 
     def connect(self, urls: Sequence[str], router_id: str, secret: str, cards: CardStore) -> None:
@@ -54,7 +55,7 @@ class Fleet:
 
     @property
     def views(self) -> list[WorkerView]:
-        return [session.view for session in self._sessions()]
+        return [session.view for session in self.sessions]
 
     @property
     def ready(self) -> bool:
@@ -96,6 +97,9 @@ class Fleet:
     async def accept_card(self, card: ModelCard) -> str | None:
         return await self._accept_card(card)
 
+    def worker_connected(self, session: WorkerSession) -> None:
+        self.on_connect(session)
+
     def worker_changed(self) -> None:
         """Hands out credits while there are some and somebody waits."""
         for entry in self.queue.expire(asyncio.get_running_loop().time()):
@@ -105,7 +109,7 @@ class Fleet:
 
     def _grant(self) -> None:
         while len(self.queue):
-            sessions = {session.worker_id: session for session in self._sessions()}
+            sessions = {session.worker_id: session for session in self.sessions}
             views = [session.view for session in sessions.values()]
             if not any(view.has_room for view in views):
                 return
@@ -118,9 +122,10 @@ class Fleet:
                 entry.payload.set_result((sessions[worker_id].reserve(), reason))
 
     def _loader(self) -> WorkerSession | None:
-        sessions = {session.worker_id: session for session in self._sessions()}
+        sessions = {session.worker_id: session for session in self.sessions}
         chosen = choose_loader(session.view for session in sessions.values())
         return None if chosen is None else sessions[chosen]
 
-    def _sessions(self) -> list[WorkerSession]:
+    @property
+    def sessions(self) -> list[WorkerSession]:
         return [client.session for client in self.clients if client.session is not None]

@@ -1,4 +1,4 @@
-"""Routes that tell of the router: health, models, adapters, info, metrics."""
+"""Routes that tell of the router: health, models, info, metrics."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -7,8 +7,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from adapters.ref import format_ref
-from router.api.models import AdapterList, AdapterObject, Health, Info, ModelList, ModelObject
+from router.aliases import names_in_service
+from router.api.models import Health, Info, ModelList, ModelObject
 from router.api.openapi import openapi_document
 from router.generation import RequestError
 from router.metrics import CONTENT_TYPE
@@ -68,7 +68,7 @@ class InfoRoutes:
             max_queue=config.max_queue,
             workers_ready=sum(view.able for view in self._service.fleet.views),
             workers=len(self._service.fleet.clients),
-            adapters=sorted(self._service.catalog.rules.aliases),
+            adapters=self._names(),
             version=self._version,
         )
         return json_response(info)
@@ -78,34 +78,18 @@ class InfoRoutes:
 
     async def models(self, request: Request) -> Response:
         card = self._service.base.require().card
-        names = [card.names[0], *sorted(self._service.catalog.rules.aliases)]
+        names = [card.names[0], *self._names()]
         return json_response(ModelList([_model(card, name) for name in names]))
 
     async def model(self, request: Request) -> Response:
         card = self._service.base.require().card
         name = request.path_params["name"]
-        if name not in card.names and name not in self._service.catalog.rules.aliases:
+        if name not in card.names and name not in self._names():
             raise RequestError("adapter_not_found", f"no model {name[:200]!r}", param="model")
         return json_response(_model(card, name))
 
-    async def adapters(self, request: Request) -> Response:
-        """Adapters that the operator registered. What callers brought is theirs to know."""
-        names = sorted(self._service.catalog.rules.aliases)
-        return json_response(AdapterList([self._adapter(name) for name in names]))
-
-    def _adapter(self, name: str) -> AdapterObject:
-        catalog, views = self._service.catalog, self._service.fleet.views
-        ref = catalog.rules.aliases[name]
-        digest = catalog.known_digest(name)
-        return AdapterObject(
-            id=name,
-            source=ref.source,
-            # A folder's path is the operator's own business.
-            ref=format_ref(ref) if ref.source == "hub" else None,
-            digest=digest,
-            resident_on=sorted(v.worker_id for v in views if digest and digest in v.resident),
-            loading_on=sorted(v.worker_id for v in views if digest and digest in v.loading),
-        )
+    def _names(self) -> list[str]:
+        return names_in_service(self._service.catalog.rules.aliases)
 
 
 def _model(card: ModelCard, name: str) -> ModelObject:

@@ -1,6 +1,7 @@
 """Builds a router's parts from its config, and runs those that live."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, parse_ref
+from router.adapter_admin import AdapterAdmin
+from router.adapter_use import AdapterUse
+from router.adapters_watch import AdaptersFile
+from router.aliases import MemoryAliases
 from router.answering import Answerer
 from router.base_model import BaseModel
 from router.catalog import Catalog, CatalogRules
@@ -22,6 +27,7 @@ from router.fleet import Fleet
 from router.generation import Secret
 from router.metrics import RouterMetrics
 from router.model_card import CardError, CardStore, read_card
+from router.registration import Registration
 from router.text.template_sandbox import TemplateSandbox
 from router.waiting import WaitingQueue
 from server.protocol import ModelCard
@@ -40,6 +46,8 @@ class Service:
     config: RouterConfig
     base: BaseModel
     catalog: Catalog
+    admin: AdapterAdmin
+    adapters_file: AdaptersFile | None
     fleet: Fleet
     dispatcher: Dispatcher
     answerer: Answerer
@@ -56,12 +64,16 @@ class Service:
                 raise ConfigError(f"--model-card: {refusal}")
         cards = CardStore(self.config.cache_dir)
         self.fleet.connect(self.config.workers, uuid.uuid4().hex, self.config.secret, cards)
-        connections = asyncio.create_task(self.fleet.run())
+        tasks = [asyncio.create_task(self.fleet.run())]
+        if self.adapters_file is not None:
+            tasks.append(asyncio.create_task(self.adapters_file.run()))
         try:
             yield
         finally:
-            connections.cancel()
-            await asyncio.gather(connections, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.admin.close()
             await self.sandbox.close()
 
 
@@ -86,12 +98,22 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     catalog = Catalog(_rules(config), _Pinner(hub).pin, fleet.load_adapter, _now)
     sandbox = TemplateSandbox()
     limits = DispatchLimits(config.max_requests, config.max_stream_buffer, config.request_timeout_s)
-    dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits)
+    use = AdapterUse(time.time)
+    admin = AdapterAdmin(catalog, fleet, use, base.is_named, config.adapter_timeout_s)
+    dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use)
     answerer = Answerer(base, dispatcher, config.max_body_bytes)
     _watch(metrics, fleet, dispatcher)
+    card = _saved_card(config)
+    file = _adapters_file(config, admin)
     return Service(
-        config, base, catalog, fleet, dispatcher, answerer, metrics, sandbox, _saved_card(config)
+        config, base, catalog, admin, file, fleet, dispatcher, answerer, metrics, sandbox, card
     )
+
+
+def _adapters_file(config: RouterConfig, admin: AdapterAdmin) -> AdaptersFile | None:
+    if config.adapters_file is None:
+        return None
+    return AdaptersFile(config.adapters_file, admin, config.default_source, time.monotonic)
 
 
 def _check_workers(config: RouterConfig) -> None:
@@ -127,7 +149,7 @@ class _Pinner:
 
 def _rules(config: RouterConfig) -> CatalogRules:
     return CatalogRules(
-        aliases=dict(_alias(text, config) for text in config.adapters),
+        aliases=MemoryAliases(_alias(text, config) for text in config.adapters),
         hub_owners=config.hub_owners,
         hub_token=Secret(config.hub_token) if config.hub_token else None,
         share_hub_token=config.share_hub_token,
@@ -136,7 +158,7 @@ def _rules(config: RouterConfig) -> CatalogRules:
     )
 
 
-def _alias(text: str, config: RouterConfig) -> tuple[str, AdapterRef]:
+def _alias(text: str, config: RouterConfig) -> Registration:
     name, equals, target = text.partition("=")
     try:
         if not equals or parse_ref(name) != AdapterRef("alias", name):
@@ -151,7 +173,7 @@ def _alias(text: str, config: RouterConfig) -> tuple[str, AdapterRef]:
     owner = ref.name.partition("/")[0]
     if ref.source == "hub" and config.hub_owners and owner not in config.hub_owners:
         raise ConfigError(f"--adapter {text!r}: {owner!r} is not among the allowed --hub-owner")
-    return name, ref
+    return Registration(name, ref, "option")
 
 
 def _watch(metrics: RouterMetrics, fleet: Fleet, dispatcher: Dispatcher) -> None:

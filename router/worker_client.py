@@ -40,6 +40,9 @@ class WorkerListener(Protocol):
     async def accept_card(self, card: ModelCard) -> str | None:
         """Asked at each connection: None = welcome, else why this model cannot be served from."""
 
+    def worker_connected(self, session: WorkerSession) -> None:
+        """A connection begins. It may be sent frames; what comes back is read from now on."""
+
     def worker_changed(self) -> None:
         """Room, readiness or residency of some worker may have changed."""
 
@@ -118,6 +121,7 @@ class WorkerClient:
             self.problem = None
             self._was_there = True
             logger.info("worker %s: connected to %s", self.url, hello.worker_id)
+            self._listener.worker_connected(self.session)
             await self.session.run()
 
     async def _greet(self, socket: ClientConnection) -> WorkerHello:

@@ -5,20 +5,23 @@ It lasts as long as its WebSocket. Reconnecting and model cards are `worker_clie
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
 
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
-from router.adapter_loads import AdapterLoads, ProtocolFault
+from router.adapter_loads import AdapterLoads, AdapterOrders, ProtocolFault
 from router.placement import WorkerView
 from server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
+    AdapterPins,
+    AdapterReport,
     AdapterState,
     GenerateRequest,
+    OrderAction,
     RouterFrame,
     StepEvents,
     TokenEvent,
@@ -81,6 +84,7 @@ class WorkerSession:
         self._live: dict[SequenceKey, _Live] = {}
         self._reserved = 0
         self._loads = AdapterLoads(self._send)
+        self._orders = AdapterOrders(self._send)
         self._resident: frozenset[str] = frozenset()
         self._loading: frozenset[str] = frozenset()
         self._outbox: deque[bytes] = deque()
@@ -153,6 +157,14 @@ class WorkerSession:
         """Asks the worker to fetch and check an adapter. Raises AdapterError, WorkerLost."""
         return await self._loads.load(ref, token)
 
+    async def order(self, action: OrderAction, *digests: str) -> AdapterReport:
+        """Moves admitted adapters between the worker's tiers. Raises AdapterError, WorkerLost."""
+        return await self._orders.order(action, digests)
+
+    def pin(self, digests: Iterable[str]) -> None:
+        """These and no others are to stay on the device. Raises WorkerLost."""
+        self._send(AdapterPins(tuple(sorted(digests))))
+
     # The connection
 
     async def run(self) -> None:
@@ -189,6 +201,8 @@ class WorkerSession:
                 self._on_status(frame)
             elif isinstance(frame, AdapterState):
                 self._loads.on_state(frame)
+            elif isinstance(frame, AdapterReport):
+                self._orders.on_report(frame)
             else:
                 raise ProtocolFault("a second hello")
 
@@ -246,6 +260,7 @@ class WorkerSession:
             if sequence.sink is not None:
                 sequence.sink(lost(*key, why))
         self._loads.fail_all(WorkerLost(why))
+        self._orders.fail_all(WorkerLost(why))
         self._on_change()
 
 

@@ -63,6 +63,8 @@ _OF_ADAPTER: dict[AdapterErrorCode, Cause] = {
     "unauthorized": "unauthorized",
     "invalid": "adapter_invalid",
     "too_large": "adapter_too_large",
+    "conflict": "conflict",
+    "gone": "gone",
     "unavailable": "unavailable",
 }
 _OF_ENGINE: dict[ErrorCode, Cause] = {

@@ -24,26 +24,6 @@ class ModelList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-class AdapterObject(msgspec.Struct, frozen=True):
-    """A registered adapter. ref: of Hub adapters. digest: once it was resolved.
-
-    resident_on, loading_on: ids of workers.
-    """
-
-    id: str
-    source: str
-    ref: str | None
-    digest: str | None
-    resident_on: list[str]
-    loading_on: list[str]
-    object: Literal["adapter"] = "adapter"
-
-
-class AdapterList(msgspec.Struct, frozen=True):
-    data: list[AdapterObject]
-    object: Literal["list"] = "list"
-
-
 class Info(msgspec.Struct, frozen=True):
     """LoRAX's fields where they mean something here, and ours."""
 

@@ -4,11 +4,20 @@ from typing import Any, Literal
 
 import msgspec
 
+from router.api.adapters import (
+    AdapterList,
+    AdapterObject,
+    Deleted,
+    LoadLoraBody,
+    Refreshed,
+    RegisterBody,
+    UnloadBody,
+    UnloadLoraBody,
+)
 from router.api.errors import Dialect, LoraxError, OpenAIError, error_table
 from router.api.lorax import LoraxBody
 from router.api.lorax_answer import GenerateAnswer, StreamAnswer
 from router.api.models import (
-    AdapterList,
     Health,
     Info,
     ModelList,
@@ -22,24 +31,63 @@ from router.api.openai_completions import Completion, CompletionsBody
 _REF = "#/components/schemas/{name}"
 # Errors that a GET without a body can meet.
 _PLAIN_ERRORS = frozenset((404, 405, 500, 503))
+_ADMIN_ERRORS = _PLAIN_ERRORS | {401, 403, 409, 410, 422}
 
 
 class Operation(msgspec.Struct, frozen=True):
     """A route. answer, event: types of the JSON body and of a stream's events.
 
-    text: the answer is plain text. dialect: shape of its errors.
+    text: the answer is plain text. dialect: shape of its errors. admin: it wants the admin key.
+    accepted: it may answer 202 with the same body, for what goes on.
     """
 
     path: str
-    method: Literal["get", "post"]
+    method: Literal["get", "post", "delete"]
     summary: str
     dialect: Dialect = "lorax"
     request: Any = None
     answer: Any = None
     event: Any = None
     text: bool = False
+    admin: bool = False
+    accepted: bool = False
 
 
+def _admin(
+    path: str,
+    method: Literal["get", "post", "delete"],
+    summary: str,
+    answer: Any,
+    request: Any = None,
+) -> Operation:
+    return Operation(
+        *(path, method, summary, "openai"),
+        request=request,
+        answer=None if answer is str else answer,
+        text=answer is str,
+        admin=True,
+        accepted=path.endswith("/unload"),
+    )
+
+
+_ONE = "/v1/adapters/{name}"
+_LIFECYCLE = (
+    _admin("/v1/adapters", "get", "Registered adapters, by tier and worker", AdapterList),
+    _admin("/v1/adapters", "post", "Register an adapter", AdapterObject, RegisterBody),
+    _admin(_ONE, "get", "One of them", AdapterObject),
+    _admin(_ONE, "delete", "Delete it: requests that name it get 410", Deleted),
+    _admin(f"{_ONE}/load", "post", "To every worker's device, and into service", AdapterObject),
+    _admin(f"{_ONE}/pin", "post", "The same; and there it stays", AdapterObject),
+    _admin(f"{_ONE}/unpin", "post", "It may be evicted again", AdapterObject),
+    _admin(
+        *(f"{_ONE}/unload", "post", "Out of service; freed when running requests are over"),
+        AdapterObject,
+        UnloadBody,
+    ),
+    _admin(f"{_ONE}/refresh", "post", "Resolve its reference again", Refreshed),
+    _admin("/v1/load_lora_adapter", "post", "Register and load (vLLM)", str, LoadLoraBody),
+    _admin("/v1/unload_lora_adapter", "post", "Unload and delete (vLLM)", str, UnloadLoraBody),
+)
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
         *("/", "post", "Generate, whole (a list of one) or streamed, as `stream` says"),
@@ -68,7 +116,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("/v1/models", "get", "The base and registered adapters", "openai", answer=ModelList),
     Operation("/v1/models/{name}", "get", "One of them", "openai", answer=ModelObject),
-    Operation("/v1/adapters", "get", "Registered adapters", "openai", answer=AdapterList),
+    *_LIFECYCLE,
     Operation(
         *("/tokenize", "post", "The tokens of a text"),
         request=TokenizeBody,
@@ -98,7 +146,10 @@ def openapi_document(version: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "loraplex", "version": version, "license": {"name": "Apache-2.0"}},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"adminKey": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
@@ -108,9 +159,13 @@ def _operation(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any
         "summary": operation.summary,
         "responses": {"200": _success(operation, schema_of)} | _errors(operation, schema_of),
     }
+    if operation.accepted:
+        described["responses"]["202"] = described["responses"]["200"] | {"description": "goes on"}
+    if operation.admin:
+        described["security"] = [{"adminKey": []}]
     if operation.request is not None:
         described["requestBody"] = {
-            "required": True,
+            "required": not operation.accepted,
             "content": {"application/json": {"schema": schema_of[repr(operation.request)]}},
         }
     if "{name}" in operation.path:
@@ -141,7 +196,8 @@ def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
             "content": {"application/json": schema},
         }
         for status, names in error_table(operation.dialect).items()
-        if operation.request is not None or status in _PLAIN_ERRORS
+        if operation.request is not None
+        or status in (_ADMIN_ERRORS if operation.admin else _PLAIN_ERRORS)
     }
 
 

@@ -27,7 +27,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MODULE = re.compile(r"^ {4}(?P<indent> *)(?P<name>\w+(?:/|\.py))(?P<pure> +\[P\])?")
 _CODE = re.compile(r"`([^`]+)`")
 # Causes that no code raises yet; the page names them in a sentence.
-KEPT_FOR_LATER = {"conflict", "gone", "rate_limited"}
+KEPT_FOR_LATER = {"rate_limited"}
 
 
 def page(name: str) -> str:

@@ -25,13 +25,18 @@ from server.protocol import (
     PROTOCOL_VERSION,
     Abort,
     AdapterLoad,
+    AdapterOrder,
+    AdapterPins,
+    AdapterReport,
     AdapterState,
+    AdapterTiers,
     ErrorCode,
     GenerateRequest,
     ModelCard,
     RouterFrame,
     RouterHello,
     StepEvents,
+    TierStage,
     TokenEvent,
     TokenLogprob,
     WorkerFrame,
@@ -149,6 +154,9 @@ class FakeWorker:
         self.held = 0
         self._seen = asyncio.Condition()
         self._admitted: set[str] = set()
+        self.resident: set[str] = set()
+        self.pins: frozenset[str] = frozenset()
+        self.order_error: str | None = None
         self._connections: set[ServerConnection] = set()
         self._server: Server | None = None
         self._step = 0
@@ -172,6 +180,12 @@ class FakeWorker:
     @property
     def loads(self) -> list[AdapterLoad]:
         return [frame for frame in self.frames if isinstance(frame, AdapterLoad)]
+
+    @property
+    def orders(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Those that move something."""
+        orders = [frame for frame in self.frames if isinstance(frame, AdapterOrder)]
+        return [(o.action, o.digests) for o in orders if o.action != "status"]
 
     async def start(self) -> None:
         self._server = await serve(
@@ -211,7 +225,7 @@ class FakeWorker:
             total_pages=100,
             running=0,
             waiting=0,
-            resident=(),
+            resident=tuple(sorted(self.resident)),
             loading=(),
             step=self._step,
         )
@@ -279,6 +293,11 @@ class FakeWorker:
             tasks[key] = asyncio.create_task(self._generate(connection, frame))
         elif isinstance(frame, AdapterLoad):
             tasks[(frame.load_id, 0, 0)] = asyncio.create_task(self._load(connection, frame))
+        elif isinstance(frame, AdapterPins):
+            self.pins = frozenset(frame.digests)
+            self.resident |= self.pins & self._admitted
+        elif isinstance(frame, AdapterOrder):
+            await self._order(connection, frame)
         elif isinstance(frame, Abort):
             for key, task in list(tasks.items()):
                 meant = key[:2] == (frame.request_id, frame.attempt)
@@ -339,6 +358,25 @@ class FakeWorker:
             return
         self._admitted.add(manifest.digest)
         await self._send(connection, AdapterState(load.load_id, "ready", manifest))
+
+    async def _order(self, connection: ServerConnection, order: AdapterOrder) -> None:
+        error = None if order.action == "status" else self.order_error
+        if error is None and order.action == "load":
+            if not self._admitted.issuperset(order.digests):
+                error = "not in the store"
+            else:
+                self.resident.update(order.digests)
+        elif error is None and order.action == "evict":
+            self.resident.difference_update(order.digests)
+        await self._send(
+            connection,
+            AdapterReport(order.order_id, tuple(map(self._tiers, order.digests)), error),
+        )
+
+    def _tiers(self, digest: str) -> AdapterTiers:
+        stage: TierStage = "ready" if digest in self.resident else "absent"
+        on_disk = digest in self._admitted
+        return AdapterTiers(digest, on_disk, stage, stage, digest in self.pins, 4096, 0.5, 1.0)
 
     async def _emit(self, connection: ServerConnection, event: TokenEvent) -> None:
         self._step += 1

@@ -44,7 +44,7 @@ def test_operations_are_whole() -> None:
             assert operation["summary"]
             assert "200" in operation["responses"]
             assert all(response["description"] for response in operation["responses"].values())
-            assert ("requestBody" in operation) == (method == "post")
+            assert ("requestBody" not in operation) or method == "post"
             assert ("parameters" in operation) == ("{" in path)
     assert len(ids) == len(set(ids)) == len(OPERATIONS)
 
@@ -67,7 +67,7 @@ async def test_every_operation_exists(router: Running, operation: Operation) -> 
     path = operation.path.replace("{name}", "pirate")
     content = b"{}" if operation.method == "post" else None
     answer = await router.client.request(operation.method, path, content=content)
-    if operation.method == "post":
+    if operation.request is not None and not operation.accepted:
         assert answer.status_code in (400, 422)
         return
     assert answer.status_code == 200

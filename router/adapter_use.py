@@ -1,0 +1,64 @@
+"""Which adapters running requests use, by name and content; and when the last of them is over."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from router.catalog import ServedAdapter
+
+MAX_REMEMBERED = 1 << 16
+
+_Use = tuple[str | None, str]  # registered name (None: named by reference), digest
+
+
+class AdapterUse:
+    """clock: Unix seconds, for `last_used`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._running: dict[_Use, int] = {}
+        self._last_used: OrderedDict[str, float] = OrderedDict()
+        self._idle = asyncio.Condition()
+        self._waking: set[asyncio.Task[None]] = set()
+
+    def hold(self, adapter: ServedAdapter) -> Callable[[], None]:
+        """A request begins to use it; call what is returned when the request is over."""
+        use = (adapter.alias, adapter.digest)
+        self._running[use] = self._running.get(use, 0) + 1
+        self._touch(adapter.digest)
+        return lambda: self._release(use)
+
+    def running(self, name: str, digest: str | None = None) -> int:
+        """Requests that named it so. digest: only those that got this content."""
+        return sum(
+            count
+            for (alias, content), count in self._running.items()
+            if alias == name and digest in (None, content)
+        )
+
+    def last_used(self, digest: str) -> float | None:
+        return self._last_used.get(digest)
+
+    async def drained(self, name: str, digest: str | None = None) -> None:
+        """Until no running request uses it."""
+        async with self._idle:
+            await self._idle.wait_for(lambda: not self.running(name, digest))
+
+    def _release(self, use: _Use) -> None:
+        self._touch(use[1])
+        self._running[use] -= 1
+        if not self._running[use]:
+            del self._running[use]
+            task = asyncio.get_running_loop().create_task(self._wake())
+            self._waking.add(task)
+            task.add_done_callback(self._waking.discard)
+
+    async def _wake(self) -> None:
+        async with self._idle:
+            self._idle.notify_all()
+
+    def _touch(self, digest: str) -> None:
+        self._last_used[digest] = self._clock()
+        self._last_used.move_to_end(digest)
+        if len(self._last_used) > MAX_REMEMBERED:
+            self._last_used.popitem(last=False)

@@ -1,0 +1,130 @@
+"""The operator's file of adapters: what it says, and what must be done to make it true. Pure.
+
+adapters:
+  - name: sql
+    ref: hub:org/sql-lora@main
+    pin: true
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from adapters.ref import AdapterRef
+from router.adapter_wish import Wish
+from router.api.adapters import Name, check_name, parse_target
+from router.generation import RequestError
+from router.registration import Registration
+
+MAX_FILE_BYTES = 4 << 20
+# Where errors of the file as a whole stand among those of its entries.
+WHOLE = ""
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One adapter as it is written."""
+
+    name: Name
+    ref: str
+    pin: bool = False
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """An entry that can be understood."""
+
+    ref: AdapterRef
+    pin: bool
+
+
+class FileContents(msgspec.Struct, frozen=True):
+    """errors: by name, or WHOLE; what they are about is left as it is."""
+
+    wanted: dict[str, Wanted]
+    errors: dict[str, str]
+
+    @property
+    def is_readable(self) -> bool:
+        return WHOLE not in self.errors
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What to do. errors: entries that contradict what somebody else registered."""
+
+    register: tuple[Wish, ...] = ()
+    pin: tuple[str, ...] = ()
+    unpin: tuple[str, ...] = ()
+    delete: tuple[str, ...] = ()
+    errors: dict[str, str] = {}
+
+
+def unreadable(why: str) -> FileContents:
+    return FileContents({}, {WHOLE: why})
+
+
+def read(data: bytes, default_source: str) -> FileContents:
+    """From YAML 1.1, of which JSON is a part."""
+    if len(data) > MAX_FILE_BYTES:
+        return unreadable(f"it may have at most {MAX_FILE_BYTES} bytes")
+    try:
+        plain = msgspec.yaml.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return unreadable(" ".join(str(error).split()))
+    entries = plain.get("adapters") if isinstance(plain, dict) else None
+    if not isinstance(plain, dict) or set(plain) != {"adapters"} or not isinstance(entries, list):
+        return unreadable("expected one key, `adapters`, with a list of name, ref and pin")
+    wanted: dict[str, Wanted] = {}
+    errors: dict[str, str] = {}
+    for number, entry in enumerate(entries, 1):
+        name = _name_of(entry) or f"entry {number}"
+        problem = (
+            "it is there twice" if name in wanted else _read_entry(entry, wanted, default_source)
+        )
+        if problem is not None:
+            errors[name] = problem
+    return FileContents(wanted, errors)
+
+
+def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
+    """From what is registered to what the file says. What the file never named is left alone."""
+    if not contents.is_readable:
+        return Plan()
+    present = {registration.name: registration for registration in registrations}
+    register: list[Wish] = []
+    pin: list[str] = []
+    unpin: list[str] = []
+    errors: dict[str, str] = {}
+    for name, wanted in contents.wanted.items():
+        there = present.get(name)
+        if there is None or (there.ref != wanted.ref and there.origin == "file"):
+            replace = there is not None
+            register.append(Wish(name, wanted.ref, "file", wanted.pin, replace=replace))
+        elif there.ref != wanted.ref:
+            errors[name] = f"the name is registered with another reference, by {_by(there)}"
+        elif there.origin == "file" and there.in_service and there.pinned != wanted.pin:
+            (pin if wanted.pin else unpin).append(name)
+    named = contents.wanted.keys() | contents.errors.keys()
+    delete = [r.name for r in present.values() if r.origin == "file" and r.name not in named]
+    return Plan(tuple(register), tuple(pin), tuple(unpin), tuple(delete), errors)
+
+
+def _name_of(entry: Any) -> str | None:
+    name = entry.get("name") if isinstance(entry, Mapping) else None
+    return name[:96] if isinstance(name, str) and name else None
+
+
+def _read_entry(entry: Any, wanted: dict[str, Wanted], default_source: str) -> str | None:
+    try:
+        typed = msgspec.convert(entry, FileEntry)
+        check_name(typed.name, "name")
+        ref = parse_target(typed.ref, "ref", default_source)
+    except msgspec.ValidationError as error:
+        return str(error)
+    except RequestError as error:
+        return error.message
+    wanted[typed.name] = Wanted(ref, typed.pin)
+    return None
+
+
+def _by(registration: Registration) -> str:
+    return "--adapter" if registration.origin == "option" else "the API"

@@ -1,0 +1,121 @@
+"""Keeps the registered adapters as the operator's file says, while the file changes."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from adapters.errors import AdapterError
+from router.adapter_admin import AdapterAdmin
+from router.adapters_file import (
+    MAX_FILE_BYTES,
+    WHOLE,
+    FileContents,
+    plan,
+    read,
+    unreadable,
+)
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+RETRY_S = 30.0
+_AT_ONCE = 8
+
+_Stamp = tuple[int, int, int]
+
+
+class AdaptersFile:
+    """errors: by entry, or WHOLE; what they are about stays as it was. clock: seconds."""
+
+    def __init__(
+        self,
+        path: Path,
+        admin: AdapterAdmin,
+        default_source: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.errors: dict[str, str] = {}
+        self._path = path
+        self._admin = admin
+        self._default_source = default_source
+        self._clock = clock
+        self._stamp: _Stamp | None = None
+        self._tried_at: float | None = None
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    @property
+    def problems(self) -> list[str]:
+        """For people."""
+        return [f"{name or self._path}: {why}" for name, why in sorted(self.errors.items())]
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(POLL_S)
+
+    async def poll(self) -> None:
+        """Does what is to be done if the file has changed, or something failed a while ago."""
+        if not self._admin.can_admit:
+            return
+        stamp = await asyncio.to_thread(_stamp, self._path)
+        now = self._clock()
+        is_due = self._tried_at is None or (self.errors and now - self._tried_at >= RETRY_S)
+        if stamp == self._stamp and not is_due:
+            return
+        self._stamp, self._tried_at = stamp, now
+        contents = await asyncio.to_thread(_read, self._path, self._default_source)
+        self._tell(await self._reconcile(contents))
+
+    async def _reconcile(self, contents: FileContents) -> dict[str, str]:
+        """What went wrong, by entry."""
+        admin = self._admin
+        todo = plan(contents, admin.all())
+        work: list[tuple[str, Awaitable[object]]] = [
+            *((wish.name, admin.register(wish)) for wish in todo.register),
+            *((name, admin.pin(name)) for name in todo.pin),
+            *((name, admin.unpin(name)) for name in todo.unpin),
+            *((name, admin.delete(name)) for name in todo.delete),
+        ]
+        problems = await asyncio.gather(*(self._try(operation) for _, operation in work))
+        failed = {
+            name: problem
+            for (name, _), problem in zip(work, problems, strict=True)
+            if problem is not None
+        }
+        return {**contents.errors, **todo.errors, **failed}
+
+    async def _try(self, operation: Awaitable[object]) -> str | None:
+        async with self._slots:
+            try:
+                await operation
+            except AdapterError as error:
+                reasons = (f"{v.where}: {v.message}" for v in error.violations)
+                return "; ".join([error.message, *reasons])
+        return None
+
+    def _tell(self, errors: dict[str, str]) -> None:
+        """Each error once, as long as it stays the same."""
+        for name, why in errors.items():
+            if self.errors.get(name) != why:
+                what = f"adapter {name}" if name != WHOLE else "it is left as it was"
+                log.error("adapters file %s: %s: %s", self._path, what, why)
+        self.errors = errors
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read(path: Path, default_source: str) -> FileContents:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        return unreadable(f"it cannot be read: {error.strerror}")
+    return read(data, default_source)

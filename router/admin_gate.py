@@ -1,0 +1,57 @@
+"""Who may use the lifecycle routes: whoever has the admin key; without one, this machine alone."""
+
+import hashlib
+import hmac
+import ipaddress
+
+from router.config import RouterConfig
+from router.generation import RequestError
+
+
+class AdminGate:
+    """`check` is asked with the headers of each request of a lifecycle route."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._key = _digest(config.admin_key) if config.admin_key else None
+        self._is_local = is_loopback(config.host)
+
+    def check(self, authorization: str | None, origin: str | None) -> None:
+        """Raises RequestError: unauthorized (401), forbidden (403)."""
+        if self._key is None:
+            self._check_open(origin)
+            return
+        scheme, _, given = (authorization or "").partition(" ")
+        is_right = hmac.compare_digest(_digest(given.strip()), self._key)
+        if scheme.lower() != "bearer" or not is_right:
+            raise RequestError(
+                "unauthorized", "this route wants the admin key, as `Authorization: Bearer KEY`"
+            )
+
+    def _check_open(self, origin: str | None) -> None:
+        if not self._is_local:
+            raise RequestError(
+                "forbidden",
+                "this route is closed, as the router has no admin key: start it with "
+                "--admin-key-file or LORAPLEX_ADMIN_KEY",
+            )
+        # A page in a browser of this machine is not its operator.
+        if origin is not None:
+            raise RequestError(
+                "forbidden",
+                "requests from web pages need an admin key: start the router with "
+                "--admin-key-file or LORAPLEX_ADMIN_KEY",
+            )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _digest(key: str) -> bytes:
+    """Keys of any length compare in the same time."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

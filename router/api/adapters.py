@@ -1,0 +1,200 @@
+"""Bodies and answers of the lifecycle routes, in our shape and in vLLM's. Pure."""
+
+from typing import Annotated, Literal, cast
+
+import msgspec
+from msgspec import Meta
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef, RefSource, format_ref, parse_ref
+from router.api.body import decode_body, require
+from router.generation import RequestError
+from router.registration import Registration
+from server.protocol import AdapterTiers, TierStage
+
+DEFAULT_WAIT_S = 30.0
+MAX_WAIT_S = 600.0
+
+Name = Annotated[str, Meta(min_length=1, max_length=96)]
+
+
+class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`ref`, or `source` with `id` and `revision`. token: opens it there; kept in memory."""
+
+    name: Name
+    ref: str | None = None
+    source: Literal["hub", "local", "s3", "https"] | None = None
+    id: str | None = None
+    revision: str | None = None
+    pin: bool = False
+    token: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    replace: bool = False
+
+
+class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """wait_s: how long the answer may wait for running requests; they go on in any case."""
+
+    wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = DEFAULT_WAIT_S
+
+
+class LoadLoraBody(msgspec.Struct, frozen=True):
+    """vLLM's. lora_path: a folder, or a reference. load_inplace: replace what the name means."""
+
+    lora_name: Name
+    lora_path: Annotated[str, Meta(min_length=1)]
+    load_inplace: bool = False
+
+
+class UnloadLoraBody(msgspec.Struct, frozen=True):
+    """vLLM's."""
+
+    lora_name: Name
+
+
+class DigestObject(msgspec.Struct, frozen=True):
+    """since: Unix seconds."""
+
+    digest: str
+    since: int
+
+
+class WorkerAdapter(msgspec.Struct, frozen=True):
+    """An adapter's tiers on one worker. slab_bytes: packed, once known.
+
+    load_s: its last way to the device. idle_s: since a sequence last named it there.
+    """
+
+    worker: str
+    disk: bool
+    host: TierStage
+    device: TierStage
+    pinned: bool
+    slab_bytes: int | None
+    load_s: float | None
+    idle_s: float | None
+
+
+class AdapterObject(msgspec.Struct, frozen=True):
+    """A registered adapter. digest, ranks, targets, nbytes: once it was resolved.
+
+    resident_on, loading_on: ids of workers. running: requests of this router. last_used: Unix
+    seconds. history: oldest first.
+    """
+
+    id: str
+    source: str
+    ref: str
+    digest: str | None
+    resident_on: list[str]
+    loading_on: list[str]
+    state: str = "registered"
+    origin: str = "option"
+    pinned: bool = False
+    error: str | None = None
+    ranks: list[int] | None = None
+    targets: list[str] | None = None
+    nbytes: int | None = None
+    running: int = 0
+    last_used: float | None = None
+    history: list[DigestObject] = []
+    workers: list[WorkerAdapter] = []
+    object: Literal["adapter"] = "adapter"
+
+
+class AdapterList(msgspec.Struct, frozen=True):
+    """file_errors: what is wrong in the adapters file, if there is one."""
+
+    data: list[AdapterObject]
+    file_errors: list[str] = []
+    object: Literal["list"] = "list"
+
+
+class Refreshed(msgspec.Struct, frozen=True):
+    """changed: the reference means another content than before."""
+
+    old_digest: str | None
+    new_digest: str | None
+    changed: bool
+    adapter: AdapterObject
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    id: str
+    deleted: bool = True
+    object: Literal["adapter"] = "adapter"
+
+
+def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, AdapterRef]:
+    """Raises RequestError."""
+    request, _ = decode_body(body, RegisterBody)
+    check_name(request.name, "name")
+    if request.ref is not None:
+        others = (request.source, request.id, request.revision)
+        require(others == (None, None, None), "give it, or source, id and revision", "ref")
+        return request, parse_target(request.ref, "ref", default_source)
+    require(request.id is not None, "give ref, or source and id", "ref")
+    revision = f"@{request.revision}" if request.revision is not None else ""
+    text = f"{request.source or default_source}:{request.id}{revision}"
+    return request, parse_target(text, "id", default_source)
+
+
+def check_name(name: str, param: str) -> None:
+    """Raises RequestError unless callers could name an adapter so."""
+    try:
+        good = parse_ref(name) == AdapterRef("alias", name)
+    except AdapterError:
+        good = False
+    require(good, "expected letters, digits, '.', '_' and '-' only, a letter or digit first", param)
+
+
+def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
+    """What a name shall mean; a path is a folder. Raises RequestError."""
+    if text.startswith("/"):
+        text = f"local:{text}"
+    try:
+        ref = parse_ref(text, cast(RefSource, default_source))
+    except AdapterError as error:
+        raise RequestError("invalid", f"`{param}`: {error.message}", param=param) from None
+    require(ref.source != "alias", "names no source; write hub:, local: or org/name", param)
+    return ref
+
+
+def parse_unload(body: bytes) -> float:
+    """Seconds to wait. Raises RequestError."""
+    return decode_body(body, UnloadBody)[0].wait_s if body.strip() else DEFAULT_WAIT_S
+
+
+def adapter_object(
+    registration: Registration,
+    workers: dict[str, AdapterTiers],
+    running: int = 0,
+    last_used: float | None = None,
+) -> AdapterObject:
+    """workers: by id, those that told of it."""
+    manifest = None if registration.content is None else registration.content.manifest
+    return AdapterObject(
+        id=registration.name,
+        source=registration.ref.source,
+        ref=format_ref(registration.ref),
+        digest=registration.digest,
+        resident_on=sorted(w for w, tiers in workers.items() if tiers.device == "ready"),
+        loading_on=sorted(w for w, tiers in workers.items() if tiers.device == "loading"),
+        state=registration.state,
+        origin=registration.origin,
+        pinned=registration.pinned,
+        error=registration.error,
+        ranks=None if manifest is None else list(manifest.ranks),
+        targets=None if manifest is None else list(manifest.targets),
+        nbytes=None if manifest is None else manifest.nbytes,
+        running=running,
+        last_used=last_used,
+        history=[DigestObject(record.digest, record.since) for record in registration.history],
+        workers=[_worker(worker, workers[worker]) for worker in sorted(workers)],
+    )
+
+
+def _worker(worker: str, tiers: AdapterTiers) -> WorkerAdapter:
+    return WorkerAdapter(
+        *(worker, tiers.disk, tiers.host, tiers.device, tiers.pinned),
+        *(tiers.slab_bytes or None, tiers.load_s, tiers.idle_s),
+    )

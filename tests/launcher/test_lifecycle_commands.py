@@ -1,0 +1,147 @@
+"""The lifecycle commands' words to a router, and what they make of its answers."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.__main__ import main
+
+ADAPTER = {
+    "id": "one", "object": "adapter", "state": "ready", "pinned": True, "digest": "d" * 64,
+    "ranks": [4, 8], "nbytes": 12345, "resident_on": ["w1"], "ref": "hub:org/one", "error": None,
+}  # fmt: skip
+
+
+class StubRouter(ThreadingHTTPServer):
+    """Answers what it is told to, and remembers what it was asked."""
+
+    answer: tuple[int, Any] = (200, ADAPTER)
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[tuple[str, str, Any, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: StubRouter
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("content-length", 0))
+        body = json.loads(self.rfile.read(length)) if length else None
+        asked = (self.command, self.path, body, self.headers.get("authorization"))
+        self.server.asked.append(asked)
+        status, answer = self.server.answer
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_DELETE = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubRouter]:
+    monkeypatch.setenv("LORAPLEX_ADMIN_KEY", "from the environment")
+    with StubRouter() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def command(stub: StubRouter, *arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["adapter", *arguments, "--url", stub.url])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["list"], [("GET", "/v1/adapters", None)]),
+        (["list", "one"], [("GET", "/v1/adapters/one", None)]),
+        (
+            ["register", "one", "org/one", "--pin"],
+            [
+                (
+                    *("POST", "/v1/adapters"),
+                    {"name": "one", "ref": "org/one", "pin": True, "replace": False, "token": None},
+                )
+            ],
+        ),
+        (
+            ["load", "one", "a/b"],
+            [("POST", "/v1/adapters/one/load", None), ("POST", "/v1/adapters/a%2Fb/load", None)],
+        ),
+        (["unpin", "one"], [("POST", "/v1/adapters/one/unpin", None)]),
+        (["unload", "one"], [("POST", "/v1/adapters/one/unload", None)]),
+    ],
+)
+def test_what_is_asked(
+    stub: StubRouter, arguments: list[str], asked: list[tuple[str, str, Any]], capsys: Any
+) -> None:
+    if arguments == ["list"]:
+        stub.answer = (200, {"object": "list", "data": [ADAPTER], "file_errors": ["x: bad"]})
+    assert command(stub, *arguments) == 0
+    assert [told[:3] for told in stub.asked] == asked
+    assert {told[3] for told in stub.asked} == {"Bearer from the environment"}
+    printed = capsys.readouterr().out
+    assert "one   ready  yes" in printed
+    assert "dddddddddddd  4,8" in printed
+    assert ("x: bad" in printed) == (arguments == ["list"])
+
+
+def test_the_key_file_wins_and_the_token_is_read(stub: StubRouter, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("from the file\n")
+    (tmp_path / "token").write_text("hf_secret\n")
+    files = ["--admin-key-file", str(tmp_path / "key"), "--token-file", str(tmp_path / "token")]
+    assert command(stub, "register", "one", "org/one", *files) == 0
+    _, _, body, authorization = stub.asked[0]
+    assert authorization == "Bearer from the file"
+    assert body["token"] == "hf_secret"
+
+
+def test_refresh_and_delete_in_words(stub: StubRouter, capsys: Any) -> None:
+    change = {"old_digest": "a" * 64, "new_digest": "b" * 64, "changed": True, "adapter": ADAPTER}
+    stub.answer = (200, change)
+    assert command(stub, "refresh", "one") == 0
+    assert capsys.readouterr().out == "one changed: aaaaaaaaaaaa -> bbbbbbbbbbbb\n"
+    stub.answer = (200, {"id": "one", "deleted": True, "object": "adapter"})
+    assert command(stub, "delete", "one") == 0
+    assert capsys.readouterr().out == "one deleted\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((409, {"error": {"message": "it is unloaded"}}), "it is unloaded"),
+        ((500, {}), "answered 500"),
+        ((200, b"<html>"), "not in JSON"),
+    ],
+)
+def test_failures(stub: StubRouter, answer: tuple[int, Any], words: str, capsys: Any) -> None:
+    stub.answer = answer
+    assert command(stub, "load", "one") == 1
+    assert words in capsys.readouterr().err
+
+
+def test_nobody_answers(stub: StubRouter, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["adapter", "list", "--url", "http://127.0.0.1:1"])
+    assert left.value.code == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err

@@ -1,0 +1,218 @@
+"""The operator's file of adapters: what it says, what is done, and what its faults cost."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.ref import AdapterRef
+from router.adapters_file import MAX_FILE_BYTES, WHOLE, FileContents, Wanted, plan, read
+from router.adapters_watch import RETRY_S, AdaptersFile
+from router.registration import Origin, Registration
+from tests.router.fake_worker import FakeWorker
+from tests.router.serving import Running
+
+YAML = b"""
+adapters:
+  - name: sql
+    ref: hub:org/sql@main
+    pin: true
+  - {name: tone, ref: "local:/srv/tone"}
+"""
+
+
+def test_yaml_and_json_say_the_same() -> None:
+    expected = {
+        "sql": Wanted(AdapterRef("hub", "org/sql", "main"), True),
+        "tone": Wanted(AdapterRef("local", "/srv/tone"), False),
+    }
+    assert read(YAML, "hub") == FileContents(expected, {})
+    entries = [
+        {"name": "sql", "ref": "org/sql@main", "pin": True},
+        {"name": "tone", "ref": "/srv/tone"},
+    ]
+    assert read(json.dumps({"adapters": entries}).encode(), "hub") == FileContents(expected, {})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"adapters: [", "line"),
+        (b"", "one key"),
+        (b"[]", "one key"),
+        (b"adapters: {}", "one key"),
+        (b"adapters: []\nmore: 1", "one key"),
+        (b"\xff\xfe\x00", ""),
+        (b"!!python/object/apply:os.system ['true']", "could not determine a constructor"),
+        (b" " * (MAX_FILE_BYTES + 1), "at most"),
+    ],
+)
+def test_a_file_that_cannot_be_understood(data: bytes, words: str) -> None:
+    contents = read(data, "hub")
+    assert not contents.is_readable
+    assert words in contents.errors[WHOLE]
+    there = [Registration("sql", AdapterRef("hub", "org/sql"), "file")]
+    assert plan(contents, there) == plan(contents, [])
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "words"),
+    [
+        ({"name": "a/b", "ref": "org/one"}, "a/b", "letters"),
+        ({"name": "x"}, "x", "ref"),
+        ({"ref": "org/one"}, "entry 2", "name"),
+        ({"name": "x", "ref": "plain"}, "x", "no source"),
+        ({"name": "x", "ref": "org/one", "pn": True}, "x", "pn"),
+        ({"name": "x", "ref": "org/one", "pin": "yes!"}, "x", "bool"),
+        ("text", "entry 2", "object"),
+        ({"name": "good", "ref": "org/two"}, "good", "twice"),
+    ],
+)
+def test_a_wrong_entry_costs_itself_only(entry: Any, name: str, words: str) -> None:
+    good = {"name": "good", "ref": "org/one"}
+    contents = read(json.dumps({"adapters": [good, entry]}).encode(), "hub")
+    assert contents.wanted == {"good": Wanted(AdapterRef("hub", "org/one"), False)}
+    assert words in contents.errors[name]
+    kept = [Registration(name, AdapterRef("hub", "org/old"), "file")]
+    assert plan(contents, kept).delete == ()
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    contents = read(data, "hub")
+    assert contents.is_readable or contents.errors[WHOLE]
+
+
+REFS = [AdapterRef("hub", "org/one"), AdapterRef("hub", "org/two")]
+WANTED = st.builds(Wanted, st.sampled_from(REFS), st.booleans())
+ORIGINS: list[Origin] = ["file", "api", "option"]
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), WANTED),
+    st.dictionaries(
+        st.sampled_from("abcde"),
+        st.tuples(st.sampled_from(REFS), st.sampled_from(ORIGINS), st.booleans()),
+    ),
+)
+def test_carried_out_the_plan_leaves_nothing_to_do(
+    wanted: dict[str, Wanted], before: dict[str, tuple[AdapterRef, Origin, bool]]
+) -> None:
+    contents = FileContents(wanted, {})
+    table = {
+        name: Registration(name, ref, origin, pinned)
+        for name, (ref, origin, pinned) in before.items()
+    }
+    foreign = {name: r for name, r in table.items() if r.origin != "file"}
+    todo = plan(contents, table.values())
+    for wish in todo.register:
+        assert wish.replace == (wish.name in table)
+        table[wish.name] = Registration(wish.name, wish.ref, "file", wish.pin)
+    for name in (*todo.pin, *todo.unpin):
+        table[name] = msgspec.structs.replace(table[name], pinned=name in todo.pin)
+    for name in todo.delete:
+        del table[name]
+    assert {name: table[name] for name in foreign} == foreign, "others' names are left alone"
+    again = plan(contents, table.values())
+    assert (again.register, again.pin, again.unpin, again.delete) == ((), (), (), ())
+    for name, entry in wanted.items():
+        if name not in todo.errors:
+            assert table[name].ref == entry.ref
+        else:
+            assert foreign[name].ref != entry.ref
+    assert {r.name for r in table.values() if r.origin == "file"} <= set(wanted)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Followed:
+    """A router's table, and the file that it follows when told to look."""
+
+    def __init__(self, router: Running, path: Path) -> None:
+        self.admin = router.service.admin
+        self.path = path
+        self.clock = Clock()
+        self.file = AdaptersFile(path, self.admin, "hub", self.clock)
+        self.writes = 0
+
+    def write(self, *entries: dict[str, Any]) -> None:
+        self.path.write_text(json.dumps({"adapters": entries}))
+        self.writes += 1
+        os.utime(self.path, ns=(self.writes, self.writes))
+
+    @property
+    def names(self) -> list[str]:
+        return [r.name for r in self.admin.all() if r.origin == "file"]
+
+
+@pytest.fixture
+def followed(router: Running, tmp_path: Path) -> Followed:
+    return Followed(router, tmp_path / "adapters.json")
+
+
+async def test_added_changed_and_removed(followed: Followed, worker: FakeWorker) -> None:
+    followed.write({"name": "one", "ref": "org/one", "pin": True}, {"name": "two", "ref": "org/2"})
+    await followed.file.poll()
+    assert followed.names == ["one", "two"]
+    one = followed.admin.get("one")
+    assert one.pinned
+    await worker.until(lambda: worker.pins == {one.digest})
+    followed.write({"name": "one", "ref": "org/other"})
+    await followed.file.poll()
+    assert followed.names == ["one"]
+    assert followed.admin.get("one").ref.name == "org/other"
+    await worker.until(lambda: not worker.pins)
+    loads = len(worker.loads)
+    await followed.file.poll()
+    assert len(worker.loads) == loads, "nothing changed"
+
+
+async def test_faults_are_told_once_and_keep_what_works(
+    followed: Followed, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed.write({"name": "one", "ref": "org/one"})
+    await followed.file.poll()
+    followed.write({"name": "one", "ref": "org/missing"}, {"name": "pirate", "ref": "org/x"})
+    await followed.file.poll()
+    assert "no repository" in followed.file.errors["one"]
+    assert "--adapter" in followed.file.errors["pirate"]
+    assert followed.admin.get("one").ref.name == "org/one"
+    told = len(caplog.records)
+    followed.clock.now += RETRY_S
+    await followed.file.poll()
+    assert len(caplog.records) == told
+    followed.path.write_text("adapters: [")
+    await followed.file.poll()
+    assert WHOLE in followed.file.errors
+    assert followed.names == ["one"]
+    followed.path.unlink()
+    await followed.file.poll()
+    assert "cannot be read" in followed.file.errors[WHOLE]
+    assert followed.names == ["one"]
+    followed.write({"name": "one", "ref": "org/two"})
+    await followed.file.poll()
+    assert not followed.file.errors
+    assert followed.admin.get("one").ref.name == "org/two"
+
+
+async def test_what_could_not_be_had_is_tried_again(followed: Followed, worker: FakeWorker) -> None:
+    followed.write({"name": "one", "ref": "org/down"})
+    await followed.file.poll()
+    assert followed.names == []
+    calls = len(worker.loads)
+    await followed.file.poll()
+    assert len(worker.loads) == calls, "not at every look"
+    followed.clock.now += RETRY_S
+    followed.admin.get("pirate")
+    await followed.file.poll()
+    assert "does not answer" in followed.file.errors["one"]

@@ -22,6 +22,7 @@ Serve thousands of LoRA fine-tunes of one base model from the same GPUs.
   loraplex serve meta-llama/Llama-3.1-8B-Instruct --adapter sql=hub:org/sql-lora@main
   loraplex serve ./llama --adapter-root ./adapters  adapters by local: names at run time
   loraplex adapter check ./my-lora --base ./llama   what is wrong with this adapter?
+  loraplex adapter register sql hub:org/sql-lora    give it a name while the server runs
   loraplex info                                    what this machine can do, and why not
 
 Every option is also a variable: --kv-memory 2GB is LORAPLEX_KV_MEMORY=2GB; a flag wins.

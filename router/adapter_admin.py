@@ -57,6 +57,7 @@ class AdapterAdmin:
         self._clock = clock
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._draining: dict[str, asyncio.Task[None]] = {}
+        self._told_pins: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         fleet.on_connect = self._on_connect
 
@@ -254,6 +255,9 @@ class AdapterAdmin:
 
     def _sync_pins(self) -> None:
         pins = self._pins()
+        if pins == self._told_pins:
+            return
+        self._told_pins = pins
         for session in self._fleet.sessions:
             with contextlib.suppress(WorkerLost):  # it is told when it is back
                 session.pin(pins)

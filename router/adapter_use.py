@@ -19,6 +19,7 @@ class AdapterUse:
         self._running: dict[_Use, int] = {}
         self._last_used: OrderedDict[str, float] = OrderedDict()
         self._idle = asyncio.Condition()
+        self._waiting = 0
         self._waking: set[asyncio.Task[None]] = set()
 
     def hold(self, adapter: ServedAdapter) -> Callable[[], None]:
@@ -41,14 +42,20 @@ class AdapterUse:
 
     async def drained(self, name: str, digest: str | None = None) -> None:
         """Until no running request uses it."""
-        async with self._idle:
-            await self._idle.wait_for(lambda: not self.running(name, digest))
+        self._waiting += 1
+        try:
+            async with self._idle:
+                await self._idle.wait_for(lambda: not self.running(name, digest))
+        finally:
+            self._waiting -= 1
 
     def _release(self, use: _Use) -> None:
         self._touch(use[1])
         self._running[use] -= 1
-        if not self._running[use]:
-            del self._running[use]
+        if self._running[use]:
+            return
+        del self._running[use]
+        if self._waiting:
             task = asyncio.get_running_loop().create_task(self._wake())
             self._waking.add(task)
             task.add_done_callback(self._waking.discard)

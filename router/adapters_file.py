@@ -101,6 +101,8 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
             register.append(Wish(name, wanted.ref, "file", wanted.pin, replace=replace))
         elif there.ref != wanted.ref:
             errors[name] = f"the name is registered with another reference, by {_by(there)}"
+        elif there.origin != "file" and there.pinned != wanted.pin:
+            errors[name] = f"whether it is pinned is left to {_by(there)}, which registered it"
         elif there.origin == "file" and there.in_service and there.pinned != wanted.pin:
             (pin if wanted.pin else unpin).append(name)
     named = contents.wanted.keys() | contents.errors.keys()

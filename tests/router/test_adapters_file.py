@@ -122,9 +122,10 @@ def test_carried_out_the_plan_leaves_nothing_to_do(
     assert (again.register, again.pin, again.unpin, again.delete) == ((), (), (), ())
     for name, entry in wanted.items():
         if name not in todo.errors:
-            assert table[name].ref == entry.ref
+            assert (table[name].ref, table[name].pinned) == (entry.ref, entry.pin)
         else:
-            assert foreign[name].ref != entry.ref
+            there = foreign[name]
+            assert (there.ref, there.pinned) != (entry.ref, entry.pin)
     assert {r.name for r in table.values() if r.origin == "file"} <= set(wanted)
 
 

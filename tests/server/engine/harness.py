@@ -221,3 +221,4 @@ class Harness:
         assert not self.scheduler.pages._computing
         assert not self.scheduler._departing
         assert not self.scheduler._sequences
+        assert not self.scheduler.loads._condemned

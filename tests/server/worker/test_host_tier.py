@@ -165,3 +165,23 @@ async def test_what_is_waited_for_is_not_evicted_before_it_is_taken(
 
     await asyncio.wait_for(asyncio.gather(*map(copy, digests)), 30)
     assert sorted(disk.opened) == list(digests)
+
+
+async def test_evict_frees_what_nobody_reads_and_waits_for_what_comes(
+    tier: HostTier, disk: Disk
+) -> None:
+    layout = disk.add("a")
+    await tier.acquire("a")
+    assert (tier.stage("a"), tier.slab_bytes("a")) == ("ready", layout.nbytes)
+    assert not await tier.evict("a"), "the engine reads it"
+    tier.release("a")
+    assert await tier.evict("a")
+    assert (tier.stage("a"), tier.slab_bytes("a"), tier.used_bytes) == ("absent", 0, 0)
+    assert await tier.evict("never here")
+    disk.gate.clear()
+    tier.prefetch("a")
+    assert tier.stage("a") == "loading"
+    evicting = asyncio.create_task(tier.evict("a"))
+    disk.gate.set()
+    assert await evicting
+    assert tier.stage("a") == "absent"

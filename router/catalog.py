@@ -14,29 +14,18 @@ import msgspec
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
+from adapters.merge_recipe import sole_member
 from adapters.ref import AdapterRef
-from router.generation import AdapterChoice, Secret
+from router.generation import AdapterChoice, MergedChoice, Secret
+from router.served import Merge, Origin, ServedAdapter, changed, has_changed, merge_of
 
 MAX_CACHED = 4096
 MAX_RESOLVING = 256
 _NEGATIVE_TTL_S = 5.0
 
 Pin = Callable[[AdapterRef, Secret | None], Awaitable[AdapterRef]]
-Load = Callable[[AdapterRef, Secret | None], Awaitable[AdapterManifest]]
-_Key = tuple[AdapterRef, str]
-
-
-class ServedAdapter(msgspec.Struct, frozen=True):
-    """An adapter that this caller may use now. ref: pinned; token: what opens it at the source."""
-
-    adapter_id: str
-    ref: AdapterRef
-    token: Secret | None
-    manifest: AdapterManifest
-
-    @property
-    def digest(self) -> str:
-        return self.manifest.digest
+Load = Callable[[Origin, Secret | None], Awaitable[AdapterManifest]]
+_Key = tuple[Origin, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +59,10 @@ class CatalogRules:
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """A remembered answer. pinned and manifest, or error."""
+    """A remembered answer. origin (pinned) and manifest, or error."""
 
     until: float
-    pinned: AdapterRef | None = None
+    origin: Origin | None = None
     manifest: AdapterManifest | None = None
     error: AdapterError | None = None
 
@@ -91,22 +80,62 @@ class Catalog:
         self._outcomes: OrderedDict[_Key, _Outcome] = OrderedDict()
         self._resolving: dict[_Key, asyncio.Task[_Outcome]] = {}
 
-    async def resolve(self, choice: AdapterChoice) -> ServedAdapter:
+    async def resolve(self, choice: AdapterChoice | MergedChoice) -> ServedAdapter:
         """The adapter behind the caller's words. Raises AdapterError."""
+        if isinstance(choice, MergedChoice):
+            return await self._resolve_merge(choice)
         ref, token = self.rules.target(choice)
-        key = (ref, _fingerprint(token))
+        return await self._serve(choice.adapter_id, ref, token)
+
+    async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
+        key = (origin, _fingerprint(token))
         outcome = self._outcomes.get(key)
         if outcome is None or outcome.until <= self._clock():
             outcome = await self._resolve_once(key, token)
         if outcome.error is not None:
             raise _copy(outcome.error)
-        assert outcome.pinned is not None
+        assert outcome.origin is not None
         assert outcome.manifest is not None
-        return ServedAdapter(choice.adapter_id, outcome.pinned, token, outcome.manifest)
+        return ServedAdapter(adapter_id, outcome.origin, token, outcome.manifest)
 
-    def forget(self, choice: AdapterChoice | None) -> None:
+    async def _resolve_merge(self, choice: MergedChoice) -> ServedAdapter:
+        """Every member is authorised for this caller before anything is made of them."""
+        tasks = [asyncio.ensure_future(self._member(choice, i)) for i in range(len(choice.members))]
+        try:
+            members = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        merge = merge_of(choice, members)
+        sole = sole_member(merge.recipe)
+        for member in members:
+            if member.digest == sole:
+                return msgspec.structs.replace(member, adapter_id=choice.adapter_id)
+        try:
+            return await self._serve(choice.adapter_id, merge, None)
+        except AdapterError as error:
+            if has_changed(error):
+                self.forget(choice)
+                self._outcomes.pop((merge, _fingerprint(None)), None)
+                raise changed() from error
+            raise
+
+    async def _member(self, choice: MergedChoice, index: int) -> ServedAdapter:
+        member = choice.members[index]
+        try:
+            return await self.resolve(member)
+        except AdapterError as error:
+            message = f"`merged_adapters.ids[{index}]` ({member.adapter_id}): {error.message}"
+            raise AdapterError(
+                error.code, message, error.violations, error.retry_after_s
+            ) from error
+
+    def forget(self, choice: AdapterChoice | MergedChoice | None) -> None:
         """What is remembered of it was wrong: the next request asks anew."""
-        if choice is not None:
+        if isinstance(choice, MergedChoice):
+            for member in choice.members:
+                self.forget(member)
+        elif choice is not None:
             ref, token = self.rules.target(choice)
             self._outcomes.pop((ref, _fingerprint(token)), None)
 
@@ -140,17 +169,18 @@ class Catalog:
                 self._outcomes.popitem(last=False)
         return outcome
 
-    async def _fetch(self, ref: AdapterRef, token: Secret | None) -> _Outcome:
+    async def _fetch(self, origin: Origin, token: Secret | None) -> _Outcome:
         try:
             async with asyncio.timeout(self.rules.timeout_s):
-                pinned = await self._pin(ref, token)
-                manifest = await self._load(pinned, token)
+                if not isinstance(origin, Merge):
+                    origin = await self._pin(origin, token)
+                manifest = await self._load(origin, token)
         except AdapterError as error:
             return _Outcome(self._clock() + _NEGATIVE_TTL_S, error=error)
         except TimeoutError:
             late = f"the adapter was not ready within {self.rules.timeout_s:g} s"
             return _Outcome(self._clock(), error=AdapterError("unavailable", late, (), 5.0))
-        return _Outcome(self._clock() + self.rules.ttl_s, pinned, manifest)
+        return _Outcome(self._clock() + self.rules.ttl_s, origin, manifest)
 
 
 def _fingerprint(token: Secret | None) -> str:

@@ -29,6 +29,7 @@ from server.engine.messages import (
 from server.protocol import (
     Abort,
     AdapterLoad,
+    AdapterMerge,
     AdapterState,
     ErrorCode,
     GenerateRequest,
@@ -121,7 +122,7 @@ class Worker:
             self._submit(connection, frame)
         elif isinstance(frame, Abort):
             self._abort(connection, frame)
-        elif isinstance(frame, AdapterLoad):
+        elif isinstance(frame, AdapterLoad | AdapterMerge):
             self._load(connection, frame)
 
     def _submit(self, connection: RouterConnection, request: GenerateRequest) -> None:
@@ -167,14 +168,17 @@ class Worker:
         for key in keys:
             self._to_engine(AbortSequence(key))
 
-    def _load(self, connection: RouterConnection, frame: AdapterLoad) -> None:
+    def _load(self, connection: RouterConnection, frame: AdapterLoad | AdapterMerge) -> None:
         require(check_load_id(frame))
 
         def report(state: AdapterState) -> None:
             if connection.number in self._connections:
                 connection.send(state)
 
-        self._loads.load(frame, report)
+        if isinstance(frame, AdapterMerge):
+            self._loads.merge(frame, report)
+        else:
+            self._loads.load(frame, report)
 
     # Engine
 

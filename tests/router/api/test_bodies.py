@@ -321,7 +321,7 @@ def test_lorax_samples_when_told_so(parameters: dict[str, Any], temperature: flo
 )
 def test_adapters_from_s3(name: str, source: str | None) -> None:
     choice = call_of(GENERATE, adapter_id=name, adapter_source=source).adapter
-    assert choice is not None
+    assert isinstance(choice, AdapterChoice)
     assert choice.ref == AdapterRef("s3", "bucket/key")
 
 

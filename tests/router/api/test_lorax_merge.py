@@ -63,7 +63,7 @@ def test_a_source_is_that_of_every_name_without_one() -> None:
         ({"ids": ["a", "../b"]}, "ids[1]", "'../b'"),
         ({"ids": ["a", ""]}, "ids[1]", "the base model"),
         ({"ids": ["small", "a"]}, "ids[0]", "the base model"),
-        ({"ids": ["a", "s3:bucket/key"]}, "ids[1]", "not supported yet"),
+        ({"ids": ["a", "ftp:bucket/key"]}, "ids[1]", "unknown source"),
         ({"ids": ["a"]}, "weights", "each of 1 ids, got 2"),
         ({"weights": []}, "weights", "each of 2 ids, got 0"),
         ({"weights": [0, -0.0]}, "weights", "differ from 0"),

@@ -27,6 +27,11 @@ class ModuleShape(msgspec.Struct, frozen=True):
     out_features: int
 
 
+def module_path(shape: ModuleShape, layer: int) -> str:
+    """A module's name in the whole model. layer: 0-based, or -1 outside the layers."""
+    return shape.path if layer < 0 else f"model.layers.{layer}.{shape.path}"
+
+
 class BaseSpec(msgspec.Struct, frozen=True):
     """What adapters are validated against.
 

@@ -99,8 +99,9 @@ def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
 
 def is_intact(folder: Path, adapter: LoraTensors, manifest: AdapterManifest) -> bool:
     """Whether content that was judged before still has the digest it is known by."""
+    known = manifest.content_digest or manifest.digest
     with open_weights(folder / WEIGHTS_FILE) as weights:
-        return _digest(adapter.config, manifest.chat_template, weights) == manifest.digest
+        return _digest(adapter.config, manifest.chat_template, weights) == known
 
 
 def _listing(folder: Path) -> dict[str, int]:

@@ -14,13 +14,14 @@ LAYOUT_VERSION = 1
 class AdapterManifest(msgspec.Struct, frozen=True):
     """Validated content. `digest` is the adapter's identity everywhere after admission.
 
-    digest: sha256 hex over the used config and the weights.
+    digest: sha256 hex over the used config and the weights; of a merged adapter, over its recipe.
     base: what the adapter's config names as its base model.
     targets: short module names it changes, sorted.
     ranks: the distinct LoRA ranks in it, ascending.
     nbytes: bytes of its LoRA tensors as published.
     dtype: of the published tensors, as safetensors spells it (`BF16`, `F32`, …).
     chat_template: the adapter's own template, if it brings one.
+    content_digest: of a merged adapter, sha256 hex over its config and weights; else "".
     """
 
     digest: str
@@ -30,6 +31,7 @@ class AdapterManifest(msgspec.Struct, frozen=True):
     nbytes: int
     dtype: str
     chat_template: str | None = None
+    content_digest: str = ""
 
 
 class SiteLayout(msgspec.Struct, frozen=True, array_like=True):

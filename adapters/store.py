@@ -8,8 +8,8 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +31,9 @@ from adapters.errors import AdapterChanged, AdapterError
 from adapters.judge import check_config, is_intact, judge_folder, rejudge
 from adapters.layout import make_layout
 from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype
+from adapters.merge_job import MergeJob, write_job
+from adapters.merge_plan import plan_merge
+from adapters.merge_recipe import MergeRecipe
 from adapters.pack import SlabError, read_slab_layout, write_slab
 from adapters.peft_format import CONFIG_FILE
 from adapters.quota import Quota
@@ -48,6 +51,7 @@ Progress = Callable[[Stage], None]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_FILE = "manifest.json"
 _FAILURE_TTL_S = 5.0
+_MERGE_FAILURE_TTL_S = 600.0
 _MAX_REFS = 65_536
 
 
@@ -87,6 +91,8 @@ class AdapterStore:
         self._admissions: SingleFlight[AdapterRef, AdapterManifest]
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
         self._packings: SingleFlight[Path, Path] = SingleFlight(clock, _FAILURE_TTL_S)
+        self._merges: SingleFlight[str, AdapterManifest]
+        self._merges = SingleFlight(clock, _MERGE_FAILURE_TTL_S)
         with disk_errors():
             for folder in (self._content, self._refs, self._slabs, self._staging):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -127,6 +133,13 @@ class AdapterStore:
         pinned = ref if _is_commit(ref) else source.resolve(ref, None)
         with disk_errors():
             return self._recall(pinned)
+
+    def merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
+        """The adapter that the recipe makes of admitted ones; its digest is the recipe's.
+
+        run: does the job (`adapters.merge_job`) of the folder that it is given.
+        """
+        return self._merges.run(recipe.digest, "", lambda: self._merge(recipe, run))
 
     def manifest(self, digest: str) -> AdapterManifest:
         """Of an admitted adapter."""
@@ -181,6 +194,46 @@ class AdapterStore:
                 self._keep(folder, manifest)
                 self._remember(ref, manifest.digest, folder)
             return manifest
+
+    def _merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
+        with disk_errors():
+            known = self._read_manifest(recipe.digest)
+            if known is not None:
+                rejudge(self._content / known.digest, self._base, self._limits)
+                return known
+            members = [self._member(member.digest) for member in recipe.members]
+            with ExitStack() as held:
+                for member in members:
+                    held.enter_context(closing(self._hold(member)))
+                return self._make(recipe, members, run)
+
+    def _make(
+        self,
+        recipe: MergeRecipe,
+        members: Sequence[AdapterManifest],
+        run: Callable[[Path], None],
+    ) -> AdapterManifest:
+        tensors = [self._intact(member) for member in members]
+        modules = plan_merge(recipe, tensors, self._base, self._limits)
+        nbytes = sum(module.nbytes for module in modules)
+        self._quota.check(nbytes)
+        with self._quota.room(nbytes), staging_folder(self._staging) as folder:
+            job = MergeJob(recipe, self._base, self._limits)
+            write_job(folder, job, [self._content / member.digest for member in members])
+            run(folder)
+            made = judge_folder(folder, self._base, self._limits).manifest
+            manifest = msgspec.structs.replace(
+                made, digest=recipe.digest, content_digest=made.digest
+            )
+            self._keep(folder, manifest)
+        return manifest
+
+    def _member(self, digest: str) -> AdapterManifest:
+        try:
+            return self.manifest(digest)
+        except AdapterError as error:
+            message = f"{error.message} any more; try again"
+            raise AdapterError("unavailable", message, (), 1.0) from error
 
     def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> None:
         """Small files first: most of what cannot be served is known before the weights come."""

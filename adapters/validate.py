@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from adapters.base import BaseSpec, ModuleShape
+from adapters.base import BaseSpec, ModuleShape, module_path
 from adapters.header import TensorInfo
 from adapters.peft_format import PeftConfig
 from adapters.targeting import Targeting
@@ -142,7 +142,7 @@ def _last_component(name: str) -> str:
 def _modules(base: BaseSpec) -> Iterable[_Module]:
     for layer in range(base.num_layers):
         for name, shape in base.layer_modules.items():
-            yield _Module(layer, name, f"model.layers.{layer}.{shape.path}", shape)
+            yield _Module(layer, name, module_path(shape, layer), shape)
     for name, shape in base.model_modules.items():
         yield _Module(-1, name, shape.path, shape)
 

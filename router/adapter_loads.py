@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
+from router.served import Merge, Origin
 from server.protocol import (
     AdapterLoad,
+    AdapterMerge,
     AdapterOrder,
     AdapterReport,
     AdapterState,
@@ -19,7 +20,7 @@ MAX_LOADS = 1024
 MAX_ORDERS = 256
 MAX_REMEMBERED_ADAPTERS = 1 << 16
 
-_Admission = tuple[str, str | None]
+_Admission = tuple[str, Origin, str | None]
 
 
 class ProtocolFault(Exception):
@@ -29,33 +30,36 @@ class ProtocolFault(Exception):
 class AdapterLoads:
     """`send` puts a frame on the wire; it raises what the connection raises when it is gone."""
 
-    def __init__(self, send: Callable[[AdapterLoad], None]) -> None:
+    def __init__(self, send: Callable[[AdapterLoad | AdapterMerge], None]) -> None:
         self.admitted: OrderedDict[str, None] = OrderedDict()
         self._send = send
         self._loads: dict[str, asyncio.Future[AdapterManifest]] = {}
         self._admitting: dict[_Admission, asyncio.Future[AdapterManifest]] = {}
         self._next_load = 0
 
-    async def admit(self, ref: AdapterRef, token: str | None, digest: str) -> None:
+    async def admit(self, origin: Origin, token: str | None, digest: str) -> None:
         """Lets the worker have this content; callers with the same credential share one load."""
-        key = (digest, token)
+        key = (digest, origin, token)
         pending = self._admitting.get(key)
         if pending is None:
-            pending = asyncio.ensure_future(self.load(ref, token, digest))
+            pending = asyncio.ensure_future(self.load(origin, token, digest))
             self._admitting[key] = pending
             pending.add_done_callback(lambda done: self._end_admission(key, done))
         await asyncio.shield(pending)
 
     async def load(
-        self, ref: AdapterRef, token: str | None, expected_digest: str | None = None
+        self, origin: Origin, token: str | None, expected_digest: str | None = None
     ) -> AdapterManifest:
-        """Asks the worker to fetch and check an adapter. Raises AdapterError."""
+        """Asks the worker to bring an adapter. token: opens a reference. Raises AdapterError."""
         if len(self._loads) >= MAX_LOADS:
             raise AdapterError("unavailable", "too many adapters are being fetched", (), 2.0)
         load_id = f"l{self._next_load}"
         self._next_load += 1
-        credential = None if token is None else str(token)
-        self._send(AdapterLoad(load_id, ref, credential, expected_digest))
+        if isinstance(origin, Merge):
+            self._send(origin.frame(load_id))
+        else:
+            credential = None if token is None else str(token)
+            self._send(AdapterLoad(load_id, origin, credential, expected_digest))
         future: asyncio.Future[AdapterManifest] = asyncio.get_running_loop().create_future()
         self._loads[load_id] = future
         try:

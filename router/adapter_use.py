@@ -4,7 +4,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
-from router.catalog import ServedAdapter
+from router.served import ServedAdapter
 
 MAX_REMEMBERED = 1 << 16
 

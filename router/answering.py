@@ -99,7 +99,7 @@ def _head_headers(generation: Generation, call: GenerationCall) -> dict[str, str
     head, card = generation.head, generation.model.card
     headers = {}
     if call.api == "lorax":
-        source = None if call.adapter is None else call.adapter.ref.source
+        source = None if call.adapter is None else call.adapter.source
         headers = head_headers(head, card.names[0], card.device, source)
     if head.adapter_digest is not None:
         headers["x-loraplex-adapter-digest"] = head.adapter_digest

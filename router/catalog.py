@@ -15,35 +15,20 @@ import msgspec
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
+from adapters.merge_recipe import sole_member
 from adapters.ref import AdapterRef
 from router.aliases import AliasStore
-from router.generation import AdapterChoice, Secret
+from router.generation import AdapterChoice, MergedChoice, Secret
 from router.registration import Content, Registration, check_served, seen
+from router.served import Merge, Origin, ServedAdapter, changed, has_changed, merge_of
 
 MAX_CACHED = 4096
 MAX_RESOLVING = 256
 _NEGATIVE_TTL_S = 5.0
 
 Pin = Callable[[AdapterRef, Secret | None], Awaitable[AdapterRef]]
-Load = Callable[[AdapterRef, Secret | None], Awaitable[AdapterManifest]]
-_Key = tuple[AdapterRef, str]
-
-
-class ServedAdapter(msgspec.Struct, frozen=True):
-    """An adapter that this caller may use now. ref: pinned; token: what opens it at the source.
-
-    alias: the registered name that it was named by.
-    """
-
-    adapter_id: str
-    ref: AdapterRef
-    token: Secret | None
-    manifest: AdapterManifest
-    alias: str | None = None
-
-    @property
-    def digest(self) -> str:
-        return self.manifest.digest
+Load = Callable[[Origin, Secret | None], Awaitable[AdapterManifest]]
+_Key = tuple[Origin, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +72,10 @@ class CatalogRules:
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """A remembered answer. pinned and manifest, or error."""
+    """A remembered answer. origin (pinned) and manifest, or error."""
 
     until: float
-    pinned: AdapterRef | None = None
+    origin: Origin | None = None
     manifest: AdapterManifest | None = None
     error: AdapterError | None = None
 
@@ -108,38 +93,84 @@ class Catalog:
         self._outcomes: OrderedDict[_Key, _Outcome] = OrderedDict()
         self._resolving: dict[_Key, asyncio.Task[_Outcome]] = {}
 
-    async def resolve(self, choice: AdapterChoice) -> ServedAdapter:
+    async def resolve(self, choice: AdapterChoice | MergedChoice) -> ServedAdapter:
         """The adapter behind the caller's words. Raises AdapterError."""
+        if isinstance(choice, MergedChoice):
+            return await self._resolve_merge(choice)
         ref, token = self.rules.target(choice)
         alias = self.rules.registration(choice)
         if alias is not None and alias.state == "ready":
             return self._served(choice, alias)
-        key = (ref, _fingerprint(token))
+        served = await self._serve(choice.adapter_id, ref, token)
+        # The name may have been given another meaning, or none, while this was waited for.
+        self.rules.target(choice)
+        alias = self.rules.registration(choice)
+        if alias is None:
+            return served
+        if alias.state == "ready" or alias.ref != ref:
+            return await self.resolve(choice)
+        if alias.digest != served.digest:
+            assert isinstance(served.origin, AdapterRef)
+            content = Content(served.origin, served.manifest)
+            self.rules.aliases.put(seen(alias, content, time.time()))
+        return msgspec.structs.replace(served, alias=alias.name)
+
+    async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
+        key = (origin, _fingerprint(token))
         outcome = self._outcomes.get(key)
         if outcome is None or outcome.until <= self._clock():
             outcome = await self._resolve_once(key, token)
         if outcome.error is not None:
             raise _copy(outcome.error)
-        assert outcome.pinned is not None
+        assert outcome.origin is not None
         assert outcome.manifest is not None
-        content = Content(outcome.pinned, outcome.manifest)
-        # The name may have been given another meaning, or none, while this was waited for.
-        self.rules.target(choice)
-        alias = self.rules.registration(choice)
-        if alias is not None and (alias.state == "ready" or alias.ref != ref):
-            return await self.resolve(choice)
-        if alias is not None and alias.digest != outcome.manifest.digest:
-            self.rules.aliases.put(seen(alias, content, time.time()))
-        name = None if alias is None else alias.name
-        return ServedAdapter(choice.adapter_id, outcome.pinned, token, outcome.manifest, name)
+        return ServedAdapter(adapter_id, outcome.origin, token, outcome.manifest)
 
-    def forget(self, choice: AdapterChoice | None) -> None:
+    async def _resolve_merge(self, choice: MergedChoice) -> ServedAdapter:
+        """Every member is authorised for this caller before anything is made of them."""
+        tasks = [asyncio.ensure_future(self._member(choice, i)) for i in range(len(choice.members))]
+        try:
+            members = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        merge = merge_of(choice, members)
+        sole = sole_member(merge.recipe)
+        for member in members:
+            if member.digest == sole:
+                return msgspec.structs.replace(member, adapter_id=choice.adapter_id)
+        try:
+            return await self._serve(choice.adapter_id, merge, None)
+        except AdapterError as error:
+            if has_changed(error):
+                self.forget(choice)
+                self._outcomes.pop((merge, _fingerprint(None)), None)
+                raise changed() from error
+            raise
+
+    async def _member(self, choice: MergedChoice, index: int) -> ServedAdapter:
+        member = choice.members[index]
+        try:
+            return await self.resolve(member)
+        except AdapterError as error:
+            message = f"`merged_adapters.ids[{index}]` ({member.adapter_id}): {error.message}"
+            raise AdapterError(
+                error.code, message, error.violations, error.retry_after_s
+            ) from error
+
+    def forget(self, choice: AdapterChoice | MergedChoice | None) -> None:
         """What is remembered of it was wrong: the next request asks anew.
 
         A registration that means one content goes on meaning it; its operator is told.
         """
-        alias = None if choice is None else self.rules.registration(choice)
-        if choice is None or (alias is not None and not alias.in_service):
+        if choice is None:
+            return
+        if isinstance(choice, MergedChoice):
+            for member in choice.members:
+                self.forget(member)
+            return
+        alias = self.rules.registration(choice)
+        if alias is not None and not alias.in_service:
             return
         if alias is not None and alias.state == "ready":
             problem = "a worker could not fetch its content again; refresh it if it has changed"
@@ -154,9 +185,9 @@ class Catalog:
         outcome = await self._fetch(ref, token)
         if outcome.error is not None:
             raise outcome.error
-        assert outcome.pinned is not None
+        assert isinstance(outcome.origin, AdapterRef)
         assert outcome.manifest is not None
-        return Content(outcome.pinned, outcome.manifest)
+        return Content(outcome.origin, outcome.manifest)
 
     def _served(self, choice: AdapterChoice, alias: Registration) -> ServedAdapter:
         content = alias.content
@@ -185,17 +216,18 @@ class Catalog:
                 self._outcomes.popitem(last=False)
         return outcome
 
-    async def _fetch(self, ref: AdapterRef, token: Secret | None) -> _Outcome:
+    async def _fetch(self, origin: Origin, token: Secret | None) -> _Outcome:
         try:
             async with asyncio.timeout(self.rules.timeout_s):
-                pinned = await self._pin(ref, token)
-                manifest = await self._load(pinned, token)
+                if not isinstance(origin, Merge):
+                    origin = await self._pin(origin, token)
+                manifest = await self._load(origin, token)
         except AdapterError as error:
             return _Outcome(self._clock() + _NEGATIVE_TTL_S, error=error)
         except TimeoutError:
             late = f"the adapter was not ready within {self.rules.timeout_s:g} s"
             return _Outcome(self._clock(), error=AdapterError("unavailable", late, (), 5.0))
-        return _Outcome(self._clock() + self.rules.ttl_s, pinned, manifest)
+        return _Outcome(self._clock() + self.rules.ttl_s, origin, manifest)
 
 
 def _fingerprint(token: Secret | None) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from adapters.errors import AdapterError
 from router.adapter_use import AdapterUse
 from router.base_model import BaseModel
-from router.catalog import Catalog, ServedAdapter
+from router.catalog import Catalog
 from router.failures import NoWorker, request_error
 from router.fleet import Fleet
 from router.generation import AnswerHead, GenerationCall, RequestError
@@ -20,6 +20,7 @@ from router.generation_run import Generation, PromptTask
 from router.metrics import RouterMetrics
 from router.prompts import build_prompts, resolve_sampling
 from router.sequence_run import Inbox, RunContext
+from router.served import ServedAdapter
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
 from router.waiting import QueueFull

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
 from router.failures import DeadlinePassed, NoWorker
 from router.generation import Secret
 from router.model_card import CardStore
 from router.placement import Reason, WorkerView, choose, choose_loader
+from router.served import Origin
 from router.waiting import Waiting, WaitingQueue
 from router.worker_client import WorkerClient
 from router.worker_session import Credit, WorkerLost, WorkerSession
@@ -82,14 +82,14 @@ class Fleet:
                 granted.result()[0].release()
             raise
 
-    async def load_adapter(self, ref: AdapterRef, token: Secret | None) -> AdapterManifest:
-        """Lets some worker fetch and check an adapter. Raises AdapterError."""
+    async def load_adapter(self, origin: Origin, token: Secret | None) -> AdapterManifest:
+        """Lets some worker fetch or merge an adapter. Raises AdapterError."""
         for _ in range(_LOAD_ATTEMPTS):
             session = self._loader()
             if session is None:
                 break
             try:
-                return await session.load(ref, token)
+                return await session.load(origin, token)
             except WorkerLost:
                 continue
         raise AdapterError("unavailable", "no worker is ready to load the adapter", (), 2.0)

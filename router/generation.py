@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from adapters.errors import Violation
+from adapters.merge_recipe import MergeStrategy, SignMethod
 from adapters.ref import AdapterRef
 from server.protocol import SamplingParams
 
@@ -58,6 +59,28 @@ class AdapterChoice(msgspec.Struct, frozen=True):
     ref: AdapterRef
     token: Secret | None = None
 
+    @property
+    def source(self) -> str:
+        return self.ref.source
+
+
+class MergedChoice(msgspec.Struct, frozen=True):
+    """Adapters that the caller wants merged. weights: parallel to members. See MergeRecipe."""
+
+    members: tuple[AdapterChoice, ...]
+    weights: tuple[float, ...]
+    strategy: MergeStrategy
+    density: float
+    majority_sign_method: SignMethod
+
+    @property
+    def adapter_id(self) -> str:
+        return ",".join(member.adapter_id for member in self.members)
+
+    @property
+    def source(self) -> str:
+        return ",".join(dict.fromkeys(member.source for member in self.members))
+
 
 class RequestError(Exception):
     """A request ends without an answer, for a reason that its caller is told.
@@ -96,7 +119,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     api: Api
     prompts: tuple[str | list[int], ...]
     messages: list[dict[str, Any]] | None
-    adapter: AdapterChoice | None
+    adapter: AdapterChoice | MergedChoice | None
     sampling: SamplingParams
     max_tokens: int | None
     n: int

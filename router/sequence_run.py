@@ -14,10 +14,10 @@ from functools import partial
 import msgspec
 
 from adapters.errors import AdapterError
-from router.catalog import ServedAdapter
 from router.failures import DeadlinePassed, ReaderTooSlow, SequenceFailed
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
+from router.served import ServedAdapter, changed, has_changed
 from router.waiting import Waiting
 from router.worker_session import Credit, WorkerLost, WorkerSession
 from server.protocol import ErrorCode, GenerateRequest, TokenEvent
@@ -25,7 +25,6 @@ from server.protocol import ErrorCode, GenerateRequest, TokenEvent
 MAX_RETRIES = 2
 RESUME_TIMEOUT_S = 60.0
 _RESUME_PRIORITY = 1 << 16
-_CHANGED_RETRY_S = 1.0
 _BUSY_DELAY_S = 0.05
 _LONGEST_BUSY_DELAY_S = 1.0
 # Of a sequence that waits: a list's entry and a Python int.
@@ -168,12 +167,11 @@ class SequenceRun:
         if adapter is None:
             return
         try:
-            await credit.session.admit(adapter.ref, adapter.token, adapter.digest)
+            await credit.session.admit(adapter.origin, adapter.token, adapter.digest)
         except AdapterError as error:
             self._context.forget_adapter()
-            if any(violation.code == "digest_mismatch" for violation in error.violations):
-                message = "the adapter has just changed at its source; try again"
-                raise AdapterError("unavailable", message, (), _CHANGED_RETRY_S) from error
+            if has_changed(error):
+                raise changed() from error
             raise
 
     def _submit(self, credit: Credit, seconds_left: float) -> None:

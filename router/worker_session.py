@@ -11,9 +11,9 @@ import msgspec
 from websockets.asyncio.client import ClientConnection
 
 from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
 from router.adapter_loads import AdapterLoads, AdapterOrders, ProtocolFault
 from router.placement import WorkerView
+from router.served import Origin
 from server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
@@ -148,14 +148,14 @@ class WorkerSession:
         self._loads.forget(digest)
         self._resident -= {digest}
 
-    async def admit(self, ref: AdapterRef, token: str | None, digest: str) -> None:
-        """Makes sure that the worker has this content. Raises AdapterError, WorkerLost."""
+    async def admit(self, origin: Origin, token: str | None, digest: str) -> None:
+        """Makes sure that the worker has this adapter. Raises AdapterError, WorkerLost."""
         if not self.knows(digest):
-            await self._loads.admit(ref, token, digest)
+            await self._loads.admit(origin, token, digest)
 
-    async def load(self, ref: AdapterRef, token: str | None) -> AdapterManifest:
-        """Asks the worker to fetch and check an adapter. Raises AdapterError, WorkerLost."""
-        return await self._loads.load(ref, token)
+    async def load(self, origin: Origin, token: str | None) -> AdapterManifest:
+        """Asks the worker to fetch or merge an adapter. Raises AdapterError, WorkerLost."""
+        return await self._loads.load(origin, token)
 
     async def order(self, action: OrderAction, *digests: str) -> AdapterReport:
         """Moves admitted adapters between the worker's tiers. Raises AdapterError, WorkerLost."""

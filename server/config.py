@@ -128,6 +128,10 @@ class WorkerConfig:
         default=(),
         metadata={"help": "host for https: adapters; HOST:PORT may be private (default: none)"},
     )
+    merge_timeout_s: float = field(
+        default=600.0,
+        metadata={"help": "seconds for one merge of adapters (ties and dare take long)"},
+    )
     executor: str = field(
         default="torch",
         metadata={"help": "certify[:JSON] = an engine without a model, to try a deployment"},

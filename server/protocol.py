@@ -10,6 +10,7 @@ import msgspec
 
 from adapters.errors import AdapterErrorCode, Violation
 from adapters.manifest import AdapterManifest
+from adapters.merge_recipe import MergeRecipe
 from adapters.ref import AdapterRef
 
 PROTOCOL_VERSION = 2
@@ -107,6 +108,24 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, tag="al"):
     expected_digest: str | None = None
 
 
+class MemberSource(msgspec.Struct, frozen=True, array_like=True):
+    """Where a member of a merge comes from, if the worker lacks it. As in AdapterLoad."""
+
+    ref: AdapterRef
+    token: str | None = None
+
+
+class AdapterMerge(msgspec.Struct, frozen=True, array_like=True, tag="am"):
+    """Make an adapter of others, by digest. Answered by AdapterState, as AdapterLoad is.
+
+    sources: parallel to recipe.members. The caller may use every one of them.
+    """
+
+    load_id: str
+    recipe: MergeRecipe
+    sources: tuple[MemberSource, ...]
+
+
 class AdapterPins(msgspec.Struct, frozen=True, array_like=True, tag="ap"):
     """All that this router wants to stay on the device, until it says otherwise or leaves.
 
@@ -181,7 +200,10 @@ LoadStage = Literal["fetching", "checking", "ready", "failed"]
 
 
 class AdapterState(msgspec.Struct, frozen=True, array_like=True, tag="as"):
-    """Progress of an AdapterLoad. Final: `ready` (manifest set), `failed` (error, message set)."""
+    """Progress of an AdapterLoad or AdapterMerge.
+
+    Final: `ready` (manifest set), `failed` (error, message set).
+    """
 
     load_id: str
     stage: LoadStage
@@ -260,7 +282,9 @@ class ModelCard(msgspec.Struct, frozen=True):
     sampling_defaults: dict[str, float] = {}
 
 
-RouterFrame = RouterHello | GenerateRequest | Abort | AdapterLoad | AdapterPins | AdapterOrder
+RouterFrame = (
+    RouterHello | GenerateRequest | Abort | AdapterLoad | AdapterMerge | AdapterPins | AdapterOrder
+)
 WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus | AdapterReport
 
 encode = msgspec.msgpack.Encoder().encode

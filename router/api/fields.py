@@ -1,6 +1,6 @@
 """Ranges that several APIs share, as types; and which adapter a caller names. Pure."""
 
-from typing import Annotated, Literal, cast
+from typing import Annotated, cast
 
 from msgspec import Meta
 
@@ -45,7 +45,7 @@ def choose_adapter(
     name: str | None,
     source: str | None,
     token: str | None,
-    param: Literal["model", "adapter_id"],
+    param: str,
     limits: ApiLimits,
 ) -> AdapterChoice | None:
     """The adapter that the caller names, None for the base. Raises RequestError."""

@@ -23,7 +23,14 @@ from router.api.fields import (
 )
 from router.api.formatter import ApiLimits
 from router.api.lorax_answer import LoraxFormatter, LoraxOptions
-from router.generation import AdapterChoice, AnswerHead, GenerationCall, RequestError
+from router.api.lorax_merge import MergedAdapters, choose_merge
+from router.generation import (
+    AdapterChoice,
+    AnswerHead,
+    GenerationCall,
+    MergedChoice,
+    RequestError,
+)
 from server.protocol import SamplingParams
 
 # `/` answers with a list of one or a stream, as `stream` says; the others ignore `stream`.
@@ -39,11 +46,12 @@ class LoraxParameters(msgspec.Struct, frozen=True):
     """Every field may be null or absent. Neither sampling field set: greedy.
 
     adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
+    merged_adapters: not beside an adapter_id.
     """
 
     adapter_id: str | None = None
     adapter_source: str | None = None
-    merged_adapters: dict[str, Any] | None = None
+    merged_adapters: MergedAdapters | None = None
     api_token: str | None = None
     best_of: Positive | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e4)] | None = None
@@ -129,14 +137,7 @@ def parse(
 
 
 def _refuse_unsupported(given: LoraxParameters, plain: dict[str, Any]) -> None:
-    if given.adapter_id and given.merged_adapters:
-        raise RequestError(
-            "invalid",
-            "`adapter_id` and `merged_adapters` cannot both be given",
-            param="merged_adapters",
-        )
     refused = {
-        "merged_adapters": given.merged_adapters is not None,
         "watermark": given.watermark,
         "apply_chat_template": given.apply_chat_template,
         "response_format": (given.response_format or {}).get("type", "text") != "text",
@@ -190,6 +191,13 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
     )
 
 
-def _adapter(given: LoraxParameters, limits: ApiLimits, bearer: str | None) -> AdapterChoice | None:
+def _adapter(
+    given: LoraxParameters, limits: ApiLimits, bearer: str | None
+) -> AdapterChoice | MergedChoice | None:
     token = credential(given.api_token, bearer)
-    return choose_adapter(given.adapter_id, given.adapter_source, token, "adapter_id", limits)
+    if given.merged_adapters is None:
+        return choose_adapter(given.adapter_id, given.adapter_source, token, "adapter_id", limits)
+    if given.adapter_id:
+        message = "`adapter_id` and `merged_adapters` cannot both be given"
+        raise RequestError("invalid", message, param="merged_adapters")
+    return choose_merge(given.merged_adapters, given.adapter_source, token, limits)

@@ -1,34 +1,40 @@
-"""Turns AdapterLoad frames into admitted adapters: fetched, checked and packed on threads."""
+"""Turns AdapterLoad and AdapterMerge frames into admitted adapters, on threads.
+
+Loads are fetched and checked here; merges are computed in processes of their own (`merging`).
+"""
 
 import asyncio
 import hashlib
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
+from adapters.merge_recipe import MergeRecipe
 from adapters.ref import AdapterRef, RefSource
-from server.protocol import AdapterLoad, AdapterState, LoadStage
+from server.protocol import AdapterLoad, AdapterMerge, AdapterState, LoadStage
+from server.worker.merging import Merger
 from server.worker.metrics import WorkerMetrics
-from server.worker.validation import check_load
+from server.worker.validation import check_load, check_merge
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_LOADS = 4096
+MAX_MERGES = 64
 RETRY_AFTER_S = 2.0
 
 Report = Callable[[AdapterState], None]
+Progress = Callable[[LoadStage], None]
 
 
 class _Flight(NamedTuple):
     """Loads that cannot differ in their result. credential: a hash, as keys outlive their use."""
 
-    ref: AdapterRef
-    expected_digest: str | None
+    what: tuple[AdapterRef, str | None] | tuple[MergeRecipe, tuple[AdapterRef, ...]]
     credential: str
 
 
@@ -61,39 +67,77 @@ class AdapterService:
         store: AdapterStorage,
         fetching: Mapping[RefSource, Executor],
         reading: Executor,
+        merger: Merger,
         metrics: WorkerMetrics,
     ) -> None:
         self._store = store
         self._fetching = fetching
         self._reading = reading
+        self._merger = merger
         self._metrics = metrics
         self._flights: dict[_Flight, list[tuple[str, Report]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pending = 0
+        self._merges = 0
 
     def load(self, frame: AdapterLoad, report: Report) -> None:
         """Answer with AdapterStates; the last is `ready` or `failed`, and there is always one."""
-        error = check_load(frame)
+
+        flight = _Flight((frame.ref, frame.expected_digest), _fingerprint(frame.token))
+        if self._accepts(frame.load_id, check_load(frame), report):
+            self._board(flight, frame.load_id, report, lambda: self._fly_load(flight, frame))
+
+    def merge(self, frame: AdapterMerge, report: Report) -> None:
+        """As `load`."""
+        error = check_merge(frame)
+        refs = tuple(source.ref for source in frame.sources)
+        credential = _fingerprint(*(source.token for source in frame.sources))
+        flight = _Flight((frame.recipe, refs), credential)
+        if error is None and flight not in self._flights and self._merges >= MAX_MERGES:
+            message = "too many adapters are being merged"
+            error = AdapterError("unavailable", message, (), RETRY_AFTER_S)
+        if self._accepts(frame.load_id, error, report):
+            self._board(flight, frame.load_id, report, lambda: self._fly_merge(flight, frame))
+
+    def _accepts(self, load_id: str, error: AdapterError | None, report: Report) -> bool:
         if self._pending >= MAX_PENDING_LOADS:
             message = "too many adapters are being loaded"
             error = AdapterError("unavailable", message, (), RETRY_AFTER_S)
         if error is not None:
             self._metrics.loads.labels(error.code).inc()
-            report(failed(frame.load_id, error))
-            return
+            report(failed(load_id, error))
+        return error is None
+
+    def _board(
+        self,
+        flight: _Flight,
+        load_id: str,
+        report: Report,
+        fly: Callable[[], Coroutine[None, None, None]],
+    ) -> None:
         self._pending += 1
-        credential = hashlib.sha256((frame.token or "").encode()).hexdigest()
-        flight = _Flight(frame.ref, frame.expected_digest, credential)
         waiting = self._flights.get(flight)
         if waiting is not None:
-            waiting.append((frame.load_id, report))
+            waiting.append((load_id, report))
             return
-        self._flights[flight] = [(frame.load_id, report)]
-        task = asyncio.create_task(self._fly(flight, frame))
+        self._flights[flight] = [(load_id, report)]
+        task = asyncio.create_task(fly())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _fly(self, flight: _Flight, frame: AdapterLoad) -> None:
+    async def _fly_load(self, flight: _Flight, frame: AdapterLoad) -> None:
+        await self._fly(flight, lambda progress: self._admitted(frame, progress))
+
+    async def _fly_merge(self, flight: _Flight, frame: AdapterMerge) -> None:
+        self._merges += 1
+        try:
+            await self._fly(flight, lambda progress: self._merged(frame, progress))
+        finally:
+            self._merges -= 1
+
+    async def _fly(
+        self, flight: _Flight, work: Callable[[Progress], Awaitable[AdapterManifest]]
+    ) -> None:
         started = time.monotonic()
         loop = asyncio.get_running_loop()
 
@@ -101,7 +145,7 @@ class AdapterService:
             loop.call_soon_threadsafe(self._progress, flight, stage)
 
         try:
-            manifest = await self._admitted(frame, progress)
+            manifest = await work(progress)
         except AdapterError as error:
             self._failed(flight, error)
         except Exception as error:
@@ -114,9 +158,7 @@ class AdapterService:
             self._metrics.load_seconds.observe(time.monotonic() - started)
             self._ready(flight, manifest)
 
-    async def _admitted(
-        self, frame: AdapterLoad, progress: Callable[[LoadStage], None]
-    ) -> AdapterManifest:
+    async def _admitted(self, frame: AdapterLoad, progress: Progress) -> AdapterManifest:
         loop = asyncio.get_running_loop()
         known = await loop.run_in_executor(self._reading, self._store.recall, frame.ref)
         if known is not None and frame.expected_digest in (None, known.digest):
@@ -126,9 +168,18 @@ class AdapterService:
             lambda: self._store.admit(frame.ref, frame.token, frame.expected_digest, progress),
         )
 
+    async def _merged(self, frame: AdapterMerge, progress: Progress) -> AdapterManifest:
+        loop = asyncio.get_running_loop()
+        known = await loop.run_in_executor(self._reading, self._merger.known, frame.recipe)
+        if known is not None:
+            return known
+        threads = self._merger.threads(frame.recipe)
+        return await loop.run_in_executor(threads, self._merger.merge, frame, progress)
+
     def _progress(self, flight: _Flight, stage: LoadStage) -> None:
-        if stage == "fetching":
-            self._metrics.fetches.labels(flight.ref.source).inc()
+        subject = flight.what[0]
+        if stage == "fetching" and isinstance(subject, AdapterRef):
+            self._metrics.fetches.labels(subject.source).inc()
         for load_id, report in self._flights.get(flight, ()):
             report(AdapterState(load_id, stage))
 
@@ -146,6 +197,10 @@ class AdapterService:
         waiting = self._flights.pop(flight)
         self._pending -= len(waiting)
         return waiting
+
+
+def _fingerprint(*tokens: str | None) -> str:
+    return hashlib.sha256("\0".join(token or "" for token in tokens).encode()).hexdigest()
 
 
 def failed(load_id: str, error: AdapterError) -> AdapterState:

@@ -98,6 +98,7 @@ async def _serve(config: WorkerConfig, prepared: Prepared, listener: socket.sock
             await worker.drain(config.drain_timeout_s)
     finally:
         server.should_exit = True
+        prepared.merger.close()
         await supervisor.close()
         await asyncio.wait([tasks["http"]])
         for task in tasks.values():

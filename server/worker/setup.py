@@ -12,6 +12,7 @@ from typing import get_args
 from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
 from adapters.ref import RefSource
+from adapters.store import AdapterStore
 from server.config import EngineConfig, WorkerConfig
 from server.engine.residency import AdapterArena
 from server.model.base_facts import read_base_spec
@@ -29,6 +30,7 @@ from server.worker.device import (
     torch_build,
 )
 from server.worker.host_tier import HostMemory, HostTier
+from server.worker.merging import Merger
 from server.worker.metrics import WorkerMetrics
 from server.worker.model_source import ModelError, ModelFolder, find_model
 from server.worker.sizing import choose_dtype, choose_extent_bytes, choose_sizes
@@ -53,6 +55,7 @@ class Prepared:
     name: str
     engine: EngineConfig
     memory: HostMemory
+    merger: Merger
 
 
 def prepare(config: WorkerConfig) -> Prepared:
@@ -97,8 +100,10 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     )
     memory = HostMemory(engine.host_arena_bytes)
     worker_id = config.worker_id or f"worker-{secrets.token_hex(4)}"
-    worker = _worker(config, worker_id, card, base, engine, memory)
-    return Prepared(worker, worker_id, names[0], engine, memory)
+    store = open_store(config, base)
+    merger = Merger(store, config.merge_timeout_s)
+    worker = _worker(config, worker_id, card, store, merger, engine, memory)
+    return Prepared(worker, worker_id, names[0], engine, memory, merger)
 
 
 def _engine_config(
@@ -139,12 +144,12 @@ def _worker(
     config: WorkerConfig,
     worker_id: str,
     card: ModelCard,
-    base: BaseSpec,
+    store: AdapterStore,
+    merger: Merger,
     engine: EngineConfig,
     memory: HostMemory,
 ) -> Worker:
     metrics = WorkerMetrics()
-    store = open_store(config, base)
     sources: tuple[RefSource, ...] = get_args(RefSource)
     loading = {name: ThreadPoolExecutor(LOAD_THREADS, f"load-{name}") for name in sources}
     staging = ThreadPoolExecutor(STAGE_THREADS, "slab-stage")
@@ -155,6 +160,6 @@ def _worker(
         partial(store.slab, dtype=engine.dtype, extent_bytes=engine.extent_bytes),
         staging,
     )
-    loads = AdapterService(store, loading, staging, metrics)
+    loads = AdapterService(store, loading, staging, merger, metrics)
     orders = AdapterOrders(tier, store.has, staging)
     return Worker(engine.max_waiting, worker_id, card, loads, tier, orders, metrics)

@@ -7,11 +7,13 @@ import re
 from typing import NamedTuple
 
 from adapters.errors import AdapterError
-from adapters.ref import check_token
+from adapters.merge_recipe import recipe_problem
+from adapters.ref import AdapterRef, check_token
 from server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
     AdapterLoad,
+    AdapterMerge,
     AdapterOrder,
     AdapterPins,
     ErrorCode,
@@ -46,8 +48,8 @@ def check_name(frame: GenerateRequest | Abort) -> str | None:
     return None
 
 
-def check_load_id(frame: AdapterLoad) -> str | None:
-    """The same for an AdapterLoad."""
+def check_load_id(frame: AdapterLoad | AdapterMerge) -> str | None:
+    """The same for a frame that asks for an adapter."""
     if len(frame.load_id) > MAX_ID_LENGTH:
         return f"load_id must have at most {MAX_ID_LENGTH} characters"
     return None
@@ -71,10 +73,25 @@ def check_load(frame: AdapterLoad) -> AdapterError | None:
     """
     if frame.expected_digest is not None and not _DIGEST.fullmatch(frame.expected_digest):
         return AdapterError("invalid", "the expected digest must be 64 hexadecimal digits")
-    if max(len(frame.ref.name), len(frame.ref.revision or "")) > MAX_REF_LENGTH:
+    return _check_source(frame.ref, frame.token)
+
+
+def check_merge(frame: AdapterMerge) -> AdapterError | None:
+    """The same for a merge."""
+    problem = recipe_problem(frame.recipe)
+    if problem is None and len(frame.sources) != len(frame.recipe.members):
+        problem = f"{len(frame.recipe.members)} members with {len(frame.sources)} sources"
+    if problem is not None:
+        return AdapterError("invalid", f"these adapters cannot be merged: {problem}")
+    errors = (_check_source(source.ref, source.token) for source in frame.sources)
+    return next((error for error in errors if error is not None), None)
+
+
+def _check_source(ref: AdapterRef, token: str | None) -> AdapterError | None:
+    if max(len(ref.name), len(ref.revision or "")) > MAX_REF_LENGTH:
         return AdapterError("bad_ref", f"a reference has at most {MAX_REF_LENGTH} characters")
     try:
-        check_token(frame.token)
+        check_token(token)
     except AdapterError as error:
         return error
     return None

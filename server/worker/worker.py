@@ -31,6 +31,7 @@ from server.engine.residency import AdapterStage
 from server.protocol import (
     Abort,
     AdapterLoad,
+    AdapterMerge,
     AdapterOrder,
     AdapterPins,
     AdapterReport,
@@ -134,7 +135,7 @@ class Worker:
             self._submit(connection, frame)
         elif isinstance(frame, Abort):
             self._abort(connection, frame)
-        elif isinstance(frame, AdapterLoad):
+        elif isinstance(frame, AdapterLoad | AdapterMerge):
             self._load(connection, frame)
         elif isinstance(frame, AdapterPins):
             require(check_digests(frame))
@@ -187,14 +188,17 @@ class Worker:
         for key in keys:
             self.to_engine(AbortSequence(key))
 
-    def _load(self, connection: RouterConnection, frame: AdapterLoad) -> None:
+    def _load(self, connection: RouterConnection, frame: AdapterLoad | AdapterMerge) -> None:
         require(check_load_id(frame))
 
         def report(state: AdapterState) -> None:
             if connection.number in self._connections:
                 connection.send(state)
 
-        self._loads.load(frame, report)
+        if isinstance(frame, AdapterMerge):
+            self._loads.merge(frame, report)
+        else:
+            self._loads.load(frame, report)
 
     def _order(self, connection: RouterConnection, frame: AdapterOrder) -> None:
         require(check_digests(frame))

@@ -6,6 +6,7 @@ import sys
 
 from lorax import AsyncClient, Client
 from lorax.errors import GenerationError, NotFoundError, ValidationError
+from lorax.types import MergedAdapters
 
 
 def check(condition: bool, what: str) -> None:
@@ -36,6 +37,36 @@ def sync_client(url: str, message: str) -> str:
     check(stopped.details.finish_reason == "stop_sequence", "stop_sequence")
     check(stopped.generated_text.endswith("e"), "stop text stays")
     return str(whole.generated_text)
+
+
+def merges(url: str, message: str, expected: str) -> None:
+    client = Client(url)
+    json_alone = MergedAdapters(ids=["json", "sql"], weights=[1.0, 0.0], density=0.0)
+    whole = client.generate(message, merged_adapters=json_alone, max_new_tokens=100)
+    check(whole.generated_text == expected, "merged text")
+    for strategy in ("linear", "ties", "dare_linear", "dare_ties"):
+        both = MergedAdapters(
+            ids=["json", "sql"],
+            weights=[0.5, 0.5],
+            merge_strategy=strategy,
+            density=0.5,
+            majority_sign_method="total",
+        )
+        arguments = {"merged_adapters": both, "max_new_tokens": 20}
+        whole = client.generate(message, **arguments)
+        check(whole.details.generated_tokens > 0, f"{strategy} tokens")
+        events = list(client.generate_stream(message, **arguments))
+        check(events[-1].generated_text == whole.generated_text, f"{strategy} stream")
+    for wrong in (
+        {"merged_adapters": json_alone, "adapter_id": "json"},
+        {"merged_adapters": MergedAdapters(ids=["json"], weights=[0.0], density=0.0)},
+    ):
+        try:
+            client.generate(message, **wrong)
+        except ValidationError as caught:
+            check(bool(str(caught)), "error text")
+        else:
+            raise SystemExit(f"failed: no error for {wrong}")
 
 
 def sync_errors(url: str) -> None:
@@ -74,6 +105,7 @@ async def async_client(url: str, message: str, expected: str) -> None:
 def main() -> None:
     url, message = sys.argv[1:]
     text = sync_client(url, message)
+    merges(url, message, text)
     sync_errors(url)
     asyncio.run(async_client(url, message, text))
     print("all checks passed")

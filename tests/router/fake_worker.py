@@ -25,6 +25,7 @@ from server.protocol import (
     PROTOCOL_VERSION,
     Abort,
     AdapterLoad,
+    AdapterMerge,
     AdapterOrder,
     AdapterPins,
     AdapterReport,
@@ -110,8 +111,9 @@ def ids_of(text: str) -> list[int]:
 Script = Callable[[GenerateRequest], list[int]]
 # Called before each token with its index; it may wait, or return an error to end the sequence.
 BeforeToken = Callable[["FakeWorker", GenerateRequest, int], Awaitable[ErrorCode | None]]
-# Answers an AdapterLoad; it may wait.
+# Answers an AdapterLoad or an AdapterMerge; it may wait.
 Loader = Callable[[AdapterLoad], Awaitable[AdapterManifest]]
+Merger = Callable[[AdapterMerge], Awaitable[AdapterManifest]]
 
 
 def echo_script(request: GenerateRequest) -> list[int]:
@@ -131,6 +133,10 @@ async def load_any(load: AdapterLoad) -> AdapterManifest:
     return make_manifest(load.ref.name)
 
 
+async def merge_any(merge: AdapterMerge) -> AdapterManifest:
+    return make_manifest("merged", digest=merge.recipe.digest)
+
+
 class FakeWorker:
     """`frames`: all that routers sent, in order. `until` waits for what a test expects to see."""
 
@@ -144,6 +150,7 @@ class FakeWorker:
         self.script: Script = echo_script
         self.before_token: BeforeToken = no_fault
         self.loader: Loader = load_any
+        self.merger: Merger = merge_any
         self.frames: list[RouterFrame] = []
         self.finished: list[tuple[str, int, int]] = []
         self.card_fetches = 0
@@ -186,6 +193,10 @@ class FakeWorker:
         """Those that move something."""
         orders = [frame for frame in self.frames if isinstance(frame, AdapterOrder)]
         return [(o.action, o.digests) for o in orders if o.action != "status"]
+
+    @property
+    def merges(self) -> list[AdapterMerge]:
+        return [frame for frame in self.frames if isinstance(frame, AdapterMerge)]
 
     async def start(self) -> None:
         self._server = await serve(
@@ -291,7 +302,7 @@ class FakeWorker:
         if isinstance(frame, GenerateRequest):
             key = (frame.request_id, frame.attempt, frame.choice)
             tasks[key] = asyncio.create_task(self._generate(connection, frame))
-        elif isinstance(frame, AdapterLoad):
+        elif isinstance(frame, AdapterLoad | AdapterMerge):
             tasks[(frame.load_id, 0, 0)] = asyncio.create_task(self._load(connection, frame))
         elif isinstance(frame, AdapterPins):
             self.pins = frozenset(frame.digests)
@@ -345,10 +356,13 @@ class FakeWorker:
                 return
         raise AssertionError("the script must end with a stop token or reach max_tokens")
 
-    async def _load(self, connection: ServerConnection, load: AdapterLoad) -> None:
+    async def _load(self, connection: ServerConnection, load: AdapterLoad | AdapterMerge) -> None:
         await self._send(connection, AdapterState(load.load_id, "fetching"))
         try:
-            manifest = await self.loader(load)
+            if isinstance(load, AdapterMerge):
+                manifest = await self.merger(load)
+            else:
+                manifest = await self.loader(load)
         except AdapterError as error:
             failed = AdapterState(
                 *(load.load_id, "failed", None, error.code, error.message, error.violations),

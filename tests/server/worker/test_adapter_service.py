@@ -4,14 +4,18 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
+from adapters.store import AdapterStore
 from server.protocol import AdapterLoad, AdapterState, LoadStage
 from server.worker.adapter_service import AdapterService
+from server.worker.merging import Merger
 from server.worker.metrics import WorkerMetrics
+from tests.adapter_folders import small_base
 from tests.router.fake_worker import make_manifest
 
 
@@ -44,10 +48,11 @@ def store() -> Iterator[Store]:
     store.gate.set()
 
 
-async def test_what_is_here_does_not_wait_for_downloads(store: Store) -> None:
+async def test_what_is_here_does_not_wait_for_downloads(store: Store, tmp_path: Path) -> None:
     states: asyncio.Queue[AdapterState] = asyncio.Queue()
     with ThreadPoolExecutor(1) as fetching, ThreadPoolExecutor(1) as reading:
-        service = AdapterService(store, {"local": fetching}, reading, WorkerMetrics())
+        merger = Merger(AdapterStore(tmp_path, small_base(), {}), timeout_s=1.0)
+        service = AdapterService(store, {"local": fetching}, reading, merger, WorkerMetrics())
         service.load(AdapterLoad("cold", AdapterRef("local", "cold")), states.put_nowait)
         assert await asyncio.to_thread(store.fetching.wait, 30)
         service.load(AdapterLoad("here", AdapterRef("local", "here")), states.put_nowait)
@@ -58,10 +63,11 @@ async def test_what_is_here_does_not_wait_for_downloads(store: Store) -> None:
         assert (second.load_id, second.stage) == ("cold", "ready")
 
 
-async def test_a_source_that_stalls_holds_up_no_other(store: Store) -> None:
+async def test_a_source_that_stalls_holds_up_no_other(store: Store, tmp_path: Path) -> None:
     states: asyncio.Queue[AdapterState] = asyncio.Queue()
     with ThreadPoolExecutor(1) as hub, ThreadPoolExecutor(1) as s3, ThreadPoolExecutor(1) as disk:
-        service = AdapterService(store, {"hub": hub, "s3": s3}, disk, WorkerMetrics())
+        merger = Merger(AdapterStore(tmp_path, small_base(), {}), timeout_s=1.0)
+        service = AdapterService(store, {"hub": hub, "s3": s3}, disk, merger, WorkerMetrics())
         service.load(AdapterLoad("stalled", AdapterRef("s3", "b/cold")), states.put_nowait)
         assert await asyncio.to_thread(store.fetching.wait, 30)
         store.fetching.clear()

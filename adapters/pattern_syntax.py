@@ -142,6 +142,14 @@ class _Parser:
             raise PatternError("a repetition whose minimum is above its maximum")
         return minimum, maximum
 
+    def _is_quantifier(self) -> bool:
+        """Whether the brace that was just read begins one."""
+        self.position -= 1
+        found = self._braces() is not None
+        if not found:
+            self.position += 1
+        return found
+
     def _atom(self) -> Node:
         char = self._next()
         if char == "(":
@@ -150,8 +158,8 @@ class _Parser:
             return self._set()
         if char == "\\":
             return self._escape()
-        if char in "*+?":
-            raise PatternError(f"nothing to repeat at position {self.position - 1}")
+        if char in "*+?" or (char == "{" and self._is_quantifier()):
+            raise PatternError("a quantifier with nothing to repeat")
         if char == ".":
             return Chars(frozenset("\n"), negated=True)
         if char in "^$":

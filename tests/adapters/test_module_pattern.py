@@ -4,7 +4,7 @@ import re
 import warnings
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from adapters.module_pattern import ModulePattern
@@ -62,6 +62,9 @@ def test_equals_re_where_supported(pattern: str, names: list[str]) -> None:
 
 @settings(max_examples=1500, deadline=None)
 @given(st.text("ab.*+?()[]{}|\\^$-,0129dwsbB:=!<P", max_size=14), TEXTS)
+@example("{0}", "")
+@example("a|{,2}b", "b")
+@example("{b}", "{b}")
 def test_any_text_is_matched_as_re_does_or_refused(pattern: str, name: str) -> None:
     try:
         ours = ModulePattern(pattern)

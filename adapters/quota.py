@@ -34,12 +34,12 @@ class Quota:
     @contextmanager
     def room(self, nbytes: int) -> Iterator[None]:
         """Made for what is written while inside; several who write count together."""
+        # One at a time: two who looked at the same content would both remove what one of them needs.
         with self._lock:
-            self._expected += nbytes
-            expected = self._expected
-        try:
-            excess = stored_bytes(self._folders) + expected - self.max_bytes
+            excess = stored_bytes(self._folders) + self._expected + nbytes - self.max_bytes
             release(max(excess, self._shortage(nbytes)), self._folders)
+            self._expected += nbytes
+        try:
             yield
         finally:
             with self._lock:

@@ -34,7 +34,7 @@ class Quota:
     @contextmanager
     def room(self, nbytes: int) -> Iterator[None]:
         """Made for what is written while inside; several who write count together."""
-        # One at a time: two who looked at the same content would both remove what one of them needs.
+        # One at a time: two who saw the same content would both remove what one of them needs.
         with self._lock:
             excess = stored_bytes(self._folders) + self._expected + nbytes - self.max_bytes
             release(max(excess, self._shortage(nbytes)), self._folders)

@@ -40,9 +40,9 @@ async def build_prompts(
     """
     if call.messages is not None:
         text = await _render(call, model, adapter_template, sandbox)
-        return await _in_thread_if(len(text), lambda: [_encode(call, model, text, "messages")])
+        return await in_thread_if(len(text), lambda: [_encode(call, model, text, "messages")])
     size = sum(len(prompt) for prompt in call.prompts)
-    return await _in_thread_if(
+    return await in_thread_if(
         size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
     )
 
@@ -75,7 +75,7 @@ async def _render(
 ) -> str:
     messages = call.messages or []
     if template is None:
-        return await _in_thread_if(
+        return await in_thread_if(
             len(repr(messages)), lambda: model.render_chat(messages, call.template_vars)
         )
     try:
@@ -86,8 +86,8 @@ async def _render(
         raise RequestError("template_error", str(fault), param="messages") from fault
 
 
-async def _in_thread_if(size: int, work: Callable[[], T]) -> T:
-    """size: characters or ids that `work` goes through."""
+async def in_thread_if(size: int, work: Callable[[], T]) -> T:
+    """Long work leaves the event loop free. size: characters or ids that `work` goes through."""
     if size <= _INLINE_SIZE:
         return work()
     return await asyncio.to_thread(work)

@@ -1,16 +1,13 @@
 """`POST /tokenize`: a text's tokens, as the base model's tokenizer cuts it."""
 
-import asyncio
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.models import parse_tokenize
 from router.http_body import read_json_body
+from router.prompts import in_thread_if
 from router.service import Service
-
-_INLINE_CHARS = 16 << 10
 
 
 class TokenizeRoute:
@@ -22,8 +19,5 @@ class TokenizeRoute:
         body = await read_json_body(request, self._service.config.max_body_bytes)
         text, add_special_tokens = parse_tokenize(body)
         model = self._service.base.require()
-        if len(text) <= _INLINE_CHARS:
-            spans = model.spans(text, add_special_tokens)
-        else:
-            spans = await asyncio.to_thread(model.spans, text, add_special_tokens)
+        spans = await in_thread_if(len(text), lambda: model.spans(text, add_special_tokens))
         return Response(msgspec.json.encode(spans), media_type="application/json")

@@ -148,7 +148,7 @@ class _Pinner:
 
 
 def _rules(config: RouterConfig) -> CatalogRules:
-    return CatalogRules(
+    rules = CatalogRules(
         aliases=MemoryAliases(_alias(text, config) for text in config.adapters),
         hub_owners=config.hub_owners,
         hub_token=Secret(config.hub_token) if config.hub_token else None,
@@ -156,6 +156,12 @@ def _rules(config: RouterConfig) -> CatalogRules:
         ttl_s=config.adapter_ttl_s,
         timeout_s=config.adapter_timeout_s,
     )
+    for registration in rules.aliases.all():
+        try:
+            rules.check_owner(registration.ref)
+        except AdapterError as error:
+            raise ConfigError(f"--adapter {registration.name}: {error.message}") from error
+    return rules
 
 
 def _alias(text: str, config: RouterConfig) -> Registration:
@@ -170,9 +176,6 @@ def _alias(text: str, config: RouterConfig) -> Registration:
         raise ConfigError(
             f"--adapter {text!r}: {target!r} names no source; write hub:, local:, s3: or https://"
         )
-    owner = ref.name.partition("/")[0]
-    if ref.source == "hub" and config.hub_owners and owner not in config.hub_owners:
-        raise ConfigError(f"--adapter {text!r}: {owner!r} is not among the allowed --hub-owner")
     return Registration(name, ref, "option")
 
 

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: run test lint unit setup setup-dev clean
+.PHONY: run test lint unit setup setup-dev programs clean
 
 run: setup
 	$(BIN)/loraplex serve $(ARGS)
@@ -18,7 +18,7 @@ lint: setup-dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-unit: setup-dev $(CLIENTS)/.ready
+unit: setup-dev $(CLIENTS)/.ready programs
 	$(BIN)/pytest
 
 setup: $(VENV)/.serve
@@ -44,6 +44,16 @@ $(CLIENTS)/.ready: constraints.clients.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install $(PIP_FLAGS) -r constraints.clients.txt
 	@touch $@
+
+# Real servers and a browser that tests run against, of Debian's packages of the same names.
+PROGRAMS := redis-server prometheus chromium
+
+programs:
+	@for program in $(PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+	test -z "$$missing" || if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "installing$$missing (once)"; apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$missing >/dev/null; \
+	else echo "the tests need these programs on the PATH:$$missing"; exit 1; fi
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,7 +13,7 @@ from adapters.manifest import AdapterManifest
 from adapters.merge_recipe import MergeRecipe
 from adapters.ref import AdapterRef
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 16 << 20
 
 Finish = Literal["stop", "length", "abort", "error"]
@@ -130,6 +130,16 @@ class AdapterPins(msgspec.Struct, frozen=True, array_like=True, tag="ap"):
     """All that this router wants to stay on the device, until it says otherwise or leaves.
 
     What is absent is loaded. The worker must have admitted them (AdapterLoad).
+    """
+
+    digests: tuple[str, ...]
+
+
+class AdapterPrefetch(msgspec.Struct, frozen=True, array_like=True, tag="af"):
+    """A hint that sequences of these will come soon, soonest first: bring them to host memory when
+    nothing more urgent is to be done.
+
+    Not answered; may be repeated, ignored, and name what the worker has not admitted.
     """
 
     digests: tuple[str, ...]
@@ -283,7 +293,14 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 RouterFrame = (
-    RouterHello | GenerateRequest | Abort | AdapterLoad | AdapterMerge | AdapterPins | AdapterOrder
+    RouterHello
+    | GenerateRequest
+    | Abort
+    | AdapterLoad
+    | AdapterMerge
+    | AdapterPins
+    | AdapterOrder
+    | AdapterPrefetch
 )
 WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus | AdapterReport
 

@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +25,9 @@ from server.engine.residency import AdapterArena, AdapterStage
 log = logging.getLogger(__name__)
 
 MAX_PREFETCHES = 64
+# Hints that are remembered; what nobody waits for is staged while fewer than so many slabs are.
+MAX_HINTS = 256
+HINTED_AT_ONCE = 2
 
 
 class SlabUnavailable(Exception):
@@ -63,6 +66,7 @@ class HostTier:
         self._open_slab = open_slab
         self._threads = threads
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._hints: dict[str, None] = {}  # in order
         self._layouts: dict[str, SlabLayout] = {}
         # Callers on their way to a pin: what they wait for must not be evicted before they run.
         self._awaited: Counter[str] = Counter()
@@ -99,6 +103,18 @@ class HostTier:
         if digest not in self._layouts and len(self._jobs) < MAX_PREFETCHES:
             self._job(digest)
 
+    def hint(self, digests: Iterable[str]) -> None:
+        """The same for what may be wanted later: when little else is being staged. Failures are
+        forgotten, and so are hints beyond MAX_HINTS."""
+        for digest in digests:
+            if self.stage(digest) == "absent" and len(self._hints) < MAX_HINTS:
+                self._hints[digest] = None
+        self._follow_hints()
+
+    def _follow_hints(self) -> None:
+        while self._hints and len(self._jobs) < HINTED_AT_ONCE:
+            self._job(next(iter(self._hints)))
+
     async def acquire(self, digest: str) -> StagedSlab:
         """Its place in host memory, pinned until `release`. Raises SlabUnavailable."""
         self._awaited[digest] += 1
@@ -128,6 +144,7 @@ class HostTier:
     def _job(self, digest: str) -> asyncio.Task[None]:
         job = self._jobs.get(digest)
         if job is None:
+            self._hints.pop(digest, None)
             job = self._jobs[digest] = asyncio.create_task(self._stage(digest))
             job.add_done_callback(lambda done: self._end_job(digest, done))
         return job
@@ -137,6 +154,7 @@ class HostTier:
         self._room.set()
         if not job.cancelled():
             job.exception()  # whoever waits gets it; a prefetch has nobody who waits
+            self._follow_hints()
 
     async def _stage(self, digest: str) -> None:
         """Raises SlabUnavailable."""

@@ -16,6 +16,7 @@ from server.protocol import (
     AdapterMerge,
     AdapterOrder,
     AdapterPins,
+    AdapterPrefetch,
     ErrorCode,
     GenerateRequest,
 )
@@ -55,7 +56,7 @@ def check_load_id(frame: AdapterLoad | AdapterMerge) -> str | None:
     return None
 
 
-def check_digests(frame: AdapterPins | AdapterOrder) -> str | None:
+def check_digests(frame: AdapterPins | AdapterOrder | AdapterPrefetch) -> str | None:
     """The same for frames about adapters that are here."""
     if isinstance(frame, AdapterOrder) and len(frame.order_id) > MAX_ID_LENGTH:
         return f"order_id must have at most {MAX_ID_LENGTH} characters"

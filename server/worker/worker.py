@@ -34,6 +34,7 @@ from server.protocol import (
     AdapterMerge,
     AdapterOrder,
     AdapterPins,
+    AdapterPrefetch,
     AdapterReport,
     AdapterState,
     ErrorCode,
@@ -142,6 +143,9 @@ class Worker:
             self._orders.pin(connection.number, frame.digests)
         elif isinstance(frame, AdapterOrder):
             self._order(connection, frame)
+        elif isinstance(frame, AdapterPrefetch):
+            require(check_digests(frame))
+            self._tier.hint(d for d in frame.digests if self.device_stage(d) == "absent")
 
     def _submit(self, connection: RouterConnection, request: GenerateRequest) -> None:
         require(check_name(request))

@@ -80,6 +80,21 @@ async def test_load_tells_every_tier_and_evict_frees_them(shell: Shell) -> None:
         await use(router, "again", digests[0])
 
 
+async def test_a_hint_brings_an_adapter_to_host_memory(shell: Shell) -> None:
+    async with connected(shell) as router:
+        digests = await admit_all(router)
+        hinted = digests[5]
+        assert (await router.order("evict", "evict", hinted)).error is None
+        await router.send(protocol.AdapterPrefetch((ABSENT, hinted, hinted)))
+        async with asyncio.timeout(TIMEOUT_S):
+            for number in range(10_000):
+                (tiers,) = (await router.order(f"status {number}", "status", hinted)).tiers
+                if tiers.host == "ready":
+                    break
+        assert (tiers.host, tiers.device) == ("ready", "absent")
+        await use(router, "hinted", hinted)
+
+
 async def test_eviction_waits_for_those_who_use_it(shell: Shell) -> None:
     async with connected(shell) as router:
         digests = await admit_all(router)
@@ -141,4 +156,7 @@ async def resident(router: Router, digest: str) -> None:
 async def test_malformed_orders_cost_the_connection(shell: Shell) -> None:
     async with connected(shell) as router:
         await router.send(protocol.AdapterPins(("../../etc",)))
+        assert "64 hexadecimal" in await router.until_closed()
+    async with connected(shell) as router:
+        await router.send(protocol.AdapterPrefetch(("A" * 64,)))
         assert "64 hexadecimal" in await router.until_closed()

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.pack import read_slab_layout
 from server.engine.residency import AdapterArena
-from server.worker.host_tier import HostMemory, HostTier, SlabUnavailable
+from server.worker.host_tier import MAX_HINTS, HostMemory, HostTier, SlabUnavailable
 from tests.server.worker.slabs import EXTENT, write_slab_file
 
 EXTENTS = 4
@@ -185,3 +185,56 @@ async def test_evict_frees_what_nobody_reads_and_waits_for_what_comes(
     disk.gate.set()
     assert await evicting
     assert tier.stage("a") == "absent"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Polls the real state, bounded in time."""
+    for _ in range(30_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come true")
+
+
+async def staged_all(tier: HostTier, *digests: str) -> None:
+    await until(lambda: all(tier.stage(digest) == "ready" for digest in digests))
+
+
+async def test_hints_are_staged_in_order_two_at_a_time(tier: HostTier, disk: Disk) -> None:
+    for digest in "abcd":
+        disk.add(digest)
+    disk.gate.clear()
+    tier.hint("abca")
+    tier.hint("bd")
+    assert [d for d in "abcd" if tier.stage(d) == "loading"] == ["a", "b"]
+    disk.gate.set()
+    await staged_all(tier, *"abcd")
+    tier.hint("abcd")
+    assert sorted(disk.opened) == list("abcd")
+
+
+async def test_a_request_does_not_wait_behind_hints(tier: HostTier, disk: Disk) -> None:
+    for digest in "abc":
+        disk.add(digest)
+    disk.gate.clear()
+    tier.hint("abc")
+    waiting = asyncio.create_task(tier.acquire("c"))
+    await asyncio.sleep(0)
+    assert tier.stage("c") == "loading"
+    disk.gate.set()
+    assert (await waiting).layout.digest == "c"
+    await staged_all(tier, *"abc")
+    assert disk.opened.count("c") == 1
+
+
+async def test_hints_are_bounded_and_may_fail(tier: HostTier, disk: Disk) -> None:
+    disk.gate.clear()
+    tier.hint(f"absent {number}" for number in range(MAX_HINTS + 10))
+    disk.add("a")
+    waiting = asyncio.create_task(tier.acquire("a"))
+    disk.gate.set()
+    assert (await waiting).layout.digest == "a"
+    last = f"absent {MAX_HINTS - 1}"
+    await until(lambda: last in disk.opened and tier.stage(last) == "absent")
+    assert set(disk.opened) == {"a", *(f"absent {number}" for number in range(MAX_HINTS))}
+    assert tier.used_bytes == EXTENT

@@ -92,6 +92,7 @@ class Dispatcher:
             adapter=adapter,
             forget_adapter=partial(self._catalog.forget, call.adapter),
             deadline=started + self._limits.request_timeout_s,
+            tenant=call.tenant,
         )
         head = _head(call, request_id, model, adapter)
         tasks = [

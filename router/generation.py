@@ -114,6 +114,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     stop: stop strings. include_stop: keep them in the text (LoRAX does, OpenAI does not).
     truncate: keep only the last so many prompt tokens.
     template_vars: what the caller adds to the chat template's variables.
+    tenant: whose request it is, by its key; "" = nobody's, when callers need no key.
     """
 
     api: Api
@@ -133,6 +134,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     truncate: int | None = None
     user: str | None = None
     template_vars: dict[str, Any] = {}
+    tenant: str = ""
 
 
 class TextToken(msgspec.Struct, frozen=True):

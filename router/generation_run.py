@@ -98,6 +98,7 @@ class Generation:
             accepted_ids=[],
             sampling=task.sampling,
             seed=task.seed,
+            salt=self._context.tenant,
         )
         slot = task.index * call.best_of + choice
         stream = ChoiceStream(call, self.model, task.index, choice)

@@ -80,6 +80,7 @@ class RunContext(msgspec.Struct, frozen=True):
     """What the sequences of one request share. deadline: on the event loop's clock.
 
     forget_adapter: to be called when a worker does not admit what the catalog says.
+    tenant: whose request it is; "" = nobody's.
     """
 
     fleet: Fleet
@@ -88,6 +89,7 @@ class RunContext(msgspec.Struct, frozen=True):
     adapter: ServedAdapter | None
     forget_adapter: Callable[[], None]
     deadline: float
+    tenant: str = ""
 
 
 class SequenceRun:

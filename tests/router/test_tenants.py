@@ -1,0 +1,19 @@
+"""Whose request it is goes with the request to where work is shared."""
+
+import msgspec
+
+from router.api import openai_completions
+from router.api.formatter import ApiLimits
+from tests.router.fake_worker import BASE_NAME, FakeWorker
+from tests.router.serving import Running
+
+
+async def test_tenants_share_no_prefixes(router: Running, worker: FakeWorker) -> None:
+    body = msgspec.json.encode({"model": BASE_NAME, "prompt": "x"})
+    call = openai_completions.parse(body, ApiLimits(base_names=(BASE_NAME,))).call
+    for tenant in ("", "acme"):
+        one = msgspec.structs.replace(call, tenant=tenant)
+        generation = await router.service.dispatcher.start(one, f"for-{tenant}")
+        await generation.finish()
+        generation.close()
+    assert [request.salt for request in worker.requests] == ["", "acme"]

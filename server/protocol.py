@@ -160,6 +160,16 @@ class AdapterOrder(msgspec.Struct, frozen=True, array_like=True, tag="ao"):
     digests: tuple[str, ...]
 
 
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag="in"):
+    """What lies where, for people who look. Answered by one WorkerPicture.
+
+    known: the version of `places` that the router has already (0 = none).
+    """
+
+    order_id: str
+    known: int = 0
+
+
 class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="wh"):
     """The worker's first frame. credits: sequences this router may have in flight here."""
 
@@ -268,6 +278,47 @@ class AdapterReport(msgspec.Struct, frozen=True, array_like=True, tag="ar"):
     error: str | None = None
 
 
+class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where an adapter lies: (first extent, extents) of each unbroken row, in either arena.
+
+    slab_bytes: packed, 0 if not known. load_s: its last way to the device.
+    """
+
+    digest: str
+    device: TierStage
+    host: TierStage
+    pinned: bool
+    slab_bytes: int
+    load_s: float | None
+    device_spans: tuple[tuple[int, int], ...]
+    host_spans: tuple[tuple[int, int], ...]
+
+
+class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
+    """Answers an Inspect: both arenas, and counts since the engine was started.
+
+    in_use: adapters with sequences in flight here, and how many, whoever sent them.
+    version: of `places`; None = as the router has them. places_left_out: above the bound.
+    restarts: engines lost since the worker was started.
+    """
+
+    order_id: str
+    device: str
+    page_size: int
+    extent_bytes: int
+    device_extents: int
+    host_extents: int
+    prompt_tokens: int
+    output_tokens: int
+    evictions: int
+    preemptions: int
+    restarts: int
+    in_use: tuple[tuple[str, int], ...]
+    version: int
+    places: tuple[AdapterPlace, ...] | None
+    places_left_out: int = 0
+
+
 class ModelCard(msgspec.Struct, frozen=True):
     """All that a router needs of a model, fetched once over HTTP as JSON and cached by its digest.
 
@@ -301,8 +352,9 @@ RouterFrame = (
     | AdapterPins
     | AdapterOrder
     | AdapterPrefetch
+    | Inspect
 )
-WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus | AdapterReport
+WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus | AdapterReport | WorkerPicture
 
 encode = msgspec.msgpack.Encoder().encode
 decode_router_frame = msgspec.msgpack.Decoder(RouterFrame).decode

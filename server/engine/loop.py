@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from server.engine.executor import CopyDone, Executor, Ticket
 from server.engine.messages import (
     AbortSequence,
+    AdapterPlaced,
     AdapterSettled,
     EngineStats,
     EvictAdapter,
@@ -178,11 +179,12 @@ class EngineLoop(Generic[T]):
     def _carry_out_loads(self) -> None:
         copies, needed, released, settled = self._scheduler.take_loads()
         for copy in copies:
+            digest = copy.layout.digest
+            self._channel.send(AdapterPlaced(digest, self._scheduler.loads.arena.spans(digest)))
             try:
                 self._executor.start_copy(copy)
             except Exception as error:  # foreign, and no reason to stop the others
                 log.error("a copy failed", exc_info=error)
-                digest = copy.layout.digest
                 failed = CopyDone(copy.adapter_slot, digest, "it could not be copied to the device")
                 self._scheduler.copy_done(failed)
         for digest in needed:

@@ -82,6 +82,13 @@ class NeedSlab(msgspec.Struct, frozen=True, array_like=True, tag="ns"):
     digest: str
 
 
+class AdapterPlaced(msgspec.Struct, frozen=True, array_like=True, tag="al"):
+    """It has room on the device from now on: (first extent, extents) of each unbroken row."""
+
+    digest: str
+    spans: tuple[tuple[int, int], ...]
+
+
 class SlabReleased(msgspec.Struct, frozen=True, array_like=True, tag="sr"):
     """The copy to the device is over (or was given up): the host block is no longer read."""
 
@@ -138,7 +145,15 @@ ToEngine = (
     | EvictAdapter
     | Shutdown
 )
-FromEngine = EngineReady | EngineFailed | NeedSlab | SlabReleased | AdapterSettled | StepOutput
+FromEngine = (
+    EngineReady
+    | EngineFailed
+    | NeedSlab
+    | AdapterPlaced
+    | SlabReleased
+    | AdapterSettled
+    | StepOutput
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

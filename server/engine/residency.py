@@ -15,6 +15,10 @@ _FREE = 1
 _TAKEN = 0
 
 
+# The first of an unbroken row of extents, and how many there are.
+Span = tuple[int, int]
+
+
 class Placement(NamedTuple):
     """Where an adapter lies. extents: the first extent of each of its runs, in the runs' order."""
 
@@ -26,6 +30,7 @@ class Placement(NamedTuple):
 class _Entry:
     placement: Placement
     extents: tuple[int, ...]  # every one of them
+    spans: tuple[Span, ...]  # the same
     ready: bool = False
     leases: int = 0
 
@@ -63,6 +68,11 @@ class AdapterArena:
     def placement(self, digest: str) -> Placement | None:
         entry = self._entries.get(digest)
         return entry.placement if entry else None
+
+    def spans(self, digest: str) -> tuple[Span, ...]:
+        """Where it lies, in as few rows of extents as there are, the lowest first."""
+        entry = self._entries.get(digest)
+        return entry.spans if entry else ()
 
     def leases(self, digest: str) -> int:
         entry = self._entries.get(digest)
@@ -153,7 +163,7 @@ class AdapterArena:
         extents = self._try(runs, ())
         assert extents is not None
         placement = Placement(self._free_slots.pop(), extents)
-        entry = _Entry(placement, _spread(extents, runs))
+        entry = _Entry(placement, _spread(extents, runs), _join(extents, runs))
         for extent in entry.extents:
             self._map[extent] = _TAKEN
         self._entries[digest] = entry
@@ -235,6 +245,9 @@ class AdapterArena:
         assert len(taken) == len(set(taken)), "two adapters share an extent"
         assert all(self._map[x] == _TAKEN for x in taken), "a used extent is marked free"
         assert len(taken) + self.free_extents == self.num_extents, "extents lost"
+        for entry in self._entries.values():
+            rows = tuple(x for first, n in entry.spans for x in range(first, first + n))
+            assert rows == tuple(sorted(entry.extents)), "spans tell of other extents"
         slots = [e.placement.adapter_slot for e in self._entries.values()] + self._free_slots
         assert sorted(slots) == list(range(self.num_slots)), "adapter slots lost or shared"
         for digest, entry in self._entries.items():
@@ -244,3 +257,13 @@ class AdapterArena:
 
 def _spread(firsts: Sequence[int], runs: Sequence[int]) -> tuple[int, ...]:
     return tuple(x for f, n in zip(firsts, runs, strict=True) for x in range(f, f + n))
+
+
+def _join(firsts: Sequence[int], runs: Sequence[int]) -> tuple[Span, ...]:
+    joined: list[Span] = []
+    for first, length in sorted(zip(firsts, runs, strict=True)):
+        if joined and sum(joined[-1]) == first:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((first, length))
+    return tuple(joined)

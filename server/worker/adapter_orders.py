@@ -131,6 +131,11 @@ class AdapterOrders:
         if note.asked_at is not None:
             note.load_s, note.asked_at = self._clock() - note.asked_at, None
 
+    def load_s(self, digest: str) -> float | None:
+        """Its last way to the device, in seconds."""
+        note = self._notes.get(digest)
+        return None if note is None else note.load_s
+
     # ---- inside
 
     def _note(self, digest: str) -> _Note:
@@ -204,6 +209,6 @@ class AdapterOrders:
             device=self._engine.device_stage(digest),
             pinned=digest in self.pins,
             slab_bytes=self._tier.slab_bytes(digest),
-            load_s=None if note is None else note.load_s,
+            load_s=self.load_s(digest),
             idle_s=None if used_at is None else self._clock() - used_at,
         )

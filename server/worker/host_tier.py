@@ -20,7 +20,7 @@ from adapters.disk import hold
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.pack import SlabError, copy_runs, read_slab_layout
-from server.engine.residency import AdapterArena, AdapterStage
+from server.engine.residency import AdapterArena, AdapterStage, Span
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,18 @@ class HostTier:
     def stage(self, digest: str) -> AdapterStage:
         stage = self._arena.stage(digest)
         return "loading" if stage == "absent" and digest in self._jobs else stage
+
+    @property
+    def extents(self) -> int:
+        return self._arena.num_extents
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """What has a place here, least recently used first; what is being staged comes last."""
+        return (*self._arena.ready, *self._arena.loading)
+
+    def spans(self, digest: str) -> tuple[Span, ...]:
+        return self._arena.spans(digest)
 
     def slab_bytes(self, digest: str) -> int:
         """0 unless it is here."""

@@ -3,6 +3,7 @@
 It knows nothing of sockets or the engine; `worker.py` carries out what it decides.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,9 +22,12 @@ class Identity(NamedTuple):
 class _Live:
     """A sequence in the engine. connection None: its router is gone, the abort is on its way."""
 
-    __slots__ = ("connection", "identity", "next_index")
+    __slots__ = ("adapter", "connection", "identity", "next_index")
 
-    def __init__(self, connection: int | None, identity: Identity, next_index: int) -> None:
+    def __init__(
+        self, connection: int | None, identity: Identity, next_index: int, adapter: str | None
+    ) -> None:
+        self.adapter = adapter
         self.connection = connection
         self.identity = identity
         self.next_index = next_index
@@ -66,9 +70,14 @@ class SequenceTable:
         key = self._next_key
         self._next_key += 1
         identity = Identity(request.request_id, request.attempt, request.choice)
-        self._live[key] = _Live(connection, identity, len(request.accepted_ids))
+        first = len(request.accepted_ids)
+        self._live[key] = _Live(connection, identity, first, request.adapter)
         requests.setdefault((identity.request_id, identity.attempt), choices)[identity.choice] = key
         return key
+
+    def by_adapter(self) -> Counter[str]:
+        """Live sequences of each adapter that has any."""
+        return Counter(live.adapter for live in self._live.values() if live.adapter is not None)
 
     def keys_of(
         self, connection: int, request_id: str, attempt: int, choice: int | None

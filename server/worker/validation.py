@@ -19,6 +19,7 @@ from server.protocol import (
     AdapterPrefetch,
     ErrorCode,
     GenerateRequest,
+    Inspect,
 )
 
 MAX_ID_LENGTH = 256
@@ -64,6 +65,13 @@ def check_digests(frame: AdapterPins | AdapterOrder | AdapterPrefetch) -> str | 
         return f"a frame may name at most {MAX_DIGESTS} adapters"
     if not all(map(_DIGEST.fullmatch, frame.digests)):
         return "an adapter must be a digest of 64 hexadecimal digits"
+    return None
+
+
+def check_inspect(frame: Inspect) -> str | None:
+    """The same for a look at the worker."""
+    if len(frame.order_id) > MAX_ID_LENGTH:
+        return f"order_id must have at most {MAX_ID_LENGTH} characters"
     return None
 
 

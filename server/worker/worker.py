@@ -15,6 +15,7 @@ import msgspec
 
 from server.engine.messages import (
     AbortSequence,
+    AdapterPlaced,
     AdapterSettled,
     EngineReady,
     EngineStats,
@@ -39,6 +40,7 @@ from server.protocol import (
     AdapterState,
     ErrorCode,
     GenerateRequest,
+    Inspect,
     ModelCard,
     RouterFrame,
     WorkerHello,
@@ -54,9 +56,16 @@ from server.worker.connections import (
 )
 from server.worker.engine_supervisor import EngineSupervisor
 from server.worker.host_tier import HostTier, SlabUnavailable
+from server.worker.inspector import Inspector
 from server.worker.metrics import WorkerMetrics
 from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
-from server.worker.validation import check_digests, check_load_id, check_name, check_request
+from server.worker.validation import (
+    check_digests,
+    check_inspect,
+    check_load_id,
+    check_name,
+    check_request,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +102,7 @@ class Worker:
         self._tier = tier
         self._orders = orders
         orders.attach(self)
+        self._inspector = Inspector(tier, orders)
         self._metrics = metrics
         self._table = SequenceTable(capacity)
         self._connections: dict[int, RouterConnection] = {}
@@ -146,6 +156,10 @@ class Worker:
         elif isinstance(frame, AdapterPrefetch):
             require(check_digests(frame))
             self._tier.hint(d for d in frame.digests if self.device_stage(d) == "absent")
+        elif isinstance(frame, Inspect):
+            require(check_inspect(frame))
+            in_use = self._table.by_adapter()
+            connection.send(self._inspector.picture(frame, self._stats, in_use))
 
     def _submit(self, connection: RouterConnection, request: GenerateRequest) -> None:
         require(check_name(request))
@@ -233,6 +247,7 @@ class Worker:
             log.info("the engine is ready again")
         self._total_pages = ready.total_pages
         self._metrics.engine_started(ready.total_pages)
+        self._inspector.engine_ready(ready)
         self._stats = msgspec.structs.replace(_NO_STATS, free_pages=ready.total_pages)
         self._epoch = max(self._epoch + 1, int(time.time() * 1000))
         self._orders.engine_ready()
@@ -254,10 +269,14 @@ class Worker:
             self._step = frame.step
             self._stats = frame.stats
             self._metrics.stepped(frame)
+            self._inspector.stepped(frame)
             self._deliver(self._table.route(frame.events))
         elif isinstance(frame, AdapterSettled):
             self._orders.settled(frame)
+        elif isinstance(frame, AdapterPlaced):
+            self._inspector.device.placed(frame)
         elif isinstance(frame, NeedSlab):
+            self._inspector.device.left(frame.digest)
             self._orders.load_begins(frame.digest)
             task = asyncio.create_task(self._stage(frame.digest))
             self._staging[frame.digest] = task
@@ -273,6 +292,7 @@ class Worker:
         self._tier.release_all()
         self._stats = _NO_STATS
         self._orders.engine_lost()
+        self._inspector.engine_lost()
         self._metrics.restarts.inc()
         if self.state == "ready":
             self._enter("engine_lost")

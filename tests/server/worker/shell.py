@@ -159,6 +159,7 @@ class Router:
     loads: list[protocol.AdapterState] = field(default_factory=list)
     statuses: list[protocol.WorkerStatus] = field(default_factory=list)
     reports: dict[str, protocol.AdapterReport] = field(default_factory=dict)
+    pictures: list[protocol.WorkerPicture] = field(default_factory=list)
 
     async def send(self, *frames: protocol.RouterFrame) -> None:
         for frame in frames:
@@ -175,6 +176,8 @@ class Router:
             self.statuses.append(frame)
         elif isinstance(frame, protocol.AdapterReport):
             self.reports[frame.order_id] = frame
+        elif isinstance(frame, protocol.WorkerPicture):
+            self.pictures.append(frame)
 
     async def until_finished(self, *names: str) -> dict[str, protocol.TokenEvent]:
         async with asyncio.timeout(TIMEOUT_S):
@@ -215,6 +218,14 @@ class Router:
             while name not in self.reports:
                 await self.receive()
         return self.reports[name]
+
+    async def inspect(self, known: int = 0) -> protocol.WorkerPicture:
+        seen = len(self.pictures)
+        await self.send(protocol.Inspect(f"picture-{seen}", known))
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(self.pictures) == seen:
+                await self.receive()
+        return self.pictures[seen]
 
     async def until_closed(self) -> str:
         """The reason that the worker gives for closing."""

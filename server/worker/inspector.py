@@ -1,0 +1,132 @@
+"""What lies where on this worker, for people who look: both arenas, and what was counted.
+
+It is told of changes and asked at most once a second; it decides nothing.
+"""
+
+from collections.abc import Mapping
+
+from server.engine.messages import AdapterPlaced, EngineReady, EngineStats, StepOutput
+from server.engine.residency import Span
+from server.protocol import AdapterPlace, Inspect, WorkerPicture
+from server.worker.adapter_orders import AdapterOrders
+from server.worker.host_tier import HostTier
+
+MAX_PLACES = 4096
+
+
+class DevicePlaces:
+    """Where adapters lie on the device, by what the engine tells of each placing.
+
+    What is overwritten is gone, so at most one adapter is remembered for each extent.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[str, tuple[Span, ...]] = {}
+
+    def spans(self, digest: str) -> tuple[Span, ...]:
+        return self._spans.get(digest, ())
+
+    def placed(self, placed: AdapterPlaced) -> None:
+        gone = [digest for digest, spans in self._spans.items() if _overlap(spans, placed.spans)]
+        for digest in gone:
+            del self._spans[digest]
+        self._spans[placed.digest] = placed.spans
+
+    def left(self, digest: str) -> None:
+        """The engine asks for its bytes: it has no place there."""
+        self._spans.pop(digest, None)
+
+    def clear(self) -> None:
+        self._spans.clear()
+
+
+class Inspector:
+    """`picture` answers a router; the other methods hear of what happens."""
+
+    def __init__(self, tier: HostTier, orders: AdapterOrders) -> None:
+        self._tier = tier
+        self._orders = orders
+        self._ready = EngineReady(0, 0, 0, 0, 0, 0, "", "")
+        self.device = DevicePlaces()
+        self._output_tokens = 0
+        self._restarts = 0
+        self._places: tuple[AdapterPlace, ...] = ()
+        self._left_out = 0
+        self._version = 1
+
+    # ---- the engine
+
+    def engine_ready(self, ready: EngineReady) -> None:
+        self._ready = ready
+        self._output_tokens = 0
+
+    def engine_lost(self) -> None:
+        self.device.clear()
+        self._restarts += 1
+
+    def stepped(self, output: StepOutput) -> None:
+        self._output_tokens += sum(len(item.event.token_ids) for item in output.events)
+
+    # ---- the picture
+
+    def picture(
+        self, asked: Inspect, stats: EngineStats, in_use: Mapping[str, int]
+    ) -> WorkerPicture:
+        self._look(stats)
+        ready = self._ready
+        return WorkerPicture(
+            order_id=asked.order_id,
+            device=ready.device,
+            page_size=ready.page_size,
+            extent_bytes=ready.extent_bytes,
+            device_extents=ready.arena_bytes // max(1, ready.extent_bytes),
+            host_extents=self._tier.extents,
+            prompt_tokens=stats.prompt_tokens,
+            output_tokens=self._output_tokens,
+            evictions=stats.evictions,
+            preemptions=stats.preemptions,
+            restarts=self._restarts,
+            in_use=tuple(in_use.items())[:MAX_PLACES],
+            version=self._version,
+            places=None if asked.known == self._version else self._places,
+            places_left_out=self._left_out,
+        )
+
+    def _look(self, stats: EngineStats) -> None:
+        """What is on the device comes before what is in host memory alone."""
+        resident, loading = frozenset(stats.resident), frozenset(stats.loading)
+        known = dict.fromkeys((*resident, *loading, *reversed(self._tier.digests)))
+        on_device = resident | loading
+        shown = list(known)[:MAX_PLACES]
+        self._left_out = len(known) - len(shown)
+        pins = self._orders.pins
+        places = tuple(
+            AdapterPlace(
+                digest,
+                "ready" if digest in resident else "loading" if digest in loading else "absent",
+                self._tier.stage(digest),
+                digest in pins,
+                self._tier.slab_bytes(digest),
+                self._orders.load_s(digest),
+                self.device.spans(digest) if digest in on_device else (),
+                self._tier.spans(digest),
+            )
+            for digest in sorted(shown)
+        )
+        if places != self._places:
+            self._places = places
+            self._version += 1
+
+
+def _overlap(some: tuple[Span, ...], others: tuple[Span, ...]) -> bool:
+    """Both in order."""
+    i = j = 0
+    while i < len(some) and j < len(others):
+        (a, n), (b, m) = some[i], others[j]
+        if a < b + m and b < a + n:
+            return True
+        if a < b:
+            i += 1
+        else:
+            j += 1
+    return False

@@ -1,0 +1,107 @@
+"""What lies where, as the real shell and the certifying engine tell it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from adapters.ref import AdapterRef
+from server import protocol
+from server.engine.messages import AdapterPlaced
+from server.engine.residency import Span
+from server.worker.inspector import DevicePlaces
+from tests.adapter_folders import write_adapter
+from tests.server.worker.shell import LONG, Router, Shell, base, connected, request, running
+
+ADAPTERS = 9
+RESIDENT = 6
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    """Device memory for six adapters, host memory for four."""
+    root = tmp_path_factory.mktemp("adapters")
+    for number in range(ADAPTERS):
+        write_adapter(root / f"a{number}", base(), rank=1, seed=number)
+    with running(
+        tmp_path_factory.mktemp("shell"),
+        *("--adapter-root", str(root)),
+        *("--host-adapter-memory", "256KiB", "--adapter-memory", "384KiB"),
+    ) as shell:
+        yield shell
+
+
+async def admit_all(router: Router) -> list[str]:
+    await router.send(
+        *(protocol.AdapterLoad(f"a{n}", AdapterRef("local", f"a{n}")) for n in range(ADAPTERS))
+    )
+    states = await router.until_loaded(ADAPTERS)
+    digests = {state.load_id: state.manifest.digest for state in states if state.manifest}
+    return [digests[f"a{number}"] for number in range(ADAPTERS)]
+
+
+def check_arenas(picture: protocol.WorkerPicture) -> None:
+    """No extent belongs to two adapters, and none lies outside."""
+    assert picture.places is not None
+    for extents, spans_of in (
+        (picture.device_extents, [p.device_spans for p in picture.places]),
+        (picture.host_extents, [p.host_spans for p in picture.places]),
+    ):
+        taken = [x for spans in spans_of for first, n in spans for x in range(first, first + n)]
+        assert len(taken) == len(set(taken))
+        assert all(0 <= x < extents for x in taken)
+
+
+def on_device(picture: protocol.WorkerPicture) -> set[str]:
+    assert picture.places is not None
+    return {place.digest for place in picture.places if place.device_spans}
+
+
+async def test_the_picture_follows_loads_evictions_and_use(shell: Shell) -> None:
+    async with connected(shell) as router:
+        empty = await router.inspect()
+        assert empty.places == () or not on_device(empty)
+        assert (empty.extent_bytes > 0, empty.page_size > 0) == (True, True)
+        digests = await admit_all(router)
+        for number, digest in enumerate(digests):  # nine go through the room of six
+            await router.send(request(f"r{number}", 4, digest))
+            await router.until_finished(f"r{number}")
+            check_arenas(await router.inspect())
+        status = await router.until_status(running=0)
+        full = await router.inspect()
+        assert on_device(full) == set(status.resident)
+        assert len(status.resident) == RESIDENT
+        assert full.evictions == ADAPTERS - RESIDENT
+        assert full.output_tokens >= 4 * ADAPTERS
+        assert full.places is not None
+        assert all(place.load_s is not None for place in full.places if place.device == "ready")
+        same = await router.inspect(full.version)
+        assert (same.places, same.version) == (None, full.version)
+        await router.send(protocol.AdapterPins((digests[-1],)), request("long", LONG, digests[-1]))
+        await router.until_started("long")
+        busy = await router.inspect(full.version)
+        assert busy.in_use == ((digests[-1], 1),)
+        assert busy.places is not None
+        assert [place.digest for place in busy.places if place.pinned] == [digests[-1]]
+        await router.send(protocol.Abort("long", 0))
+        await router.until_finished("long")
+        await router.order("evict", "evict", digests[-2])
+        assert on_device(await router.inspect()) == set(status.resident) - {digests[-2]}
+
+
+@pytest.mark.parametrize(
+    ("there", "new", "stays"),
+    [
+        (((0, 2),), ((2, 2),), True),
+        (((0, 2),), ((1, 2),), False),
+        (((0, 2), (6, 2)), ((2, 4), (8, 1)), True),
+        (((0, 2), (6, 2)), ((2, 4), (7, 1)), False),
+    ],
+)
+def test_what_is_overwritten_is_forgotten(
+    there: tuple[Span, ...], new: tuple[Span, ...], stays: bool
+) -> None:
+    device = DevicePlaces()
+    device.placed(AdapterPlaced("old", there))
+    device.placed(AdapterPlaced("new", new))
+    assert device.spans("old") == (there if stays else ())
+    assert device.spans("new") == new

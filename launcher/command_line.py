@@ -29,6 +29,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "adapter_timeout_s",
         }
     ),
+    "Sharing": frozenset({"redis", "redis_password", "redis_prefix", "redis_timeout_s"}),
     "Memory": frozenset(
         {
             "adapter_memory",
@@ -114,6 +115,12 @@ def _help(option: Option) -> str:
 def _metavar(option: Option) -> str:
     if option.choices:
         return "{" + ",".join(option.choices) + "}"
-    named = {"adapters": "NAME=REF", "workers": "URL", "revision": "REV", "host": "ADDRESS"}
+    named = {
+        "adapters": "NAME=REF",
+        "workers": "URL",
+        "revision": "REV",
+        "host": "ADDRESS",
+        "redis": "URL",
+    }
     kinds = {"int": "N", "float": "SECONDS", "bytes": "SIZE", "path": "PATH", "text": "NAME"}
     return named.get(option.field) or kinds[option.kind]

@@ -84,3 +84,20 @@ class RouterConfig:
     drain_timeout_s: float = field(
         default=30.0, metadata={"help": "longest wait for running answers when told to stop"}
     )
+    redis: str = field(
+        default="",
+        metadata={
+            "help": "Redis that routers share: redis://, rediss://, unix:// or redis+sentinel://"
+        },
+    )
+    redis_password: str = field(default="", metadata={"help": "its password", "secret": True})
+    redis_prefix: str = field(
+        default="loraplex", metadata={"help": "of every key there, so that fleets can share one"}
+    )
+    redis_timeout_s: float = field(
+        default=0.05,
+        metadata={
+            "min": 0.001,
+            "help": "longest wait for Redis; then it is asked no more for a while",
+        },
+    )

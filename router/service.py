@@ -28,6 +28,7 @@ from router.generation import Secret
 from router.metrics import RouterMetrics
 from router.model_card import CardError, CardStore, read_card
 from router.registration import Registration
+from router.shared.sharing import Sharing, make_sharing
 from router.text.template_sandbox import TemplateSandbox
 from router.waiting import WaitingQueue
 from server.protocol import ModelCard
@@ -54,6 +55,7 @@ class Service:
     metrics: RouterMetrics
     sandbox: TemplateSandbox
     saved_card: ModelCard | None
+    sharing: Sharing
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
@@ -68,7 +70,8 @@ class Service:
         if self.adapters_file is not None:
             tasks.append(asyncio.create_task(self.adapters_file.run()))
         try:
-            yield
+            async with self.sharing.run():
+                yield
         finally:
             for task in tasks:
                 task.cancel()
@@ -88,6 +91,7 @@ class Hub(Protocol):
 def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
     """Raises ConfigError."""
     _check_workers(config)
+    sharing = _sharing(config)
     metrics = RouterMetrics(registry)
     base = BaseModel(config)
     fleet = Fleet(
@@ -105,9 +109,19 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     _watch(metrics, fleet, dispatcher)
     card = _saved_card(config)
     file = _adapters_file(config, admin)
+    metrics.watch("redis_up", "Whether Redis answers, or none is shared", lambda: sharing.is_up)
     return Service(
-        config, base, catalog, admin, file, fleet, dispatcher, answerer, metrics, sandbox, card
+        *(config, base, catalog, admin, file, fleet, dispatcher, answerer, metrics, sandbox),
+        saved_card=card,
+        sharing=sharing,
     )
+
+
+def _sharing(config: RouterConfig) -> Sharing:
+    try:
+        return make_sharing(config)
+    except ValueError as error:
+        raise ConfigError(f"--redis: {error}") from error
 
 
 def _adapters_file(config: RouterConfig, admin: AdapterAdmin) -> AdaptersFile | None:

@@ -1,0 +1,151 @@
+"""The store of one router that shares with nobody: as long as its process lives."""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+
+from router.shared.store import MAX_COUNTERS, MAX_ROWS, Row, Settlement, Table, TableFull
+from router.tenancy import quota
+from router.tenancy.quota import Account, Ask, Verdict
+
+MAX_VALUES = 1 << 16
+MAX_ACCOUNTS = 1 << 16
+_SWEPT = 16  # accounts looked at when one is added
+
+_AccountKey = tuple[str, str]
+
+
+class MemoryStore:
+    """A Store. clock: Unix seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._values: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._tables: dict[str, Table] = {}
+        self._leases: dict[str, dict[str, tuple[float, bytes]]] = {}
+        self._logs: dict[str, deque[bytes]] = {}
+        self._books: OrderedDict[str, tuple[float, dict[str, int]]] = OrderedDict()
+        self._accounts: OrderedDict[_AccountKey, tuple[Account, quota.Limits]] = OrderedDict()
+
+    async def get(self, key: str) -> bytes | None:
+        until, value = self._values.get(key, (0.0, b""))
+        return value if until > self._clock() else None
+
+    async def set(self, key: str, value: bytes, ttl_s: float) -> None:
+        self._values[key] = (self._clock() + ttl_s, value)
+        self._values.move_to_end(key)
+        now = self._clock()
+        for old in [k for k, (until, _) in islice(self._values.items(), _SWEPT) if until <= now]:
+            del self._values[old]
+        if len(self._values) > MAX_VALUES:
+            self._values.popitem(last=False)
+
+    async def add(self, key: str, value: bytes, ttl_s: float) -> bytes | None:
+        there = await self.get(key)
+        if there is None:
+            await self.set(key, value, ttl_s)
+        return there
+
+    async def swap(self, key: str, old: bytes, new: bytes | None, ttl_s: float) -> bool:
+        if await self.get(key) != old:
+            return False
+        if new is None:
+            del self._values[key]
+        else:
+            await self.set(key, new, ttl_s)
+        return True
+
+    async def version(self, table: str) -> str:
+        return (await self.read(table)).version
+
+    async def read(self, table: str) -> Table:
+        return self._tables.get(table, Table("", {}))
+
+    async def put(self, table: str, key: str, row: Row) -> bool:
+        now = await self.read(table)
+        there = now.rows.get(key)
+        if there is not None and there.revision >= row.revision:
+            return False
+        if there is None and len(now.rows) >= MAX_ROWS:
+            raise TableFull
+        self._tables[table] = Table(str(int(now.version or 0) + 1), {**now.rows, key: row})
+        return True
+
+    async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None:
+        await self.leased(group)
+        self._leases.setdefault(group, {})[member] = (self._clock() + ttl_s, value)
+
+    async def unlease(self, group: str, member: str) -> None:
+        self._leases.get(group, {}).pop(member, None)
+
+    async def leased(self, group: str) -> dict[str, bytes]:
+        members, now = self._leases.get(group, {}), self._clock()
+        for gone in [member for member, (until, _) in members.items() if until <= now]:
+            del members[gone]
+        return {member: value for member, (_, value) in members.items()}
+
+    async def append(self, log: str, entries: Sequence[bytes], keep: int) -> None:
+        kept = self._logs.get(log)
+        if kept is None or kept.maxlen != keep:
+            kept = self._logs[log] = deque(kept or (), keep)
+        kept.extend(entries)
+
+    async def tail(self, log: str, count: int) -> list[bytes]:
+        return list(islice(reversed(self._logs.get(log, ())), count))
+
+    async def count(
+        self, book: str, amounts: Mapping[str, int], groups: Mapping[str, str], ttl_s: float
+    ) -> None:
+        now = self._clock()
+        counters = await self.counts(book)
+        for counter, amount in amounts.items():
+            is_new = counter not in counters
+            name = groups[counter] if is_new and len(counters) >= MAX_COUNTERS else counter
+            counters[name] = counters.get(name, 0) + amount
+        self._books[book] = (now + ttl_s, counters)
+        for old in [name for name, (until, _) in self._books.items() if until <= now]:
+            del self._books[old]
+
+    async def counts(self, book: str) -> dict[str, int]:
+        until, counters = self._books.get(book, (0.0, {}))
+        return dict(counters) if until > self._clock() else {}
+
+    async def admit(self, ask: Ask) -> Verdict:
+        now_ms = self._now_ms()
+        accounts = [self._account(ask, subject) for subject in ask.subjects]
+        verdict = quota.admit(accounts, ask, now_ms)
+        self._sweep(now_ms)
+        return verdict
+
+    async def settle(self, settlement: Settlement) -> None:
+        ask = settlement.ask
+        accounts = [self._account(ask, subject) for subject in ask.subjects]
+        windows = [standing.window for standing in settlement.verdict.standings]
+        quota.settle(accounts, ask, windows, settlement.used, self._now_ms())
+
+    async def renew(self, asks: Sequence[Ask]) -> None:
+        now_ms = self._now_ms()
+        for ask in asks:
+            for subject in ask.subjects:
+                leases = self._account(ask, subject).leases
+                if ask.lease in leases:
+                    leases[ask.lease] = now_ms + ask.lease_ms
+
+    def _account(self, ask: Ask, subject: quota.Subject) -> Account:
+        key = (ask.tenant, subject.name)
+        account = self._accounts[key][0] if key in self._accounts else Account(leases={})
+        self._accounts[key] = (account, subject.limits)
+        return account
+
+    def _sweep(self, now_ms: int) -> None:
+        """Forgets accounts that say nothing any more, a few at a time, oldest first."""
+        for key, (account, limits) in list(islice(self._accounts.items(), _SWEPT)):
+            if quota.is_idle(account, limits, now_ms):
+                del self._accounts[key]
+            else:
+                self._accounts.move_to_end(key)
+        while len(self._accounts) > MAX_ACCOUNTS:
+            self._accounts.popitem(last=False)
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)

@@ -1,0 +1,132 @@
+"""The connection to Redis: every call is short, a Redis that does not answer is asked no more.
+
+A call that fails or is late opens the circuit; from then on calls fail at once, while a task of
+its own asks, ever less often, whether Redis is back.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, cast
+from urllib.parse import unquote, urlsplit
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from router.shared.store import StoreDown
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 64
+_FIRST_DELAY_S = 0.05
+_LONGEST_DELAY_S = 2.0
+_PING_TIMEOUT_S = 1.0
+_SENTINEL = "redis+sentinel://"
+_SCHEMES = ("redis://", "rediss://", "unix://", _SENTINEL)
+
+T = TypeVar("T")
+
+
+class RedisLink:
+    """timeout_s: the longest that a call may take."""
+
+    def __init__(self, url: str, timeout_s: float, password: str | None = None) -> None:
+        """Raises ValueError for a URL that cannot be; connects to nothing."""
+        self.is_up = True
+        self.client = _client(url, password)
+        self._timeout_s = timeout_s
+        self._tripped = asyncio.Event()
+        self._on_return: list[Callable[[], None]] = []
+
+    def on_return(self, listener: Callable[[], None]) -> None:
+        """Called when Redis answers again."""
+        self._on_return.append(listener)
+
+    async def call(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Raises StoreDown."""
+        if not self.is_up:
+            raise StoreDown("Redis does not answer")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await work()
+        except (RedisError, OSError, TimeoutError) as error:
+            self._trip(error)
+            raise StoreDown("Redis does not answer") from error
+
+    async def run(self) -> None:
+        """Brings the connection back whenever it is lost, until cancelled."""
+        while True:
+            await self._tripped.wait()
+            await self._until_back()
+            self._tripped.clear()
+            self.is_up = True
+            logger.info("Redis answers again")
+            for listener in self._on_return:
+                listener()
+
+    async def close(self) -> None:
+        with contextlib.suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(_PING_TIMEOUT_S):
+                await self.client.aclose()
+
+    async def _until_back(self) -> None:
+        delay = _FIRST_DELAY_S
+        while True:
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+            try:
+                async with asyncio.timeout(max(self._timeout_s, delay / 2)):
+                    # What is there to be written to: a replica or one that is loading is not.
+                    await self.client.set("loraplex:ping", b"", px=1000)
+                return
+            except (RedisError, OSError, TimeoutError):
+                delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    def _trip(self, error: BaseException) -> None:
+        if not self.is_up:
+            return
+        self.is_up = False
+        # Of the error only its kind: messages may hold addresses and credentials.
+        logger.warning("Redis does not answer (%s); going on without it", type(error).__name__)
+        self._tripped.set()
+
+
+def _client(url: str, password: str | None) -> Redis:
+    if not url.startswith(_SCHEMES):
+        raise ValueError(f"expected {', '.join(f'{scheme}…' for scheme in _SCHEMES)}")
+    options: dict[str, Any] = {
+        "retry": Retry(NoBackoff(), 0),
+        "socket_connect_timeout": _PING_TIMEOUT_S,
+        "socket_timeout": _PING_TIMEOUT_S,
+    }
+    if password is not None:
+        options["password"] = password
+    if url.startswith(_SENTINEL):
+        return _behind_sentinels(url, options)
+    pool = BlockingConnectionPool.from_url(
+        url, timeout=None, max_connections=MAX_CONNECTIONS, **options
+    )
+    return Redis.from_pool(pool)
+
+
+def _behind_sentinels(url: str, options: dict[str, Any]) -> Redis:
+    """redis+sentinel://[user@]host[:port],…/service: the sentinels say who is master."""
+    parts = urlsplit(url)
+    hosts = parts.netloc.rpartition("@")[2].split(",")
+    service = parts.path.strip("/")
+    if not service or not all(hosts):
+        raise ValueError("expected redis+sentinel://host:port,host:port/service")
+    addresses = [_address(host) for host in hosts]
+    if parts.username:
+        options["username"] = unquote(parts.username)
+    sentinel = Sentinel(addresses, sentinel_kwargs=dict(options))  # type: ignore[no-untyped-call]
+    return cast(Redis, sentinel.master_for(service, **options))
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.partition(":")
+    return host, int(port or 26379)

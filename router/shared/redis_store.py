@@ -1,0 +1,217 @@
+"""The store of many routers, in Redis 6.2 or newer. What must be one step is a Lua script.
+
+Keys that one script touches share a hash tag, so that a Redis Cluster keeps them together; time is
+the server's.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Awaitable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, cast
+
+from redis.exceptions import NoScriptError
+
+from router.shared.redis_link import RedisLink
+from router.shared.store import MAX_COUNTERS, MAX_ROWS, Row, Settlement, Table, TableFull
+from router.tenancy.quota import REASONS, Ask, Standing, Subject, Verdict
+
+_STANDING = 5  # numbers that `admit` tells of each subject
+
+
+class _Script:
+    def __init__(self, name: str) -> None:
+        self.text = (files("router.shared") / "lua" / f"{name}.lua").read_text()
+        # The name of a script in Redis is its SHA-1.
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+_NAMES = ("admit", "settle", "renew", "put", "swap", "count", "lease", "leased")
+
+
+class RedisStore:
+    """A Store. prefix: of every key, so that fleets may share a Redis."""
+
+    def __init__(self, link: RedisLink, prefix: str) -> None:
+        self.link = link
+        self._redis = link.client
+        self._prefix = prefix
+        self._scripts = {name: _Script(name) for name in _NAMES}
+
+    async def get(self, key: str) -> bytes | None:
+        return cast("bytes | None", await self.link.call(lambda: self._redis.get(self._value(key))))
+
+    async def set(self, key: str, value: bytes, ttl_s: float) -> None:
+        await self.link.call(lambda: self._redis.set(self._value(key), value, px=_ms(ttl_s)))
+
+    async def add(self, key: str, value: bytes, ttl_s: float) -> bytes | None:
+        # SET NX GET needs Redis 7: one that was there may be gone when it is asked for.
+        name = self._value(key)
+
+        async def add() -> bytes | None:
+            while not await self._redis.set(name, value, px=_ms(ttl_s), nx=True):
+                there = await self._redis.get(name)
+                if there is not None:
+                    return cast(bytes, there)
+            return None
+
+        return await self.link.call(add)
+
+    async def swap(self, key: str, old: bytes, new: bytes | None, ttl_s: float) -> bool:
+        arguments = (old, "0" if new is None else "1", new or b"", _ms(ttl_s))
+        return bool(await self._run("swap", [self._value(key)], *arguments))
+
+    async def version(self, table: str) -> str:
+        _, version = self._table(table)
+        told = await self.link.call(lambda: _wait(self._redis.hmget(version, ["name", "writes"])))
+        return _version(told)
+
+    async def read(self, table: str) -> Table:
+        rows, version = self._table(table)
+
+        async def read() -> list[Any]:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                pipeline.hmget(version, ["name", "writes"])
+                pipeline.hgetall(rows)
+                return await pipeline.execute()
+
+        told, found = await self.link.call(read)
+        return Table(_version(told), {key.decode(): _row(value) for key, value in found.items()})
+
+    async def put(self, table: str, key: str, row: Row) -> bool:
+        name = secrets.token_hex(8)
+        arguments = (key, row.revision, row.value, MAX_ROWS, name)
+        done = await self._run("put", list(self._table(table)), *arguments)
+        if done < 0:
+            raise TableFull
+        return bool(done)
+
+    async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None:
+        await self._run("lease", self._group(group), member, value, _ms(ttl_s))
+
+    async def unlease(self, group: str, member: str) -> None:
+        ends, members = self._group(group)
+
+        async def drop() -> None:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                pipeline.zrem(ends, member)
+                pipeline.hdel(members, member)
+                await pipeline.execute()
+
+        await self.link.call(drop)
+
+    async def leased(self, group: str) -> dict[str, bytes]:
+        flat = await self._run("leased", self._group(group))
+        return {key.decode(): value for key, value in zip(flat[::2], flat[1::2], strict=True)}
+
+    async def append(self, log: str, entries: Sequence[bytes], keep: int) -> None:
+        name = f"{self._prefix}:log:{log}"
+
+        async def append() -> None:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                pipeline.lpush(name, *entries)
+                pipeline.ltrim(name, 0, keep - 1)
+                await pipeline.execute()
+
+        if entries:
+            await self.link.call(append)
+
+    async def tail(self, log: str, count: int) -> list[bytes]:
+        name = f"{self._prefix}:log:{log}"
+        entries = await self.link.call(lambda: _wait(self._redis.lrange(name, 0, count - 1)))
+        return cast("list[bytes]", entries)
+
+    async def count(
+        self, book: str, amounts: Mapping[str, int], groups: Mapping[str, str], ttl_s: float
+    ) -> None:
+        triples = [part for c, amount in amounts.items() for part in (c, groups[c], amount)]
+        name = f"{self._prefix}:book:{book}"
+        await self._run("count", [name], _ms(ttl_s), MAX_COUNTERS, *triples)
+
+    async def counts(self, book: str) -> dict[str, int]:
+        name = f"{self._prefix}:book:{book}"
+        found = await self.link.call(lambda: _wait(self._redis.hgetall(name)))
+        return {key.decode(): int(value) for key, value in found.items()}
+
+    async def admit(self, ask: Ask) -> Verdict:
+        limits = [number for subject in ask.subjects for number in _limits(subject)]
+        keys = self._accounts(ask)
+        told = await self._run("admit", keys, ask.lease, ask.lease_ms, ask.tokens, *limits)
+        now_ms, reason, subject, retry_ms = told[:4]
+        numbers = [told[at : at + _STANDING] for at in range(4, len(told), _STANDING)]
+        standings = tuple(Standing(*of_one) for of_one in numbers)
+        if not reason:
+            return Verdict(now_ms, standings)
+        return Verdict(now_ms, standings, REASONS[reason - 1], subject, retry_ms)
+
+    async def settle(self, settlement: Settlement) -> None:
+        ask = settlement.ask
+        pairs = zip(ask.subjects, settlement.verdict.standings, strict=True)
+        rest = [n for s, standing in pairs for n in (_limits(s)[1], standing.window)]
+        used = settlement.used
+        await self._run("settle", self._accounts(ask), ask.lease, ask.tokens, used, *rest)
+
+    async def renew(self, asks: Sequence[Ask]) -> None:
+        by_key: dict[tuple[str, int], list[str]] = {}
+        for ask in asks:
+            for leases in self._accounts(ask)[1::2]:
+                by_key.setdefault((leases, ask.lease_ms), []).append(ask.lease)
+        for (key, lease_ms), leases_of_key in by_key.items():
+            await self._run("renew", [key], lease_ms, *leases_of_key)
+
+    async def _run(self, name: str, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
+        script = self._scripts[name]
+
+        async def run() -> Any:
+            try:
+                return await _wait(self._redis.evalsha(script.sha, len(keys), *keys, *arguments))
+            except NoScriptError:  # EVAL keeps it, and is allowed where SCRIPT LOAD is not
+                return await _wait(self._redis.eval(script.text, len(keys), *keys, *arguments))
+
+        return await self.link.call(run)
+
+    def _value(self, key: str) -> str:
+        return f"{self._prefix}:value:{key}"
+
+    def _table(self, table: str) -> tuple[str, str]:
+        stem = f"{self._prefix}:{{table:{table}}}"
+        return f"{stem}:rows", f"{stem}:version"
+
+    def _group(self, group: str) -> list[str]:
+        stem = f"{self._prefix}:{{group:{group}}}"
+        return [f"{stem}:ends", f"{stem}:members"]
+
+    def _accounts(self, ask: Ask) -> list[str]:
+        stem = f"{self._prefix}:{{quota:{ask.tenant}}}"
+        keys = ((f"{stem}:{s.name}", f"{stem}:{s.name}:leases") for s in ask.subjects)
+        return [key for pair in keys for key in pair]
+
+
+def _limits(subject: Subject) -> tuple[int, int, int, int, int]:
+    limits = subject.limits
+    return (
+        limits.requests_per_minute or 0,
+        limits.tokens_per_minute or 0,
+        limits.concurrency or 0,
+        limits.budget_tokens or 0,
+        limits.budget_period_s * 1000,
+    )
+
+
+def _version(told: Sequence[bytes | None]) -> str:
+    name, writes = told
+    return "" if name is None or writes is None else f"{name.decode()}:{writes.decode()}"
+
+
+def _row(value: bytes) -> Row:
+    revision, _, rest = value.partition(b":")
+    return Row(int(revision), rest)
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+async def _wait(answer: Any) -> Any:
+    """The client's types say that an answer may be there at once; here it never is."""
+    return await cast(Awaitable[Any], answer)

@@ -1,0 +1,61 @@
+"""What this router shares with others, and through what: Redis, or only its own memory."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from router.config import RouterConfig
+from router.shared.memory_store import MemoryStore
+from router.shared.store import Store
+
+if TYPE_CHECKING:
+    from router.shared.redis_link import RedisLink
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """link: None = this router is on its own."""
+
+    store: Store
+    link: "RedisLink | None" = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.link is None or self.link.is_up
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        """Connected while inside, and again whenever the connection was lost."""
+        if self.link is None:
+            yield
+            return
+        task = asyncio.create_task(self.link.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await self.link.close()
+
+
+def make_sharing(config: RouterConfig) -> Sharing:
+    """Raises ValueError for a URL that cannot be; connects to nothing yet."""
+    if not config.redis:
+        return Sharing(MemoryStore(time.time))
+    # The client library is needed, and takes its time to load, only where there is a Redis.
+    from router.shared.redis_link import RedisLink
+    from router.shared.redis_store import RedisStore
+
+    if urlsplit(config.redis).password is not None:
+        raise ValueError(
+            "a URL shows in the list of processes: give the password as "
+            "--redis-password-file or LORAPLEX_REDIS_PASSWORD"
+        )
+    link = RedisLink(config.redis, config.redis_timeout_s, config.redis_password or None)
+    return Sharing(RedisStore(link, config.redis_prefix), link)

@@ -1,0 +1,113 @@
+"""What routers share, as a protocol: values, tables, leases, logs, counters and quotas. Pure.
+
+`memory_store` is one router's own, `redis_store` that of many. Both keep the same contract.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from router.tenancy.quota import Ask, Verdict
+
+MAX_VALUE_BYTES = 4 << 20
+MAX_ROWS = 1 << 14
+MAX_COUNTERS = 1 << 14
+
+
+class StoreDown(Exception):
+    """The store does not answer. What that means for a request is its user's to say."""
+
+
+class TableFull(Exception):
+    """A table has MAX_ROWS rows already."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """revision: the newest wins, so a writer writes the one it read plus one."""
+
+    revision: int
+    value: bytes
+
+
+class Table(msgspec.Struct, frozen=True):
+    """version: another one after each write; "" of a table that was never written, or was lost."""
+
+    version: str
+    rows: dict[str, Row]
+
+
+class Settlement(msgspec.Struct, frozen=True):
+    """A request that is over. verdict: what it was admitted with; used: tokens in all."""
+
+    ask: Ask
+    verdict: Verdict
+    used: int
+
+
+class Store(Protocol):
+    """Every method raises StoreDown, and is done within a bounded time.
+
+    Names of tables, logs and books, and keys of values, are the code's own words or made of such
+    and of ids; never a secret.
+    """
+
+    # Values: each for a time, found by its key alone.
+
+    async def get(self, key: str) -> bytes | None: ...
+
+    async def set(self, key: str, value: bytes, ttl_s: float) -> None: ...
+
+    async def add(self, key: str, value: bytes, ttl_s: float) -> bytes | None:
+        """Sets what is not there yet: None. What is there stays: it is returned."""
+        ...
+
+    async def swap(self, key: str, old: bytes, new: bytes | None, ttl_s: float) -> bool:
+        """Replaces `old`, or removes it (new None); False when it is not what is there."""
+        ...
+
+    # Tables: small, read whole, kept until they are overwritten.
+
+    async def version(self, table: str) -> str: ...
+
+    async def read(self, table: str) -> Table: ...
+
+    async def put(self, table: str, key: str, row: Row) -> bool:
+        """Writes a row unless what is there is as new. Raises TableFull."""
+        ...
+
+    # Leases: who is there, as long as they say so.
+
+    async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None: ...
+
+    async def unlease(self, group: str, member: str) -> None: ...
+
+    async def leased(self, group: str) -> dict[str, bytes]: ...
+
+    # Logs: the newest entries.
+
+    async def append(self, log: str, entries: Sequence[bytes], keep: int) -> None: ...
+
+    async def tail(self, log: str, count: int) -> list[bytes]:
+        """The newest first."""
+        ...
+
+    # Counters, in books of at most MAX_COUNTERS.
+
+    async def count(
+        self, book: str, amounts: Mapping[str, int], groups: Mapping[str, str], ttl_s: float
+    ) -> None:
+        """groups: counter -> the one that counts in its place when the book is full."""
+        ...
+
+    async def counts(self, book: str) -> dict[str, int]: ...
+
+    # Quotas: see `router.tenancy.quota`.
+
+    async def admit(self, ask: Ask) -> Verdict: ...
+
+    async def settle(self, settlement: Settlement) -> None: ...
+
+    async def renew(self, asks: Sequence[Ask]) -> None:
+        """They still run."""
+        ...

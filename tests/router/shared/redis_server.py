@@ -1,0 +1,80 @@
+"""A real redis-server on a Unix socket, and what may befall it."""
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from tests.router.serving import poll
+
+PROGRAM = shutil.which("redis-server")
+
+
+class RedisServer:
+    """Keeps nothing on disk: one that starts again is empty."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.socket = folder / "redis.sock"
+        self._options = (
+            *("--port", "0", "--unixsocket", str(self.socket), "--dir", str(folder)),
+            *("--save", "", "--appendonly", "no", "--logfile", str(folder / "log"), *options),
+        )
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    async def start(self) -> None:
+        assert PROGRAM, "the tests need redis-server on the PATH"
+        self._process = await asyncio.create_subprocess_exec(PROGRAM, *self._options)
+        async with Redis.from_url(self.url) as client:
+
+            async def answers() -> bool:
+                try:
+                    return bool(await client.ping())
+                except (OSError, RedisError):
+                    return False
+
+            await poll(answers)
+
+    async def kill(self) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
+            os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+            await process.wait()
+        self.socket.unlink(missing_ok=True)
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    async def command(self, *words: str | int) -> object:
+        async with Redis.from_url(self.url) as client:
+            return await client.execute_command(*words)  # type: ignore[no-untyped-call]
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+
+@asynccontextmanager
+async def running_redis(*options: str) -> AsyncIterator[RedisServer]:
+    # The path of a Unix socket may have 107 bytes: pytest's folders are longer.
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder:
+        server = RedisServer(Path(folder), *options)
+        await server.start()
+        try:
+            yield server
+        finally:
+            await server.kill()

@@ -1,0 +1,187 @@
+"""The contract of every store: one router's memory, Redis, and Redis as a cluster keeps keys."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.shared.memory_store import MemoryStore
+from router.shared.redis_link import RedisLink
+from router.shared.redis_store import RedisStore
+from router.shared.store import MAX_COUNTERS, Row, Settlement, Store
+from router.tenancy.quota import UNIT, Ask, Limits, Subject
+from tests.router.serving import poll
+from tests.router.shared.redis_server import running_redis
+
+
+@asynccontextmanager
+async def redis_store(*options: str) -> AsyncIterator[RedisStore]:
+    async with running_redis(*options) as server:
+        if "--cluster-enabled" in options:
+            await server.command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+
+            async def covered() -> bool:
+                return "cluster_state:ok" in str(await server.command("CLUSTER", "INFO"))
+
+            await poll(covered)
+        link = RedisLink(server.url, timeout_s=5.0)
+        running = asyncio.create_task(link.run())
+        try:
+            yield RedisStore(link, "test")
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await link.close()
+
+
+@pytest.fixture(params=["memory", "redis", "cluster"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore(time.time)
+        return
+    options = ("--cluster-enabled", "yes") if request.param == "cluster" else ()
+    async with redis_store(*options) as store:
+        yield store
+
+
+async def until_gone(store: Store, key: str) -> None:
+    async def gone() -> bool:
+        return await store.get(key) is None
+
+    await poll(gone)
+
+
+async def test_values_are_set_and_end(store: Store) -> None:
+    assert await store.get("a") is None
+    await store.set("a", b"1", 60)
+    await store.set("b", b"2", 0.02)
+    await until_gone(store, "b")
+    assert await store.get("a") == b"1"
+    await store.set("a", b"3", 0.02)
+    await until_gone(store, "a")
+
+
+async def test_one_of_many_adds_a_value(store: Store) -> None:
+    answers = await asyncio.gather(*(store.add("a", b"%d" % i, 60) for i in range(8)))
+    there = await store.get("a")
+    assert answers.count(None) == 1
+    assert {answer for answer in answers if answer is not None} == {there}
+    assert answers.index(None) == int(there or b"-1")
+
+
+async def test_a_value_is_swapped_for_what_it_was(store: Store) -> None:
+    assert not await store.swap("a", b"1", b"2", 60)
+    await store.set("a", b"1", 60)
+    assert not await store.swap("a", b"0", b"2", 60)
+    assert await store.swap("a", b"1", b"2", 60)
+    assert await store.get("a") == b"2"
+    assert await store.swap("a", b"2", None, 60)
+    assert await store.get("a") is None
+
+
+async def test_the_newest_revision_of_a_row_wins(store: Store) -> None:
+    assert (await store.read("keys")).version == ""
+    assert await store.put("keys", "a", Row(1, b"one:\x00"))
+    first = await store.read("keys")
+    assert first.rows == {"a": Row(1, b"one:\x00")}
+    assert not await store.put("keys", "a", Row(1, b"other"))
+    assert await store.version("keys") == first.version
+    assert await store.put("keys", "a", Row(3, b"three"))
+    assert not await store.put("keys", "a", Row(2, b"two"))
+    assert await store.put("keys", "b", Row(1, b""))
+    second = await store.read("keys")
+    assert second.rows == {"a": Row(3, b"three"), "b": Row(1, b"")}
+    assert second.version not in ("", first.version)
+    assert (await store.read("others")).rows == {}
+
+
+async def test_leases_end_unless_they_are_renewed(store: Store) -> None:
+    await store.lease("workers", "w1", b"one", 60)
+    await store.lease("workers", "w2", b"two", 0.02)
+    await store.lease("workers", "w3", b"three", 60)
+    await store.unlease("workers", "w3")
+
+    async def over() -> bool:
+        return "w2" not in await store.leased("workers")
+
+    await poll(over)
+    assert await store.leased("workers") == {"w1": b"one"}
+    await store.lease("workers", "w1", b"again", 60)
+    assert await store.leased("workers") == {"w1": b"again"}
+
+
+async def test_a_log_keeps_the_newest(store: Store) -> None:
+    await store.append("audit", [], 3)
+    assert await store.tail("audit", 10) == []
+    await store.append("audit", [b"1", b"2"], 3)
+    await store.append("audit", [b"3", b"4"], 3)
+    assert await store.tail("audit", 10) == [b"4", b"3", b"2"]
+    assert await store.tail("audit", 1) == [b"4"]
+
+
+async def test_counters_add_up_in_a_bounded_book(store: Store) -> None:
+    groups = {"a": "rest", "b": "rest"}
+    await store.count("day", {"a": 2, "b": 1}, groups, 60)
+    await store.count("day", {"a": 3}, groups, 60)
+    assert await store.counts("day") == {"a": 5, "b": 1}
+    many = {f"c{i}": 1 for i in range(MAX_COUNTERS)}
+    await store.count("day", many, dict.fromkeys(many, "rest"), 60)
+    counters = await store.counts("day")
+    assert len(counters) == MAX_COUNTERS + 1
+    assert counters["rest"] == 2
+    assert sum(counters.values()) == 6 + MAX_COUNTERS
+
+
+def ask(lease: str, tokens: int = 10, **limits: int) -> Ask:
+    tenant = Subject("tenant:acme", Limits(requests_per_minute=100))
+    return Ask("acme", (Subject("key:k1", Limits(**limits)), tenant), lease, tokens)
+
+
+async def test_what_is_reserved_and_not_used_comes_back_once(store: Store) -> None:
+    one = ask("r1", 60, tokens_per_minute=100, budget_tokens=1000)
+    verdict = await store.admit(one)
+    assert verdict.reason is None
+    refused = await store.admit(ask("r2", 60, tokens_per_minute=100, budget_tokens=1000))
+    assert (refused.reason, refused.subject) == ("tokens", 0)
+    assert 0 < refused.retry_ms <= 12_000
+    for _ in range(2):
+        await store.settle(Settlement(one, verdict, 5))
+    again = await store.admit(ask("r3", 60, tokens_per_minute=100, budget_tokens=1000))
+    assert again.reason is None
+    standing = again.standings[0]
+    assert standing.used == 65
+    assert 35 * UNIT <= standing.tokens < 60 * UNIT
+
+
+async def test_a_place_is_held_until_settled_or_its_time_is_over(store: Store) -> None:
+    first = ask("r1", concurrency=1)
+    verdict = await store.admit(first)
+    assert (await store.admit(ask("r2", concurrency=1))).reason == "concurrency"
+    await store.settle(Settlement(first, verdict, 0))
+    short = Ask("acme", first.subjects, "r3", 10, lease_ms=20)
+    assert (await store.admit(short)).reason is None
+
+    async def admitted() -> bool:
+        return (await store.admit(ask("r4", concurrency=1))).reason is None
+
+    await poll(admitted)
+    assert (await store.admit(ask("r5", concurrency=1))).reason == "concurrency"
+
+
+async def test_a_place_that_is_renewed_stays(store: Store) -> None:
+    held = Ask("acme", ask("r1", concurrency=1).subjects, "r1", 10, lease_ms=60_000)
+    await store.admit(held)
+    await store.renew([held, ask("never-admitted", concurrency=1)])
+    refused = await store.admit(ask("r2", concurrency=1))
+    assert (refused.reason, refused.standings[0].running) == ("concurrency", 1)
+
+
+async def test_what_one_subject_lacks_costs_the_others_nothing(store: Store) -> None:
+    first = await store.admit(ask("r1", requests_per_minute=1))
+    assert first.standings[1].requests == 99 * UNIT
+    refused = await store.admit(ask("r2", requests_per_minute=1))
+    assert (refused.reason, refused.subject) == ("requests", 0)
+    assert refused.standings[1].requests < 100 * UNIT
+    assert refused.standings[1].running == 1

@@ -18,6 +18,7 @@ from router.dispatch import Dispatcher
 from router.generation import GenerationCall, PromptInfo, RequestError
 from router.generation_run import Generation, Part
 from router.http_body import read_json_body
+from router.metrics import RouterMetrics
 from router.sse import EventStream, until_disconnect
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class Answerer:
     base: BaseModel
     dispatcher: Dispatcher
     max_body_bytes: int
+    metrics: RouterMetrics
 
     async def answer(self, request: Request, parse: Parse) -> Response:
         """Raises RequestError for what fails before the first byte; ClientGone."""
@@ -47,7 +49,7 @@ class Answerer:
             formatter = api_request.formatter(generation.head)
             if call.stream:
                 headers = _head_headers(generation, call)
-                return await _stream(request, generation, formatter, headers)
+                return await _stream(request, generation, formatter, headers, self.metrics)
             results = await until_disconnect(request, generation.finish())
             whole = formatter.whole(results, generation.prompts)
         except BaseException:
@@ -61,16 +63,22 @@ class Answerer:
 
 
 async def _stream(
-    request: Request, generation: Generation, formatter: Formatter, headers: dict[str, str]
+    request: Request,
+    generation: Generation,
+    formatter: Formatter,
+    headers: dict[str, str],
+    metrics: RouterMetrics,
 ) -> Response:
     first = b""
     while not first and (parts := await until_disconnect(request, generation.next())):
         first = _write(formatter, parts)
-    rest = _rest(generation, formatter)
+    rest = _rest(generation, formatter, metrics)
     return EventStream(first, rest, generation.close, headers)
 
 
-async def _rest(generation: Generation, formatter: Formatter) -> AsyncIterator[bytes]:
+async def _rest(
+    generation: Generation, formatter: Formatter, metrics: RouterMetrics
+) -> AsyncIterator[bytes]:
     """What follows the first event, to the one end or error."""
     try:
         while parts := await generation.next():
@@ -79,9 +87,11 @@ async def _rest(generation: Generation, formatter: Formatter) -> AsyncIterator[b
                 yield chunk
         last = formatter.end()
     except RequestError as error:
+        metrics.request_errors.labels(error.cause).inc()
         last = formatter.error(error)
     except Exception:  # the process edge: a client that has headers still gets an answer
         logger.exception("request %s failed in its stream", generation.head.request_id)
+        metrics.request_errors.labels("internal").inc()
         last = formatter.error(RequestError("internal", "internal error"))
     if last:
         yield last

@@ -13,10 +13,11 @@ from starlette.types import ASGIApp
 
 from router.answering import Parse
 from router.api import lorax, openai_chat, openai_completions
-from router.api.errors import dialect_of_path, error_answer
+from router.api.errors import ErrorAnswer, dialect_of_path, error_answer
 from router.edge import Edge
 from router.generation import Cause, RequestError
 from router.http_body import CLIENT_GONE_STATUS, ClientGone
+from router.metrics import RouterMetrics
 from router.routes_adapters import AdapterRoutes
 from router.routes_info import InfoRoutes
 from router.routes_tokenize import TokenizeRoute
@@ -30,6 +31,7 @@ _CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 def build_app(service: Service) -> ASGIApp:
     """The application, to be served by one process. Connects to the workers in its lifespan."""
     info = InfoRoutes(service)
+    errors = _Errors(service.metrics)
     routes = [
         *_generation_routes(service, info),
         *_adapter_routes(service),
@@ -45,10 +47,10 @@ def build_app(service: Service) -> ASGIApp:
         routes=routes,
         lifespan=lifespan,
         exception_handlers={
-            RequestError: _on_request_error,
-            HTTPException: _on_http_error,
-            ClientGone: _on_client_gone,
-            Exception: _on_unforeseen_error,
+            RequestError: errors.on_request_error,
+            HTTPException: errors.on_http_error,
+            ClientGone: errors.on_client_gone,
+            Exception: errors.on_unforeseen_error,
         },
     )
     app.router.redirect_slashes = False
@@ -118,31 +120,36 @@ def _post(path: str, endpoint: Endpoint) -> Route:
     return Route(path, endpoint, methods=["POST"])
 
 
-async def _on_request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    answer = error_answer(error, dialect_of_path(request.scope["path"]))
-    if error.cause == "body_timeout":
-        answer.headers["connection"] = "close"
-    return Response(answer.body, answer.status, answer.headers)
+class _Errors:
+    """What ends a request before its first byte, as an answer and as a count."""
 
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """What Starlette's router found: no such path, or another method."""
-    assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    cause = _CAUSES.get(error.status_code, "invalid")
-    answer = error_answer(
-        RequestError(cause, f"{request.method} {path[:200]}: {error.detail}"), dialect_of_path(path)
-    )
-    return Response(answer.body, answer.status, {**(error.headers or {}), **answer.headers})
+    async def on_request_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        answer = self._answer(error, request)
+        if error.cause == "body_timeout":
+            answer.headers["connection"] = "close"
+        return Response(answer.body, answer.status, answer.headers)
 
+    async def on_http_error(self, request: Request, error: Exception) -> Response:
+        """What Starlette's router found: no such path, or another method."""
+        assert isinstance(error, HTTPException)
+        cause = _CAUSES.get(error.status_code, "invalid")
+        message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+        answer = self._answer(RequestError(cause, message), request)
+        return Response(answer.body, answer.status, {**(error.headers or {}), **answer.headers})
 
-async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads it; the status is for the counters."""
-    return Response(status_code=CLIENT_GONE_STATUS)
+    async def on_client_gone(self, request: Request, error: Exception) -> Response:
+        """Nobody reads it; the status is for the counters."""
+        return Response(status_code=CLIENT_GONE_STATUS)
 
+    async def on_unforeseen_error(self, request: Request, error: Exception) -> Response:
+        """Nothing of the error is told; the log has it under the request's id."""
+        message = f"internal error; request id {request.state.request_id}"
+        return await self.on_request_error(request, RequestError("internal", message))
 
-async def _on_unforeseen_error(request: Request, error: Exception) -> Response:
-    """Nothing of the error is told; the log has it under the request's id."""
-    internal = RequestError("internal", f"internal error; request id {request.state.request_id}")
-    return await _on_request_error(request, internal)
+    def _answer(self, error: RequestError, request: Request) -> ErrorAnswer:
+        self._metrics.request_errors.labels(error.cause).inc()
+        return error_answer(error, dialect_of_path(request.scope["path"]))

@@ -39,15 +39,16 @@ class PromptTask(msgspec.Struct, frozen=True):
 
 
 class _Choice:
-    """One sequence and its text. last_at: when its latest token came, on the loop's clock."""
+    """One sequence and its text. first_at, last_at: when tokens came, on the loop's clock."""
 
-    __slots__ = ("last_at", "run", "stream", "task")
+    __slots__ = ("first_at", "last_at", "num_tokens", "run", "stream", "task")
 
     def __init__(self, task: PromptTask, stream: ChoiceStream, run: SequenceRun) -> None:
         self.task = task
         self.stream = stream
         self.run = run
-        self.last_at: float | None = None
+        self.first_at = self.last_at = 0.0
+        self.num_tokens = 0
 
 
 class Generation:
@@ -161,9 +162,11 @@ class Generation:
             self._live -= 1
             if stream.must_abort:
                 choice.run.stop()
+            self._measure_end(choice)
 
     def _prompt_info(self, task: PromptTask, event: TokenEvent) -> PromptInfo:
         prompt = task.prompt
+        self._context.metrics.cached_tokens.inc(event.cached_tokens or 0)
         tokens: tuple[TextToken, ...] = ()
         if task.sampling.prompt_logprobs is not None:
             tokens = prompt_tokens(self.model, prompt.ids, event.prompt_logprobs)
@@ -177,9 +180,20 @@ class Generation:
         now = self._clock()
         metrics = self._context.metrics
         metrics.generated_tokens.inc(num_tokens)
-        if choice.last_at is not None:
+        if choice.num_tokens:
             metrics.token_gap_s.observe(now - choice.last_at)
-        elif self._first_token_s is None:
-            self._first_token_s = now - self._started
-            metrics.first_token_s.observe(self._first_token_s)
+        else:
+            choice.first_at = now
+            if self._first_token_s is None:
+                self._first_token_s = now - self._started
+                metrics.first_token_s.labels(choice.run.start).observe(self._first_token_s)
+        choice.num_tokens += num_tokens
         choice.last_at = now
+
+    def _measure_end(self, choice: _Choice) -> None:
+        metrics = self._context.metrics
+        if choice.num_tokens > 1:
+            decode_s = choice.last_at - choice.first_at
+            metrics.output_token_s.observe(decode_s / (choice.num_tokens - 1))
+        if not self._live:
+            metrics.request_s.observe(self._clock() - self._started)

@@ -1,87 +1,108 @@
-"""What a router measures, in a registry of its own. Labels come from fixed, short lists only."""
+"""What a router measures, in a registry of its own.
 
-from collections.abc import Callable
+Labels come from fixed, short lists; `top_adapters` bounds the only names among them.
+"""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from typing import Literal, get_args
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry
 
-# Seconds. Finer than a decode step at the low end, as long as a request may last at the high end.
-_LATENCY_S = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
-)
+from adapters.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
+from router.generation import Cause
+from router.placement import Reason
+from server.protocol import ErrorCode
+
+# How a sequence began: without an adapter; with one on the worker's device; with one that was not.
+Start = Literal["base", "warm", "cold"]
 
 
 class RouterMetrics:
-    """Counters and histograms; gauges read their value when scraped."""
+    """Families are attributes; `meters` declares more, and gauges that are read at each scrape."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._requests = Counter(
-            "loraplex_requests",
-            "Requests by route and HTTP status",
-            ("route", "status"),
-            registry=registry,
+        self.meters = Meters(registry, "loraplex_")
+        self._declare_requests()
+        self._declare_tokens()
+        self._declare_placement()
+        self._declare_adapters()
+
+    def _declare_requests(self) -> None:
+        meters = self.meters
+        self.requests = meters.counter(
+            "requests", "Requests by route and HTTP status", {"route": (), "status": ()}
         )
-        self.prompt_tokens = Counter(
-            "loraplex_prompt_tokens", "Prompt tokens of started sequences", registry=registry
+        self.request_errors = meters.counter(
+            "request_errors",
+            "Requests that ended in an error, by cause; also those that broke off in a stream",
+            {"cause": get_args(Cause)},
         )
-        self.generated_tokens = Counter(
-            "loraplex_generated_tokens", "Tokens received from workers", registry=registry
+        self.request_s = meters.histogram(
+            "request_seconds",
+            "From a generation request's arrival to its last token",
+            LATENCY_BUCKETS_S,
         )
-        self.first_token_s = Histogram(
-            "loraplex_time_to_first_token_seconds",
-            "From a request's arrival to its first token",
-            buckets=_LATENCY_S,
-            registry=registry,
+        self.given_up = meters.counter(
+            "generations_given_up", "Generations whose client left before the answer was whole"
         )
-        self.token_gap_s = Histogram(
-            "loraplex_inter_token_latency_seconds",
+        self.loop_lag_s = meters.histogram(
+            "event_loop_lag_seconds",
+            "How much later than due the router's event loop runs",
+            LATENCY_BUCKETS_S,
+        )
+
+    def _declare_tokens(self) -> None:
+        meters = self.meters
+        self.prompt_tokens = meters.counter("prompt_tokens", "Prompt tokens of started sequences")
+        self.cached_tokens = meters.counter(
+            "cached_prompt_tokens", "Prompt tokens that a worker found in its prefix cache"
+        )
+        self.generated_tokens = meters.counter("generated_tokens", "Tokens received from workers")
+        self.first_token_s = meters.histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first token, by how its adapter was found",
+            LATENCY_BUCKETS_S,
+            {"start": get_args(Start)},
+        )
+        self.token_gap_s = meters.histogram(
+            "inter_token_latency_seconds",
             "Between two arrivals of tokens of one sequence",
-            buckets=_LATENCY_S,
-            registry=registry,
+            STEP_BUCKETS_S,
         )
-        self.queue_wait_s = Histogram(
-            "loraplex_queue_wait_seconds",
+        self.output_token_s = meters.histogram(
+            "time_per_output_token_seconds",
+            "Of a whole sequence: from its first token to its last, over those after the first",
+            STEP_BUCKETS_S,
+        )
+
+    def _declare_placement(self) -> None:
+        meters = self.meters
+        self.queue_wait_s = meters.histogram(
+            "queue_wait_seconds",
             "From a sequence's readiness to its placement on a worker",
-            buckets=_LATENCY_S,
-            registry=registry,
+            LATENCY_BUCKETS_S,
         )
-        self.adapter_load_s = Histogram(
-            "loraplex_adapter_load_seconds",
+        self.placements = meters.counter(
+            "placements", "Sequences placed, by reason", {"reason": get_args(Reason)}
+        )
+        self.resumes = meters.counter(
+            "resumes", "Attempts after the first, by cause", {"cause": get_args(ErrorCode)}
+        )
+
+    def _declare_adapters(self) -> None:
+        meters = self.meters
+        self.adapter_load_s = meters.histogram(
+            "adapter_load_seconds",
             "From naming an adapter to its digest, kept answers included, by outcome",
-            ("outcome",),
-            buckets=_LATENCY_S,
-            registry=registry,
-        )
-        self._placements = Counter(
-            "loraplex_placements", "Sequences placed, by reason", ("reason",), registry=registry
-        )
-        self._resumes = Counter(
-            "loraplex_resumes", "Attempts after the first, by cause", ("cause",), registry=registry
-        )
-        self.given_up = Counter(
-            "loraplex_generations_given_up",
-            "Generations whose client left before the answer was whole",
-            registry=registry,
+            LATENCY_BUCKETS_S,
+            {"outcome": ("ready", "failed")},
         )
 
     def request(self, route: str, status: int) -> None:
-        self._requests.labels(route, str(status)).inc()
+        self.requests.labels(route, str(status)).inc()
 
-    def placed(self, reason: str, waited_s: float) -> None:
-        self._placements.labels(reason).inc()
+    def placed(self, reason: Reason, waited_s: float) -> None:
+        self.placements.labels(reason).inc()
         self.queue_wait_s.observe(waited_s)
 
-    def resumed(self, cause: str) -> None:
-        self._resumes.labels(cause).inc()
-
-    def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        """A gauge `loraplex_<name>` whose value is read at each scrape."""
-        Gauge(f"loraplex_{name}", help_text, registry=self._registry).set_function(read)
-
-    def render(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self._registry)
+    def resumed(self, cause: ErrorCode) -> None:
+        self.resumes.labels(cause).inc()

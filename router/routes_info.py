@@ -11,7 +11,6 @@ from router.aliases import names_in_service
 from router.api.models import Health, Info, ModelList, ModelObject
 from router.api.openapi import openapi_document
 from router.generation import RequestError
-from router.metrics import CONTENT_TYPE
 from router.service import Service
 from server.protocol import ModelCard
 
@@ -49,7 +48,9 @@ class InfoRoutes:
         return Response(status_code=200) if answer.status_code == 200 else answer
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+        accept = request.headers.get("accept", "")
+        body, content_type = self._service.metrics.meters.render(accept)
+        return Response(body, headers={"content-type": content_type})
 
     async def info(self, request: Request) -> Response:
         card = self._service.base.require().card

@@ -16,7 +16,8 @@ import msgspec
 from adapters.errors import AdapterError
 from router.failures import DeadlinePassed, ReaderTooSlow, SequenceFailed
 from router.fleet import Fleet
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, Start
+from router.placement import Reason
 from router.served import ServedAdapter, changed, has_changed
 from router.waiting import Waiting
 from router.worker_session import Credit, WorkerLost, WorkerSession
@@ -103,8 +104,16 @@ class SequenceRun:
         self._attempt = 0
         self._retries = 0
         self._session: WorkerSession | None = None
+        self._reason: Reason | None = None
         self._done = False
         self._placing = self._start_placing(0.0)
+
+    @property
+    def start(self) -> Start:
+        """How the worker that it was placed on last had its adapter."""
+        if self._request.adapter is None:
+            return "base"
+        return "warm" if self._reason == "resident" else "cold"
 
     def stop(self) -> None:
         """Ends the run wherever it is; nothing more comes from it."""
@@ -143,6 +152,7 @@ class SequenceRun:
         started = loop.time()
         credit, reason = await context.fleet.acquire(self._entry(started))
         try:
+            self._reason = reason
             context.metrics.placed(reason, loop.time() - started)
             await self._admit(credit)
             self._submit(credit, context.deadline - loop.time())

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry
 
 from adapters.errors import AdapterError
+from adapters.meters import watch_loop_lag
 from adapters.ref import AdapterRef, parse_ref
 from router.adapter_admin import AdapterAdmin
 from router.adapter_use import AdapterUse
@@ -29,6 +30,7 @@ from router.metrics import RouterMetrics
 from router.model_card import CardError, CardStore, read_card
 from router.registration import Registration
 from router.shared.sharing import Sharing, make_sharing
+from router.state_metrics import watch_state
 from router.text.template_sandbox import TemplateSandbox
 from router.waiting import WaitingQueue
 from server.protocol import ModelCard
@@ -66,7 +68,10 @@ class Service:
                 raise ConfigError(f"--model-card: {refusal}")
         cards = CardStore(self.config.cache_dir)
         self.fleet.connect(self.config.workers, uuid.uuid4().hex, self.config.secret, cards)
-        tasks = [asyncio.create_task(self.fleet.run())]
+        tasks = [
+            asyncio.create_task(self.fleet.run()),
+            asyncio.create_task(watch_loop_lag(self.metrics.loop_lag_s.observe)),
+        ]
         if self.adapters_file is not None:
             tasks.append(asyncio.create_task(self.adapters_file.run()))
         try:
@@ -105,11 +110,13 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     use = AdapterUse(time.time)
     admin = AdapterAdmin(catalog, fleet, use, base.is_named, config.adapter_timeout_s)
     dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use)
-    answerer = Answerer(base, dispatcher, config.max_body_bytes)
-    _watch(metrics, fleet, dispatcher)
+    answerer = Answerer(base, dispatcher, config.max_body_bytes, metrics)
+    watch_state(metrics, fleet, catalog, dispatcher)
     card = _saved_card(config)
     file = _adapters_file(config, admin)
-    metrics.watch("redis_up", "Whether Redis answers, or none is shared", lambda: sharing.is_up)
+    metrics.meters.watch(
+        "redis_up", "Whether Redis answers, or none is shared", lambda: sharing.is_up
+    )
     return Service(
         *(config, base, catalog, admin, file, fleet, dispatcher, answerer, metrics, sandbox),
         saved_card=card,
@@ -191,17 +198,6 @@ def _alias(text: str, config: RouterConfig) -> Registration:
             f"--adapter {text!r}: {target!r} names no source; write hub:, local:, s3: or https://"
         )
     return Registration(name, ref, "option")
-
-
-def _watch(metrics: RouterMetrics, fleet: Fleet, dispatcher: Dispatcher) -> None:
-    metrics.watch("queue_sequences", "Sequences waiting for a worker", lambda: len(fleet.queue))
-    metrics.watch("queue_bytes", "Bytes of the prompts that wait", lambda: fleet.queue.nbytes)
-    metrics.watch("requests_running", "Requests being answered", lambda: dispatcher.running)
-    metrics.watch(
-        "workers_ready",
-        "Workers that take work",
-        lambda: sum(view.able for view in fleet.views),
-    )
 
 
 def _now() -> float:

@@ -79,6 +79,7 @@ class WorkerSession:
     ) -> None:
         self.hello = hello
         self.status: WorkerStatus | None = None
+        self._told_at = asyncio.get_running_loop().time()
         self._socket = socket
         self._on_change = on_change
         self._live: dict[SequenceKey, _Live] = {}
@@ -110,6 +111,11 @@ class WorkerSession:
             loading=self._loading,
             admitted=self._loads.admitted,
         )
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago the worker last told its state; it does so twice a second."""
+        return asyncio.get_running_loop().time() - self._told_at
 
     # Sequences
 
@@ -236,6 +242,7 @@ class WorkerSession:
 
     def _on_status(self, status: WorkerStatus) -> None:
         self.status = status
+        self._told_at = asyncio.get_running_loop().time()
         self._resident = frozenset(status.resident)
         self._loading = frozenset(status.loading)
         self._on_change()

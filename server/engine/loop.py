@@ -4,6 +4,7 @@ It waits for nothing but the device's next result, and for the inbox when there 
 compute.
 """
 
+import enum
 import logging
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from server.engine.messages import (
     SlabReleased,
     SlabStaged,
     StepOutput,
+    StepWork,
     Submit,
     ToEngine,
 )
@@ -64,6 +66,20 @@ class _InFlight(NamedTuple, Generic[T]):
     since: float
 
 
+class _Collected(NamedTuple):
+    plan: StepPlan
+    step_s: float
+
+
+class Phase(enum.IntEnum):
+    """What the thread does for steps; places in StepWork.phases_s."""
+
+    PLAN = 0
+    LAUNCH = 1
+    WAIT = 2
+    COMMIT = 3
+
+
 class EngineLoop(Generic[T]):
     """pipeline_depth: steps in flight at once; 2 lets the host plan while the device computes."""
 
@@ -84,6 +100,7 @@ class EngineLoop(Generic[T]):
         self._failures = 0
         self._steps = 0
         self._settled: list[AdapterSettled] = []
+        self._phases_s = [0.0] * len(Phase)
         self._told: EngineStats | None = None
         self._told_at = clock()
 
@@ -140,29 +157,43 @@ class EngineLoop(Generic[T]):
         """One round; whether a step was launched or collected in it."""
         for done in self._executor.finished_copies():
             self._scheduler.copy_done(done)
-        plan = self._scheduler.plan(self._clock())
-        step_s, num_tokens = 0.0, 0
+        began = self._clock()
+        plan = self._scheduler.plan(began)
+        collected = None
         worked = plan is not None or bool(self._in_flight)
         try:
             if plan is not None:
-                ticket = self._executor.launch(plan)
-                self._in_flight.append(_InFlight(plan, ticket, self._clock()))
+                self._launch(plan, began)
             self._carry_out_loads()
             if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-                step_s, num_tokens = self._collect()
+                collected = self._collect()
         except Exception as error:  # the device's failures are foreign and of any kind
             self._fail(error)
-        self._tell(step_s, num_tokens)
+        self._tell(collected)
         return worked
 
-    def _collect(self) -> tuple[float, int]:
+    def _launch(self, plan: StepPlan, began: float) -> None:
+        """began: when its planning did."""
+        planned = self._clock()
+        ticket = self._executor.launch(plan)
+        launched = self._clock()
+        self._in_flight.append(_InFlight(plan, ticket, launched))
+        self._phases_s[Phase.PLAN] += planned - began
+        self._phases_s[Phase.LAUNCH] += launched - planned
+
+    def _collect(self) -> _Collected:
         plan, ticket, since = self._in_flight[0]
+        began = self._clock()
         results = self._executor.collect(ticket)
+        ready = self._clock()
         self._in_flight.popleft()
         self._scheduler.commit(plan.step, results)
         self._failures = 0
         self._steps = plan.step
-        return self._clock() - since, plan.num_tokens
+        done = self._clock()
+        self._phases_s[Phase.WAIT] += ready - began
+        self._phases_s[Phase.COMMIT] += done - ready
+        return _Collected(plan, done - since)
 
     def _fail(self, error: Exception) -> None:
         """End what was running; go on if that was an accident."""
@@ -171,7 +202,7 @@ class EngineLoop(Generic[T]):
         self._in_flight.clear()
         self._scheduler.fail_running(*_describe(error))
         if self._failures >= MAX_FAILURES_IN_A_ROW:
-            self._tell(0.0, 0)
+            self._tell(None)
             raise ExecutorLost(f"{self._failures} steps failed in a row, the last: {error}")
 
     # ---- outbox
@@ -193,18 +224,32 @@ class EngineLoop(Generic[T]):
             self._channel.send(SlabReleased(digest))
         self._settled += settled
 
-    def _tell(self, step_s: float, num_tokens: int) -> None:
+    def _tell(self, collected: _Collected | None) -> None:
         events = tuple(self._scheduler.take_events())
         stats = self._scheduler.stats()
         now = self._clock()
         alive = now - self._told_at >= HEARTBEAT_S and self._scheduler.num_unfinished
-        if events or num_tokens or alive or stats != self._told:
+        if events or collected or alive or stats != self._told:
             self._told, self._told_at = stats, now
-            self._channel.send(StepOutput(self._steps, events, stats, step_s, num_tokens))
+            step_s, num_tokens, work = 0.0, 0, None
+            if collected is not None:
+                step_s, num_tokens = collected.step_s, collected.plan.num_tokens
+                work = self._work(collected.plan)
+            self._channel.send(StepOutput(self._steps, events, stats, step_s, num_tokens, work))
         # After the stats that show it.
         settled, self._settled = self._settled, []
         for answer in settled:
             self._channel.send(answer)
+
+    def _work(self, plan: StepPlan) -> StepWork:
+        plan_s, launch_s, wait_s, commit_s = self._phases_s
+        self._phases_s = [0.0] * len(Phase)
+        return StepWork(
+            sequences=len(plan.slices),
+            adapters=plan.num_adapters,
+            adapter_tokens=plan.num_adapter_tokens,
+            phases_s=(plan_s, launch_s, wait_s, commit_s),
+        )
 
 
 def _describe(error: Exception) -> tuple[ErrorCode, str]:

@@ -120,10 +120,24 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     prefix_hit_tokens: int
     prompt_tokens: int
     evictions: int
+    adapter_bytes: int = 0
+
+
+class StepWork(msgspec.Struct, frozen=True, array_like=True):
+    """What a step computed, and the time that the engine's thread gave to steps since the last.
+
+    adapters: distinct ones in it. adapter_tokens: of sequences that have one.
+    phases_s: seconds of planning, launching, waiting for the device, committing.
+    """
+
+    sequences: int
+    adapters: int
+    adapter_tokens: int
+    phases_s: tuple[float, float, float, float]
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
-    """What one step produced. step_s: from plan to commit.
+    """What one step produced. step_s: from launch to commit. work: None without a step.
 
     Also sent when idle stats change, and every second while sequences wait for anything.
     """
@@ -133,6 +147,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
     stats: EngineStats
     step_s: float
     num_tokens: int
+    work: StepWork | None = None
 
 
 ToEngine = (

@@ -59,6 +59,15 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         return sum(s.num_new for s in self.slices)
 
+    @property
+    def num_adapters(self) -> int:
+        """Distinct ones."""
+        return len({s.adapter_slot for s in self.slices if s.adapter_slot >= 0})
+
+    @property
+    def num_adapter_tokens(self) -> int:
+        return sum(s.num_new for s in self.slices if s.adapter_slot >= 0)
+
 
 class SliceResult(msgspec.Struct, frozen=True, array_like=True):
     """For the slice at the same place in the plan.

@@ -59,6 +59,15 @@ class AdapterArena:
     def free_extents(self) -> int:
         return self._map.count(_FREE)
 
+    @property
+    def used_bytes(self) -> int:
+        return (self.num_extents - self.free_extents) * self.extent_bytes
+
+    @property
+    def num_adapters(self) -> int:
+        """Those on their way included."""
+        return len(self._entries)
+
     def stage(self, digest: str) -> AdapterStage:
         entry = self._entries.get(digest)
         if entry is None:

@@ -180,6 +180,7 @@ class Scheduler:
             prefix_hit_tokens=self._prefix_hit_tokens,
             prompt_tokens=self._prompt_tokens,
             evictions=self.arena.evictions,
+            adapter_bytes=self.arena.used_bytes,
         )
 
     # ---- plan

@@ -38,6 +38,22 @@ class _Flight(NamedTuple):
     credential: str
 
 
+class _StageTimes:
+    """How long a load is in each of its stages; one that fails does not end its last."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+        self._stage: LoadStage = "ready"
+        self._since = 0.0
+
+    def enter(self, stage: LoadStage, now: float) -> None:
+        if self._stage == "fetching":
+            self._metrics.load_took("fetch", now - self._since)
+        elif self._stage == "checking":
+            self._metrics.load_took("check", now - self._since)
+        self._stage, self._since = stage, now
+
+
 class AdapterStorage(Protocol):
     """Of an AdapterStore what is needed here; see there."""
 
@@ -138,11 +154,12 @@ class AdapterService:
     async def _fly(
         self, flight: _Flight, work: Callable[[Progress], Awaitable[AdapterManifest]]
     ) -> None:
-        started = time.monotonic()
         loop = asyncio.get_running_loop()
+        stages = _StageTimes(self._metrics)
 
         def progress(stage: LoadStage) -> None:
             loop.call_soon_threadsafe(self._progress, flight, stage)
+            loop.call_soon_threadsafe(stages.enter, stage, time.monotonic())
 
         try:
             manifest = await work(progress)
@@ -155,7 +172,7 @@ class AdapterService:
             log.error("an adapter could not be loaded: %s\n%s", type(error).__name__, place)
             self._failed(flight, AdapterError("unavailable", "the adapter could not be loaded"))
         else:
-            self._metrics.load_seconds.observe(time.monotonic() - started)
+            stages.enter("ready", time.monotonic())
             self._ready(flight, manifest)
 
     async def _admitted(self, frame: AdapterLoad, progress: Progress) -> AdapterManifest:

@@ -9,7 +9,6 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from server.worker.connections import RouterConnection
-from server.worker.metrics import CONTENT_TYPE
 from server.worker.worker import Worker
 
 MAX_ROUTERS = 256
@@ -90,4 +89,5 @@ class WorkerApp:
         return JSONResponse({"status": state}, 503, _RETRY)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._worker.render_metrics(), media_type=CONTENT_TYPE)
+        body, content_type = self._worker.render_metrics(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import mmap
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
@@ -21,6 +22,7 @@ from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.pack import SlabError, copy_runs, read_slab_layout
 from server.engine.residency import AdapterArena, AdapterStage, Span
+from server.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +62,10 @@ class HostTier:
         arena: AdapterArena,
         open_slab: Callable[[str], Path],
         threads: Executor,
+        metrics: WorkerMetrics,
     ) -> None:
         self._memory = memory
+        self._metrics = metrics
         self._arena = arena
         self._open_slab = open_slab
         self._threads = threads
@@ -74,8 +78,12 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        free = self._arena.free_extents
-        return (self._arena.num_extents - free) * self._arena.extent_bytes
+        return self._arena.used_bytes
+
+    @property
+    def num_adapters(self) -> int:
+        """Those on their way included."""
+        return self._arena.num_adapters
 
     def stage(self, digest: str) -> AdapterStage:
         stage = self._arena.stage(digest)
@@ -170,6 +178,16 @@ class HostTier:
 
     async def _stage(self, digest: str) -> None:
         """Raises SlabUnavailable."""
+        started = time.monotonic()
+        try:
+            await self._bring(digest)
+        except SlabUnavailable:
+            self._metrics.staged.labels("failed").inc()
+            raise
+        self._metrics.staged.labels("ready").inc()
+        self._metrics.load_took("stage", time.monotonic() - started)
+
+    async def _bring(self, digest: str) -> None:
         loop = asyncio.get_running_loop()
         try:
             path = await loop.run_in_executor(self._threads, self._open_slab, digest)

@@ -87,6 +87,7 @@ async def _serve(config: WorkerConfig, prepared: Prepared, listener: socket.sock
         "engine": asyncio.create_task(supervisor.run()),
         "http": asyncio.create_task(server.serve(sockets=[listener])),
         "status": asyncio.create_task(worker.report_status()),
+        "lag": asyncio.create_task(worker.watch_loop()),
         "announce": asyncio.create_task(_announce(prepared, listener)),
         "stop": asyncio.create_task(stop.wait()),
     }

@@ -1,64 +1,157 @@
-"""The worker's Prometheus metrics. Labels are few and closed: no name, digest or id is one."""
+"""What a worker measures, in a registry of its own; the engine's part comes with its step frames.
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+Labels are few and closed: no name, digest or id is one.
+"""
 
-from server.engine.messages import EngineStats, StepOutput
+from typing import Literal, get_args
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STEP_BUCKETS_S = (0.002, 0.004, 0.006, 0.008, 0.012, 0.02, 0.035, 0.06, 0.1, 0.25, 1, 5, 30)
-LOAD_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+from prometheus_client import CollectorRegistry, Counter
+
+from adapters.errors import AdapterErrorCode
+from adapters.meters import COUNT_BUCKETS, LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
+from adapters.ref import RefSource
+from server.engine.messages import EngineReady, EngineStats, StepOutput
+from server.protocol import ErrorCode, Finish
+
+# Where a sequence's adapter was when the sequence came.
+LookupTier = Literal["device", "loading", "host", "disk"]
+# On an adapter's way: from its source, its check, packed bytes into host memory, onto the device.
+LoadStage = Literal["fetch", "check", "stage", "copy"]
+StepPhase = Literal["plan", "launch", "wait", "commit"]
 
 
 class WorkerMetrics:
-    """One registry per worker; counters of the engine survive its restarts."""
+    """One registry per worker; counters of the engine survive its restarts.
+
+    Families are attributes; `meters` declares more, and gauges that are read at each scrape.
+    """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.ready = self._gauge("ready", "1 while the engine takes work")
-        self.routers = self._gauge("routers", "Connected routers")
-        self.sequences = self._gauge("sequences", "Sequences in flight")
-        self.running = self._gauge("running_sequences", "Sequences computed now")
-        self.waiting = self._gauge("waiting_sequences", "Sequences accepted and not computed yet")
-        self.free_pages = self._gauge("free_kv_pages", "KV pages that are free")
-        self.total_pages = self._gauge("kv_pages", "KV pages in all")
-        self.resident = self._gauge("resident_adapters", "Adapters on the device")
-        self.host_bytes = self._gauge("host_adapter_bytes", "Bytes of adapters in host memory")
-        self.steps = self._counter("steps", "Engine steps")
-        self.step_tokens = self._counter("step_tokens", "Tokens computed, prompts included")
-        self.tokens = self._counter("output_tokens", "Tokens generated")
-        self.step_seconds = Histogram(
-            "loraplex_worker_step_seconds",
-            "Seconds of an engine step",
-            buckets=STEP_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.preemptions = self._counter("preemptions", "Sequences recomputed later")
-        self.prefix_hits = self._counter("prefix_hit_tokens", "Prompt tokens found in the cache")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens accepted")
-        self.evictions = self._counter("adapter_evictions", "Adapters pushed off the device")
-        self.finished = self._counter("finished_sequences", "Sequences by how they ended", "finish")
-        self.refused = self._counter("refused_requests", "Requests not taken", "error")
-        self.fetches = self._counter("adapter_fetches", "Adapters fetched", "source")
-        self.loads = self._counter("adapter_loads", "Adapter loads by result", "result")
-        self.load_seconds = Histogram(
-            "loraplex_worker_adapter_load_seconds",
-            "Seconds from an adapter's name to packed bytes",
-            buckets=LOAD_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.staged = self._counter("slabs_staged", "Adapters brought to host memory", "result")
-        self.restarts = self._counter("engine_restarts", "Times the engine was lost")
+        self.meters = Meters(CollectorRegistry(), "loraplex_worker_")
+        self._declare_work()
+        self._declare_steps()
+        self._declare_kv()
+        self._declare_adapters()
+        self._declare_loads()
         self._seen = EngineStats(0, 0, 0, (), (), 0, 0, 0, 0)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"loraplex_worker_{name}", text, registry=self.registry)
+    def _declare_work(self) -> None:
+        meters = self.meters
+        self.ready = meters.gauge("ready", "1 while the engine takes work")
+        self.routers = meters.gauge("routers", "Connected routers")
+        self.sequences = meters.gauge("sequences", "Sequences in flight")
+        self.running = meters.gauge("running_sequences", "Sequences computed now")
+        self.waiting = meters.gauge("waiting_sequences", "Sequences accepted, not computed yet")
+        self.finished = meters.counter(
+            "finished_sequences", "Sequences by how they ended", {"finish": get_args(Finish)}
+        )
+        self.failed = meters.counter(
+            "failed_sequences", "Sequences that ended in an error", {"error": get_args(ErrorCode)}
+        )
+        self.refused = meters.counter(
+            "refused_requests", "Requests not taken", {"error": get_args(ErrorCode)}
+        )
+        self.restarts = meters.counter("engine_restarts", "Times the engine was lost")
+        self.loop_lag_s = meters.histogram(
+            "event_loop_lag_seconds",
+            "How much later than due the shell's event loop runs",
+            LATENCY_BUCKETS_S,
+        )
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"loraplex_worker_{name}", text, labels, registry=self.registry)
+    def _declare_steps(self) -> None:
+        meters = self.meters
+        self.steps = meters.counter("steps", "Engine steps")
+        self.step_tokens = meters.counter("step_tokens", "Tokens computed, prompts included")
+        self.adapter_tokens = meters.counter(
+            "step_adapter_tokens", "Tokens computed for sequences that have an adapter"
+        )
+        self.tokens = meters.counter("output_tokens", "Tokens generated")
+        self.step_seconds = meters.histogram(
+            "step_seconds",
+            "Seconds of an engine step, from its launch to its results; steps may overlap",
+            STEP_BUCKETS_S,
+        )
+        self.step_phases = meters.counter(
+            "step_phase_seconds",
+            "Seconds of the engine's thread: planning a step, launching it (on a CPU: computing"
+            " it), waiting for the device's results, applying them",
+            {"phase": get_args(StepPhase)},
+        )
+        self.batch_sequences = meters.histogram(
+            "batch_sequences", "Sequences in a step", COUNT_BUCKETS
+        )
+        self.batch_adapters = meters.histogram(
+            "batch_adapters", "Distinct adapters in a step", COUNT_BUCKETS
+        )
 
-    def engine_started(self, total_pages: int) -> None:
+    def _declare_kv(self) -> None:
+        meters = self.meters
+        self.free_pages = meters.gauge("free_kv_pages", "KV pages that are free or merely cached")
+        self.total_pages = meters.gauge("kv_pages", "KV pages in all")
+        self.preemptions = meters.counter("preemptions", "Sequences recomputed later")
+        self.prompt_tokens = meters.counter("prompt_tokens", "Prompt tokens accepted")
+        self.prefix_hits = meters.counter(
+            "prefix_hit_tokens", "Prompt tokens found in the prefix cache"
+        )
+
+    def _declare_adapters(self) -> None:
+        meters = self.meters
+        self.adapters = meters.gauge(
+            "adapters", "Adapters by tier", {"tier": ("device", "loading", "host")}
+        )
+        self.adapter_bytes = meters.gauge(
+            "adapter_bytes", "Bytes that adapters occupy, by tier", {"tier": ("device", "host")}
+        )
+        self.adapter_limit = meters.gauge(
+            "adapter_bytes_limit", "Bytes that they may occupy", {"tier": ("device", "host")}
+        )
+        self.lookups = meters.counter(
+            "adapter_lookups",
+            "Sequences by where their adapter was when they came; all but device are misses",
+            {"tier": get_args(LookupTier)},
+        )
+        self.evictions = meters.counter(
+            "adapter_evictions",
+            "Adapters that left a tier, by reason",
+            {"tier": ("device",), "reason": ("room",)},
+        )
+        self.reloads = meters.counter(
+            "adapter_reloads",
+            "Adapters brought to the device again within minutes of being pushed off: thrash",
+        )
+
+    def _declare_loads(self) -> None:
+        meters = self.meters
+        self.fetches = meters.counter(
+            "adapter_fetches", "Adapters fetched", {"source": get_args(RefSource)}
+        )
+        self.loads = meters.counter(
+            "adapter_loads",
+            "Adapters asked for by name, by result",
+            {"result": ("ready", *get_args(AdapterErrorCode))},
+        )
+        self.load_seconds = meters.histogram(
+            "adapter_load_seconds",
+            "Seconds of each stage of an adapter's way to the device",
+            LATENCY_BUCKETS_S,
+            {"stage": get_args(LoadStage)},
+        )
+        self.copied_bytes = meters.counter(
+            "adapter_copied_bytes", "Bytes of adapters brought to the device"
+        )
+        self.staged = meters.counter(
+            "adapters_staged",
+            "Adapters brought to host memory, by result",
+            {"result": ("ready", "failed")},
+        )
+
+    def load_took(self, stage: LoadStage, seconds: float) -> None:
+        self.load_seconds.labels(stage).observe(seconds)
+
+    def engine_started(self, ready: EngineReady) -> None:
         """A new engine counts from zero."""
-        self.total_pages.set(total_pages)
+        self.total_pages.set(ready.total_pages)
+        self.adapter_limit.labels("device").set(ready.arena_bytes)
         self._seen = EngineStats(0, 0, 0, (), (), 0, 0, 0, 0)
 
     def stepped(self, output: StepOutput) -> None:
@@ -66,11 +159,21 @@ class WorkerMetrics:
             self.steps.inc()
             self.step_tokens.inc(output.num_tokens)
             self.step_seconds.observe(output.step_s)
+        work = output.work
+        if work is not None:
+            self.adapter_tokens.inc(work.adapter_tokens)
+            self.batch_sequences.observe(work.sequences)
+            self.batch_adapters.observe(work.adapters)
+            for phase, seconds in zip(get_args(StepPhase), work.phases_s, strict=True):
+                self.step_phases.labels(phase).inc(seconds)
         generated = 0
         for item in output.events:
-            generated += len(item.event.token_ids)
-            if item.event.finish is not None:
-                self.finished.labels(item.event.finish).inc()
+            event = item.event
+            generated += len(event.token_ids)
+            if event.finish is not None:
+                self.finished.labels(event.finish).inc()
+                if event.error is not None:
+                    self.failed.labels(event.error).inc()
         self.tokens.inc(generated)
         self._note(output.stats)
 
@@ -79,14 +182,14 @@ class WorkerMetrics:
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
         self.free_pages.set(stats.free_pages)
-        self.resident.set(len(stats.resident))
-        for counter, before, now in (
+        self.adapters.labels("device").set(len(stats.resident))
+        self.adapters.labels("loading").set(len(stats.loading))
+        self.adapter_bytes.labels("device").set(stats.adapter_bytes)
+        counters: tuple[tuple[Counter, int, int], ...] = (
             (self.preemptions, seen.preemptions, stats.preemptions),
             (self.prefix_hits, seen.prefix_hit_tokens, stats.prefix_hit_tokens),
             (self.prompt_tokens, seen.prompt_tokens, stats.prompt_tokens),
-            (self.evictions, seen.evictions, stats.evictions),
-        ):
+            (self.evictions.labels("device", "room"), seen.evictions, stats.evictions),
+        )
+        for counter, before, now in counters:
             counter.inc(max(now - before, 0))
-
-    def render(self) -> bytes:
-        return generate_latest(self.registry)

@@ -159,7 +159,9 @@ def _worker(
         AdapterArena(extents, engine.extent_bytes, extents),
         partial(store.slab, dtype=engine.dtype, extent_bytes=engine.extent_bytes),
         staging,
+        metrics,
     )
+    metrics.adapter_limit.labels("host").set(engine.host_arena_bytes)
     loads = AdapterService(store, loading, staging, merger, metrics)
     orders = AdapterOrders(tier, store.has, staging)
     return Worker(engine.max_waiting, worker_id, card, loads, tier, orders, metrics)

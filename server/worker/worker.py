@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from adapters.meters import watch_loop_lag
 from server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
@@ -46,6 +47,7 @@ from server.protocol import (
     WorkerHello,
     WorkerStatus,
 )
+from server.worker.adapter_meter import AdapterMeter
 from server.worker.adapter_orders import AdapterOrders
 from server.worker.adapter_service import AdapterService
 from server.worker.connections import (
@@ -57,7 +59,7 @@ from server.worker.connections import (
 from server.worker.engine_supervisor import EngineSupervisor
 from server.worker.host_tier import HostTier, SlabUnavailable
 from server.worker.inspector import Inspector
-from server.worker.metrics import WorkerMetrics
+from server.worker.metrics import LookupTier, WorkerMetrics
 from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
 from server.worker.validation import (
     check_digests,
@@ -112,6 +114,7 @@ class Worker:
         self._step = 0
         self._epoch = 0
         self._staging: dict[str, asyncio.Task[None]] = {}
+        self._adapter_meter = AdapterMeter(metrics)
         self.became_ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -180,8 +183,17 @@ class Worker:
         self.to_engine(Submit(key, request))
         if request.adapter is not None:
             self._orders.used(request.adapter)
-            if request.adapter not in self._stats.resident:
+            tier = self._lookup(request.adapter)
+            self._metrics.lookups.labels(tier).inc()
+            if tier != "device":
                 self._tier.prefetch(request.adapter)
+
+    def _lookup(self, digest: str) -> LookupTier:
+        """Where a sequence finds its adapter."""
+        stage = self.device_stage(digest)
+        if stage != "absent":
+            return "device" if stage == "ready" else "loading"
+        return "host" if self._tier.stage(digest) == "ready" else "disk"
 
     def _refused(self, request: GenerateRequest) -> tuple[ErrorCode, str] | None:
         if self.state == "draining":
@@ -246,8 +258,8 @@ class Worker:
         else:
             log.info("the engine is ready again")
         self._total_pages = ready.total_pages
-        self._metrics.engine_started(ready.total_pages)
         self._inspector.engine_ready(ready)
+        self._metrics.engine_started(ready)
         self._stats = msgspec.structs.replace(_NO_STATS, free_pages=ready.total_pages)
         self._epoch = max(self._epoch + 1, int(time.time() * 1000))
         self._orders.engine_ready()
@@ -267,6 +279,8 @@ class Worker:
     def engine_frame(self, frame: FromEngine) -> None:
         if isinstance(frame, StepOutput):
             self._step = frame.step
+            if frame.stats.evictions != self._stats.evictions:
+                self._adapter_meter.evicted(self._stats.resident, frame.stats.resident)
             self._stats = frame.stats
             self._metrics.stepped(frame)
             self._inspector.stepped(frame)
@@ -278,17 +292,20 @@ class Worker:
         elif isinstance(frame, NeedSlab):
             self._inspector.device.left(frame.digest)
             self._orders.load_begins(frame.digest)
+            self._adapter_meter.wanted(frame.digest)
             task = asyncio.create_task(self._stage(frame.digest))
             self._staging[frame.digest] = task
             task.add_done_callback(lambda _: self._staging.pop(frame.digest, None))
         elif isinstance(frame, SlabReleased):
             self._orders.load_ends(frame.digest)
+            self._adapter_meter.copied(frame.digest, self._tier.slab_bytes(frame.digest))
             self._tier.release(frame.digest)
 
     def engine_lost(self, reason: str) -> None:
         """Each of its sequences gets its one terminal event; routers try again elsewhere."""
         for task in self._staging.values():
             task.cancel()
+        self._adapter_meter.engine_lost()
         self._tier.release_all()
         self._stats = _NO_STATS
         self._orders.engine_lost()
@@ -309,6 +326,7 @@ class Worker:
             log.warning("adapter %.12s cannot be brought to the engine: %s", digest, error)
             self.to_engine(SlabMissing(digest, str(error)))
         else:
+            self._adapter_meter.staged(digest)
             self.to_engine(SlabStaged(staged.layout, staged.extents))
 
     def to_engine(self, frame: ToEngine) -> None:
@@ -358,9 +376,15 @@ class Worker:
             self._broadcast_status()
             await asyncio.sleep(STATUS_INTERVAL_S)
 
-    def render_metrics(self) -> bytes:
-        self._metrics.host_bytes.set(self._tier.used_bytes)
-        return self._metrics.render()
+    async def watch_loop(self) -> None:
+        """For ever: how late the event loop is."""
+        await watch_loop_lag(self._metrics.loop_lag_s.observe)
+
+    def render_metrics(self, accept: str) -> tuple[bytes, str]:
+        """The exposition and its content type."""
+        self._metrics.adapters.labels("host").set(self._tier.num_adapters)
+        self._metrics.adapter_bytes.labels("host").set(self._tier.used_bytes)
+        return self._metrics.meters.render(accept)
 
     # The end
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from adapters.peft_fields import HARMLESS, REFUSED, USED
+from launcher import metrics_doc
 from launcher.options_doc import render
 from router.api.errors import Dialect, error_answer, status_of
 from router.api.lorax import LoraxParameters
@@ -221,6 +222,12 @@ def test_the_check_shown_is_what_it_prints() -> None:
         check=True,
     )
     assert done.stdout in page("adapters.md")
+
+
+def test_metrics_are_fresh() -> None:
+    assert page("metrics.md") == metrics_doc.render(), (
+        "run: .venv/bin/python -m launcher.metrics_doc > docs/metrics.md"
+    )
 
 
 def test_configuration_is_fresh() -> None:

@@ -14,6 +14,7 @@ from adapters.manifest import SlabLayout
 from adapters.pack import read_slab_layout
 from server.engine.residency import AdapterArena
 from server.worker.host_tier import MAX_HINTS, HostMemory, HostTier, SlabUnavailable
+from server.worker.metrics import WorkerMetrics
 from tests.server.worker.slabs import EXTENT, write_slab_file
 
 EXTENTS = 4
@@ -60,7 +61,9 @@ def memory() -> HostMemory:
 
 @pytest.fixture
 def tier(disk: Disk, threads: ThreadPoolExecutor, memory: HostMemory) -> HostTier:
-    return HostTier(memory.view, AdapterArena(EXTENTS, EXTENT, EXTENTS), disk.open, threads)
+    return HostTier(
+        memory.view, AdapterArena(EXTENTS, EXTENT, EXTENTS), disk.open, threads, WorkerMetrics()
+    )
 
 
 async def test_bytes_lie_where_the_answer_says(

@@ -1,0 +1,70 @@
+"""docs/metrics.md, written from the families: `python -m launcher.metrics_doc`."""
+
+import sys
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+
+from adapters.meters import Declared, Meters
+from adapters.sources.hub import HubSource
+from router.config import RouterConfig
+from router.service import build_service
+from server.worker.metrics import WorkerMetrics
+
+_HEAD = """\
+# Metrics
+
+<!-- Made by `python -m launcher.metrics_doc > docs/metrics.md`; a test holds it fresh. -->
+
+Routers and workers answer `GET /metrics` in Prometheus' text format, or in OpenMetrics for those
+who ask for it. Every series whose labels have listed values is there from the start, at zero.
+Histograms end in `_bucket`, `_sum` and `_count`.
+
+- Seconds are seconds, bytes are bytes. Counters count from the start of the process; a worker's
+  outlive its engine.
+- No label holds a digest, a request's id, a key or anything that a caller chose.
+- A new family is one declaration: an attribute of `RouterMetrics` (`router/metrics.py`) or
+  `WorkerMetrics` (`server/worker/metrics.py`), or a gauge that is read at each scrape
+  (`router/state_metrics.py`). A label lists its values where it is declared.
+"""
+_COLUMNS = "| name | kind | labels | meaning |\n| --- | --- | --- | --- |\n"
+
+
+def router_meters() -> Meters:
+    """All that a router declares."""
+    service = build_service(RouterConfig(workers=()), CollectorRegistry(), HubSource())
+    return service.metrics.meters
+
+
+def worker_meters() -> Meters:
+    return WorkerMetrics().meters
+
+
+def render() -> str:
+    """The whole page."""
+    return "\n".join(
+        [
+            _HEAD,
+            _section("Router", router_meters().declared),
+            _section("Worker", worker_meters().declared),
+        ]
+    )
+
+
+def _section(title: str, families: Iterable[Declared]) -> str:
+    lines = (
+        f"| `{family.name}` | {family.kind} | {_labels(family)} | {family.text} |\n"
+        for family in families
+    )
+    return f"## {title}\n\n{_COLUMNS}{''.join(lines)}"
+
+
+def _labels(family: Declared) -> str:
+    return "; ".join(
+        f"`{label}`: {', '.join(values)}" if values else f"`{label}`"
+        for label, values in family.labels.items()
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

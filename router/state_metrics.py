@@ -1,0 +1,64 @@
+"""Gauges of a router's state, read when somebody scrapes: queue, workers, adapters."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from adapters.meters import Row
+from router.catalog import Catalog
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.metrics import RouterMetrics
+from router.worker_session import WorkerSession
+
+# What a worker is to this router.
+WORKER_STATES = ("ready", "starting", "draining", "disconnected")
+
+
+def watch_state(
+    metrics: RouterMetrics, fleet: Fleet, catalog: Catalog, dispatcher: Dispatcher
+) -> None:
+    """Called once, when the parts are built."""
+    meters = metrics.meters
+    meters.watch("requests_running", "Requests being answered", lambda: dispatcher.running)
+    meters.watch("queue_sequences", "Sequences waiting for a worker", lambda: len(fleet.queue))
+    meters.watch("queue_bytes", "Bytes of the prompts that wait", lambda: fleet.queue.nbytes)
+    meters.watch("queue_limit_sequences", "Sequences that may wait", lambda: fleet.queue.max_count)
+    meters.watch(
+        "adapters_registered",
+        "Names of adapters in service",
+        lambda: sum(alias.in_service for alias in catalog.rules.aliases.all()),
+    )
+    _watch_workers(metrics, fleet)
+
+
+def _watch_workers(metrics: RouterMetrics, fleet: Fleet) -> None:
+    """Labels are the ids of connected workers: as many as there are."""
+    meters = metrics.meters
+
+    def each(read: Callable[[WorkerSession], float]) -> Callable[[], Iterable[Row]]:
+        return lambda: {(s.worker_id,): read(s) for s in fleet.sessions}.items()
+
+    meters.watch(
+        "workers_ready", "Workers that take work", lambda: sum(view.able for view in fleet.views)
+    )
+    meters.rows(
+        "workers",
+        "gauge",
+        "Workers that this router was told of, by state",
+        {"state": WORKER_STATES},
+        lambda: _states(fleet),
+    )
+    for name, text, read in (
+        ("sequences", "Sequences that this router has there", lambda s: s.view.in_flight),
+        ("credits", "Sequences that it may have there", lambda s: s.view.credits),
+        ("status_age_seconds", "Since a worker told its state", lambda s: s.silent_s),
+    ):
+        meters.rows(f"link_{name}", "gauge", text, {"worker": ()}, each(read))
+
+
+def _states(fleet: Fleet) -> Iterator[Row]:
+    counts = dict.fromkeys(WORKER_STATES, 0)
+    for view in fleet.views:
+        state = "draining" if view.draining else "ready" if view.ready else "starting"
+        counts[state] += 1
+    counts["disconnected"] = len(fleet.clients) - len(fleet.views)
+    return (((state,), count) for state, count in counts.items())

@@ -1,0 +1,41 @@
+"""Measures adapters on their way to the device and off it, from the engine's frames."""
+
+import time
+from collections.abc import Collection
+
+from server.worker.metrics import WorkerMetrics
+from server.worker.thrash import ThrashWatch
+
+THRASH_WINDOW_S = 300.0
+
+
+class AdapterMeter:
+    """Told of every step of a load that the worker sees."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+        self._thrash = ThrashWatch(THRASH_WINDOW_S)
+        self._copying_since: dict[str, float] = {}
+
+    def evicted(self, before: Collection[str], after: Collection[str]) -> None:
+        """What was on the device, and what is now."""
+        self._thrash.changed(before, after, time.monotonic())
+
+    def wanted(self, digest: str) -> None:
+        """On the device, where it is not."""
+        if self._thrash.loads(digest, time.monotonic()):
+            self._metrics.reloads.inc()
+
+    def staged(self, digest: str) -> None:
+        """In host memory, and the engine is told."""
+        self._copying_since[digest] = time.monotonic()
+
+    def copied(self, digest: str, nbytes: int) -> None:
+        """The engine needs the host's bytes no longer."""
+        since = self._copying_since.pop(digest, None)
+        if since is not None:
+            self._metrics.load_took("copy", time.monotonic() - since)
+            self._metrics.copied_bytes.inc(nbytes)
+
+    def engine_lost(self) -> None:
+        self._copying_since.clear()

@@ -1,0 +1,27 @@
+"""When an adapter comes back to the device soon after it was pushed off it. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+MAX_REMEMBERED = 4096
+
+
+class ThrashWatch:
+    """window_s: a reload within so many seconds is thrash. Times are one clock's."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._left: OrderedDict[str, float] = OrderedDict()
+
+    def changed(self, before: Collection[str], after: Collection[str], now: float) -> None:
+        """What was on the device, and what is now, after evictions."""
+        for digest in set(before).difference(after):
+            self._left[digest] = now
+            self._left.move_to_end(digest)
+        while len(self._left) > MAX_REMEMBERED:
+            self._left.popitem(last=False)
+
+    def loads(self, digest: str, now: float) -> bool:
+        """It is wanted on the device; whether that is thrash."""
+        left = self._left.pop(digest, None)
+        return left is not None and now - left <= self._window_s

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import attrgetter
+from typing import NamedTuple
 
 from server.engine.executor import AdapterCopy
 from server.engine.messages import AdapterSettled
@@ -27,6 +28,14 @@ class Staged:
 
     copy: AdapterCopy  # without places on the device
     since: float
+    load_s: float
+
+
+class _Copying(NamedTuple):
+    """since: when the copy was ordered. load_s: what came before it."""
+
+    since: float
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ class AdapterLoads:
         self._parked: dict[str, list[Sequence]] = {}
         self._asked: set[str] = set()
         self._staged: dict[str, Staged] = {}
-        self._copying: set[str] = set()
+        self._copying: dict[str, _Copying] = {}
         self._drain: Drain | None = None
 
     @property
@@ -98,8 +107,9 @@ class AdapterLoads:
 
     # ---- answers of the shell and the executor
 
-    def staged(self, copy: AdapterCopy, now: float) -> str | None:
-        """The slab lies in the host arena; `copy` tells where. Returns why it cannot be used."""
+    def staged(self, copy: AdapterCopy, load_s: float, now: float) -> str | None:
+        """The slab lies in the host arena; `copy` tells where, load_s what bringing it there took.
+        Returns why it cannot be used."""
         layout = copy.layout
         if layout.digest not in self._asked:
             if layout.digest not in self.loading:
@@ -115,7 +125,7 @@ class AdapterLoads:
             self.released.append(layout.digest)
             self._end_want(layout.digest, problem)
             return problem
-        self._staged[layout.digest] = Staged(copy, now)
+        self._staged[layout.digest] = Staged(copy, now, load_s)
         return None
 
     def missing(self, digest: str, message: str) -> list[Sequence]:
@@ -126,12 +136,12 @@ class AdapterLoads:
         self._end_want(digest, message)
         return self.take_waiters(digest)
 
-    def copied(self, digest: str, error: str | None) -> None:
+    def copied(self, digest: str, error: str | None, now: float) -> None:
         """The copy is over: READY, or (error) ABSENT."""
-        self._copying.discard(digest)
+        copying = self._copying.pop(digest)
         self.released.append(digest)
         if error is None:
-            self.arena.finish(digest)
+            self.arena.finish(digest, copying.load_s + now - copying.since)
         else:
             self.arena.drop(digest)
         self._end_want(digest, error)
@@ -219,7 +229,7 @@ class AdapterLoads:
             placement = self.arena.place(digest, staged.copy.layout.runs, keep)
             if placement is not None:
                 del self._staged[digest]
-                self._copying.add(digest)
+                self._copying[digest] = _Copying(now, staged.load_s)
                 layout, host = staged.copy.layout, staged.copy.host_extents
                 self.copies.append(
                     AdapterCopy(placement.adapter_slot, layout, host, placement.extents)

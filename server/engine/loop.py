@@ -156,7 +156,7 @@ class EngineLoop(Generic[T]):
     def _turn(self) -> bool:
         """One round; whether a step was launched or collected in it."""
         for done in self._executor.finished_copies():
-            self._scheduler.copy_done(done)
+            self._scheduler.copy_done(done, self._clock())
         began = self._clock()
         plan = self._scheduler.plan(began)
         collected = None
@@ -217,7 +217,7 @@ class EngineLoop(Generic[T]):
             except Exception as error:  # foreign, and no reason to stop the others
                 log.error("a copy failed", exc_info=error)
                 failed = CopyDone(copy.adapter_slot, digest, "it could not be copied to the device")
-                self._scheduler.copy_done(failed)
+                self._scheduler.copy_done(failed, self._clock())
         for digest in needed:
             self._channel.send(NeedSlab(digest))
         for digest in released:

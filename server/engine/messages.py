@@ -6,6 +6,7 @@ Framing on the stream socket: a 4-byte little-endian length, then the frame.
 import msgspec
 
 from adapters.manifest import SlabLayout
+from server.engine.eviction import EvictionReason
 from server.protocol import GenerateRequest, TokenEvent
 
 
@@ -21,10 +22,14 @@ class AbortSequence(msgspec.Struct, frozen=True, array_like=True, tag="ab"):
 
 
 class SlabStaged(msgspec.Struct, frozen=True, array_like=True, tag="ss"):
-    """Answers NeedSlab: it lies in the host arena. extents: first extent of each run there."""
+    """Answers NeedSlab: it lies in the host arena. extents: first extent of each run there.
+
+    load_s: seconds of reading it from disk; 0 if it was there already.
+    """
 
     layout: SlabLayout
     extents: tuple[int, ...]
+    load_s: float = 0.0
 
 
 class SlabMissing(msgspec.Struct, frozen=True, array_like=True, tag="sm"):
@@ -109,7 +114,7 @@ class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges after a step. digests are adapters on the device."""
+    """Gauges after a step. digests are adapters on the device. evictions: from there, by reason."""
 
     free_pages: int
     running: int
@@ -119,8 +124,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int
     prefix_hit_tokens: int
     prompt_tokens: int
-    evictions: int
     adapter_bytes: int = 0
+    evictions: dict[EvictionReason, int] = {}
 
 
 class StepWork(msgspec.Struct, frozen=True, array_like=True):

@@ -1,13 +1,15 @@
 """Which adapters lie in an arena of fixed-size extents, who uses them, and who must go. Pure.
 
 Used for the device arena (by the scheduler) and for the host arena (by the worker shell). It moves
-no bytes and knows no clock: recency is the order of calls.
+no bytes and knows no clock: recency is the order of calls. What is worth keeping is `eviction`'s.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from server.engine.eviction import EvictionReason, Worth
 
 AdapterStage = Literal["absent", "loading", "ready"]
 
@@ -47,11 +49,12 @@ class AdapterArena:
         self.num_extents = num_extents
         self.extent_bytes = extent_bytes
         self.num_slots = num_slots
-        self.evictions = 0
+        self.evictions: Counter[EvictionReason] = Counter()
         self._map = bytearray([_FREE]) * num_extents
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._pins: frozenset[str] = frozenset()
+        self._worth = Worth()
 
     # ---- questions
 
@@ -140,6 +143,7 @@ class AdapterArena:
             return None
         entry.leases += 1
         self._entries.move_to_end(digest)
+        self._worth.used(digest, len(self._entries))
         return entry.placement
 
     def release(self, digest: str) -> None:
@@ -152,7 +156,8 @@ class AdapterArena:
     def place(
         self, digest: str, runs: Sequence[int], keep: Collection[str] = ()
     ) -> Placement | None:
-        """ABSENT -> LOADING. Evicts unleased READY adapters, oldest use first, as few as it takes.
+        """ABSENT -> LOADING. Evicts unleased READY adapters, those worth least first, as few as
+        it takes.
 
         None: no room now, and nothing was evicted. `keep`: digests that must not be evicted.
         """
@@ -166,9 +171,7 @@ class AdapterArena:
         victims = self._choose_victims(runs, candidates)
         if victims is None:
             return None
-        for victim in victims:
-            self._remove(victim)
-        self.evictions += len(victims)
+        self._evict(victims, self._shortage(runs))
         extents = self._try(runs, ())
         assert extents is not None
         placement = Placement(self._free_slots.pop(), extents)
@@ -178,23 +181,37 @@ class AdapterArena:
         self._entries[digest] = entry
         return placement
 
-    def finish(self, digest: str) -> None:
-        """LOADING -> READY: its bytes are there."""
+    def finish(self, digest: str, load_s: float | None = None) -> None:
+        """LOADING -> READY: its bytes are there. load_s: what that took, if it was measured."""
         entry = self._entries[digest]
         if entry.ready:
             raise ValueError(f"adapter {digest} is ready already")
         entry.ready = True
+        self._worth.loaded(digest, len(entry.extents), load_s)
 
     def drop(self, digest: str) -> None:
         """LOADING (given up; nothing writes it any more) or READY without leases -> ABSENT."""
-        if self._entries[digest].leases:
+        entry = self._entries[digest]
+        if entry.leases:
             raise ValueError(f"adapter {digest} is in use")
         self._remove(digest)
+        if entry.ready:
+            self.evictions["order"] += 1
 
     # ---- inside
 
     def _evictable(self, digest: str, entry: _Entry) -> bool:
         return entry.ready and entry.leases == 0 and digest not in self._pins
+
+    def _shortage(self, runs: Sequence[int]) -> EvictionReason:
+        if self.free_extents < sum(runs):
+            return "bytes"
+        return "runs" if self._free_slots else "slots"
+
+    def _evict(self, digests: Sequence[str], reason: EvictionReason) -> None:
+        for digest in digests:
+            self._remove(digest)
+            self.evictions[reason] += 1
 
     def _remove(self, digest: str) -> None:
         entry = self._entries.pop(digest)
@@ -203,7 +220,11 @@ class AdapterArena:
         self._free_slots.append(entry.placement.adapter_slot)
 
     def _choose_victims(self, runs: Sequence[int], candidates: list[str]) -> list[str] | None:
-        """The fewest oldest candidates that make room; then spare each whose room is not needed."""
+        """The fewest that make room, those worth least first; then spare each whose room is not
+        needed. candidates: least recently used first."""
+        if self._try(runs, ()) is not None:
+            return []
+        candidates = self._worth.cheapest_first(candidates, len(self._entries))
         entries = [self._entries[d] for d in candidates]
         low, high = 0, 0
         while self._try(runs, entries[:high]) is None:

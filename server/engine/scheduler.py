@@ -123,15 +123,15 @@ class Scheduler:
 
     def slab_staged(self, staged: SlabStaged, now: float) -> None:
         copy = AdapterCopy(-1, staged.layout, staged.extents, ())
-        problem = self.loads.staged(copy, now)
+        problem = self.loads.staged(copy, staged.load_s, now)
         if problem is not None:
             self._fail_waiters(self.loads.take_waiters(staged.layout.digest), problem)
 
     def slab_missing(self, digest: str, message: str) -> None:
         self._fail_waiters(self.loads.missing(digest, message), message)
 
-    def copy_done(self, done: CopyDone) -> None:
-        self.loads.copied(done.digest, done.error)
+    def copy_done(self, done: CopyDone, now: float) -> None:
+        self.loads.copied(done.digest, done.error, now)
         waiters = self.loads.take_waiters(done.digest)
         if done.error is not None:
             self._fail_waiters(waiters, done.error)
@@ -179,7 +179,7 @@ class Scheduler:
             preemptions=self._preemptions,
             prefix_hit_tokens=self._prefix_hit_tokens,
             prompt_tokens=self._prompt_tokens,
-            evictions=self.arena.evictions,
+            evictions=dict(self.arena.evictions),
             adapter_bytes=self.arena.used_bytes,
         )
 

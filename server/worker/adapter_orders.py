@@ -147,6 +147,7 @@ class AdapterOrders:
 
     def _tell_pins(self) -> None:
         assert self._engine is not None
+        self._tier.pin_only(self.pins)
         self._engine.to_engine(PinAdapters(tuple(sorted(self.pins))))
 
     async def _carry_out(self, order: AdapterOrder, report: Report) -> None:

@@ -11,7 +11,7 @@ import mmap
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import closing
 from pathlib import Path
@@ -21,7 +21,8 @@ from adapters.disk import hold
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.pack import SlabError, copy_runs, read_slab_layout
-from server.engine.residency import AdapterArena, AdapterStage, Span
+from server.engine.eviction import EvictionReason
+from server.engine.residency import AdapterArena, AdapterStage, Placement, Span
 from server.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -37,10 +38,14 @@ class SlabUnavailable(Exception):
 
 
 class StagedSlab(NamedTuple):
-    """extents: the first extent of each of layout.runs, in host memory."""
+    """extents: the first extent of each of layout.runs, in host memory.
+
+    load_s: seconds of reading it from disk, told once; 0 if it was here.
+    """
 
     layout: SlabLayout
     extents: tuple[int, ...]
+    load_s: float = 0.0
 
 
 class HostMemory:
@@ -63,7 +68,9 @@ class HostTier:
         open_slab: Callable[[str], Path],
         threads: Executor,
         metrics: WorkerMetrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._memory = memory
         self._metrics = metrics
         self._arena = arena
@@ -72,6 +79,7 @@ class HostTier:
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._hints: dict[str, None] = {}  # in order
         self._layouts: dict[str, SlabLayout] = {}
+        self._load_s: dict[str, float] = {}  # not told yet
         # Callers on their way to a pin: what they wait for must not be evicted before they run.
         self._awaited: Counter[str] = Counter()
         self._room = asyncio.Event()
@@ -81,9 +89,19 @@ class HostTier:
         return self._arena.used_bytes
 
     @property
-    def num_adapters(self) -> int:
-        """Those on their way included."""
-        return self._arena.num_adapters
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        return self._arena.evictions
+
+    def measure(self) -> None:
+        """Sets the metrics to what is here now."""
+        self._metrics.adapters.labels("host").set(self._arena.num_adapters)
+        self._metrics.adapter_bytes.labels("host").set(self._arena.used_bytes)
+        self._metrics.note_host_evictions(self._arena.evictions)
+
+    def pin_only(self, digests: Collection[str]) -> None:
+        """These stay here once they are here, as long as they leave room for one other."""
+        self._arena.pin_only(digests)
+        self._room.set()
 
     def stage(self, digest: str) -> AdapterStage:
         stage = self._arena.stage(digest)
@@ -142,7 +160,8 @@ class HostTier:
             while (placement := self._arena.acquire(digest)) is None:
                 # Shielded: another caller may wait for the same job.
                 await asyncio.shield(self._job(digest))
-            return StagedSlab(self._layouts[digest], placement.extents)
+            load_s = self._load_s.pop(digest, 0.0)
+            return StagedSlab(self._layouts[digest], placement.extents, load_s)
         finally:
             self._awaited[digest] -= 1
             if not self._awaited[digest]:
@@ -194,6 +213,7 @@ class HostTier:
             with closing(await loop.run_in_executor(self._threads, hold, path)):
                 layout = await loop.run_in_executor(self._threads, read_slab_layout, path)
                 extents = await self._place(digest, layout)
+                started = self._clock()
                 try:
                     await loop.run_in_executor(self._threads, self._copy, path, layout, extents)
                 except BaseException:
@@ -204,21 +224,37 @@ class HostTier:
         except (OSError, SlabError) as error:
             log.error("adapter %.12s cannot be read: %s", digest, error)
             raise SlabUnavailable("its packed weights cannot be read from disk") from error
-        self._arena.finish(digest)
+        load_s = self._clock() - started
+        self._arena.finish(digest, load_s)
         self._layouts[digest] = layout
+        self._load_s[digest] = load_s
 
     async def _place(self, digest: str, layout: SlabLayout) -> tuple[int, ...]:
         """Wait for room. It comes: the engine holds a pin only for the time of a copy."""
-        refusal = self._arena.refusal(layout.runs)
-        if refusal is not None:
-            raise SlabUnavailable(f"{refusal} (option host_adapter_memory)")
         while True:
             self._room.clear()
-            placement = self._arena.place(digest, layout.runs, self._awaited)
+            placement = self._try_to_place(digest, layout)
             if placement is not None:
                 self._forget_evicted()
                 return placement.extents
             await self._room.wait()
+
+    def _try_to_place(self, digest: str, layout: SlabLayout) -> Placement | None:
+        """None: not now. Raises SlabUnavailable if never.
+
+        Pins that leave no room are set aside: what is pinned lies on the device too, so its copy
+        here is worth less than another's service.
+        """
+        arena, pins = self._arena, self._arena.pins
+        if arena.refusal(layout.runs) is not None:
+            arena.pin_only(())
+        try:
+            refusal = arena.refusal(layout.runs)
+            if refusal is not None:
+                raise SlabUnavailable(f"{refusal} (option host_adapter_memory)")
+            return arena.place(digest, layout.runs, self._awaited)
+        finally:
+            arena.pin_only(pins)
 
     def _copy(self, path: Path, layout: SlabLayout, extents: tuple[int, ...]) -> None:
         copy_runs(path, self._memory, extents)
@@ -226,3 +262,4 @@ class HostTier:
     def _forget_evicted(self) -> None:
         for digest in [d for d in self._layouts if self._arena.stage(d) == "absent"]:
             del self._layouts[digest]
+            self._load_s.pop(digest, None)

@@ -83,7 +83,7 @@ class Inspector:
             host_extents=self._tier.extents,
             prompt_tokens=stats.prompt_tokens,
             output_tokens=self._output_tokens,
-            evictions=stats.evictions,
+            evictions=sum(stats.evictions.values()),
             preemptions=stats.preemptions,
             restarts=self._restarts,
             in_use=tuple(in_use.items())[:MAX_PLACES],

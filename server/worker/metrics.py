@@ -3,6 +3,7 @@
 Labels are few and closed: no name, digest or id is one.
 """
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 from adapters.errors import AdapterErrorCode
 from adapters.meters import COUNT_BUCKETS, LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
 from adapters.ref import RefSource
+from server.engine.eviction import EvictionReason
 from server.engine.messages import EngineReady, EngineStats, StepOutput
 from server.protocol import ErrorCode, Finish
 
@@ -33,7 +35,8 @@ class WorkerMetrics:
         self._declare_kv()
         self._declare_adapters()
         self._declare_loads()
-        self._seen = EngineStats(0, 0, 0, (), (), 0, 0, 0, 0)
+        self._seen = EngineStats(0, 0, 0, (), (), 0, 0, 0)
+        self._seen_on_host: dict[EvictionReason, int] = {}
 
     def _declare_work(self) -> None:
         meters = self.meters
@@ -113,7 +116,7 @@ class WorkerMetrics:
         self.evictions = meters.counter(
             "adapter_evictions",
             "Adapters that left a tier, by reason",
-            {"tier": ("device",), "reason": ("room",)},
+            {"tier": ("device", "host"), "reason": get_args(EvictionReason)},
         )
         self.reloads = meters.counter(
             "adapter_reloads",
@@ -152,7 +155,7 @@ class WorkerMetrics:
         """A new engine counts from zero."""
         self.total_pages.set(ready.total_pages)
         self.adapter_limit.labels("device").set(ready.arena_bytes)
-        self._seen = EngineStats(0, 0, 0, (), (), 0, 0, 0, 0)
+        self._seen = EngineStats(0, 0, 0, (), (), 0, 0, 0)
 
     def stepped(self, output: StepOutput) -> None:
         if output.num_tokens:
@@ -189,7 +192,20 @@ class WorkerMetrics:
             (self.preemptions, seen.preemptions, stats.preemptions),
             (self.prefix_hits, seen.prefix_hit_tokens, stats.prefix_hit_tokens),
             (self.prompt_tokens, seen.prompt_tokens, stats.prompt_tokens),
-            (self.evictions.labels("device", "room"), seen.evictions, stats.evictions),
         )
         for counter, before, now in counters:
             counter.inc(max(now - before, 0))
+        self._note_evictions("device", seen.evictions, stats.evictions)
+
+    def note_host_evictions(self, evictions: Mapping[EvictionReason, int]) -> None:
+        seen, self._seen_on_host = self._seen_on_host, dict(evictions)
+        self._note_evictions("host", seen, evictions)
+
+    def _note_evictions(
+        self,
+        tier: str,
+        seen: Mapping[EvictionReason, int],
+        evictions: Mapping[EvictionReason, int],
+    ) -> None:
+        for reason, count in evictions.items():
+            self.evictions.labels(tier, reason).inc(max(count - seen.get(reason, 0), 0))

@@ -75,7 +75,7 @@ STATUS_INTERVAL_S = 0.5
 FLUSH_S = 1.0
 
 State = Literal["starting", "ready", "engine_lost", "draining"]
-_NO_STATS = EngineStats(0, 0, 0, (), (), 0, 0, 0, 0)
+_NO_STATS = EngineStats(0, 0, 0, (), (), 0, 0, 0)
 
 
 class Worker:
@@ -327,7 +327,7 @@ class Worker:
             self.to_engine(SlabMissing(digest, str(error)))
         else:
             self._adapter_meter.staged(digest)
-            self.to_engine(SlabStaged(staged.layout, staged.extents))
+            self.to_engine(SlabStaged(staged.layout, staged.extents, staged.load_s))
 
     def to_engine(self, frame: ToEngine) -> None:
         if self._supervisor is not None:
@@ -382,8 +382,7 @@ class Worker:
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type."""
-        self._metrics.adapters.labels("host").set(self._tier.num_adapters)
-        self._metrics.adapter_bytes.labels("host").set(self._tier.used_bytes)
+        self._tier.measure()
         return self._metrics.meters.render(accept)
 
     # The end
@@ -396,5 +395,4 @@ class Worker:
         except TimeoutError:
             log.warning("%d sequences did not end in time", len(self._table))
             self._deliver(self._table.end_all("draining", "the worker was stopped"))
-        for connection in list(self._connections.values()):
-            await connection.flush(FLUSH_S)
+        await asyncio.gather(*(c.flush(FLUSH_S) for c in self._connections.values()))

@@ -151,7 +151,7 @@ class Harness:
 
     def finish_copies(self) -> None:
         for done in self.executor.finished_copies():
-            self.scheduler.copy_done(done)
+            self.scheduler.copy_done(done, self.now)
         self.drain()
 
     def cycle(self) -> bool:

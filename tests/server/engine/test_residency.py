@@ -46,7 +46,7 @@ def test_evicts_the_least_recently_used_and_only_as_many_as_needed() -> None:
     assert "".join(arena.ready) == "bca"
     assert arena.place("d", (1, 1)) is not None
     assert "".join(arena.ready) == "ca"
-    assert arena.evictions == 1
+    assert arena.evictions == {"bytes": 1}
 
 
 def test_spares_a_small_old_adapter_when_a_larger_one_must_go_anyway() -> None:
@@ -72,7 +72,7 @@ def test_leased_loading_and_kept_adapters_stay() -> None:
     assert arena.place("loading", (1,)) is not None
     ready(arena, "kept", (1,))
     assert arena.place("new", (1,), keep={"kept"}) is None
-    assert arena.evictions == 0
+    assert not arena.evictions
     assert arena.place("new", (1,)) is not None
     assert arena.stage("kept") == "absent"
     assert arena.stage("leased") == "ready"
@@ -98,7 +98,7 @@ def test_forms_a_contiguous_run_by_evicting_neighbours() -> None:
     assert placement is not None
     first = placement.extents[0]
     assert {first, first + 1} in ({1, 2}, {4, 5})
-    assert arena.evictions == 2, "those beside the run stay"
+    assert arena.evictions == {"bytes": 2}, "those beside the run stay"
     arena.check_invariants()
 
 
@@ -109,7 +109,7 @@ def test_no_room_for_a_run_between_leased_adapters() -> None:
         if extent % 2:
             arena.acquire(digest)
     assert arena.place("long", (2,)) is None
-    assert arena.evictions == 0
+    assert not arena.evictions
     leased = [d for d, x in at.items() if x % 2]
     assert not arena.would_fit((2,), ())
     assert arena.would_fit((2,), leased[:1])

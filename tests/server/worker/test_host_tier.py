@@ -61,9 +61,9 @@ def memory() -> HostMemory:
 
 @pytest.fixture
 def tier(disk: Disk, threads: ThreadPoolExecutor, memory: HostMemory) -> HostTier:
-    return HostTier(
-        memory.view, AdapterArena(EXTENTS, EXTENT, EXTENTS), disk.open, threads, WorkerMetrics()
-    )
+    """All loads take the same time, as its clock stands still."""
+    arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
+    return HostTier(memory.view, arena, disk.open, threads, WorkerMetrics(), lambda: 0.0)
 
 
 async def test_bytes_lie_where_the_answer_says(
@@ -86,7 +86,7 @@ async def test_callers_at_once_share_one_staging(tier: HostTier, disk: Disk) -> 
     waiting = [asyncio.create_task(tier.acquire("a")) for _ in range(5)]
     disk.gate.set()
     staged = await asyncio.gather(*waiting)
-    assert len(set(staged)) == 1
+    assert len({slab.extents for slab in staged}) == 1
     assert disk.opened == ["a"]
 
 
@@ -102,7 +102,7 @@ async def test_the_unpinned_go_first_the_pinned_never(tier: HostTier, disk: Disk
     assert disk.opened == list("abcde")
 
 
-async def test_the_least_recently_used_is_evicted(tier: HostTier, disk: Disk) -> None:
+async def test_the_least_used_is_evicted(tier: HostTier, disk: Disk) -> None:
     for digest in "abcde":
         disk.add(digest)
         await tier.acquire(digest)
@@ -241,3 +241,52 @@ async def test_hints_are_bounded_and_may_fail(tier: HostTier, disk: Disk) -> Non
     await until(lambda: last in disk.opened and tier.stage(last) == "absent")
     assert set(disk.opened) == {"a", *(f"absent {number}" for number in range(MAX_HINTS))}
     assert tier.used_bytes == EXTENT
+
+
+async def use(tier: HostTier, *digests: str) -> None:
+    for digest in digests:
+        await tier.acquire(digest)
+        tier.release(digest)
+
+
+async def test_the_pinned_stay_while_others_have_room(tier: HostTier, disk: Disk) -> None:
+    for digest in "abcdefgh":
+        disk.add(digest)
+    tier.pin_only("a")
+    await use(tier, *"abcdefgh", *"bcdefgh")
+    assert tier.stage("a") == "ready"
+    assert disk.opened.count("a") == 1
+    tier.pin_only("")
+    await use(tier, *"bcdefgh")
+    assert tier.stage("a") == "absent"
+
+
+async def test_pins_that_leave_no_room_do_not_stop_the_service(tier: HostTier, disk: Disk) -> None:
+    for digest in "abcde":
+        disk.add(digest)
+    tier.pin_only("abcd")
+    await use(tier, *"abcd")
+    await asyncio.wait_for(use(tier, "e"), 30)
+    assert tier.stage("e") == "ready"
+    assert [tier.stage(d) for d in "abcd"].count("ready") == 3
+    disk.add("huge", EXTENTS + 1)
+    with pytest.raises(SlabUnavailable, match="host_adapter_memory"):
+        await tier.acquire("huge")
+
+
+async def test_evictions_are_counted_by_reason(tier: HostTier, disk: Disk) -> None:
+    for digest in "abcde":
+        disk.add(digest)
+    await use(tier, *"abcde")
+    await tier.evict("e")
+    assert tier.evictions == {"bytes": 1, "order": 1}
+
+
+async def test_the_time_of_a_load_is_told_once(
+    disk: Disk, threads: ThreadPoolExecutor, memory: HostMemory
+) -> None:
+    ticks = iter([10.0, 10.5])
+    arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
+    tier = HostTier(memory.view, arena, disk.open, threads, WorkerMetrics(), lambda: next(ticks))
+    disk.add("a")
+    assert [(await tier.acquire("a")).load_s for _ in range(2)] == [0.5, 0.0]

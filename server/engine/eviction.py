@@ -1,0 +1,104 @@
+"""What an adapter's place in an arena is worth: how often it is used, what it costs to load again,
+how much room it takes. Pure.
+
+It knows neither extents nor leases: `AdapterArena` asks it only for an order among those that may
+go. Its clock is the count of uses.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Literal
+
+EvictionReason = Literal[
+    "bytes",  # another adapter needed more extents than were free
+    "runs",  # enough extents were free, but no run of them as long as needed
+    "slots",  # another adapter needed a slot
+    "order",  # the operator's wish
+]
+
+MAX_REMEMBERED = 16_384
+# A use counts half after so many others for each adapter that is held.
+HALF_LIFE_TURNS = 8
+# The most recently used are spared while others make room: one part of so many. A new adapter has
+# so much time to show that it will be used again.
+NEWEST_SHARE = 4
+# No adapter's seconds a byte count for more than eight times the usual, or for less than an eighth.
+MAX_DENSITY_LOG2 = 3.0
+
+
+class _Record:
+    """frequency: uses, each decayed up to `at`. density: log2 of seconds an extent, smoothed;
+    None = not measured."""
+
+    __slots__ = ("at", "density", "frequency")
+
+    def __init__(self, at: int) -> None:
+        self.frequency = 0.0
+        self.at = at
+        self.density: float | None = None
+
+
+class Worth:
+    """Worth = frequency x cost / size, as in GreedyDual-Size-Frequency (Cherkasova, HP Labs
+    HPL-98-69, 1998). What ages it is the frequency: of each use 0.5^(age / half-life) counts, as in
+    LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001).
+
+    Frequencies outlast eviction, for MAX_REMEMBERED adapters: one that comes and goes gathers
+    uses, while each of a scan has one and goes first.
+    """
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._uses = 0
+        self._usual: float | None = None  # density, smoothed over all loads
+
+    def used(self, digest: str, num_held: int) -> None:
+        """One more use. num_held: adapters that the arena holds."""
+        self._uses += 1
+        record = self._record(digest)
+        decay = math.exp2((record.at - self._uses) / _half_life(num_held))
+        record.frequency = 1.0 + record.frequency * decay
+        record.at = self._uses
+
+    def loaded(self, digest: str, num_extents: int, load_s: float | None) -> None:
+        """It is here now. load_s: seconds that this load took, without waits for room; None = not
+        measured."""
+        record = self._record(digest)
+        if load_s is None:
+            return
+        density = math.log2(max(load_s, 1e-6) / num_extents)
+        usual = density if self._usual is None else self._usual
+        # One load may have been slow by chance: the first counts half.
+        record.density = (density + (usual if record.density is None else record.density)) / 2
+        self._usual = usual + (density - usual) / 16
+
+    def cheapest_first(self, digests: Sequence[str], num_held: int) -> list[str]:
+        """digests: least recently used first; of equal worth these go first."""
+        half_life = _half_life(num_held)
+
+        def worth(digest: str) -> float:  # its log2, but for what is the same for all
+            record = self._records.get(digest)
+            if record is None:
+                return -math.inf
+            frequency = math.log2(max(1.0, record.frequency))
+            return frequency + record.at / half_life + self._dearness(record)
+
+        split = len(digests) - len(digests) // NEWEST_SHARE
+        return [*sorted(digests[:split], key=worth), *digests[split:]]
+
+    def _dearness(self, record: _Record) -> float:
+        if record.density is None or self._usual is None:
+            return 0.0
+        return min(max(record.density - self._usual, -MAX_DENSITY_LOG2), MAX_DENSITY_LOG2)
+
+    def _record(self, digest: str) -> _Record:
+        record = self._records.setdefault(digest, _Record(self._uses))
+        self._records.move_to_end(digest)
+        if len(self._records) > MAX_REMEMBERED:
+            self._records.popitem(last=False)
+        return record
+
+
+def _half_life(num_held: int) -> int:
+    return HALF_LIFE_TURNS * max(4, num_held)

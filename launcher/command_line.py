@@ -29,6 +29,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "adapter_timeout_s",
         }
     ),
+    "Telemetry": frozenset({"metrics_adapters", "metrics_compat"}),
     "Sharing": frozenset({"redis", "redis_password", "redis_prefix", "redis_timeout_s"}),
     "Memory": frozenset(
         {

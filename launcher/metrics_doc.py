@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from adapters.meters import Declared, Meters
 from adapters.sources.hub import HubSource
+from router.compat_metrics import COMPAT_PREFIX, CompatMetrics
 from router.config import RouterConfig
 from router.service import build_service
 from server.worker.metrics import WorkerMetrics
@@ -27,13 +28,30 @@ Histograms end in `_bucket`, `_sum` and `_count`.
   `WorkerMetrics` (`server/worker/metrics.py`), or a gauge that is read at each scrape
   (`router/state_metrics.py`). A label lists its values where it is declared.
 """
+_COMPAT = """\
+With `--metrics-compat` a router also answers with the names that llm-d and the Gateway API
+Inference Extension read from vLLM's model servers, so that they can pick among routers as they pick
+among those: `loraplex serve` in a pod, or a router with workers of its own.
+`vllm:lora_adapter_loaded` tells of devices (`level="gpu"`) alone: what lies in host memory changes
+too much to be told twice a second.
+
+"""
 _COLUMNS = "| name | kind | labels | meaning |\n| --- | --- | --- | --- |\n"
 
 
 def router_meters() -> Meters:
     """All that a router declares."""
+    config = RouterConfig(workers=())
+    return build_service(config, CollectorRegistry(), HubSource()).metrics.meters
+
+
+def compat_meters() -> Meters:
+    """What it adds with `--metrics-compat`."""
     service = build_service(RouterConfig(workers=()), CollectorRegistry(), HubSource())
-    return service.metrics.meters
+    meters = Meters(CollectorRegistry(), COMPAT_PREFIX)
+    aliases = service.catalog.rules.aliases
+    CompatMetrics(service.base, service.fleet, aliases, service.admin.use).declare(meters)
+    return meters
 
 
 def worker_meters() -> Meters:
@@ -47,16 +65,17 @@ def render() -> str:
             _HEAD,
             _section("Router", router_meters().declared),
             _section("Worker", worker_meters().declared),
+            _section("For gateways", compat_meters().declared, _COMPAT),
         ]
     )
 
 
-def _section(title: str, families: Iterable[Declared]) -> str:
+def _section(title: str, families: Iterable[Declared], text: str = "") -> str:
     lines = (
         f"| `{family.name}` | {family.kind} | {_labels(family)} | {family.text} |\n"
         for family in families
     )
-    return f"## {title}\n\n{_COLUMNS}{''.join(lines)}"
+    return f"## {title}\n\n{text}{_COLUMNS}{''.join(lines)}"
 
 
 def _labels(family: Declared) -> str:

@@ -37,6 +37,10 @@ class AdapterUse:
             if alias == name and digest in (None, content)
         )
 
+    def in_use(self) -> list[tuple[str, str]]:
+        """Registered name and digest of each adapter that a running request named by its name."""
+        return [(name, digest) for name, digest in self._running if name is not None]
+
     def last_used(self, digest: str) -> float | None:
         return self._last_used.get(digest)
 

@@ -81,6 +81,14 @@ class RouterConfig:
         default=4096,
         metadata={"min": 1, "help": "requests being answered at once, streams included"},
     )
+    metrics_adapters: int = field(
+        default=100,
+        metadata={"help": "registered adapters with metrics of their own: those with most tokens"},
+    )
+    metrics_compat: bool = field(
+        default=False,
+        metadata={"help": "also the metrics that llm-d and Gateway API read from vLLM's servers"},
+    )
     drain_timeout_s: float = field(
         default=30.0, metadata={"help": "longest wait for running answers when told to stop"}
     )

@@ -19,6 +19,7 @@ from router.generation import AnswerHead, GenerationCall, RequestError
 from router.generation_run import Generation, PromptTask
 from router.metrics import RouterMetrics
 from router.prompts import build_prompts, resolve_sampling
+from router.request_meter import RequestMeter
 from router.sequence_run import Inbox, RunContext
 from router.served import ServedAdapter
 from router.text.model import TextModel
@@ -99,7 +100,8 @@ class Dispatcher:
             PromptTask(index, prompt, sampling, _seed(call, index, head.seed))
             for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
-        return Generation(call, head, model, tasks, context, started, held.pop_all().close)
+        meter = RequestMeter(self._metrics, adapter, started, loop.time)
+        return Generation(call, head, model, tasks, context, meter, held.pop_all().close)
 
     def _check_room(self, sequences: int) -> None:
         """Raises QueueFull; RequestError for more than the queue could ever hold."""

@@ -20,6 +20,7 @@ from router.generation import (
     TextToken,
 )
 from router.prompts import Prompt
+from router.request_meter import ChoiceTimes, RequestMeter
 from router.sequence_run import RunContext, SequenceRun
 from router.text.model import TextModel
 from router.text.stream import ChoiceStream, prompt_tokens
@@ -39,16 +40,15 @@ class PromptTask(msgspec.Struct, frozen=True):
 
 
 class _Choice:
-    """One sequence and its text. first_at, last_at: when tokens came, on the loop's clock."""
+    """One sequence and its text."""
 
-    __slots__ = ("first_at", "last_at", "num_tokens", "run", "stream", "task")
+    __slots__ = ("run", "stream", "task", "times")
 
     def __init__(self, task: PromptTask, stream: ChoiceStream, run: SequenceRun) -> None:
         self.task = task
         self.stream = stream
         self.run = run
-        self.first_at = self.last_at = 0.0
-        self.num_tokens = 0
+        self.times = ChoiceTimes()
 
 
 class Generation:
@@ -61,7 +61,7 @@ class Generation:
         model: TextModel,
         tasks: Sequence[PromptTask],
         context: RunContext,
-        started: float,
+        meter: RequestMeter,
         on_close: Callable[[], None],
     ) -> None:
         self.head = head
@@ -69,12 +69,10 @@ class Generation:
         self._call = call
         self.model = model
         self._context = context
-        self._started = started
+        self._meter = meter
         self._on_close = on_close
         self._announced: set[int] = set()
-        self._first_token_s: float | None = None
         self._closed = False
-        self._clock = asyncio.get_running_loop().time
         self._timer = asyncio.get_running_loop().call_at(
             context.deadline, context.inbox.fail, DeadlinePassed()
         )
@@ -86,7 +84,7 @@ class Generation:
             for choice in range(call.best_of)
         ]
         self._live = len(self._choices)
-        context.metrics.prompt_tokens.inc(sum(len(task.prompt.ids) for task in tasks))
+        meter.begins(sum(len(task.prompt.ids) for task in tasks))
 
     def _start_choice(self, task: PromptTask, choice: int, wire_id: str) -> _Choice:
         call = self._call
@@ -114,6 +112,7 @@ class Generation:
             try:
                 events = await self._context.inbox.take()
             except FAILURES as error:
+                self._meter.fails()
                 raise request_error(error, self._call.api) from error
             parts: list[Part] = []
             for slot, event in events:
@@ -131,7 +130,7 @@ class Generation:
     @property
     def timings(self) -> Timings:
         """Up to now."""
-        return Timings(self._clock() - self._started, first_token_s=self._first_token_s)
+        return Timings(self._meter.elapsed_s, first_token_s=self._meter.first_token_s)
 
     def close(self) -> None:
         """Aborts what still runs. May be called more than once."""
@@ -140,7 +139,7 @@ class Generation:
         self._closed = True
         self._timer.cancel()
         if self._live and not self._context.inbox.failed:
-            self._context.metrics.given_up.inc()
+            self._meter.is_given_up()
         for choice in self._choices:
             choice.run.stop()
         self._on_close()
@@ -149,7 +148,8 @@ class Generation:
         stream = choice.stream
         if stream.finish is not None:
             return
-        self._measure(choice, len(event.token_ids))
+        if event.token_ids:
+            self._meter.tokens(choice.times, len(event.token_ids), choice.run.start)
         if choice.task.index not in self._announced:
             self._announced.add(choice.task.index)
             info = self._prompt_info(choice.task, event)
@@ -162,7 +162,9 @@ class Generation:
             self._live -= 1
             if stream.must_abort:
                 choice.run.stop()
-            self._measure_end(choice)
+            self._meter.choice_ends(choice.times)
+            if not self._live:
+                self._meter.ends()
 
     def _prompt_info(self, task: PromptTask, event: TokenEvent) -> PromptInfo:
         prompt = task.prompt
@@ -173,27 +175,3 @@ class Generation:
         return PromptInfo(
             task.index, prompt.text, len(prompt.ids), event.cached_tokens or 0, tokens
         )
-
-    def _measure(self, choice: _Choice, num_tokens: int) -> None:
-        if not num_tokens:
-            return
-        now = self._clock()
-        metrics = self._context.metrics
-        metrics.generated_tokens.inc(num_tokens)
-        if choice.num_tokens:
-            metrics.token_gap_s.observe(now - choice.last_at)
-        else:
-            choice.first_at = now
-            if self._first_token_s is None:
-                self._first_token_s = now - self._started
-                metrics.first_token_s.labels(choice.run.start).observe(self._first_token_s)
-        choice.num_tokens += num_tokens
-        choice.last_at = now
-
-    def _measure_end(self, choice: _Choice) -> None:
-        metrics = self._context.metrics
-        if choice.num_tokens > 1:
-            decode_s = choice.last_at - choice.first_at
-            metrics.output_token_s.observe(decode_s / (choice.num_tokens - 1))
-        if not self._live:
-            metrics.request_s.observe(self._clock() - self._started)

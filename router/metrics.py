@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from adapters.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
 from router.generation import Cause
 from router.placement import Reason
+from router.top_adapters import TopAdapters
 from server.protocol import ErrorCode
 
 # How a sequence began: without an adapter; with one on the worker's device; with one that was not.
@@ -17,10 +18,14 @@ Start = Literal["base", "warm", "cold"]
 
 
 class RouterMetrics:
-    """Families are attributes; `meters` declares more, and gauges that are read at each scrape."""
+    """Families are attributes; `meters` declares more, and gauges that are read at each scrape.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    max_adapters: those that have series of their own.
+    """
+
+    def __init__(self, registry: CollectorRegistry, max_adapters: int) -> None:
         self.meters = Meters(registry, "loraplex_")
+        self.top_adapters = TopAdapters(max_adapters)
         self._declare_requests()
         self._declare_tokens()
         self._declare_placement()

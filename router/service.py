@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from prometheus_client import CollectorRegistry
 
 from adapters.errors import AdapterError
-from adapters.meters import watch_loop_lag
+from adapters.meters import Meters, watch_loop_lag
 from adapters.ref import AdapterRef, parse_ref
 from router.adapter_admin import AdapterAdmin
 from router.adapter_use import AdapterUse
@@ -22,6 +22,7 @@ from router.aliases import MemoryAliases
 from router.answering import Answerer
 from router.base_model import BaseModel
 from router.catalog import Catalog, CatalogRules
+from router.compat_metrics import COMPAT_PREFIX, CompatMetrics
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, DispatchLimits
 from router.fleet import Fleet
@@ -97,7 +98,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     """Raises ConfigError."""
     _check_workers(config)
     sharing = _sharing(config)
-    metrics = RouterMetrics(registry)
+    metrics = RouterMetrics(registry, config.metrics_adapters)
     base = BaseModel(config)
     fleet = Fleet(
         WaitingQueue(config.max_queue, config.max_queue_bytes),
@@ -112,6 +113,9 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use)
     answerer = Answerer(base, dispatcher, config.max_body_bytes, metrics)
     watch_state(metrics, fleet, catalog, dispatcher)
+    if config.metrics_compat:
+        compat = CompatMetrics(base, fleet, catalog.rules.aliases, use)
+        compat.declare(Meters(registry, COMPAT_PREFIX))
     card = _saved_card(config)
     file = _adapters_file(config, admin)
     metrics.meters.watch(

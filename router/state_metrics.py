@@ -1,12 +1,16 @@
 """Gauges of a router's state, read when somebody scrapes: queue, workers, adapters."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from adapters.meters import Row
+from router.aliases import AliasStore
 from router.catalog import Catalog
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
+from router.top_adapters import Count
 from router.worker_session import WorkerSession
 
 # What a worker is to this router.
@@ -28,6 +32,52 @@ def watch_state(
         lambda: sum(alias.in_service for alias in catalog.rules.aliases.all()),
     )
     _watch_workers(metrics, fleet)
+    _watch_adapters(metrics, catalog.rules.aliases)
+
+
+def _watch_adapters(metrics: RouterMetrics, aliases: AliasStore) -> None:
+    """Labels are registered names, as many as `top_adapters` shows; besides `_base`, `_other`."""
+    top = metrics.top_adapters
+
+    def is_registered(name: str) -> bool:
+        registration = aliases.get(name)
+        return registration is not None and registration.state != "deleted"
+
+    def rows(what: Count) -> Iterable[Row]:
+        top.settle(time.monotonic(), is_registered)
+        return top.rows(what)
+
+    texts: tuple[tuple[Count, str], ...] = (
+        ("requests", "Requests that began"),
+        ("errors", "Requests that failed after they began"),
+        ("prompt_tokens", "Prompt tokens"),
+        ("generated_tokens", "Tokens received from workers"),
+    )
+    for what, text in texts:
+        metrics.meters.rows(
+            f"adapter_{what}",
+            "counter",
+            f"{text}, by adapter: `_base`, the registered ones with most tokens, `_other`",
+            {"adapter": ()},
+            partial(rows, what),
+        )
+    metrics.meters.rows(
+        "adapter_info",
+        "gauge",
+        "1 for each adapter that has series of its own: what it is",
+        {"adapter": (), "state": (), "rank": (), "pinned": ()},
+        lambda: _infos(aliases, top.shown),
+    )
+
+
+def _infos(aliases: AliasStore, names: Iterable[str]) -> Iterator[Row]:
+    for name in names:
+        registration = aliases.get(name)
+        if registration is not None:
+            content = registration.content
+            rank = "" if content is None else str(max(content.manifest.ranks, default=0))
+            pinned = str(registration.pinned).lower()
+            yield (name, registration.state, rank, pinned), 1.0
 
 
 def _watch_workers(metrics: RouterMetrics, fleet: Fleet) -> None:

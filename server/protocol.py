@@ -235,7 +235,10 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True, tag="as"):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
-    """Hints, twice a second. ready: the engine takes work. resident, loading: adapter digests."""
+    """Hints, twice a second. ready: the engine takes work. resident, loading: adapter digests.
+
+    adapter_slots: adapters that may be on the device at once.
+    """
 
     worker_id: str
     epoch: int
@@ -249,6 +252,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     resident: tuple[str, ...]
     loading: tuple[str, ...]
     step: int
+    adapter_slots: int = 0
 
 
 TierStage = Literal["absent", "loading", "ready"]

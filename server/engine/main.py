@@ -129,6 +129,7 @@ def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:
         extent_bytes=limits.extent_bytes,
         dtype=config.dtype,
         device=config.device,
+        adapter_slots=limits.adapter_slots,
         summary=(
             f"KV cache: {limits.num_pages * limits.page_size} tokens "
             f"({limits.num_pages} pages of {limits.page_size})",

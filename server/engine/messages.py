@@ -73,6 +73,7 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
     dtype: str
     device: str
     summary: tuple[str, ...] = ()
+    adapter_slots: int = 0
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="ef"):

@@ -110,7 +110,7 @@ class Worker:
         self._connections: dict[int, RouterConnection] = {}
         self._supervisor: EngineSupervisor | None = None
         self._stats = _NO_STATS
-        self._total_pages = 0
+        self._total_pages = self._adapter_slots = 0
         self._step = 0
         self._epoch = 0
         self._staging: dict[str, asyncio.Task[None]] = {}
@@ -257,7 +257,7 @@ class Worker:
             self._publish_card(ready)
         else:
             log.info("the engine is ready again")
-        self._total_pages = ready.total_pages
+        self._total_pages, self._adapter_slots = ready.total_pages, ready.adapter_slots
         self._inspector.engine_ready(ready)
         self._metrics.engine_started(ready)
         self._stats = msgspec.structs.replace(_NO_STATS, free_pages=ready.total_pages)
@@ -363,6 +363,7 @@ class Worker:
             resident=self._stats.resident,
             loading=self._stats.loading,
             step=self._step,
+            adapter_slots=self._adapter_slots,
         )
 
     def _broadcast_status(self) -> None:

@@ -1,0 +1,78 @@
+"""Measures one request from its start to its end: latencies, tokens, its adapter's share."""
+
+from collections.abc import Callable
+
+from router.metrics import RouterMetrics, Start
+from router.served import ServedAdapter
+from router.top_adapters import BASE, COUNTS, OTHER
+
+_REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS = range(len(COUNTS))
+
+
+class ChoiceTimes:
+    """One sequence's. first_at, last_at: when tokens came, on the meter's clock."""
+
+    __slots__ = ("first_at", "last_at", "num_tokens")
+
+    def __init__(self) -> None:
+        self.first_at = self.last_at = 0.0
+        self.num_tokens = 0
+
+
+class RequestMeter:
+    """started: when the request came, on `clock`."""
+
+    def __init__(
+        self,
+        metrics: RouterMetrics,
+        adapter: ServedAdapter | None,
+        started: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.started = started
+        self.first_token_s: float | None = None
+        self._metrics = metrics
+        self._clock = clock
+        self._top = metrics.top_adapters
+        # What nobody registered has no name here: callers choose it.
+        self._name = BASE if adapter is None else adapter.alias or OTHER
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self.started
+
+    def begins(self, num_prompt_tokens: int) -> None:
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._top.count(self._name, _REQUESTS)
+        self._top.count(self._name, _PROMPT_TOKENS, num_prompt_tokens)
+
+    def tokens(self, times: ChoiceTimes, count: int, start: Start) -> None:
+        """Generated ones of a choice came. start: how its worker had the adapter."""
+        now = self._clock()
+        metrics = self._metrics
+        metrics.generated_tokens.inc(count)
+        self._top.count(self._name, _GENERATED_TOKENS, count)
+        if times.num_tokens:
+            metrics.token_gap_s.observe(now - times.last_at)
+        else:
+            times.first_at = now
+            if self.first_token_s is None:
+                self.first_token_s = now - self.started
+                metrics.first_token_s.labels(start).observe(self.first_token_s)
+        times.num_tokens += count
+        times.last_at = now
+
+    def choice_ends(self, times: ChoiceTimes) -> None:
+        if times.num_tokens > 1:
+            decode_s = times.last_at - times.first_at
+            self._metrics.output_token_s.observe(decode_s / (times.num_tokens - 1))
+
+    def ends(self) -> None:
+        """The answer is whole."""
+        self._metrics.request_s.observe(self.elapsed_s)
+
+    def fails(self) -> None:
+        self._top.count(self._name, _ERRORS)
+
+    def is_given_up(self) -> None:
+        self._metrics.given_up.inc()

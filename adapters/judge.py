@@ -14,6 +14,7 @@ from adapters.errors import AdapterError
 from adapters.floats import float_digest, is_finite
 from adapters.header import TensorInfo
 from adapters.inferred_base import infer_base
+from adapters.layout import room_problem
 from adapters.manifest import AdapterManifest
 from adapters.peft_format import CONFIG_FILE, PeftConfig, parse_config
 from adapters.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
@@ -66,6 +67,7 @@ def judge_folder(folder: Path, base: BaseSpec | None, limits: AdapterLimits) -> 
         findings.raise_if_any()
         if adapter is None:
             raise AssertionError("a config that cannot be read left no violation")
+        _check_room(adapter, base, limits)
         digest = _digest(adapter.config, template, weights)
     return Judged(_manifest(digest, adapter, template), adapter)
 
@@ -94,6 +96,7 @@ def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
     findings.raise_if_any()
     if adapter is None:
         raise AssertionError("a config that cannot be read left no violation")
+    _check_room(adapter, base, limits)
     return adapter
 
 
@@ -150,6 +153,12 @@ def _check_values(
                 "save_embedding_layers=False"
             )
             findings.add("base_weights_changed", tensor.name, message)
+
+
+def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> None:
+    problem = None if limits.room is None else room_problem(adapter, base, limits.room)
+    if problem is not None:
+        raise AdapterError("too_large", problem)
 
 
 def _digest(config: PeftConfig, template: str | None, weights: WeightsFile) -> str:

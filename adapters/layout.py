@@ -6,7 +6,7 @@ import msgspec
 
 from adapters.base import LAYER_SITES, MODEL_SITES, SITE_PROJECTIONS, BaseSpec, SiteKind
 from adapters.manifest import SiteLayout, SlabDtype, SlabLayout
-from adapters.validate import LoraTensors, ModuleLora
+from adapters.validate import LoraTensors, ModuleLora, SlabRoom
 
 ALIGNMENT = 256
 SLAB_ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -47,6 +47,22 @@ def make_layout(
         runs=cursor.runs(),
         sites=tuple(sites),
     )
+
+
+def room_problem(adapter: LoraTensors, base: BaseSpec, room: SlabRoom) -> str | None:
+    """Why an adapter can never be served from this memory, or None. Names the option to raise."""
+    layout = make_layout(adapter, base, "", room.dtype, room.extent_bytes)
+    for option, nbytes in (
+        ("adapter_memory", room.device_bytes),
+        ("host_adapter_memory", room.host_bytes),
+    ):
+        if layout.nbytes > nbytes // room.extent_bytes * room.extent_bytes:
+            return (
+                f"the adapter takes {layout.nbytes} bytes of memory (packed in {room.dtype}), more "
+                f"than the {nbytes} bytes that the worker has for all adapters: the operator can "
+                f"raise its option {option} to {layout.nbytes} or more"
+            )
+    return None
 
 
 def a_matrix(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix:

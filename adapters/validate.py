@@ -11,6 +11,7 @@ import msgspec
 
 from adapters.base import BaseSpec, ModuleShape, module_path
 from adapters.header import TensorInfo
+from adapters.manifest import SlabDtype
 from adapters.peft_format import PeftConfig
 from adapters.targeting import Targeting
 from adapters.violations import Findings, shown
@@ -32,17 +33,31 @@ _LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>.+)"
 _HUB_CACHE = re.compile(r"models--(?:[^/]+--)?(?P<name>[^/]+?)(?=/|$)")
 
 
+class SlabRoom(msgspec.Struct, frozen=True):
+    """The memory that packed adapters are served from. An adapter must fit into each part alone.
+
+    device_bytes, host_bytes: options `adapter_memory` and `host_adapter_memory`.
+    """
+
+    dtype: SlabDtype
+    extent_bytes: int
+    device_bytes: int
+    host_bytes: int
+
+
 class AdapterLimits(msgspec.Struct, frozen=True):
     """What the operator allows.
 
     max_bytes: of one adapter's files. max_store_bytes: of a store's content and slabs together.
     allow_other_base: accept a config that names another base model, if the shapes fit.
+    room: None = the packed size is not limited.
     """
 
     max_bytes: int = MAX_ADAPTER_BYTES
     max_lora_rank: int = MAX_LORA_RANK
     allow_other_base: bool = False
     max_store_bytes: int = MAX_STORE_BYTES
+    room: SlabRoom | None = None
 
 
 class ModuleLora(msgspec.Struct, frozen=True):

@@ -3,26 +3,30 @@
 from adapters.base import BaseSpec
 from adapters.sources.enabled import open_sources
 from adapters.store import AdapterStore
-from adapters.validate import AdapterLimits
-from server.config import WorkerConfig
+from adapters.validate import AdapterLimits, SlabRoom
+from server.config import EngineConfig, WorkerConfig
 
 
-def open_store(config: WorkerConfig, base: BaseSpec) -> AdapterStore:
-    """Raises AdapterError when the cache folder cannot be used, or a source has what is no host."""
+def open_store(config: WorkerConfig, base: BaseSpec, engine: EngineConfig) -> AdapterStore:
+    """engine: which serves them. Raises AdapterError when the cache folder cannot be used, or a
+    source has what is no host."""
     return AdapterStore(
         config.cache_dir,
         base,
         open_sources(
             config.hub_owners, config.adapter_roots, config.s3_buckets, config.https_hosts
         ),
-        adapter_limits(config),
+        adapter_limits(config, engine),
     )
 
 
-def adapter_limits(config: WorkerConfig) -> AdapterLimits:
+def adapter_limits(config: WorkerConfig, engine: EngineConfig) -> AdapterLimits:
     return AdapterLimits(
         max_bytes=config.max_adapter_bytes,
         max_lora_rank=config.max_lora_rank,
         allow_other_base=config.allow_other_base,
         max_store_bytes=config.adapter_disk,
+        room=SlabRoom(
+            engine.dtype, engine.extent_bytes, engine.adapter_memory, engine.host_arena_bytes
+        ),
     )

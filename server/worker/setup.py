@@ -100,7 +100,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     )
     memory = HostMemory(engine.host_arena_bytes)
     worker_id = config.worker_id or f"worker-{secrets.token_hex(4)}"
-    store = open_store(config, base)
+    store = open_store(config, base, engine)
     merger = Merger(store, config.merge_timeout_s)
     worker = _worker(config, worker_id, card, store, merger, engine, memory)
     return Prepared(worker, worker_id, names[0], engine, memory, merger)

@@ -15,10 +15,11 @@ from adapters.layout import (
     a_matrix,
     b_matrices,
     make_layout,
+    room_problem,
 )
 from adapters.manifest import SlabDtype, SlabLayout
 from adapters.peft_format import parse_config
-from adapters.validate import LoraTensors, ModuleLora
+from adapters.validate import LoraTensors, ModuleLora, SlabRoom
 from adapters.violations import Findings
 from tests.adapter_folders import ALL_PROJECTIONS, small_base
 
@@ -104,3 +105,23 @@ def test_every_run_is_used_and_sites_follow_the_order_of_a_step(
 def test_a_wrong_extent_is_a_fault_of_the_caller(extent: int) -> None:
     with pytest.raises(ValueError, match="multiple of 256"):
         make_layout(adapter({(0, "q_proj"): 1}), BASE, "d", "float32", extent)
+
+
+@settings(max_examples=50, deadline=None)
+@given(RANKS, DTYPES)
+def test_room_is_needed_in_each_memory_to_the_extent(
+    ranks: dict[tuple[int, str], int], dtype: SlabDtype
+) -> None:
+    extent = 2048
+    need = make_layout(adapter(ranks), BASE, "d", dtype, extent).nbytes
+
+    def problem(device: int, host: int) -> str:
+        room = SlabRoom(dtype, extent, device, host)
+        return room_problem(adapter(ranks), BASE, room) or ""
+
+    assert problem(need, need) == ""
+    for less in (1, extent):
+        assert f"option adapter_memory to {need}" in problem(need - less, need)
+        assert f"option host_adapter_memory to {need}" in problem(need, need - less)
+        assert f"takes {need} bytes" in problem(need - less, need)
+    assert problem(need + extent - 1, need + extent - 1) == ""

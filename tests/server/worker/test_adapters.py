@@ -142,16 +142,32 @@ async def test_another_digest_than_expected_is_a_violation(shell: Shell) -> None
         assert state.stage == "failed"
 
 
-async def test_an_adapter_larger_than_host_memory_ends_its_own_request_only(
-    shell: Shell, root: Path
+@pytest.mark.parametrize(
+    ("lora_rank", "option"), [(200, "adapter_memory"), (140, "host_adapter_memory")]
+)
+async def test_an_adapter_larger_than_the_memory_is_refused_before_any_request(
+    shell: Shell, root: Path, lora_rank: int, option: str
 ) -> None:
-    write_adapter(
-        root / "huge", base(), rank=200, targets=("q_proj", "o_proj", "gate_proj", "down_proj")
-    )
+    targets = ("q_proj", "o_proj", "gate_proj", "down_proj")
+    write_adapter(root / f"huge{lora_rank}", base(), rank=lora_rank, targets=targets)
     async with connected(shell) as router:
-        digest = await digest_of(router, "huge")
-        await router.send(request("huge", 4, digest), request("small", 4))
-        ended = await router.until_finished("huge", "small")
-        assert ended["huge"].error == "adapter_unavailable"
-        assert "host_adapter_memory" in (ended["huge"].message or "")
-        assert ended["small"].finish == "length"
+        await router.send(load(f"huge{lora_rank}"))
+        (state,) = await router.until_loaded(1)
+        assert (state.stage, state.error, state.violations) == ("failed", "too_large", ())
+        assert f"option {option} to" in (state.message or "")
+
+
+async def test_what_was_too_large_is_judged_again_with_more_memory(
+    tmp_path: Path, root: Path
+) -> None:
+    write_adapter(root / "wide", base(), rank=120, targets=("gate_proj", "down_proj"))
+    memory = ("--adapter-memory", "128KiB"), ("--adapter-memory", "4MiB")
+    stages = []
+    for options in (*memory, memory[0]):
+        with running(tmp_path, "--adapter-root", str(root), *options) as shell:
+            async with connected(shell) as router:
+                await router.send(load("wide"))
+                (state,) = await router.until_loaded(1)
+                stages.append((state.stage, state.error))
+    too_large = ("failed", "too_large")
+    assert stages == [too_large, ("ready", None), too_large]

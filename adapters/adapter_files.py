@@ -20,13 +20,14 @@ def is_relevant(name: str) -> bool:
     return name in (CONFIG_FILE, WEIGHTS_FILE) or name in TOKENIZER_FILES or is_unsafe(name)
 
 
-def small_files(listing: Mapping[str, int], limits: AdapterLimits) -> tuple[str, ...]:
-    """The files to fetch before the weights.
+def small_files(
+    listing: Mapping[str, int], limits: AdapterLimits, findings: Findings
+) -> tuple[str, ...]:
+    """The files to look at before the weights: those that are there and not too large.
 
-    listing: name -> bytes. Raises AdapterError: `invalid` when this is not an adapter that can be
-    served, `too_large` when its files together exceed the limit.
+    listing: name -> bytes. What is missing or too large is added to `findings`. Raises AdapterError
+    `too_large` when the files together exceed the limit.
     """
-    findings = Findings()
     if CONFIG_FILE not in listing:
         findings.add("missing_file", CONFIG_FILE, f"there is no {CONFIG_FILE}")
     if WEIGHTS_FILE not in listing:
@@ -36,18 +37,19 @@ def small_files(listing: Mapping[str, int], limits: AdapterLimits) -> tuple[str,
             findings.add("unsafe_format", unsafe[0], message)
         else:
             findings.add("missing_file", WEIGHTS_FILE, f"there is no {WEIGHTS_FILE}")
-    allowed = TOKENIZER_FILES | {CONFIG_FILE: MAX_CONFIG_BYTES}
-    small = tuple(name for name in allowed if name in listing)
-    for name in small:
-        if listing[name] > allowed[name]:
-            message = f"{name} has {listing[name]} bytes; at most {allowed[name]} are read"
+    allowed = {CONFIG_FILE: MAX_CONFIG_BYTES, **TOKENIZER_FILES}
+    small: list[str] = []
+    for name, most in allowed.items():
+        if listing.get(name, 0) > most:
+            message = f"{name} has {listing[name]} bytes; at most {most} are read"
             findings.add("file_too_large", name, message)
-    findings.raise_if_any()
+        elif name in listing:
+            small.append(name)
     total = fetched_bytes(listing)
     if total > limits.max_bytes:
         message = f"the adapter has {total} bytes; at most {limits.max_bytes} are accepted"
         raise AdapterError("too_large", message)
-    return small
+    return tuple(small)
 
 
 def fetched_bytes(listing: Mapping[str, int]) -> int:

@@ -1,5 +1,6 @@
 """The base model as an adapter sees it: which modules exist, and their shapes. Pure."""
 
+import re
 from typing import Literal
 
 import msgspec
@@ -17,6 +18,8 @@ SITE_PROJECTIONS: dict[SiteKind, tuple[str, ...]] = {
 }
 LAYER_SITES: tuple[SiteKind, ...] = ("qkv", "o", "gate_up", "down")
 MODEL_SITES: tuple[SiteKind, ...] = ("embed_tokens", "lm_head")
+
+_HUB_CACHE = re.compile(r"models--(?:[^/]+--)?(?P<name>[^/]+?)(?=/|$)")
 
 
 class ModuleShape(msgspec.Struct, frozen=True):
@@ -53,3 +56,19 @@ class BaseSpec(msgspec.Struct, frozen=True):
     model_modules: dict[str, ModuleShape]
     embedding_digests: dict[str, str] = {}
     num_tokens: int | None = None
+
+
+def names_base(name: str, base: BaseSpec) -> bool:
+    """Whether a config's `base_model_name_or_path` means this base.
+
+    It does when it is one of the base's names or ends in the same component (folders, mirrors and
+    Hub caches keep a model's own name). A config that names none leaves it to the shapes.
+    """
+    return not name or any(
+        name == known or _last_component(name) == _last_component(known) for known in base.names
+    )
+
+
+def _last_component(name: str) -> str:
+    cached = _HUB_CACHE.search(name)
+    return (cached["name"] if cached else name.rstrip("/").rpartition("/")[2]).lower()

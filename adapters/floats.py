@@ -14,11 +14,28 @@ _CHUNK_ITEMS = 1 << 20
 _BF16_INFINITY = 0x7F80
 
 
+def _e4m3_values() -> npt.NDArray[np.float32]:
+    """Every E4M3FN number (OCP 8-bit floating point, table 1): bias 7, no infinities."""
+    bits = np.arange(256)
+    sign, exponent, mantissa = 1 - (bits >> 7) * 2.0, (bits >> 3) & 15, (bits & 7) / 8
+    values = sign * np.where(exponent == 0, mantissa, 1 + mantissa)
+    values *= np.exp2(np.maximum(exponent, 1) - 7.0)
+    values[(bits & 0x7F) == 0x7F] = np.nan
+    return values.astype(np.float32)
+
+
+_E4M3 = _e4m3_values()
+
+
 def read_floats(raw: Raw, dtype: str) -> npt.NDArray[Any]:
     """float32 (float64 for `F64`) values of little-endian bytes; exact.
 
-    dtype: `F32`, `F16`, `BF16` or `F64`.
+    dtype: one of `adapters.header.FLOAT_DTYPES`.
     """
+    if dtype == "F8_E4M3":
+        return _E4M3[raw]
+    if dtype == "F8_E5M2":
+        return (raw.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)
     if dtype == "BF16":
         return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "F64":
@@ -68,6 +85,6 @@ def float_digest(parts: Iterable[tuple[Raw, str]]) -> str:
 
 
 def _chunks(raw: Raw, dtype: str) -> Iterable[npt.NDArray[Any]]:
-    step = _CHUNK_ITEMS * {"F64": 8, "F32": 4}.get(dtype, 2)
+    step = _CHUNK_ITEMS * 8
     for start in range(0, len(raw), step):
         yield read_floats(raw[start : start + step], dtype)

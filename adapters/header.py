@@ -18,6 +18,7 @@ MAX_TENSORS = 20_000
 MAX_DIMS = 8
 MAX_NAME_CHARS = 512
 _MAX_DIM = 1 << 40
+_MAX_OFFSET = (1 << 64) - 1
 _MAX_METADATA_KEYS = 4096
 _FILE = "adapter_model.safetensors"
 
@@ -40,6 +41,8 @@ DTYPE_BYTES: dict[str, int] = {
     "F64": 8,
     "C64": 8,
 }
+# Those that weights may have.
+FLOAT_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64"})
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -98,10 +101,14 @@ def parse_header(
 def _entries(header: bytes, max_tensors: int) -> dict[str, Any]:
     if not header.startswith(b"{"):
         raise invalid("bad_header", _FILE, "the safetensors header does not start with '{'")
-    # Each tensor is one object; counting braces bounds the memory that parsing takes.
-    if header.count(b"{") > max_tensors + 2 + _MAX_METADATA_KEYS:
+    # Each tensor is one object with two lists; counting bounds the memory that parsing takes.
+    most = max_tensors + 2 + _MAX_METADATA_KEYS
+    if header.count(b"{") > most:
         message = f"the safetensors header lists more than {max_tensors} tensors"
         raise invalid("too_many_tensors", _FILE, message)
+    if header.count(b"[") > 2 * most:
+        message = f"the safetensors header has more lists than {max_tensors} tensors have"
+        raise invalid("bad_header", _FILE, message)
     try:
         return decode_object(header)
     except StrictJsonError as error:
@@ -134,7 +141,7 @@ def _tensor(name: str, entry: object, data_start: int, findings: Findings) -> Te
     if not _is_ints(shape) or len(shape) > MAX_DIMS or any(dim > _MAX_DIM for dim in shape):
         findings.add("bad_shape", name, f"{name}: not a shape: {shown(shape)}")
         return None
-    if not _is_ints(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _is_ints(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= _MAX_OFFSET:
         findings.add("bad_offsets", name, f"{name}: not a span of bytes: {shown(offsets)}")
         return None
     expected, found = math.prod(shape) * DTYPE_BYTES[dtype], offsets[1] - offsets[0]

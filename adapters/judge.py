@@ -1,7 +1,10 @@
 """Judges the files of one adapter together: its manifest and tensors, or every reason why not."""
 
 import hashlib
+import os
 import stat
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,16 +19,20 @@ from adapters.header import TensorInfo
 from adapters.inferred_base import infer_base
 from adapters.layout import room_problem
 from adapters.manifest import AdapterManifest
-from adapters.peft_format import CONFIG_FILE, PeftConfig, parse_config
+from adapters.peft_format import CONFIG_FILE, PeftConfig, parse_config, trained_for
+from adapters.targeting import Targeting
 from adapters.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
 from adapters.validate import (
     WEIGHTS_FILE,
     AdapterLimits,
     LoraTensors,
     check_base_name,
+    check_config,
+    may_be_lora,
+    place_tensors,
     validate,
 )
-from adapters.violations import Findings, invalid
+from adapters.violations import Findings
 from adapters.weights import WeightsFile, open_weights
 
 _DIGEST_VERSION = b"loraplex adapter 1"
@@ -51,34 +58,45 @@ def check_folder(
 
 def judge_folder(folder: Path, base: BaseSpec | None, limits: AdapterLimits) -> Judged:
     """As `check_folder`, with the tensors in place."""
-    small_files(_listing(folder), limits)
     findings = Findings()
-    config = parse_config((folder / CONFIG_FILE).read_bytes(), findings)
-    with open_weights(folder / WEIGHTS_FILE) as weights:
-        tensors = _header(weights, findings)
-        if base is None:
-            base = infer_base(config.base_model_name_or_path if config else "", tensors or ())
+    listing, unreadable = _listing(folder, findings)
+    names = small_files(listing, limits, findings)
+    small = {name: (folder / name).read_bytes() for name in names if name not in unreadable}
+    with ExitStack() as opened:
+        weights = tensors = None
+        if WEIGHTS_FILE in listing.keys() - unreadable:
+            weights = opened.enter_context(open_weights(folder / WEIGHTS_FILE))
+            tensors = _header(weights, findings)
+        base = base or infer_base(trained_for(small.get(CONFIG_FILE, b"")), tensors or ())
+        targeting, template = check_small(small, base, limits, findings)
         adapter = None
-        if config is not None and tensors is not None:
-            adapter = validate(config, tensors, base, limits, findings)
-        template = read_tokenizer_files(_tokenizer_files(folder), base, findings)
-        if adapter is not None:
-            _check_values(weights, adapter, base, findings)
+        if weights is not None and tensors is not None:
+            adapter = place_tensors(targeting, tensors, base, limits, findings)
+            _check_values(weights, tensors, adapter, base, findings)
         findings.raise_if_any()
-        if adapter is None:
-            raise AssertionError("a config that cannot be read left no violation")
+        if adapter is None or weights is None:
+            raise AssertionError("files that cannot be read left no violation")
         _check_room(adapter, base, limits)
         digest = _digest(adapter.config, template, weights)
     return Judged(_manifest(digest, adapter, template), adapter)
 
 
-def check_config(data: bytes, base: BaseSpec, limits: AdapterLimits) -> None:
-    """What the config alone forbids, before weights are fetched. Raises AdapterError."""
-    findings = Findings()
-    config = parse_config(data, findings)
+def check_small(
+    small: Mapping[str, bytes], base: BaseSpec, limits: AdapterLimits, findings: Findings
+) -> tuple[Targeting | None, str | None]:
+    """What can be told before the weights come: what is targeted, and the chat template.
+
+    small: name -> bytes of the files other than the weights.
+    """
+    data = small.get(CONFIG_FILE)
+    config = None if data is None else parse_config(data, findings)
+    targeting = None
     if config is not None:
-        check_base_name(config, base, limits, findings)
-    findings.raise_if_any()
+        targeting = check_config(config, base, limits, findings)
+    elif data is not None:
+        check_base_name(trained_for(data), base, limits, findings)
+    files = {name: small[name] for name in TOKENIZER_FILES if name in small}
+    return targeting, read_tokenizer_files(files, base, findings)
 
 
 def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
@@ -107,46 +125,51 @@ def is_intact(folder: Path, adapter: LoraTensors, manifest: AdapterManifest) -> 
         return _digest(adapter.config, manifest.chat_template, weights) == known
 
 
-def _listing(folder: Path) -> dict[str, int]:
-    """Name -> bytes of the relevant files. Refuses what is not a regular file before opening it."""
+def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]]:
+    """Name -> bytes of the relevant files; and those that are not to be opened, with 0 bytes."""
     if not folder.is_dir():
         raise AdapterError("not_found", f"{folder} is not a folder")
     listing: dict[str, int] = {}
-    for entry in entries_of(folder):
+    unreadable: set[str] = set()
+    for entry in sorted(entries_of(folder), key=lambda entry: entry.name):
         if not is_relevant(entry.name):
             continue
-        try:
-            found = entry.stat()
-        except OSError:
-            raise invalid("not_a_file", entry.name, f"{entry.name} cannot be read") from None
-        if not stat.S_ISREG(found.st_mode):
-            raise invalid("not_a_file", entry.name, f"{entry.name} is not a regular file")
-        listing[entry.name] = found.st_size
-    return listing
+        size = _regular_bytes(entry)
+        listing[entry.name] = size or 0
+        if size is None:
+            unreadable.add(entry.name)
+            findings.add("not_a_file", entry.name, f"{entry.name} is not a readable regular file")
+    return listing, unreadable
+
+
+def _regular_bytes(entry: os.DirEntry[str]) -> int | None:
+    """None when it is something else than a regular file, or nothing at all."""
+    try:
+        found = entry.stat()
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _header(weights: WeightsFile, findings: Findings) -> tuple[TensorInfo, ...] | None:
-    try:
+    with findings.gathered():
         return weights.tensors()
-    except AdapterError as error:
-        findings.extend(error.violations)
-        return None
-
-
-def _tokenizer_files(folder: Path) -> dict[str, bytes]:
-    present = (name for name in TOKENIZER_FILES if (folder / name).is_file())
-    return {name: (folder / name).read_bytes() for name in present}
+    return None
 
 
 def _check_values(
-    weights: WeightsFile, adapter: LoraTensors, base: BaseSpec, findings: Findings
+    weights: WeightsFile,
+    tensors: Iterable[TensorInfo],
+    adapter: LoraTensors | None,
+    base: BaseSpec,
+    findings: Findings,
 ) -> None:
-    for module in adapter.modules:
-        for tensor in (module.a, module.b):
-            if not is_finite(weights.read(tensor), tensor.dtype):
-                message = f"{tensor.name} has NaN or infinite values"
-                findings.add("not_finite", tensor.name, message)
-    for name, tensor in adapter.base_copies:
+    """adapter: None when the config cannot say what the tensors are."""
+    for tensor in filter(may_be_lora, tensors):
+        if not all(is_finite(raw, dtype) for raw, dtype in weights.pieces(tensor)):
+            message = f"{tensor.name} has NaN or infinite values"
+            findings.add("not_finite", tensor.name, message)
+    for name, tensor in adapter.base_copies if adapter else ():
         if float_digest(weights.pieces(tensor)) != base.embedding_digests.get(name):
             message = (
                 f"{tensor.name}: differs from the base model's weights; save the adapter with "

@@ -33,11 +33,12 @@ class _State:
 
 
 class _Builder:
-    def __init__(self) -> None:
+    def __init__(self, max_states: int) -> None:
         self.states: list[_State] = []
+        self._max_states = max_states
 
     def state(self) -> int:
-        if len(self.states) >= MAX_STATES:
+        if len(self.states) >= self._max_states:
             raise PatternError("the pattern expands to too many states")
         self.states.append(_State())
         return len(self.states) - 1
@@ -104,16 +105,20 @@ _States = frozenset[int]
 class ModulePattern:
     """A compiled pattern. Names are not empty, ASCII, without line breaks.
 
-    Raises PatternError when `text` is not within the supported language.
+    Raises PatternError when `text` is not within the supported language, or takes more states.
     """
 
-    def __init__(self, text: str) -> None:
-        builder = _Builder()
+    def __init__(self, text: str, max_states: int = MAX_STATES) -> None:
+        builder = _Builder(max_states)
         start = builder.state()
         self._accept = builder.build(parse_pattern(text), start)
         self._states = builder.states
         self._start: _States = frozenset((start,))
         self._moves: dict[tuple[_States, str, str], _States] = {}
+
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
 
     def fullmatch(self, name: str) -> bool:
         """Whether the pattern matches the whole of `name`."""

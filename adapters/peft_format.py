@@ -28,6 +28,7 @@ MAX_PATTERNS = 1024
 _MAX_NAME_CHARS = 512
 _MAX_PATTERN_CHARS = 4096
 _MAX_LAYERS = 4096
+_MAX_LAYERS_PATTERNS = 64
 # PEFT's defaults, for keys that a config leaves out.
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
@@ -69,7 +70,7 @@ def parse_config(data: bytes, findings: Findings) -> PeftConfig | None:
     """
     if len(data) > MAX_CONFIG_BYTES:
         message = f"{CONFIG_FILE} has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are read"
-        findings.add("config_too_large", CONFIG_FILE, message)
+        findings.add("file_too_large", CONFIG_FILE, message)
         return None
     try:
         raw = decode_object(data)
@@ -80,6 +81,15 @@ def parse_config(data: bytes, findings: Findings) -> PeftConfig | None:
     before = len(findings)
     config = _read(_Reader(raw, findings))
     return config if len(findings) == before else None
+
+
+def trained_for(data: bytes) -> str:
+    """The base's name, whatever else the bytes of a config hold; empty when there is none."""
+    try:
+        name = decode_object(data).get("base_model_name_or_path")
+    except StrictJsonError:
+        return ""
+    return name if isinstance(name, str) and len(name) <= _MAX_NAME_CHARS else ""
 
 
 def _check_features(raw: dict[str, Any], findings: Findings) -> None:
@@ -127,7 +137,7 @@ def _read(reader: "_Reader") -> PeftConfig:
         rank_pattern=tuple((k, reader.rank(k, v)) for k, v in reader.pairs("rank_pattern")),
         alpha_pattern=tuple((k, reader.alpha(k, v)) for k, v in reader.pairs("alpha_pattern")),
         layers_to_transform=reader.layers("layers_to_transform"),
-        layers_pattern=reader.names("layers_pattern"),
+        layers_pattern=reader.names("layers_pattern", _MAX_LAYERS_PATTERNS),
         fan_in_fan_out=reader.flag("fan_in_fan_out"),
         starts_at_zero=reader.raw.get("init_lora_weights", True) in INIT_FROM_ZERO,
         ensure_weight_tying=reader.flag("ensure_weight_tying"),
@@ -193,14 +203,14 @@ class _Reader:
             return value
         return self.names(key)
 
-    def names(self, key: str) -> tuple[str, ...]:
+    def names(self, key: str, most: int = MAX_TARGETS) -> tuple[str, ...]:
         """A list of names, sorted (PEFT keeps a set); one string is a list of one."""
         value = self.raw.get(key)
         if value is None or value == "":
             return ()
         items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list) or len(items) > MAX_TARGETS:
-            self.refuse(key, f"expected a list of at most {MAX_TARGETS} names, got {shown(value)}")
+        if not isinstance(items, list) or len(items) > most:
+            self.refuse(key, f"expected a list of at most {most} names, got {shown(value)}")
             return ()
         for item in items:
             if not _is_name(item):

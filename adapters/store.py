@@ -28,7 +28,7 @@ from adapters.disk import (
     staging_folder,
 )
 from adapters.errors import AdapterChanged, AdapterError
-from adapters.judge import check_config, is_intact, judge_folder, rejudge
+from adapters.judge import check_small, is_intact, judge_folder, rejudge
 from adapters.layout import make_layout
 from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype
 from adapters.merge_job import MergeJob, write_job
@@ -43,7 +43,7 @@ from adapters.single_flight import SingleFlight
 from adapters.sources.base import Source
 from adapters.sources.partial import partial_bytes
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
-from adapters.violations import invalid
+from adapters.violations import Findings, invalid
 
 Stage = Literal["fetching", "checking"]
 Progress = Callable[[Stage], None]
@@ -238,7 +238,8 @@ class AdapterStore:
     def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> None:
         """Small files first: most of what cannot be served is known before the weights come."""
         listing = self._retries.run(lambda: source.list_files(ref, token))
-        small = small_files(listing, self._limits)
+        findings = Findings()
+        small = small_files(listing, self._limits, findings)
         total = fetched_bytes(listing)
         if total > self._quota.max_bytes:
             message = f"the adapter has {total} bytes, more than the adapter store may hold"
@@ -257,8 +258,9 @@ class AdapterStore:
 
         for name in small:
             fetch(name)
-            if name == CONFIG_FILE:
-                check_config((folder / name).read_bytes(), self._base, self._limits)
+        contents = {name: (folder / name).read_bytes() for name in small}
+        check_small(contents, self._base, self._limits, findings)
+        findings.raise_if_any()
         with self._quota.room(total):
             fetch(WEIGHTS_FILE)
 

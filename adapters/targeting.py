@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from adapters.module_pattern import ModulePattern
+from adapters.module_pattern import MAX_STATES, ModulePattern
 from adapters.pattern_syntax import PatternError, parse_pattern
 from adapters.peft_format import PeftConfig
 from adapters.violations import Findings, shown
@@ -16,27 +16,30 @@ from adapters.violations import Findings, shown
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_.]{1,512}")
 _PLAIN_LAYER = re.compile(r"[A-Za-z0-9_.]{1,64}")
 _ALL_LINEAR = "all-linear"
-MAX_COMPLEX_PATTERNS = 64
 _Value = TypeVar("_Value", int, float)
 
 
 class Targeting:
     """A config's matching rules, compiled. Paths are a module's name in the base model.
 
-    Patterns outside the supported language are added to `findings` and match nothing.
+    Patterns outside the supported language are added to `findings`; nothing can then be told of
+    what is targeted, and `is_sound` is false.
     """
 
     def __init__(self, config: PeftConfig, findings: Findings) -> None:
-        self._config = config
-        self._targets = _Names(config.target_modules, "target_modules", findings)
-        self._excluded = _Names(config.exclude_modules, "exclude_modules", findings)
-        self._ranks = _Overrides(config.rank_pattern, "rank_pattern", findings)
-        self._alphas = _Overrides(config.alpha_pattern, "alpha_pattern", findings)
+        self.config = config
+        before = len(findings)
+        compiler = _Compiler(findings)
+        self._targets = _Names(config.target_modules, "target_modules", compiler)
+        self._excluded = _Names(config.exclude_modules, "exclude_modules", compiler)
+        self._ranks = _Overrides(config.rank_pattern, "rank_pattern", compiler)
+        self._alphas = _Overrides(config.alpha_pattern, "alpha_pattern", compiler)
         self._layer_index = _layer_expressions(config, findings)
+        self.is_sound = len(findings) == before
 
     def targets(self, path: str, is_output_head: bool) -> bool:
         """Whether PEFT would adapt this module, given only linear modules and the embedding."""
-        config = self._config
+        config = self.config
         if self._excluded.match(path):
             return False
         if isinstance(config.target_modules, str):
@@ -48,13 +51,13 @@ class Targeting:
         return self._targets.match(path) and self._in_layers(path)
 
     def lora_rank(self, path: str) -> int:
-        return self._ranks.get(path, self._config.lora_rank)
+        return self._ranks.get(path, self.config.lora_rank)
 
     def lora_alpha(self, path: str) -> float:
-        return self._alphas.get(path, self._config.lora_alpha)
+        return self._alphas.get(path, self.config.lora_alpha)
 
     def _in_layers(self, path: str) -> bool:
-        wanted = self._config.layers_to_transform
+        wanted = self.config.layers_to_transform
         if wanted is None:
             return True
         for expression in self._layer_index:
@@ -68,11 +71,11 @@ class Targeting:
 class _Names:
     """`target_modules` or `exclude_modules`: a pattern for the whole path, or names of its end."""
 
-    def __init__(self, value: str | tuple[str, ...], key: str, findings: Findings) -> None:
+    def __init__(self, value: str | tuple[str, ...], key: str, compiler: "_Compiler") -> None:
         self.names = frozenset() if isinstance(value, str) else frozenset(value)
         self._pattern: ModulePattern | None = None
         if isinstance(value, str) and value and value.lower() != _ALL_LINEAR:
-            self._pattern = _compile(value, key, findings)
+            self._pattern = compiler.compile(value, key)
 
     def match(self, path: str) -> bool:
         if self._pattern is not None:
@@ -84,20 +87,16 @@ class _Names:
 class _Overrides(Generic[_Value]):
     """`rank_pattern` or `alpha_pattern`: patterns for the end of a path, the first match wins."""
 
-    def __init__(self, pairs: tuple[tuple[str, _Value], ...], key: str, findings: Findings) -> None:
+    def __init__(
+        self, pairs: tuple[tuple[str, _Value], ...], key: str, compiler: "_Compiler"
+    ) -> None:
         self._matchers: list[tuple[Callable[[str], object], _Value]] = []
-        complex_patterns = 0
         for pattern, value in pairs:
             if _PLAIN.fullmatch(pattern):
                 plain = re.compile(rf"(.*\.)?({pattern})$")
                 self._matchers.append((plain.match, value))
                 continue
-            complex_patterns += 1
-            if complex_patterns > MAX_COMPLEX_PATTERNS:
-                message = f"{key}: more than {MAX_COMPLEX_PATTERNS} keys are not plain names"
-                findings.add("bad_pattern", key, message)
-                return
-            compiled = _compile(pattern, key, findings, rf"(.*\.)?({pattern})")
+            compiled = compiler.compile(pattern, key, rf"(.*\.)?({pattern})")
             if compiled is not None:
                 self._matchers.append((compiled.fullmatch, value))
 
@@ -108,16 +107,23 @@ class _Overrides(Generic[_Value]):
         return default
 
 
-def _compile(
-    pattern: str, key: str, findings: Findings, whole: str | None = None
-) -> ModulePattern | None:
-    """The automaton of `whole`, once `pattern` within it is known to be well-formed by itself."""
-    try:
-        parse_pattern(pattern)
-        return ModulePattern(pattern if whole is None else whole)
-    except PatternError as error:
-        findings.add("bad_pattern", key, f"{key}: pattern {shown(pattern)}: {error}")
-        return None
+class _Compiler:
+    """All patterns of a config share the states of one: matching takes time in proportion."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._states_left = MAX_STATES
+
+    def compile(self, pattern: str, key: str, whole: str | None = None) -> ModulePattern | None:
+        """The automaton of `whole`, once `pattern` within it is known to be well-formed itself."""
+        try:
+            parse_pattern(pattern)
+            compiled = ModulePattern(pattern if whole is None else whole, self._states_left)
+        except PatternError as error:
+            self._findings.add("bad_pattern", key, f"{key}: pattern {shown(pattern)}: {error}")
+            return None
+        self._states_left -= compiled.num_states
+        return compiled
 
 
 def _layer_expressions(config: PeftConfig, findings: Findings) -> list[re.Pattern[str]]:

@@ -14,6 +14,7 @@ from adapters.strict_json import StrictJsonError, decode_object
 from adapters.violations import Findings, shown
 
 MAX_TEMPLATE_BYTES = 128 << 10
+MAX_TOKENIZER_ITEMS = 2_000_000
 # Largest accepted size of each file that is looked at.
 TOKENIZER_FILES: dict[str, int] = {
     "added_tokens.json": 4 << 20,
@@ -28,9 +29,9 @@ class _AddedToken(msgspec.Struct):
 
 
 class _Model(msgspec.Struct):
-    """vocab: token -> id (BPE, WordPiece), or one pair for each id (Unigram)."""
+    """vocab: token -> id (BPE, WordPiece), or token and score of each id (Unigram)."""
 
-    vocab: dict[str, int] | list[Any] = {}
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
 
 
 class _Tokenizer(msgspec.Struct):
@@ -43,14 +44,9 @@ def read_tokenizer_files(
 ) -> str | None:
     """The adapter's own chat template, if it brings one.
 
-    files: those of `TOKENIZER_FILES` that the folder has. Tokens which the base's tokenizer does
-    not have, and files that cannot be judged, are added to `findings`.
+    files: those of `TOKENIZER_FILES` that the folder has, within their sizes. Tokens which the
+    base's tokenizer does not have, and files that cannot be judged, are added to `findings`.
     """
-    for name, data in files.items():
-        if len(data) > TOKENIZER_FILES[name]:
-            message = f"{name} has {len(data)} bytes; at most {TOKENIZER_FILES[name]} are read"
-            findings.add("tokenizer_file_too_large", name, message)
-            return None
     config = _object(files, "tokenizer_config.json", findings)
     listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict):
@@ -74,6 +70,11 @@ def _object(files: Mapping[str, bytes], name: str, findings: Findings) -> dict[s
 
 
 def _check_tokenizer(data: bytes, base: BaseSpec, findings: Findings) -> None:
+    # Each token takes a colon or a bracket; counting bounds the memory that parsing takes.
+    if max(data.count(b":"), data.count(b"[")) > MAX_TOKENIZER_ITEMS:
+        message = f"tokenizer.json lists more than {MAX_TOKENIZER_ITEMS} things"
+        findings.add("bad_tokenizer_file", "tokenizer.json", message)
+        return
     try:
         tokenizer = msgspec.json.decode(data, type=_Tokenizer)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:

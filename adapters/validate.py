@@ -9,14 +9,13 @@ from collections.abc import Iterable
 
 import msgspec
 
-from adapters.base import BaseSpec, ModuleShape, module_path
-from adapters.header import TensorInfo
+from adapters.base import BaseSpec, ModuleShape, module_path, names_base
+from adapters.header import FLOAT_DTYPES, TensorInfo
 from adapters.manifest import SlabDtype
 from adapters.peft_format import PeftConfig
 from adapters.targeting import Targeting
 from adapters.violations import Findings, shown
 
-LORA_DTYPES = frozenset({"F32", "F16", "BF16", "F64"})
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_ADAPTER_BYTES = 4 << 30
 MAX_LORA_RANK = 256
@@ -30,7 +29,6 @@ _LORA_NAME = re.compile(
 )
 _BASE_COPY = re.compile(r"base_model\.model\.(?P<path>.+?)(?:\.base_layer)?\.weight")
 _LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>.+)")
-_HUB_CACHE = re.compile(r"models--(?:[^/]+--)?(?P<name>[^/]+?)(?=/|$)")
 
 
 class SlabRoom(msgspec.Struct, frozen=True):
@@ -100,16 +98,32 @@ def validate(
     base: BaseSpec,
     limits: AdapterLimits,
     findings: Findings,
-) -> LoraTensors:
-    """The adapter's tensors in place. Worth nothing unless `findings` is still empty afterwards."""
-    check_base_name(config, base, limits, findings)
+) -> LoraTensors | None:
+    """The adapter's tensors in place; None when the config does not tell where.
+
+    Worth nothing unless `findings` is still empty afterwards.
+    """
+    targeting = check_config(config, base, limits, findings)
+    return place_tensors(targeting, tensors, base, limits, findings)
+
+
+def place_tensors(
+    matcher: Targeting | None,
+    tensors: Iterable[TensorInfo],
+    base: BaseSpec,
+    limits: AdapterLimits,
+    findings: Findings,
+) -> LoraTensors | None:
+    """As `validate`. matcher: of a config that was checked; None = it cannot be read."""
+    before = len(findings)
     table = {module.path: module for module in _modules(base)}
-    matcher = Targeting(config, findings)
-    targeted = {p for p in table if matcher.targets(p, is_output_head=p == _head_path(base))}
-    if not targeted:
-        message = "target_modules match no module of the base model"
-        findings.add("unknown_target", "target_modules", message)
     sides, copies = _sort_tensors(tensors, base, table, findings)
+    if not sides and len(findings) == before:
+        findings.add("no_tensors", WEIGHTS_FILE, "the weights file has no LoRA tensors")
+    if matcher is None or not matcher.is_sound:
+        return None
+    config = matcher.config
+    targeted = _targeted(matcher, base)
     modules: list[ModuleLora] = []
     for path, module in table.items():
         pair = sides.get(path, {})
@@ -121,37 +135,42 @@ def validate(
         elif path in targeted and not config.starts_at_zero:
             message = f"{path} is targeted, has no tensors, and its initial values are random"
             findings.add("missing_tensor", path, message)
-    if not sides and not len(findings):
-        findings.add("no_tensors", WEIGHTS_FILE, "the weights file has no LoRA tensors")
-    _check_tying(config, modules, findings)
     return LoraTensors(config, tuple(modules), tuple(copies))
 
 
-def check_base_name(
+def check_config(
     config: PeftConfig, base: BaseSpec, limits: AdapterLimits, findings: Findings
+) -> Targeting:
+    """What can be told of a config before there are tensors."""
+    check_base_name(config.base_model_name_or_path, base, limits, findings)
+    matcher = Targeting(config, findings)
+    targeted = _targeted(matcher, base) if matcher.is_sound else set()
+    if matcher.is_sound and not targeted and (base.layer_modules or base.model_modules):
+        message = "target_modules match no module of the base model"
+        findings.add("unknown_target", "target_modules", message)
+    lowest = min(map(matcher.lora_rank, targeted), default=0)
+    if lowest > limits.max_lora_rank:
+        message = f"rank {lowest} or more everywhere; at most {limits.max_lora_rank} is served"
+        findings.add("rank_too_large", "r", message)
+    if config.ensure_weight_tying and any(m.path in targeted for m in base.model_modules.values()):
+        message = "ensure_weight_tying with embed_tokens or lm_head targeted is not supported"
+        findings.add("unsupported_feature", "ensure_weight_tying", message)
+    return matcher
+
+
+def check_base_name(
+    trained_for: str, base: BaseSpec, limits: AdapterLimits, findings: Findings
 ) -> None:
-    if limits.allow_other_base or names_base(config.base_model_name_or_path, base):
+    if limits.allow_other_base or names_base(trained_for, base):
         return
     known = " or ".join(map(shown, base.names)) or "unnamed"
-    trained_for = shown(config.base_model_name_or_path)
-    message = f"the adapter was trained for {trained_for}, this base model is {known}"
+    message = f"the adapter was trained for {shown(trained_for)}, this base model is {known}"
     findings.add("wrong_base", "base_model_name_or_path", message)
 
 
-def names_base(name: str, base: BaseSpec) -> bool:
-    """Whether a config's `base_model_name_or_path` means this base.
-
-    It does when it is one of the base's names or ends in the same component (folders, mirrors and
-    Hub caches keep a model's own name). A config that names none leaves it to the shapes.
-    """
-    return not name or any(
-        name == known or _last_component(name) == _last_component(known) for known in base.names
-    )
-
-
-def _last_component(name: str) -> str:
-    cached = _HUB_CACHE.search(name)
-    return (cached["name"] if cached else name.rstrip("/").rpartition("/")[2]).lower()
+def may_be_lora(tensor: TensorInfo) -> bool:
+    """Whether its values count, as far as its name and dtype tell."""
+    return tensor.dtype in FLOAT_DTYPES and _LORA_NAME.fullmatch(tensor.name) is not None
 
 
 def _modules(base: BaseSpec) -> Iterable[_Module]:
@@ -162,9 +181,14 @@ def _modules(base: BaseSpec) -> Iterable[_Module]:
         yield _Module(-1, name, shape.path, shape)
 
 
-def _head_path(base: BaseSpec) -> str | None:
+def _targeted(matcher: Targeting, base: BaseSpec) -> set[str]:
+    """Paths of the modules that the config targets."""
     head = base.model_modules.get("lm_head")
-    return head.path if head else None
+    return {
+        module.path
+        for module in _modules(base)
+        if matcher.targets(module.path, is_output_head=module.shape == head)
+    }
 
 
 def _sort_tensors(
@@ -219,7 +243,7 @@ def _is_comparable(module: _Module, tensor: TensorInfo, base: BaseSpec, findings
         message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]"
         findings.add("resized_embeddings", tensor.name, message)
         return False
-    if tensor.dtype not in LORA_DTYPES or not base.embedding_digests.get(module.name):
+    if tensor.dtype not in FLOAT_DTYPES or not base.embedding_digests.get(module.name):
         message = (
             f"{tensor.name}: replaces weights of the base model; save the adapter with "
             "save_embedding_layers=False"
@@ -263,8 +287,8 @@ def _check_tensor(
     tensor: TensorInfo, expected: tuple[int, int], axis: int, findings: Findings
 ) -> None:
     """axis: the dimension that is the rank."""
-    if tensor.dtype not in LORA_DTYPES:
-        message = f"{tensor.name}: dtype {tensor.dtype}, expected one of {sorted(LORA_DTYPES)}"
+    if tensor.dtype not in FLOAT_DTYPES:
+        message = f"{tensor.name}: dtype {tensor.dtype}, expected one of {sorted(FLOAT_DTYPES)}"
         findings.add("unsupported_dtype", tensor.name, message)
     if tensor.shape == expected:
         return
@@ -274,9 +298,3 @@ def _check_tensor(
         findings.add("rank_mismatch", tensor.name, message)
     else:
         findings.add("shape_mismatch", tensor.name, f"{tensor.name}: {shapes}")
-
-
-def _check_tying(config: PeftConfig, modules: list[ModuleLora], findings: Findings) -> None:
-    if config.ensure_weight_tying and any(module.layer < 0 for module in modules):
-        message = "ensure_weight_tying with embed_tokens or lm_head targeted is not supported"
-        findings.add("unsupported_feature", "ensure_weight_tying", message)

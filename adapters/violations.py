@@ -1,6 +1,7 @@
 """Gathers violations while an adapter is judged, bounded, and raises them together. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from adapters.errors import AdapterError, Violation
 
@@ -33,6 +34,16 @@ class Findings:
     def extend(self, violations: Sequence[Violation]) -> None:
         for violation in violations:
             self.add(violation.code, violation.where, violation.message)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Violations raised inside are added instead, and what raised them is left."""
+        try:
+            yield
+        except AdapterError as error:
+            if error.code != "invalid":
+                raise
+            self.extend(error.violations)
 
     def raise_if_any(self) -> None:
         """Raises AdapterError `invalid` with everything found so far."""

@@ -20,6 +20,7 @@ from adapters.sources.base import Source
 from adapters.sources.enabled import open_sources
 from adapters.store import AdapterStore
 from adapters.validate import WEIGHTS_FILE, AdapterLimits
+from adapters.violations import Findings
 from launcher.demo import model_path
 from launcher.demo.recipe import BASE_NAME
 from launcher.plan import is_demo_model
@@ -97,8 +98,11 @@ def _fetched(ref: AdapterRef, limits: AdapterLimits) -> Iterator[Path]:
         raise AdapterError("bad_ref", f"{ref.name} is neither a folder here nor names a source")
     pinned = source.resolve(ref, token)
     listing = source.list_files(pinned, token)
+    findings = Findings()
     with tempfile.TemporaryDirectory(prefix="loraplex-check-") as name:
-        for file in (*small_files(listing, limits), WEIGHTS_FILE):
+        small = small_files(listing, limits, findings)
+        findings.raise_if_any()
+        for file in (*small, WEIGHTS_FILE):
             source.fetch_file(pinned, token, file, Path(name))
         yield Path(name)
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from adapters.adapter_files import is_relevant
 from adapters.errors import AdapterChanged, AdapterError
 from adapters.ref import AdapterRef, told_name
-from adapters.violations import invalid, shown
+from adapters.violations import Findings, invalid, shown
 
 MAX_ENTRIES = 10_000
 _CHANGED_RETRY_S = 1.0
@@ -83,14 +83,16 @@ class LocalSource:
 
     def _stat_files(self, folder: Path, ref: AdapterRef) -> dict[str, os.stat_result]:
         files: dict[str, os.stat_result] = {}
+        findings = Findings()
         with _source_errors(ref), os.scandir(folder) as entries:
             for count, entry in enumerate(entries):
                 if count >= MAX_ENTRIES:
                     message = f"the folder has more than {MAX_ENTRIES} entries"
                     raise invalid("too_many_files", told_name(ref), message)
                 if is_relevant(entry.name):
-                    with self._open(folder / entry.name, ref) as file:
+                    with findings.gathered(), self._open(folder / entry.name, ref) as file:
                         files[entry.name] = os.fstat(file.fileno())
+        findings.raise_if_any()
         return files
 
     @contextmanager

@@ -24,3 +24,11 @@ def violation_codes(call: Callable[[], object]) -> set[str]:
         assert violation.message.isprintable()
         assert len(violation.message) < 2000
     return {violation.code for violation in error.violations}
+
+
+def refused_as(call: Callable[[], object]) -> set[str]:
+    """As `violation_codes`; of another refusal than `invalid`, its own code."""
+    error = refusal(call)
+    if error is not None and not error.violations:
+        return {error.code}
+    return violation_codes(call)

@@ -1,5 +1,6 @@
 """Conversions of floats against torch's."""
 
+import typing
 from typing import Literal
 
 import numpy as np
@@ -16,11 +17,13 @@ TORCH: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-Stored = Literal["F32", "F16", "BF16", "F64"]
+Stored = Literal["F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2"]
 
 
 def raw_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
@@ -30,18 +33,25 @@ def raw_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.floats(width=32), min_size=1, max_size=20),
-    st.sampled_from(("F32", "F16", "BF16", "F64")),
+    st.sampled_from(tuple(typing.get_args(Stored))),
     st.sampled_from(("float32", "float16", "bfloat16")),
 )
 def test_converts_as_torch_does(values: list[float], stored: Stored, target: SlabDtype) -> None:
     tensor = torch.tensor(values, dtype=torch.float64).to(torch.float32).to(TORCH[stored])
-    if not bool(torch.isfinite(tensor).all()):
+    if not bool(torch.isfinite(tensor.to(torch.float32)).all()):
         assert not is_finite(raw_of(tensor), stored)
         return
     expected = tensor.to(torch.float32).to(TORCH[target])
     ours = write_floats(read_floats(raw_of(tensor), stored), target)
     assert ours.tobytes() == raw_of(expected).tobytes()
     assert all_finite(ours) is bool(torch.isfinite(expected).all())
+
+
+def test_every_float8_is_read_exactly() -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    for stored, dtype in (("F8_E4M3", torch.float8_e4m3fn), ("F8_E5M2", torch.float8_e5m2)):
+        expected = torch.from_numpy(bits).view(dtype).to(torch.float32).numpy()
+        np.testing.assert_array_equal(read_floats(bits, stored), expected)
 
 
 def test_every_bfloat16_and_float16_is_read_exactly() -> None:

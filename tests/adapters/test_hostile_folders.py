@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from adapters.errors import AdapterError
 from adapters.judge import check_folder
@@ -14,11 +12,13 @@ from adapters.ref import AdapterRef
 from adapters.sources.local import LocalSource
 from adapters.store import AdapterStore
 from adapters.validate import AdapterLimits
-from tests.adapter_folders import write_adapter
-from tests.adapters.hostile import BASE, WEIGHTS, Spoil, cases, write_good
-from tests.adapters.refusals import refusal, violation_codes
+from tests.adapter_folders import small_base, write_adapter
+from tests.adapters.hostile import cases
+from tests.adapters.refusals import refusal, refused_as, violation_codes
+from tests.adapters.spoils import UNPICKLED, Spoil, write_good
 
-CASES = cases()
+BASE = small_base()
+CASES = cases(BASE)
 
 
 def within(seconds: float, call: Callable[[], object]) -> None:
@@ -40,44 +40,44 @@ def within(seconds: float, call: Callable[[], object]) -> None:
 
 
 def test_the_folder_that_is_spoiled_is_good(tmp_path: Path) -> None:
-    assert check_folder(write_good(tmp_path / "a"), BASE).ranks == (8,)
-    assert len(CASES) >= 100
+    assert check_folder(write_good(tmp_path / "a", BASE), BASE).ranks == (8,)
+    assert len(CASES) >= 150
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_refused_by_the_check(name: str, tmp_path: Path) -> None:
     spoil, expected = CASES[name]
-    folder = write_good(tmp_path / "a")
+    folder = write_good(tmp_path / "a", BASE)
     spoil(folder)
 
     def check() -> None:
-        assert violation_codes(lambda: check_folder(folder, BASE)) >= expected
+        assert refused_as(lambda: check_folder(folder, BASE)) == expected
 
     within(60, check)
-    assert not Path("/tmp/loraplex-was-unpickled").exists()
+    assert not UNPICKLED.exists()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_refused_by_the_store_which_keeps_nothing(name: str, tmp_path: Path) -> None:
     spoil, expected = CASES[name]
-    spoil(write_good(tmp_path / "root" / "a"))
+    spoil(write_good(tmp_path / "root" / "a", BASE))
     store = AdapterStore(tmp_path / "store", BASE, {"local": LocalSource([tmp_path / "root"])})
     found: list[AdapterError | None] = []
     within(60, lambda: found.append(refusal(lambda: store.admit(AdapterRef("local", "a"), None))))
     (error,) = found
     assert error is not None
-    codes = {violation.code for violation in error.violations}
-    # A link out of the roots, or to nowhere, is refused before anything else is looked at, and the
-    # config before the weights are fetched.
-    assert codes & (expected | {"escaping_link"}) or error.code in ("not_found", "unavailable")
+    codes = {violation.code for violation in error.violations} or {error.code}
+    # Files of a wrong kind are refused before anything is read, and what the small files forbid
+    # before the weights are fetched.
+    assert codes <= expected | {"escaping_link", "not_found"}
     kept = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     assert kept == []
 
 
 def _check_without_base(spoil: Spoil, folder: Path) -> None:
-    spoil(write_good(folder))
+    spoil(write_good(folder, BASE))
     error = refusal(lambda: check_folder(folder))
-    assert error is None or error.code == "invalid"
+    assert error is None or error.code in ("invalid", "too_large")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,24 +120,3 @@ def test_a_missing_folder_is_not_found(tmp_path: Path) -> None:
     error = refusal(lambda: check_folder(tmp_path / "none", BASE))
     assert error is not None
     assert error.code == "not_found"
-
-
-@settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_any_mutation_of_the_two_files_is_judged(data: st.DataObject, tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    if not folder.exists():
-        write_good(folder)
-        (folder / "good").mkdir()
-        for name in ("adapter_config.json", WEIGHTS):
-            (folder / "good" / name).write_bytes((folder / name).read_bytes())
-    for name in ("adapter_config.json", WEIGHTS):
-        content = bytearray((folder / "good" / name).read_bytes())
-        for _ in range(data.draw(st.integers(0, 3))):
-            position = data.draw(st.integers(0, min(len(content), 2500) - 1))
-            content[position] = data.draw(st.integers(0, 255))
-        (folder / name).write_bytes(content)
-    error = refusal(lambda: check_folder(folder, BASE))
-    assert error is None or error.violations

@@ -180,7 +180,7 @@ def test_not_a_json_object(data: bytes) -> None:
 
 def test_a_huge_config_is_not_parsed() -> None:
     data = b'{"x": "' + b"a" * MAX_CONFIG_BYTES + b'"}'
-    assert violation_codes(lambda: read(data)) == {"config_too_large"}
+    assert violation_codes(lambda: read(data)) == {"file_too_large"}
 
 
 def test_infinite_alpha_spelled_as_a_number_is_refused() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapters.base import BaseSpec
-from adapters.floats import float_digest
+from adapters.floats import float_digest, read_floats
 from adapters.judge import judge_folder
 from adapters.validate import AdapterLimits, LoraTensors
 from adapters.weights import open_weights
@@ -83,7 +83,7 @@ def loaded_by_us(folder: Path, base: BaseSpec = BASE) -> dict[tuple[str, int], A
     with open_weights(folder / "adapter_model.safetensors") as weights:
         for module in adapter.modules:
             a, b = (
-                weights.read(tensor).view("<f4").reshape(tensor.shape)
+                read_floats(weights.read(tensor), tensor.dtype).reshape(tensor.shape)
                 for tensor in (module.a, module.b)
             )
             found[module.module, module.layer] = (module.scale, a, b)
@@ -173,6 +173,15 @@ def rewrite(folder: Path, change: Any) -> None:
     path = folder / "adapter_model.safetensors"
     tensors = change(load_file(path))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2],
+)
+def test_every_stored_dtype(dtype: torch.dtype, plain: Path) -> None:
+    rewrite(plain, lambda all: {k: v.to(dtype) for k, v in all.items()})
+    assert_same(plain)
 
 
 def test_names_with_the_default_adapter_in_them(plain: Path) -> None:

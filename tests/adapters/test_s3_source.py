@@ -300,7 +300,7 @@ def test_what_is_refused_by_config_or_size_costs_no_weights(
         violation_codes(lambda name=name: store.admit(AdapterRef("s3", name), None))  # type: ignore[misc]
         for name in ("models/team/b", "models/team/c")
     ]
-    assert codes == [{"unsupported_feature"}, {"unsafe_format"}]
+    assert codes == [{"unsupported_feature"}, {"unsupported_feature", "unsafe_format"}]
     assert s3.asked["GET", WEIGHTS] == s3.asked["GET", "adapter_model.bin"] == 0
 
 

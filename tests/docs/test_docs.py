@@ -20,6 +20,7 @@ from router.api.openai_common import OpenAIBody
 from router.api.openai_completions import CompletionsBody
 from router.api.openapi import openapi_document
 from router.generation import Cause, RequestError
+from tests.documented_codes import VIOLATION_CODES
 
 ROOT = Path(__file__).parents[2]
 PAGES = (*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
@@ -210,6 +211,15 @@ def test_refused_peft_keys_are_the_codes() -> None:
     assert listed == {
         key: ", ".join(json.dumps(value) for value in values) for key, values in REFUSED.items()
     }
+
+
+def test_violations() -> None:
+    """Each code that the adapters' room spells is listed, and none that it does not."""
+    source = "".join(path.read_text() for path in ROOT.glob("adapters/**/*.py"))
+    raised = set(re.findall(r'(?:\badd|\binvalid|Violation)\(\s*"([a-z_]+)"', source))
+    assert len(raised) > 40
+    assert raised <= VIOLATION_CODES
+    assert {code for code in VIOLATION_CODES if f'"{code}"' not in source} == set()
 
 
 def test_the_check_shown_is_what_it_prints() -> None:

@@ -35,6 +35,7 @@ def pack(
         tensors = parse_header(data[8 : 8 + size], len(data))
         limits = AdapterLimits(allow_other_base=True)
         lora = validate(peft, tensors, base, limits, findings)
+        assert lora is not None
         findings.raise_if_any()
         layout = make_layout(lora, base, adapter.ljust(64, "0"), dtype, extent_bytes)
         slab = folder / "slab"

@@ -1,0 +1,214 @@
+"""Tensors that are not what the config and the base say, and the codes that each has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from adapters.base import BaseSpec
+from tests.adapters.spoils import (
+    FIRST,
+    FIRST_B,
+    PREFIX,
+    Q,
+    Spoil,
+    Tensors,
+    both,
+    config,
+    entry,
+    extra,
+    renamed,
+    stored_as,
+    tensors,
+    value,
+    without,
+)
+
+
+def cases(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
+    """Name -> how a good folder is spoiled, and exactly what is found."""
+    found = _strangers(base) | _names() | _shapes(base) | _values() | _together(base)
+    return {f"tensors: {name}": case for name, case in found.items()}
+
+
+def _strangers(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
+    hidden, vocab = base.hidden_size, base.vocab_size
+    copy = "base_weights_changed" if base.embedding_digests else "base_weights_included"
+    layer = f"{PREFIX}model.layers.0"
+    strangers: dict[str, tuple[str, *tuple[int, ...]]] = {
+        "extra": ("other.weight", 2, 2),
+        "dora magnitude": (f"{Q}.lora_magnitude_vector", hidden),
+        "dora magnitude, newer": (f"{Q}.lora_magnitude_vector.weight", hidden),
+        "lora bias": (f"{Q}.lora_B.bias", hidden),
+        "bias": (f"{Q}.bias", hidden),
+        "full module": (f"{Q}.weight", hidden, hidden),
+        "base layer": (f"{Q}.base_layer.weight", hidden, hidden),
+        "saved module": (f"{PREFIX}lm_head.modules_to_save.weight", vocab, hidden),
+        "trained tokens": (f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta", 1),
+        "classifier": (f"{PREFIX}score.weight", 2, hidden),
+        "norm": (f"{layer}.input_layernorm.weight", hidden),
+        "adalora": (f"{Q}.lora_E", 8, 1),
+        "ia3": (f"{Q}.ia3_l", hidden, 1),
+        "prompt": ("prompt_embeddings", 4, hidden),
+        "vera": (f"{Q}.vera_lambda_b", hidden),
+        "traversal": ("../../etc/passwd", 1),
+        "quantised scale": (f"{Q}.lora_A.weight_scale", 1),
+    }
+    found: dict[str, tuple[Spoil, set[str]]] = {
+        name: (extra(*stranger), {"unknown_tensor"}) for name, stranger in strangers.items()
+    }
+    return found | {
+        "head copy": (extra(f"{PREFIX}lm_head.weight", vocab, hidden), {copy}),
+        "head resized": (extra(f"{PREFIX}lm_head.weight", 3, hidden), {"resized_embeddings"}),
+        "embedding copy": (
+            extra(f"{PREFIX}model.embed_tokens.base_layer.weight", vocab, hidden),
+            {copy},
+        ),
+        "expert": (
+            extra(f"{layer}.mlp.experts.0.gate_proj.lora_A.weight", 8, hidden),
+            {"unknown_module"},
+        ),
+        "vision tower": (
+            extra(f"{PREFIX}vision_tower.layers.0.self_attn.q_proj.lora_A.weight", 8, hidden),
+            {"unknown_module"},
+        ),
+        "100 of them": (
+            tensors(lambda t: t | {f"x{i}": np.ones(1, np.float32) for i in range(100)}),
+            {"unknown_tensor", "more_violations"},
+        ),
+    }
+
+
+def _names() -> dict[str, tuple[Spoil, set[str]]]:
+    def first(old: str, new: str) -> Spoil:
+        return renamed(FIRST, FIRST.replace(old, new))
+
+    return {
+        "unknown module": (first("q_proj", "w_proj"), {"unknown_module", "lone_tensor"}),
+        "module elsewhere": (first("self_attn", "mlp"), {"unknown_module", "lone_tensor"}),
+        "bare model": (first("model.model.", "model."), {"unknown_module", "lone_tensor"}),
+        "no prefix": (first(PREFIX, ""), {"unknown_tensor", "lone_tensor"}),
+        "other adapter": (first("lora_A", "lora_A.custom"), {"unknown_tensor", "lone_tensor"}),
+        "layer beyond": (first("layers.0", "layers.99"), {"layer_out_of_range", "lone_tensor"}),
+        "layer 999999": (first("layers.0", "layers.999999"), {"layer_out_of_range", "lone_tensor"}),
+        "layer of 100 digits": (
+            first("layers.0", f"layers.{'9' * 100}"),
+            {"unknown_module", "lone_tensor"},
+        ),
+        "layer 00": (first("layers.0", "layers.00"), {"unknown_module", "lone_tensor"}),
+        "layer -1": (first("layers.0", "layers.-1"), {"unknown_module", "lone_tensor"}),
+        "layer in Arabic digits": (first("layers.0", "layers.\u0660"), {"bad_tensor_name"}),
+        "name with a zero width space": (first("q_proj", "q_proj\u200b"), {"bad_tensor_name"}),
+        "name with nul": (first("q_proj", "q_proj\0"), {"bad_tensor_name"}),
+        "upper case": (first("q_proj", "Q_PROJ"), {"unknown_module", "lone_tensor"}),
+        "stored twice": (
+            tensors(lambda t: t | {FIRST.replace("lora_A", "lora_A.default"): t[FIRST]}),
+            {"duplicate_tensor"},
+        ),
+        "lone A": (without("0.self_attn.q_proj.lora_B"), {"lone_tensor"}),
+        "lone B": (without("0.self_attn.q_proj.lora_A"), {"lone_tensor"}),
+        "none": (tensors(lambda t: {}), {"no_tensors"}),
+        "left out, random initially": (
+            both(config(init_lora_weights=False), without("0.self_attn.q_proj")),
+            {"missing_tensor"},
+        ),
+        "linear as embedding": (extra(f"{Q}.lora_embedding_A", 8, 32), {"misplaced_tensor"}),
+        "linear without weight": (extra(f"{Q}.lora_A", 8, 32), {"misplaced_tensor"}),
+    }
+
+
+def _shapes(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
+    hidden, vocab = base.hidden_size, base.vocab_size
+    embedding = f"{PREFIX}model.embed_tokens"
+
+    def first(change: Callable[[Any], Any], *expected: str) -> tuple[Spoil, set[str]]:
+        def reshape(found: Tensors) -> Tensors:
+            return found | {FIRST: np.ascontiguousarray(change(found[FIRST]), np.float32)}
+
+        return tensors(reshape), set(expected)
+
+    targets = config(target_modules=["q_proj", "v_proj", "embed_tokens"])
+    return {
+        "transposed": first(lambda a: a.T, "shape_mismatch"),
+        "other hidden size": first(lambda a: np.ones((8, hidden + 1)), "shape_mismatch"),
+        "one dimension": first(lambda a: a.ravel(), "shape_mismatch"),
+        "three dimensions": first(lambda a: a[None], "shape_mismatch"),
+        "no dimension": first(lambda a: np.ones(()), "shape_mismatch"),
+        "empty": first(lambda a: np.ones((0, hidden)), "rank_mismatch"),
+        "ranks of A and B differ": (
+            tensors(lambda t: t | {FIRST_B: np.ones((hidden, 7), np.float32)}),
+            {"rank_mismatch"},
+        ),
+        "A and B exchanged": (
+            tensors(lambda t: t | {FIRST: t[FIRST_B], FIRST_B: t[FIRST]}),
+            {"shape_mismatch"},
+        ),
+        "embedding as linear": (
+            both(targets, extra(f"{embedding}.lora_A.weight", 8, vocab)),
+            {"misplaced_tensor"},
+        ),
+        "embedding transposed": (
+            both(
+                targets,
+                extra(f"{embedding}.lora_embedding_A", vocab, 8),
+                extra(f"{embedding}.lora_embedding_B", 8, hidden),
+            ),
+            {"shape_mismatch"},
+        ),
+        "larger vocabulary": (
+            both(
+                targets,
+                extra(f"{embedding}.lora_embedding_A", 8, vocab + 1),
+                extra(f"{embedding}.lora_embedding_B", hidden, 8),
+            ),
+            {"shape_mismatch"},
+        ),
+    }
+
+
+def _values() -> dict[str, tuple[Spoil, set[str]]]:
+    def everywhere(found: Tensors) -> Tensors:
+        return {name: np.full_like(array, np.nan) for name, array in found.items()}
+
+    def infinite(found: Tensors) -> Tensors:
+        return found | {FIRST_B: np.full_like(found[FIRST_B], np.inf)}
+
+    def claimed(dtype: str, narrower: int) -> Spoil:
+        """Of another dtype, with a shape that fits its bytes."""
+        return entry(dtype=dtype, shape=lambda shape: [shape[0] * narrower, shape[1]])
+
+    return {
+        "nan": (value(float("nan")), {"not_finite"}),
+        "infinity": (value(float("inf")), {"not_finite"}),
+        "minus infinity": (value(float("-inf")), {"not_finite"}),
+        "nan everywhere": (tensors(everywhere), {"not_finite"}),
+        "nan of bfloat16": (stored_as("BF16", everywhere), {"not_finite"}),
+        "nan of float16": (stored_as("F16", everywhere), {"not_finite"}),
+        "infinity of float16": (stored_as("F16", infinite), {"not_finite"}),
+        "int32": (entry(dtype="I32"), {"unsupported_dtype"}),
+        "uint32": (entry(dtype="U32"), {"unsupported_dtype"}),
+        "bytes": (claimed("U8", 4), {"unsupported_dtype", "rank_mismatch"}),
+        "booleans": (claimed("BOOL", 4), {"unsupported_dtype", "rank_mismatch"}),
+        "exponents alone": (claimed("F8_E8M0", 4), {"unsupported_dtype", "rank_mismatch"}),
+    }
+
+
+def _together(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
+    def wreck(found: Tensors) -> Tensors:
+        found[FIRST][0, 0] = np.nan
+        found[FIRST_B] = np.ones((base.hidden_size, 5), np.float32)
+        found["stranger"] = np.ones(3, np.float32)
+        return {
+            name: array for name, array in found.items() if "1.self_attn.v_proj.lora_A" not in name
+        }
+
+    return {
+        "nan, other rank, stranger and half a pair": (
+            tensors(wreck),
+            {"not_finite", "rank_mismatch", "unknown_tensor", "lone_tensor"},
+        ),
+        "of another base, with nan": (
+            both(config(base_model_name_or_path="x/y"), value(float("nan"))),
+            {"wrong_base", "not_finite"},
+        ),
+    }

@@ -36,6 +36,18 @@ among those: `loraplex serve` in a pod, or a router with workers of its own.
 too much to be told twice a second.
 
 """
+_USE = """\
+## Dashboards and alerts
+
+`deploy/helm/loraplex/dashboards` has Grafana dashboards (fleet, objectives, adapters and residency,
+tenants, workers), written by `python -m launcher.monitoring`; `deploy/helm/loraplex/rules` has
+Prometheus rules; the chart installs both. Each alert has a page in [runbooks](runbooks/).
+
+- `promtool check rules`, `test rules` and `check metrics` run with the tests, and every expression
+  is held to the families below.
+- No Grafana server was at hand: that the dashboards import is not tested, what their expressions
+  return is.
+"""
 _COLUMNS = "| name | kind | labels | meaning |\n| --- | --- | --- | --- |\n"
 
 
@@ -63,6 +75,7 @@ def render() -> str:
     return "\n".join(
         [
             _HEAD,
+            _USE,
             _section("Router", router_meters().declared),
             _section("Worker", worker_meters().declared),
             _section("For gateways", compat_meters().declared, _COMPAT),

@@ -1,0 +1,246 @@
+"""Boards of the fleet and of its tenants."""
+
+from launcher.monitoring.panels import (
+    Board,
+    Panel,
+    Query,
+    pick,
+    quantiles,
+    rate,
+    ratio,
+    total,
+)
+
+_NO_FAULT = "a fleet without faults has none; the series are there, at zero"
+_GENERATION = 'route=~"/|/generate|/generate_stream|/v1/completions|/v1/chat/completions"'
+
+_GENERATED = "loraplex_adapter_generated_tokens_total"
+
+FLEET = Board(
+    "loraplex-fleet",
+    "loraplex / Fleet",
+    (
+        (
+            "Traffic",
+            (
+                Panel(
+                    "Requests by status",
+                    "reqps",
+                    (
+                        Query(
+                            rate("loraplex_requests_total", _GENERATION, by="status"), "{{status}}"
+                        ),
+                    ),
+                    "Generation requests by HTTP status. A stream that broke off counts as 200;"
+                    " see the causes of errors.",
+                ),
+                Panel(
+                    "Errors by cause",
+                    "reqps",
+                    (
+                        Query(
+                            f"{rate('loraplex_request_errors_total', by='cause')} > 0 or"
+                            f" 0 * {rate('loraplex_request_errors_total')}",
+                            "{{cause}}",
+                        ),
+                    ),
+                    "`unavailable`, `deadline`, `incomplete` and `internal` are the fleet's;"
+                    " most others are callers'.",
+                ),
+                Panel(
+                    "Tokens",
+                    "short",
+                    (
+                        Query(rate("loraplex_prompt_tokens_total"), "prompt"),
+                        Query(rate("loraplex_cached_prompt_tokens_total"), "prompt, cached"),
+                        Query(rate("loraplex_generated_tokens_total"), "generated"),
+                    ),
+                    "Tokens a second.",
+                ),
+            ),
+        ),
+        (
+            "Queue and workers",
+            (
+                Panel(
+                    "Queue",
+                    "short",
+                    (
+                        Query(total(pick("loraplex_queue_sequences")), "waiting"),
+                        Query(total(pick("loraplex_queue_limit_sequences")), "limit"),
+                    ),
+                    "Sequences that wait for a worker: true demand, and what to scale by.",
+                ),
+                Panel(
+                    "Saturation",
+                    "percentunit",
+                    (
+                        Query(
+                            f"{total(pick('loraplex_link_sequences'), 'worker')} /"
+                            f" {total(pick('loraplex_link_credits'), 'worker')}",
+                            "{{worker}}",
+                        ),
+                    ),
+                    "Sequences at a worker as a share of what it takes, by worker.",
+                ),
+                Panel(
+                    "Workers by state",
+                    "short",
+                    (Query(f"max by (state) ({pick('loraplex_workers')})", "{{state}}"),),
+                    "As the router sees them that knows most. `disconnected` should be 0.",
+                ),
+                Panel(
+                    "Ready workers",
+                    "short",
+                    (Query(f"min({pick('loraplex_workers_ready')})"),),
+                    "Of the router that sees fewest. 0 means that requests are refused.",
+                    "stat",
+                ),
+                Panel(
+                    "Age of workers' states",
+                    "s",
+                    (
+                        Query(
+                            f"max by (worker) ({pick('loraplex_link_status_age_seconds')})",
+                            "{{worker}}",
+                        ),
+                    ),
+                    "A worker tells its state twice a second.",
+                ),
+                Panel(
+                    "Requests being answered",
+                    "short",
+                    (Query(total(pick("loraplex_requests_running"))),),
+                    "Streams included.",
+                    "stat",
+                ),
+            ),
+        ),
+        (
+            "Routing",
+            (
+                Panel(
+                    "Placements by reason",
+                    "ops",
+                    (Query(rate("loraplex_placements_total", by="reason"), "{{reason}}"),),
+                    "Why a sequence went to its worker.",
+                ),
+                Panel(
+                    "Further attempts by cause",
+                    "ops",
+                    (Query(rate("loraplex_resumes_total", by="cause"), "{{cause}}"),),
+                    "Sequences that went on at another worker, or tried again. `engine_lost` means"
+                    " that a worker or its engine went away; no token is lost by it.",
+                    may_be_empty=_NO_FAULT,
+                ),
+                Panel(
+                    "Clients that left",
+                    "reqps",
+                    (Query(rate("loraplex_generations_given_up_total")),),
+                    "Generations whose client went away before the end.",
+                ),
+                Panel(
+                    "Event loop lag of routers",
+                    "s",
+                    quantiles("loraplex_event_loop_lag_seconds"),
+                    "How late a router does what is due. Above 50 ms it needs more replicas.",
+                ),
+                Panel(
+                    "Redis",
+                    "short",
+                    (Query(f"min({pick('loraplex_redis_up')})"),),
+                    "1 while Redis answers, or none is shared.",
+                    "stat",
+                ),
+                Panel(
+                    "Router processes",
+                    "short",
+                    (Query(f"count({pick('loraplex_requests_running')})"),),
+                    "Routers that are scraped.",
+                    "stat",
+                ),
+            ),
+        ),
+    ),
+)
+
+TENANTS = Board(
+    "loraplex-tenants",
+    "loraplex / Tenants",
+    (
+        (
+            "Limits",
+            (
+                Panel(
+                    "Requests refused for their number",
+                    "reqps",
+                    (
+                        Query(
+                            rate(
+                                "loraplex_request_errors_total",
+                                'cause=~"rate_limited|overloaded"',
+                                by="cause",
+                            ),
+                            "{{cause}}",
+                        ),
+                    ),
+                    "`rate_limited`: a key's quota; `overloaded`: the fleet's queue.",
+                ),
+                Panel(
+                    "Requests refused for their key",
+                    "reqps",
+                    (
+                        Query(
+                            rate(
+                                "loraplex_request_errors_total",
+                                'cause=~"unauthorized|forbidden"',
+                                by="cause",
+                            ),
+                            "{{cause}}",
+                        ),
+                    ),
+                    "No key or a wrong one; a key that may not do this.",
+                ),
+                Panel(
+                    "Callers' errors",
+                    "reqps",
+                    (
+                        Query(
+                            rate(
+                                "loraplex_request_errors_total",
+                                'cause=~"invalid|unsupported|context_length|template_error'
+                                '|adapter_not_found|adapter_invalid|too_large|gone"',
+                                by="cause",
+                            ),
+                            "{{cause}}",
+                        ),
+                    ),
+                    "What callers asked for and could not be done.",
+                ),
+            ),
+        ),
+        (
+            "Fairness",
+            (
+                Panel(
+                    "Share of the busiest adapter",
+                    "percentunit",
+                    (Query(ratio(f"max({rate(_GENERATED, by='adapter')})", rate(_GENERATED))),),
+                    "Of all generated tokens. Exact figures by key are in the usage API.",
+                ),
+                Panel(
+                    "Queue wait",
+                    "s",
+                    quantiles("loraplex_queue_wait_seconds"),
+                    "From readiness to a worker: what a flood costs others.",
+                ),
+                Panel(
+                    "Queue in bytes",
+                    "bytes",
+                    (Query(total(pick("loraplex_queue_bytes"))),),
+                    "Prompts that wait.",
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,148 @@
+"""Dashboards, rules and runbooks as files: fresh, valid, of families that the code declares."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from launcher.metrics_doc import router_meters, worker_meters
+from launcher.monitoring import dashboards
+from launcher.monitoring.dashboards import BOARDS
+from launcher.monitoring.panels import Board, Panel
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy/helm/loraplex"
+RULES = CHART / "rules/loraplex.yaml"
+RUNBOOKS = ROOT / "docs/runbooks"
+# Of a histogram.
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+def rules() -> list[dict[str, Any]]:
+    return [
+        rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [rule for rule in rules() if "alert" in rule]
+
+
+def expressions() -> list[tuple[str, str]]:
+    found = [
+        (f"{board.uid}: {panel.title}", query.expr)
+        for board in BOARDS
+        for panel in board.panels
+        for query in panel.queries
+    ]
+    return [*found, *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules())]
+
+
+def declared() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Series names -> label -> its values, or none when they come as they go."""
+    families = {}
+    for family in (*router_meters().declared, *worker_meters().declared):
+        labels = {name: tuple(values) for name, values in family.labels.items()}
+        names = [family.name]
+        if family.kind == "histogram":
+            names = [f"{family.name}{suffix}" for suffix in SUFFIXES]
+            labels["le"] = ()
+        families.update(dict.fromkeys(names, labels))
+    families.update({rule["record"]: {} for rule in rules() if "record" in rule})
+    return families
+
+
+def test_dashboards_are_fresh() -> None:
+    kept = {path.name: path.read_text() for path in (CHART / "dashboards").glob("*.json")}
+    assert kept == dashboards.files(), (
+        "run: .venv/bin/python -m launcher.monitoring deploy/helm/loraplex/dashboards"
+    )
+
+
+@pytest.mark.parametrize(("place", "expr"), expressions(), ids=lambda value: value[:60])
+def test_expressions_are_of_declared_families(place: str, expr: str) -> None:
+    families = declared()
+    selectors = re.findall(r"\b(loraplex[\w:]+)(?:\{([^}]*)\})?", expr)
+    assert selectors
+    for name, matchers in selectors:
+        assert name in families, f"{name} is declared nowhere"
+        for label, values in re.findall(r'(\w+)(?:=~|!=|=)"([^"]*)"', matchers):
+            if label == "namespace":
+                continue
+            known = families[name][label]
+            assert not known or set(values.split("|")) <= set(known), (name, label, values)
+    for counter in re.findall(r"(?:rate|increase)\((loraplex\w+)", expr):
+        assert counter.endswith(("_total", *SUFFIXES)), f"{counter} is no counter"
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.uid)
+def test_boards_have_what_grafana_needs(board: Board) -> None:
+    made = json.loads(dashboards.files()[f"{board.uid}.json"])
+    panels = made["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [tuple(panel["gridPos"].values()) for panel in panels]
+    assert len(set(places)) == len(places)
+    for panel in panels:
+        assert panel["title"]
+        if panel["type"] != "row":
+            assert panel["description"]
+            assert panel["fieldConfig"]["defaults"]["unit"]
+            assert panel["datasource"]["uid"] == "${datasource}"
+            assert panel["targets"]
+    names = [variable["name"] for variable in made["templating"]["list"]]
+    assert names == ["datasource", "namespace"]
+
+
+@pytest.mark.parametrize(
+    "panel", [p for board in BOARDS for p in board.panels], ids=lambda panel: panel.title
+)
+def test_rates_follow_the_scrape_interval(panel: Panel) -> None:
+    for query in panel.queries:
+        for window in re.findall(r"\brate\([^\[]*\[([^\]]*)\]", query.expr):
+            assert window == "$__rate_interval"
+
+
+def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
+    named: dict[str, set[str]] = {}
+    for alert in alerts():
+        assert alert["labels"]["severity"] in ("critical", "warning")
+        named.setdefault(alert["annotations"]["runbook_url"], set()).add(alert["alert"])
+    assert set(named) == {f"docs/runbooks/{path.name}" for path in RUNBOOKS.glob("*.md")}
+    for page, names in named.items():
+        text = (ROOT / page).read_text()
+        assert set(re.findall(r"`(Loraplex\w+)`", text)) == names, page
+
+
+def test_runbooks_name_panels_that_are_there() -> None:
+    titles = {panel.title for board in BOARDS for panel in board.panels}
+    for path in RUNBOOKS.glob("*.md"):
+        text = path.read_text().replace("\n  ", " ")
+        for title in re.findall(r"\*([^*]+)\*", text):
+            assert title in titles, (path.name, title)
+
+
+def promtool(*arguments: str, text: bytes = b"") -> None:
+    done = subprocess.run(
+        ["promtool", *arguments], input=text, capture_output=True, cwd=Path(__file__).parent
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+
+
+def test_rules_are_valid() -> None:
+    promtool("check", "rules", str(RULES))
+
+
+def test_every_alert_fires_on_what_it_is_for() -> None:
+    tests = Path(__file__).with_name("rules_test.yaml")
+    promtool("test", "rules", str(tests))
+    tested = set(re.findall(r"alertname: (\w+)", tests.read_text()))
+    assert tested == {alert["alert"] for alert in alerts()}
+
+
+@pytest.mark.parametrize("meters", [router_meters, worker_meters])
+def test_expositions_are_as_prometheus_wants_them(meters: Any) -> None:
+    promtool("check", "metrics", text=meters().render("")[0])

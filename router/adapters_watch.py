@@ -26,7 +26,10 @@ _Stamp = tuple[int, int, int]
 
 
 class AdaptersFile:
-    """errors: by entry, or WHOLE; what they are about stays as it was. clock: seconds."""
+    """errors: by entry, or WHOLE; what they are about stays as it was. clock: seconds.
+
+    applied: every entry has been tried once; before that, names are missing that will be there.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class AdaptersFile:
         clock: Callable[[], float],
     ) -> None:
         self.errors: dict[str, str] = {}
+        self.applied = False
         self._path = path
         self._admin = admin
         self._default_source = default_source
@@ -67,6 +71,7 @@ class AdaptersFile:
         self._stamp, self._tried_at = stamp, now
         contents = await asyncio.to_thread(_read, self._path, self._default_source)
         self._tell(await self._reconcile(contents))
+        self.applied = True
 
     async def _reconcile(self, contents: FileContents) -> dict[str, str]:
         """What went wrong, by entry."""

@@ -32,14 +32,11 @@ class InfoRoutes:
         return json_response(Health("live"))
 
     async def ready(self, request: Request) -> Response:
-        """Whether a new request would find a worker."""
-        if self._service.fleet.ready and self._service.base.text is not None:
+        """Whether a new request would find a worker, and the operator's adapters their names."""
+        why = self._service.why_not_ready()
+        if why is None:
             return json_response(Health("ready"))
-        body = {
-            "status": "not ready",
-            "error": "no worker is ready",
-            "error_type": "healthcheck",
-        }
+        body = {"status": "not ready", "error": why, "error_type": "healthcheck"}
         return json_response(body, 503, _RETRY)
 
     async def health(self, request: Request) -> Response:

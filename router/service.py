@@ -60,6 +60,14 @@ class Service:
     saved_card: ModelCard | None
     sharing: Sharing
 
+    def why_not_ready(self) -> str | None:
+        """None = new requests are answered. An adapter that failed holds nobody up."""
+        if not self.fleet.ready or self.base.text is None:
+            return "no worker is ready"
+        if self.adapters_file is not None and not self.adapters_file.applied:
+            return "the adapters of --adapters-file are being checked"
+        return None
+
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Connected to the workers while inside. Raises ConfigError for a bad model card."""

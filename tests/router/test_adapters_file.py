@@ -163,7 +163,9 @@ def followed(router: Running, tmp_path: Path) -> Followed:
 
 async def test_added_changed_and_removed(followed: Followed, worker: FakeWorker) -> None:
     followed.write({"name": "one", "ref": "org/one", "pin": True}, {"name": "two", "ref": "org/2"})
+    assert not followed.file.applied
     await followed.file.poll()
+    assert followed.file.applied
     assert followed.names == ["one", "two"]
     one = followed.admin.get("one")
     assert one.pinned

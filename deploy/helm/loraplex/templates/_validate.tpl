@@ -1,0 +1,142 @@
+{{/* What the schema cannot say: values that do not fit together. Each message says what to change. */}}
+
+{{- define "loraplex.validate" -}}
+{{- include "loraplex.validate.needed" . -}}
+{{- include "loraplex.validate.times" (dict "root" . "of" .Values.router "where" "router") -}}
+{{- include "loraplex.validate.names" . -}}
+{{- $fewest := 0 -}}
+{{- range $given := .Values.pools -}}
+{{- $pool := include "loraplex.pool" (dict "root" $ "pool" $given) | fromYaml -}}
+{{- $fewest = add $fewest (include "loraplex.pool.fewest" (dict "pool" $pool)) -}}
+{{- $scope := dict "root" $ "pool" $pool "of" $pool "where" (printf "pool %s" $pool.name) -}}
+{{- include "loraplex.validate.times" $scope -}}
+{{- include "loraplex.validate.scaling" $scope -}}
+{{- include "loraplex.validate.memory" $scope -}}
+{{- include "loraplex.validate.adapters" $scope -}}
+{{- end -}}
+{{- include "loraplex.validate.moves" (dict "root" . "fewest" $fewest) -}}
+{{- include "loraplex.validate.outside" . -}}
+{{- end -}}
+
+{{- define "loraplex.validate.needed" -}}
+{{- if not .Values.model.id -}}{{- fail "model.id is needed: the Hub id or folder of the base model" -}}{{- end -}}
+{{- range list "router" "worker" -}}
+{{- if not (index $.Values.images .).repository -}}
+{{- fail (printf "images.%s.repository is needed: build deploy/images/%s.Dockerfile, push it, and name it here" . .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict: root, of, where */}}
+{{- define "loraplex.validate.times" -}}
+{{- $drain := int (include "loraplex.drainSeconds" .) -}}
+{{- $grace := int (include "loraplex.graceSeconds" .) -}}
+{{- $request := int .root.Values.requestTimeoutSeconds -}}
+{{- $needed := add .of.preStopSeconds $drain 10 -}}
+{{- if lt $grace (int $needed) -}}
+{{- fail (printf "%s: terminationGracePeriodSeconds is %d, but preStopSeconds (%d) and drainSeconds (%d) need at least %d: the rest would be killed" .where $grace (int .of.preStopSeconds) $drain $needed) -}}
+{{- end -}}
+{{- if and (eq .where "router") (lt $drain $request) -}}
+{{- fail (printf "router: drainSeconds is %d, but a request may take requestTimeoutSeconds (%d): an update would cut it off" $drain $request) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Sequences of a worker that stops go on at another, if there is one. dict: root, fewest */}}
+{{- define "loraplex.validate.moves" -}}
+{{- $request := int .root.Values.requestTimeoutSeconds -}}
+{{- range $given := .root.Values.pools -}}
+{{- $pool := include "loraplex.pool" (dict "root" $.root "pool" $given) | fromYaml -}}
+{{- $drain := int (include "loraplex.drainSeconds" (dict "root" $.root "of" $pool)) -}}
+{{- if and (lt (int $.fewest) 2) (lt $drain $request) -}}
+{{- fail (printf "pool %s: drainSeconds is %d, less than requestTimeoutSeconds (%d), and there is no second worker that could go on with what is left: raise it, or have two workers" $pool.name $drain $request) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "loraplex.validate.names" -}}
+{{- range $what, $list := dict "pools" .Values.pools "adapters" .Values.adapters -}}
+{{- $seen := dict -}}
+{{- range $list -}}
+{{- if hasKey $seen .name -}}{{- fail (printf "%s: %q is there twice" $what .name) -}}{{- end -}}
+{{- $_ := set $seen .name true -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict: root, pool, where */}}
+{{- define "loraplex.validate.scaling" -}}
+{{- $scaling := .pool.autoscaling -}}
+{{- $most := int (include "loraplex.pool.most" .) -}}
+{{- if eq $scaling.kind "none" -}}
+{{- if gt (int .pool.replicas) $most -}}
+{{- fail (printf "%s: replicas is %d, but routers look for maxReplicas (%d) only" .where (int .pool.replicas) $most) -}}
+{{- end -}}
+{{- else -}}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
+{{- fail (printf "%s: autoscaling.minReplicas (%d) is above autoscaling.maxReplicas (%d)" .where (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
+{{- end -}}
+{{- if gt (int $scaling.maxReplicas) $most -}}
+{{- fail (printf "%s: autoscaling.maxReplicas is %d, but routers look for maxReplicas (%d) only" .where (int $scaling.maxReplicas) $most) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $scaling.kind "hpa") (lt (int $scaling.minReplicas) 1) -}}
+{{- fail (printf "%s: autoscaling.minReplicas 0 needs autoscaling.kind keda; an HPA keeps at least one" .where) -}}
+{{- end -}}
+{{- if eq $scaling.kind "keda" -}}
+{{- if not .root.Values.monitoring.prometheusAddress -}}
+{{- fail (printf "%s: autoscaling.kind keda asks Prometheus for the queue: set monitoring.prometheusAddress" .where) -}}
+{{- end -}}
+{{- if and (lt (int $scaling.minReplicas) 1) (not .root.Values.router.readyWithoutWorkers) -}}
+{{- fail (printf "%s: autoscaling.minReplicas 0 needs router.readyWithoutWorkers true: without it no request reaches a router to wake a worker" .where) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict: root, pool, where */}}
+{{- define "loraplex.validate.memory" -}}
+{{- $arena := int64 (include "loraplex.bytes" .pool.hostAdapterMemory) -}}
+{{- $shared := int64 (include "loraplex.bytes" .pool.sharedMemory) -}}
+{{- $limit := int64 (include "loraplex.bytes" .pool.resources.limits.memory) -}}
+{{- if gt (add $arena $shared 1073741824) $limit -}}
+{{- fail (printf "%s: hostAdapterMemory (%v) and sharedMemory (%v) are part of resources.limits.memory (%v), which must leave 1Gi beside them" .where .pool.hostAdapterMemory .pool.sharedMemory .pool.resources.limits.memory) -}}
+{{- end -}}
+{{- $disk := int64 (include "loraplex.pool.adapterDisk" .) -}}
+{{- if gt $disk (int64 (include "loraplex.bytes" .pool.cache.size)) -}}
+{{- fail (printf "%s: adapterDisk (%v) is larger than cache.size (%v)" .where .pool.adapterDisk .pool.cache.size) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A declared adapter that its workers would refuse. dict: root, pool, where */}}
+{{- define "loraplex.validate.adapters" -}}
+{{- $options := .pool.options -}}
+{{- $owners := .root.Values.hubOwners -}}
+{{- range .root.Values.adapters -}}
+{{- if hasPrefix "s3:" .ref -}}
+{{- $bucket := regexReplaceAll "^s3:/*([^/]+).*$" .ref "${1}" -}}
+{{- if not (has $bucket (index $options "s3-bucket" | default list)) -}}
+{{- fail (printf "adapters: %q is in the bucket %s, which %s may not read: add it to options.s3-bucket" .name $bucket $.where) -}}
+{{- end -}}
+{{- else if hasPrefix "https:" .ref -}}
+{{- $host := regexReplaceAll "^https://([^/]+).*$" .ref "${1}" -}}
+{{- if not (has $host (index $options "https-host" | default list)) -}}
+{{- fail (printf "adapters: %q is on the host %s, which %s may not ask: add it to options.https-host" .name $host $.where) -}}
+{{- end -}}
+{{- else if hasPrefix "local:" .ref -}}
+{{- if not (index $options "adapter-root") -}}
+{{- fail (printf "adapters: %q is a local folder, and %s has no options.adapter-root" .name $.where) -}}
+{{- end -}}
+{{- else if and $owners (hasPrefix "hub:" .ref) -}}
+{{- $owner := regexReplaceAll "^hub:([^/]+)/.*$" .ref "${1}" -}}
+{{- if not (has $owner $owners) -}}
+{{- fail (printf "adapters: %q belongs to %s, who is not in hubOwners" .name $owner) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "loraplex.validate.outside" -}}
+{{- if and (eq .Values.redis.mode "external") (not .Values.redis.url) -}}{{- fail "redis.url is needed: where the external Redis is" -}}{{- end -}}
+{{- if and (ne .Values.redis.mode "external") .Values.redis.url -}}{{- fail (printf "redis.url is given, but redis.mode is %s, not external" .Values.redis.mode) -}}{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}{{- fail "ingress.hosts is needed" -}}{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}{{- fail "httpRoute.parentRefs is needed: the gateway that it belongs to" -}}{{- end -}}
+{{- end -}}

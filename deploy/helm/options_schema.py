@@ -1,0 +1,99 @@
+"""Keeps the options in the chart's values.schema.json as `loraplex` has them.
+
+To be run after a change of an option: `.venv/bin/python -m deploy.helm.options_schema`. Options
+that the chart sets itself, from values of their own, are not among those that may be written there.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
+from launcher.options import Option
+
+SCHEMA = Path(__file__).parent / "loraplex/values.schema.json"
+SET_BY_CHART = {
+    "routerOptions": {
+        "adapter",
+        "adapters-file",
+        "cache-dir",
+        "drain-timeout-s",
+        "host",
+        "hub-owner",
+        "port",
+        "redis",
+        "redis-prefix",
+        "request-timeout-s",
+        "worker",
+    },
+    "workerOptions": {
+        "adapter-disk",
+        "cache-dir",
+        "device",
+        "drain-timeout-s",
+        "host",
+        "host-adapter-memory",
+        "hub-owner",
+        "model",
+        "model-name",
+        "port",
+        "revision",
+        "worker-id",
+    },
+}
+_BYTES = r"^[0-9]+(\.[0-9]+)?\s*([kKmMgGtT]([iI]?[bB])?|[bB])?$"
+
+
+def definitions() -> dict[str, Any]:
+    """The schema of each command's options, by flag."""
+    return {
+        "routerOptions": _options(ROUTER_OPTIONS, SET_BY_CHART["routerOptions"]),
+        "workerOptions": _options(WORKER_OPTIONS, SET_BY_CHART["workerOptions"]),
+    }
+
+
+def render() -> str:
+    """The whole schema as it should be."""
+    schema = json.loads(SCHEMA.read_text())
+    schema["definitions"] |= definitions()
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _options(options: Iterable[Option], taken: Collection[str]) -> dict[str, Any]:
+    free = {o.flag: _option(o) for o in options if o.flag not in taken and not o.is_secret}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": dict(sorted(free.items())),
+    }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    schema = _value(option)
+    if option.is_list:
+        schema = {"type": "array", "items": schema}
+    return {"description": option.help, **schema}
+
+
+def _value(option: Option) -> dict[str, Any]:
+    if option.kind == "bool":
+        return {"type": "boolean"}
+    if option.kind == "choice":
+        return {"enum": list(option.choices)}
+    if option.kind == "bytes":
+        return {"type": ["string", "integer"], "pattern": _BYTES, "minimum": option.low}
+    if option.kind in ("int", "float"):
+        bounds: dict[str, Any] = {"minimum": option.low}
+        if math.isfinite(option.high):
+            bounds["maximum"] = option.high
+        return {"type": "integer" if option.kind == "int" else "number", **bounds}
+    return {"type": "string", "minLength": 1}
+
+
+if __name__ == "__main__":
+    fresh = render()
+    SCHEMA.write_text(fresh)
+    sys.stdout.write(f"{SCHEMA}: {len(fresh)} bytes\n")

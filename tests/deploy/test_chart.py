@@ -1,0 +1,216 @@
+"""The chart renders for every kind of values, and what comes out is valid Kubernetes."""
+
+import base64
+import json
+import re
+import shutil
+from pathlib import Path
+
+import helm_python as helm
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from deploy.helm import options_schema
+from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
+from launcher.options import Option
+from router.adapters_file import read
+from tests.deploy.chart import (
+    CASES,
+    CHART,
+    Object,
+    case,
+    merged,
+    objects,
+    objects_of,
+    of_kind,
+    pods,
+    render,
+    texts,
+)
+from tests.deploy.operator_schemas import SCHEMAS
+
+# The oldest that Chart.yaml admits, and the newest known to the validator.
+KUBERNETES = ("1.27", "1.30", kubernetes_validate.latest_version())
+NEEDED: Object = {
+    "model": {"id": "org/model"},
+    "images": {"router": {"repository": "r"}, "worker": {"repository": "w"}},
+}
+
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@every_case
+def test_lint_finds_nothing(name: str) -> None:
+    report = helm.lint(CHART, case(name), strict=True)
+    assert not report["errors"]
+    assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}
+
+
+def test_the_defaults_lint_and_need_two_answers() -> None:
+    assert not helm.lint(CHART, {})["errors"]
+    render(NEEDED)
+
+
+@every_case
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_objects_are_valid(name: str, version: str) -> None:
+    for thing in objects(name):
+        schema = SCHEMAS.get(thing["kind"])
+        if schema is not None:
+            jsonschema.validate(thing, schema)
+        else:
+            kubernetes_validate.validate(thing, version, strict=True)
+
+
+def test_the_validators_can_fail() -> None:
+    (budget, *_) = of_kind(objects("fleet"), "PodDisruptionBudget")
+    bad = merged(budget, {"spec": {"maxUnavailible": 1}})
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(bad, KUBERNETES[-1], strict=True)
+    (monitor,) = of_kind(objects("fleet"), "ServiceMonitor")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(
+            merged(monitor, {"spec": {"samplelimit": 1}}), SCHEMAS["ServiceMonitor"]
+        )
+
+
+@every_case
+def test_names_are_unique_and_fit(name: str) -> None:
+    found = [(o["kind"], o["metadata"]["name"]) for o in objects(name)]
+    assert len(found) == len(set(found))
+    for thing in of_kind(objects(name), "StatefulSet"):
+        # With "-" and ten letters of a hash it is a label's value, with "-<n>" a host's name.
+        assert len(thing["metadata"]["name"]) + 11 <= 63
+
+
+def test_long_names_still_fit() -> None:
+    values = merged(NEEDED, {"fullnameOverride": "x" * 80, "pools": [{"name": "p" * 15}]})
+    for thing in of_kind(objects_of(render(values)), "StatefulSet", "Service", "Deployment"):
+        assert len(thing["metadata"]["name"]) + 11 <= 63
+
+
+def test_objects_of_other_projects_come_only_when_enabled() -> None:
+    kinds = {thing["kind"] for thing in objects_of(render(NEEDED))}
+    assert not kinds & SCHEMAS.keys()
+    assert {"NetworkPolicy", "PodDisruptionBudget", "StatefulSet", "Deployment"} <= kinds
+
+
+def test_selectors_find_their_pods_and_no_others() -> None:
+    found = objects("fleet")
+    labels = {
+        thing["metadata"]["name"]: thing["spec"]["template"]["metadata"]["labels"]
+        for thing in of_kind(found, "Deployment", "StatefulSet")
+    }
+    for thing in of_kind(found, "Deployment", "StatefulSet", "PodDisruptionBudget"):
+        wanted = thing["spec"]["selector"]["matchLabels"].items()
+        matching = [name for name, given in labels.items() if wanted <= given.items()]
+        assert matching == [thing["metadata"]["name"]]
+
+
+def test_routers_know_the_address_of_every_worker() -> None:
+    """Pools that grow up to maxReplicas keep their routers."""
+    found = objects("fleet")
+    (router,) = of_kind(found, "Deployment")
+    args = router["spec"]["template"]["spec"]["containers"][0]["args"]
+    (service,) = [o for o in of_kind(found, "Service") if o["spec"].get("clusterIP") == "None"]
+    domain = f"{service['metadata']['name']}.serving.svc.cluster.local:8090"
+    expected = []
+    for thing in of_kind(found, "StatefulSet"):
+        assert thing["spec"]["serviceName"] == service["metadata"]["name"]
+        pool = thing["spec"]["template"]["metadata"]["labels"]["loraplex/pool"]
+        most = {"h200": 16, "h100-spot": 2}[pool]
+        name = thing["metadata"]["name"]
+        expected += [f"--worker=ws://{name}-{number}.{domain}" for number in range(most)]
+    assert [arg for arg in args if arg.startswith("--worker=")] == expected
+
+
+def test_adapters_are_written_as_the_router_reads_them() -> None:
+    (config,) = [o for o in of_kind(objects("fleet"), "ConfigMap") if "adapters.yaml" in o["data"]]
+    contents = read(config["data"]["adapters.yaml"].encode(), "hub")
+    assert not contents.errors
+    declared = {entry["name"]: entry.get("pin", False) for entry in case("fleet")["adapters"]}
+    assert {name: wanted.pin for name, wanted in contents.wanted.items()} == declared
+
+
+def test_declaring_adapters_replaces_no_pod() -> None:
+    more = merged(NEEDED, {"adapters": [{"name": "new", "ref": "hub:a/b"}]})
+    before, after = (of_kind(objects_of(render(v)), "Deployment") for v in (NEEDED, more))
+    assert before == after
+
+
+def test_a_new_release_of_the_chart_alone_replaces_no_worker(tmp_path: Path) -> None:
+    copy = tmp_path / "loraplex"
+    shutil.copytree(CHART, copy)
+    text = (CHART / "Chart.yaml").read_text()
+    (copy / "Chart.yaml").write_text(re.sub(r"^version: .*", "version: 9.9.9", text, flags=re.M))
+    before, after = (of_kind(objects_of(render(NEEDED, c)), "StatefulSet") for c in (CHART, copy))
+    assert before != after
+    assert [o["spec"] for o in before] == [o["spec"] for o in after]
+
+
+def test_the_made_secret_is_long_and_kept() -> None:
+    (secret,) = of_kind(objects("small"), "Secret")
+    (value,) = secret["data"].values()
+    assert len(base64.b64decode(value)) >= 32
+    # Drawn anew without a cluster that could be asked for the one before.
+    assert of_kind(objects_of(render(case("small"))), "Secret") != [secret]
+    assert "lookup" in (CHART / "templates/secrets.yaml").read_text()
+    assert not of_kind(objects("fleet"), "Secret"), "a named one is not made"
+
+
+def test_dashboards_and_rules_are_the_files() -> None:
+    boards = [
+        o for o in of_kind(objects("fleet"), "ConfigMap") if "dashboard" in str(o["metadata"])
+    ]
+    files = {path.name: path for path in (CHART / "dashboards").glob("*.json")}
+    carried = {name: text for board in boards for name, text in board["data"].items()}
+    assert carried.keys() == files.keys()
+    for name, path in files.items():
+        assert json.loads(carried[name]) == json.loads(path.read_text())
+        assert len(carried[name]) < 900_000, "a ConfigMap holds 1 MiB"
+    rules = {o["metadata"]["name"]: o["spec"] for o in of_kind(objects("fleet"), "PrometheusRule")}
+    assert list(rules.values()) == [
+        yaml.safe_load(path.read_text()) for path in sorted((CHART / "rules").glob("*.yaml"))
+    ]
+
+
+def test_the_notes_have_a_request_that_can_be_pasted() -> None:
+    notes = texts("fleet")["loraplex/templates/NOTES.txt"]
+    curl = re.search(r"curl (\S+) -H '([^']+)' -d '([^']+)'", notes)
+    assert curl is not None
+    assert curl[1] == "https://lora.example.com/generate"
+    assert json.loads(curl[3])["parameters"]["adapter_id"] == "sql"
+
+
+def test_the_schema_knows_the_options_of_today() -> None:
+    assert options_schema.SCHEMA.read_text() == options_schema.render(), (
+        "run: .venv/bin/python -m deploy.helm.options_schema"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("router", ROUTER_OPTIONS), ("worker", WORKER_OPTIONS)]
+)
+def test_what_the_chart_keeps_to_itself_it_sets(command: str, options: tuple[Option, ...]) -> None:
+    given = {
+        arg.partition("=")[0].removeprefix("--")
+        for name in CASES
+        for _, spec in pods(objects(name))
+        for container in spec["containers"]
+        if container["name"] == command
+        for arg in container.get("args", ())
+    }
+    secrets = {f"{option.flag}-file" for option in options if option.is_secret}
+    # Adapters are declared in a file, the model is no flag.
+    unset = options_schema.SET_BY_CHART[f"{command}Options"] | secrets
+    assert unset - given <= {"adapter", "model"}
+
+
+def test_it_can_be_packaged(tmp_path: Path) -> None:
+    packed = helm.package(CHART, destination=tmp_path)
+    with helm.Chart.load(packed) as chart:
+        chart.validate_schema(NEEDED)
+        with pytest.raises(helm.HelmError, match="nope"):
+            chart.validate_schema(NEEDED | {"nope": 1})

@@ -1,0 +1,105 @@
+"""Values that cannot work are refused before anything is installed, with what to change."""
+
+import helm_python as helm
+import pytest
+
+from tests.deploy.chart import Object, case, merged, render
+
+FLEET = "fleet"
+KEDA: Object = {"worker": {"autoscaling": {"kind": "keda", "minReplicas": 0}}}
+
+# (case, change, what the message holds)
+UNFIT: list[tuple[str, Object, str]] = [
+    ("small", {"model": {"id": ""}}, "model.id is needed"),
+    ("small", {"images": {"router": {"repository": ""}}}, "images.router.repository is needed"),
+    ("small", {"images": {"worker": {"repository": ""}}}, "images.worker.repository is needed"),
+    ("small", {"router": {"drainSeconds": 30}}, "a request may take requestTimeoutSeconds (600)"),
+    ("small", {"router": {"terminationGracePeriodSeconds": 600}}, "need at least 620"),
+    ("small", {"worker": {"terminationGracePeriodSeconds": 30}}, "pool main: terminationGrace"),
+    ("small", {"worker": {"drainSeconds": 60}}, "no second worker that could go on"),
+    ("small", {"pools": [{"name": "a"}, {"name": "a"}]}, 'pools: "a" is there twice'),
+    ("small", {"worker": {"replicas": 3, "maxReplicas": 2}}, "routers look for maxReplicas (2)"),
+    ("small", {"worker": {"hostAdapterMemory": "1500Mi"}}, "must leave 1Gi beside them"),
+    ("small", {"worker": {"adapterDisk": "20Gi"}}, "larger than cache.size (10Gi)"),
+    ("small", {"adapters": [{"name": "a", "ref": "s3:b/c"}]}, "the bucket b, which pool main"),
+    ("small", {"adapters": [{"name": "a", "ref": "https://h/c"}]}, "the host h, which pool main"),
+    ("small", {"adapters": [{"name": "a", "ref": "local:/c"}]}, "no options.adapter-root"),
+    (
+        "small",
+        {"hubOwners": ["acme"], "adapters": [{"name": "a", "ref": "hub:evil/a"}]},
+        '"a" belongs to evil, who is not in hubOwners',
+    ),
+    (
+        "small",
+        {"adapters": [{"name": "a", "ref": "hub:x/a"}, {"name": "a", "ref": "hub:x/b"}]},
+        'adapters: "a" is there twice',
+    ),
+    ("small", KEDA, "set monitoring.prometheusAddress"),
+    ("scale-to-zero", {"router": {"readyWithoutWorkers": False}}, "no request reaches a router"),
+    ("hpa", {"worker": {"autoscaling": {"minReplicas": 0}}}, "an HPA keeps at least one"),
+    ("hpa", {"worker": {"autoscaling": {"minReplicas": 9}}}, "is above autoscaling.maxReplicas"),
+    ("hpa", {"worker": {"maxReplicas": 5}}, "routers look for maxReplicas (5) only"),
+    ("small", {"redis": {"mode": "external"}}, "redis.url is needed"),
+    ("hpa", {"redis": {"url": "redis://other:6379/0"}}, "redis.mode is bundled, not external"),
+    (FLEET, {"ingress": {"hosts": []}}, "ingress.hosts is needed"),
+    (FLEET, {"httpRoute": {"parentRefs": []}}, "httpRoute.parentRefs is needed"),
+    (FLEET, {"worker": {"options": {"s3-bucket": ["other"]}}}, "acme-adapters, which pool h200"),
+]
+
+# (change, where the schema says that it is wrong)
+MISWRITTEN: list[tuple[Object, str]] = [
+    ({"replicas": 1}, "replicas"),
+    ({"router": {"replica": 1}}, "replica"),
+    ({"router": {"replicas": "2"}}, "/router/replicas"),
+    ({"router": {"port": 80}}, "/router/port"),
+    ({"router": {"options": {"max-quue": 1}}}, "max-quue"),
+    ({"router": {"options": {"max-queue": 0}}}, "/router/options/max-queue"),
+    ({"router": {"options": {"drain-timeout-s": 1}}}, "drain-timeout-s"),
+    ({"router": {"options": {"secret": "in the open"}}}, "secret"),
+    ({"router": {"options": {"max-body-bytes": "lots"}}}, "/router/options/max-body-bytes"),
+    ({"worker": {"options": {"dtype": "int3"}}}, "/worker/options/dtype"),
+    ({"worker": {"options": {"s3-bucket": "one"}}}, "/worker/options/s3-bucket"),
+    ({"worker": {"gpus": 2}}, "/worker/gpus"),
+    ({"worker": {"hostAdapterMemory": "16 GB"}}, "/worker/hostAdapterMemory"),
+    (
+        {"worker": {"extraEnv": [{"name": "LORAPLEX_PORT", "value": "1"}]}},
+        "/worker/extraEnv/0/name",
+    ),
+    ({"pools": []}, "/pools"),
+    ({"pools": [{"name": "Main"}]}, "/pools/0/name"),
+    ({"pools": [{"name": "a", "gpu": 1}]}, "gpu"),
+    ({"adapters": [{"name": "a b", "ref": "hub:x/y"}]}, "/adapters/0/name"),
+    ({"adapters": [{"name": "a", "ref": "x/y"}]}, "/adapters/0/ref"),
+    ({"images": {"router": {"digest": "sha256:short"}}}, "/images/router/digest"),
+    ({"secrets": {"adminKey": {"value": "in the open"}}}, "value"),
+    ({"podSecurity": {"runAsUser": 0}}, "/podSecurity/runAsUser"),
+    ({"model": {"id": "--flag"}}, "/model/id"),
+    ({"redis": {"mode": "external", "url": "redis://user:word@host/0"}}, "/redis/url"),
+    ({"redis": {"mode": "none", "password": "in the open"}}, "password"),
+    ({"requestTimeoutSeconds": 0}, "/requestTimeoutSeconds"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), UNFIT)
+def test_values_that_do_not_fit_together(name: str, change: Object, message: str) -> None:
+    render(case(name))
+    with pytest.raises(helm.HelmError) as refusal:
+        render(merged(case(name), change))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(("change", "place"), MISWRITTEN)
+def test_values_that_are_miswritten(change: Object, place: str) -> None:
+    with pytest.raises(helm.HelmError) as refusal:
+        render(merged(case("small"), change))
+    assert place in str(refusal.value)
+
+
+def test_options_reach_the_command_line_as_they_were_meant() -> None:
+    values = merged(
+        case("small"),
+        {"router": {"options": {"max-queue": 1234567890, "share-hub-token": True, "max-n": 3}}},
+    )
+    text = render(values)["loraplex/templates/router-deployment.yaml"]
+    for flag in ("--max-queue=1234567890", "--share-hub-token", "--max-n=3"):
+        assert f'- "{flag}"' in text

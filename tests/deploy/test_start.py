@@ -1,0 +1,103 @@
+"""The chart's command lines start: a router and a worker as rendered, on the demo model."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from launcher.demo import adapter_paths, model_path
+from tests.deploy.chart import Object, case, merged, objects_of, of_kind, render
+from tests.deploy.local_pods import Cluster, LocalPod
+
+# In the folder's own terms: what a volume would bring into the workers.
+VALUES: Object = {
+    "model": {"id": str(model_path())},
+    "adapters": [{"name": "sql", "ref": f"local:{adapter_paths()['sql']}", "pin": True}],
+    "worker": {
+        "options": {
+            "executor": "torch",
+            "adapter-root": [str(adapter_paths()["sql"])],
+            "adapter-memory": "64MiB",
+        }
+    },
+}
+
+
+@dataclass
+class Release:
+    rendered: dict[str, str]
+    objects: list[Object]
+    router: LocalPod
+    worker: LocalPod
+
+
+@pytest.fixture
+async def release(tmp_path: Path) -> AsyncIterator[Release]:
+    rendered = render(merged(case("small"), VALUES))
+    objects = objects_of(rendered)
+    cluster = Cluster(tmp_path)
+    (deployment,) = of_kind(objects, "Deployment")
+    (stateful,) = of_kind(objects, "StatefulSet")
+    worker = cluster.pod(stateful, f"{stateful['metadata']['name']}-0", objects)
+    router = cluster.pod(deployment, deployment["metadata"]["name"], objects)
+    try:
+        await router.start()
+        await router.until("startup")
+        assert not await router.probe("readiness"), "no worker is there yet"
+        await worker.start()
+        await worker.ready()
+        await router.ready()
+        yield Release(rendered, objects, router, worker)
+    finally:
+        await router.kill()
+        await worker.kill()
+
+
+async def test_it_starts_answers_and_stops(release: Release) -> None:
+    url = f"http://127.0.0.1:{release.router.port}"
+    for pod in (release.router, release.worker):
+        assert await pod.probe("liveness")
+
+    notes = release.rendered["loraplex/templates/NOTES.txt"]
+    words = shlex.split(re.search(r"curl .*", notes)[0])  # type: ignore[index]
+    body = words[words.index("-d") + 1]
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        headers = {"content-type": "application/json"}
+        answer = await http.post(f"{url}/generate", content=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["generated_text"]
+
+    # A worker that is gone makes the router unready, and never dead.
+    assert await release.worker.stop() == 0, release.worker.log.read_text()
+    assert not await release.router.probe("readiness")
+    assert await release.router.probe("liveness")
+    assert await release.router.stop() == 0, release.router.log.read_text()
+    assert "Traceback" not in release.router.log.read_text() + release.worker.log.read_text()
+
+
+async def test_helm_test_tells_a_served_release_from_none(release: Release) -> None:
+    (pod,) = of_kind(release.objects, "Pod")
+    (container,) = pod["spec"]["containers"]
+    code, url, model, _ = container["args"]
+    (service,) = [o for o in of_kind(release.objects, "Service") if "clusterIP" not in o["spec"]]
+    assert url == f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+
+    def run(port: int, patience: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *container["command"][1:], code, f"http://127.0.0.1:{port}"]
+        return subprocess.run(
+            [*command, model, patience], capture_output=True, text=True, timeout=60
+        )
+
+    good = run(release.router.port, "5")
+    assert good.returncode == 0, good.stderr
+    assert "1 of 1 workers" in good.stdout
+    await release.router.kill()
+    bad = run(release.router.port, "0")
+    assert bad.returncode == 1
+    assert "is not ready" in bad.stderr

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: run test lint unit setup setup-dev programs clean
+.PHONY: run test lint unit chaos setup setup-dev programs clean
 
 run: setup
 	$(BIN)/loraplex serve $(ARGS)
@@ -20,6 +20,10 @@ lint: setup-dev
 
 unit: setup-dev $(CLIENTS)/.ready programs
 	$(BIN)/pytest
+
+# Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
+chaos: setup-dev programs
+	$(BIN)/python -m tests.chaos --long $(ARGS)
 
 setup: $(VENV)/.serve
 setup-dev: $(VENV)/.dev

@@ -89,6 +89,24 @@ class RouterConfig:
         default=False,
         metadata={"help": "also the metrics that llm-d and Gateway API read from vLLM's servers"},
     )
+    worker_silence_s: float = field(
+        default=1.0,
+        metadata={
+            "min": 0.6,
+            "help": "silence of a worker after which its streams go on at another, if there is one",
+        },
+    )
+    retry_share: float = field(
+        default=0.2,
+        metadata={"min": 0, "help": "retries after lost workers that a request pays for"},
+    )
+    retry_burst: int = field(
+        default=512, metadata={"min": 1, "help": "such retries at once; more are spread in time"}
+    )
+    quarantine_s: float = field(
+        default=300.0,
+        metadata={"min": 0, "help": "seconds for which a request that killed workers is refused"},
+    )
     drain_timeout_s: float = field(
         default=30.0, metadata={"help": "longest wait for running answers when told to stop"}
     )

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,18 +14,19 @@ from adapters.errors import AdapterError
 from router.adapter_use import AdapterUse
 from router.base_model import BaseModel
 from router.catalog import Catalog
-from router.failures import NoWorker, request_error
+from router.failures import NoWorker, RequestQuarantined, request_error
 from router.fleet import Fleet
 from router.generation import AnswerHead, GenerationCall, RequestError
 from router.generation_run import Generation, PromptTask
 from router.metrics import RouterMetrics
-from router.prompts import build_prompts, resolve_sampling
+from router.prompts import Prompt, build_prompts, resolve_sampling
 from router.request_meter import RequestMeter
-from router.sequence_run import Inbox, RunContext
+from router.sequence_run import Inbox, Retries, RunContext, fingerprint
 from router.served import ServedAdapter
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
 from router.waiting import QueueFull
+from server.protocol import SamplingParams
 
 _SEED_BITS = 53  # what JSON numbers carry without loss everywhere
 
@@ -50,6 +52,7 @@ class Dispatcher:
         metrics: RouterMetrics,
         limits: DispatchLimits,
         use: AdapterUse,
+        retries: Retries,
     ) -> None:
         self.running = 0
         self._base = base
@@ -59,6 +62,7 @@ class Dispatcher:
         self._metrics = metrics
         self._limits = limits
         self._use = use
+        self._retries = retries
 
     async def start(self, call: GenerationCall, request_id: str) -> Generation:
         """Resolves, tokenises, checks and queues. Raises RequestError."""
@@ -83,25 +87,44 @@ class Dispatcher:
                 prompts = await build_prompts(call, model, template, self._sandbox)
             call = _with_ranking(call)
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
+            self._check_quarantine(adapter, prompts, samplings)
             self._check_room(len(prompts) * call.best_of)
-        except (TimeoutError, AdapterError, NoWorker, QueueFull) as error:
+        except (TimeoutError, AdapterError, NoWorker, QueueFull, RequestQuarantined) as error:
             raise request_error(error, call.api) from error
         context = RunContext(
             fleet=self._fleet,
             inbox=Inbox(self._limits.max_stream_buffer * call.best_of * len(prompts)),
             metrics=self._metrics,
+            retries=self._retries,
             adapter=adapter,
             forget_adapter=partial(self._catalog.forget, call.adapter),
             deadline=started + self._limits.request_timeout_s,
             tenant=call.tenant,
         )
         head = _head(call, request_id, model, adapter)
+        self._retries.budget.request()
         tasks = [
             PromptTask(index, prompt, sampling, _seed(call, index, head.seed))
             for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
         meter = RequestMeter(self._metrics, adapter, started, loop.time)
         return Generation(call, head, model, tasks, context, meter, held.pop_all().close)
+
+    def _check_quarantine(
+        self,
+        adapter: ServedAdapter | None,
+        prompts: Sequence[Prompt],
+        samplings: Sequence[SamplingParams],
+    ) -> None:
+        """Raises RequestQuarantined."""
+        quarantine = self._retries.quarantine
+        if not len(quarantine):
+            return
+        digest = None if adapter is None else adapter.digest
+        now = asyncio.get_running_loop().time()
+        for prompt, sampling in zip(prompts, samplings, strict=True):
+            if quarantine.holds(fingerprint(digest, prompt.ids, sampling), now):
+                raise RequestQuarantined
 
     def _check_room(self, sequences: int) -> None:
         """Raises QueueFull; RequestError for more than the queue could ever hold."""

@@ -29,13 +29,17 @@ class SequenceFailed(Exception):
         self.message = message
 
 
+class RequestQuarantined(Exception):
+    """The request, or one like it, killed the workers that it ran on: it is not tried again."""
+
+
 class ReaderTooSlow(Exception):
     """The client reads more slowly than tokens arrive, by more than the buffer holds."""
 
 
 FAILURES = (
     *(QueueFull, NoWorker, DeadlinePassed, TimeoutError, AdapterError),
-    *(SequenceFailed, ReaderTooSlow),
+    *(SequenceFailed, RequestQuarantined, ReaderTooSlow),
 )
 
 
@@ -49,6 +53,12 @@ def request_error(error: Exception, api: Api) -> RequestError:
         return RequestError("overloaded", error.message, retry_after_s=error.retry_after_s)
     if isinstance(error, NoWorker):
         return RequestError("unavailable", error.message, retry_after_s=error.retry_after_s)
+    if isinstance(error, RequestQuarantined):
+        return RequestError(
+            "quarantined",
+            "every worker that ran this request died of it, so it is not run again; change the "
+            "request, or tell the operator of it",
+        )
     if isinstance(error, ReaderTooSlow):
         return RequestError("incomplete", "the answer was not read fast enough and was given up")
     return RequestError("deadline", "the request's time was over before its answer was complete")

@@ -4,6 +4,7 @@ Carries out what `waiting` and `placement` decide; what is generated is `dispatc
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from adapters.errors import AdapterError
@@ -18,7 +19,10 @@ from router.worker_client import WorkerClient
 from router.worker_session import Credit, WorkerLost, WorkerSession
 from server.protocol import ModelCard
 
+logger = logging.getLogger(__name__)
+
 _TICK_S = 0.25
+_LATE_S = 0.25
 _LOAD_ATTEMPTS = 3
 
 
@@ -26,14 +30,21 @@ Placed = tuple[Credit, Reason]
 
 
 class Fleet:
-    """`accept_card` is asked at every new connection; None = welcome, else why not."""
+    """`accept_card` is asked at every new connection; None = welcome, else why not.
+
+    silence_s: how long a worker may be silent before its sequences go on elsewhere.
+    """
 
     def __init__(
         self,
         queue: WaitingQueue[asyncio.Future[Placed]],
         accept_card: Callable[[ModelCard], Awaitable[str | None]],
+        silence_s: float,
+        handed_over: Callable[[int], None],
     ) -> None:
         self.queue = queue
+        self._silence_s = silence_s
+        self._handed_over = handed_over
         self.clients: Sequence[WorkerClient] = ()
         self.on_connect: Callable[[WorkerSession], None] = lambda session: None
         self._accept_card = accept_card
@@ -49,9 +60,28 @@ class Fleet:
         async with asyncio.TaskGroup() as tasks:
             for client in self.clients:
                 tasks.create_task(client.run())
+            loop = asyncio.get_running_loop()
             while True:
+                due = loop.time() + _TICK_S
                 await asyncio.sleep(_TICK_S)
+                self._listen(loop.time(), loop.time() - due)
                 self.worker_changed()
+
+    def _listen(self, now: float, late_s: float) -> None:
+        """What runs on a worker that has fallen silent goes on elsewhere, if there is another.
+
+        late_s: how late this process is itself; then it may be that it only did not listen.
+        """
+        if late_s > _LATE_S:
+            for session in self.sessions:
+                session.excuse(now)
+        silent = [s for s in self.sessions if s.listen(now, self._silence_s)]
+        if silent and self.ready:
+            for session in silent:
+                moved = session.hand_over("the worker has fallen silent")
+                if moved:
+                    logger.warning("worker %s is silent: %d moved", session.worker_id, moved)
+                    self._handed_over(moved)
 
     @property
     def views(self) -> list[WorkerView]:

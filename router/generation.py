@@ -39,6 +39,7 @@ Cause = Literal[
     "unavailable",  # nothing can serve it now; a retry may help
     "deadline",
     "incomplete",  # the answer broke off
+    "quarantined",  # it killed the workers that ran it
     "internal",
 ]
 

@@ -93,6 +93,13 @@ class RouterMetrics:
             "resumes", "Attempts after the first, by cause", {"cause": get_args(ErrorCode)}
         )
 
+        self.quarantined = meters.counter(
+            "requests_quarantined", "Sequences that killed the workers that they ran on"
+        )
+        self.handed_over = meters.counter(
+            "sequences_handed_over", "Sequences that left a worker which had fallen silent"
+        )
+
     def _declare_adapters(self) -> None:
         meters = self.meters
         self.adapter_load_s = meters.histogram(

@@ -6,6 +6,8 @@ forwarded twice, none is left out.
 
 import asyncio
 import contextlib
+import hashlib
+import logging
 import random
 from collections import deque
 from collections.abc import Callable
@@ -14,18 +16,24 @@ from functools import partial
 import msgspec
 
 from adapters.errors import AdapterError
-from router.failures import DeadlinePassed, ReaderTooSlow, SequenceFailed
+from router.failures import (
+    ReaderTooSlow,
+    RequestQuarantined,
+    SequenceFailed,
+)
 from router.fleet import Fleet
 from router.metrics import RouterMetrics, Start
 from router.placement import Reason
+from router.policy.attempts import Attempts, Quarantine, RetryBudget
 from router.served import ServedAdapter, changed, has_changed
 from router.waiting import Waiting
 from router.worker_session import Credit, WorkerLost, WorkerSession
-from server.protocol import ErrorCode, GenerateRequest, TokenEvent
+from server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
 
-MAX_RETRIES = 2
-RESUME_TIMEOUT_S = 60.0
-_RESUME_PRIORITY = 1 << 16
+logger = logging.getLogger(__name__)
+
+# Ahead of all who have not begun: its client has waited already.
+_RESUME_PRIORITY = -(1 << 16)
 _BUSY_DELAY_S = 0.05
 _LONGEST_BUSY_DELAY_S = 1.0
 # Of a sequence that waits: a list's entry and a Python int.
@@ -77,6 +85,25 @@ class Inbox:
             self._waiter.set_result(None)
 
 
+class Retries:
+    """What a router's sequences share, so that none is tried for ever, nor all of them at once.
+
+    probation: held by the one suspect that is being tried.
+    """
+
+    def __init__(self, budget: RetryBudget, quarantine: Quarantine) -> None:
+        self.budget = budget
+        self.quarantine = quarantine
+        self.probation = asyncio.Lock()
+
+
+def fingerprint(adapter: str | None, prompt_ids: list[int], sampling: SamplingParams) -> bytes:
+    """What makes a request the same to a worker, whoever sends it with whatever seed."""
+    return hashlib.blake2b(
+        encode((adapter, prompt_ids, sampling)), digest_size=16, person=b"quarantine"
+    ).digest()
+
+
 class RunContext(msgspec.Struct, frozen=True):
     """What the sequences of one request share. deadline: on the event loop's clock.
 
@@ -87,6 +114,7 @@ class RunContext(msgspec.Struct, frozen=True):
     fleet: Fleet
     inbox: Inbox
     metrics: RouterMetrics
+    retries: Retries
     adapter: ServedAdapter | None
     forget_adapter: Callable[[], None]
     deadline: float
@@ -101,10 +129,10 @@ class SequenceRun:
         self._slot = slot
         self._request = request
         self._accepted: list[int] = []
-        self._attempt = 0
-        self._retries = 0
+        self._attempts = Attempts()
         self._session: WorkerSession | None = None
         self._reason: Reason | None = None
+        self._on_probation = False
         self._done = False
         self._placing = self._start_placing(0.0)
 
@@ -119,15 +147,17 @@ class SequenceRun:
         """Ends the run wherever it is; nothing more comes from it."""
         self._done = True
         self._placing.cancel()
+        self._end_probation()
         if self._session is not None:
+            request = self._request
             with contextlib.suppress(WorkerLost):  # then the sequence ended with the connection
-                self._session.abandon(self._request.request_id, self._attempt, self._request.choice)
+                self._session.abandon(request.request_id, self._attempts.number, request.choice)
             self._session = None
 
     # Placing
 
-    def _start_placing(self, delay_s: float) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._place(delay_s))
+    def _start_placing(self, delay_s: float, probe: bool = False) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._place(delay_s, probe))
         task.add_done_callback(self._end_placing)
         return task
 
@@ -136,21 +166,21 @@ class SequenceRun:
         if error is not None:
             self._fail(error)
 
-    async def _place(self, delay_s: float) -> None:
+    async def _place(self, delay_s: float, probe: bool) -> None:
         """Brings the current attempt to a worker. What it raises is the request's failure."""
         await asyncio.sleep(delay_s)
+        if probe:
+            self._on_probation = await self._context.retries.probation.acquire()
         try:
             await self._place_once()
-        except WorkerLost as error:
-            self._retry("engine_lost", str(error))
-        except DeadlinePassed as error:
-            raise self._late() from error
+        except WorkerLost:  # before it was sent: no attempt of ours had a part in it
+            self._retry("overloaded", "the worker was lost")
 
     async def _place_once(self) -> None:
         context = self._context
         loop = asyncio.get_running_loop()
         started = loop.time()
-        credit, reason = await context.fleet.acquire(self._entry(started))
+        credit, reason = await context.fleet.acquire(self._entry())
         try:
             self._reason = reason
             context.metrics.placed(reason, loop.time() - started)
@@ -159,19 +189,16 @@ class SequenceRun:
         finally:
             credit.release()
 
-    def _entry(self, now: float) -> Waiting[None]:
+    def _entry(self) -> Waiting[None]:
         request = self._request
-        deadline, priority = self._context.deadline, request.priority
-        if self._attempt:  # its client has waited already: ahead of all who have not begun
-            deadline = min(deadline, now + RESUME_TIMEOUT_S)
-            priority += _RESUME_PRIORITY
+        again = self._attempts.number > 0
         return Waiting(
             payload=None,
             flow=request.adapter,
             cost=len(request.prompt_ids) + request.sampling.max_tokens,
             nbytes=_BYTES_A_TOKEN * len(request.prompt_ids),
-            priority=priority,
-            deadline=deadline,
+            priority=request.priority + (_RESUME_PRIORITY if again else 0),
+            deadline=self._context.deadline,
         )
 
     async def _admit(self, credit: Credit) -> None:
@@ -189,24 +216,27 @@ class SequenceRun:
     def _submit(self, credit: Credit, seconds_left: float) -> None:
         request = msgspec.structs.replace(
             self._request,
-            attempt=self._attempt,
+            attempt=self._attempts.number,
             accepted_ids=self._accepted,
             deadline_s=max(0.0, seconds_left),
         )
-        credit.submit(request, partial(self._receive, self._attempt))
+        credit.submit(request, partial(self._receive, self._attempts.number))
         self._session = credit.session
 
     # Receiving: called by the connection's reader, once an event
 
     def _receive(self, attempt: int, event: TokenEvent) -> None:
-        if self._done or attempt != self._attempt:
+        if self._done or attempt != self._attempts.number:
             return
         if event.finish in ("error", "abort"):
-            if event.error == "adapter_unavailable" and self._session and self._request.adapter:
-                self._session.forget(self._request.adapter)
-            self._session = None
-            self._retry(event.error or "engine_lost", event.message or "the worker gave up")
+            session, self._session = self._session, None
+            if event.error == "adapter_unavailable" and session and self._request.adapter:
+                session.forget(self._request.adapter)
+            alone = session is not None and session.lost_together <= 1
+            self._retry(event.error or "engine_lost", event.message or "it gave up", alone)
             return
+        if event.token_ids:
+            self._end_probation()
         self._accepted += event.token_ids
         if event.finish is not None:
             self._done = True
@@ -215,40 +245,50 @@ class SequenceRun:
         if self._context.inbox.failed:
             self.stop()
 
-    def _retry(self, code: ErrorCode, message: str) -> None:
+    def _retry(self, code: ErrorCode, message: str, alone: bool = False) -> None:
         """Goes on with another attempt if the error allows one; else fails."""
-        busy = code in ("overloaded", "draining")
-        if not busy and (code not in _RESUMABLE or self._retries >= MAX_RETRIES):
-            self._fail(SequenceFailed(code, message))
-            return
+        self._end_probation()
         if self._accepted and len(self._accepted) >= self._request.sampling.max_tokens:
             self._finish_full()
             return
-        self._retries += not busy
-        self._attempt += 1
-        self._context.metrics.resumed(code)
-        delay = min(_BUSY_DELAY_S * 2 ** min(self._attempt, 8), _LONGEST_BUSY_DELAY_S)
-        self._placing = self._start_placing(delay * random.uniform(0.5, 1.5) if busy else 0.0)
+        context, attempts = self._context, self._attempts
+        step = attempts.failed(code, len(self._accepted), alone)
+        if step == "fail":
+            self._fail(SequenceFailed(code, message))
+        elif step == "quarantine":
+            self._quarantine()
+        elif step == "later":
+            context.metrics.resumed(code)
+            delay = min(_BUSY_DELAY_S * 2 ** min(attempts.number, 8), _LONGEST_BUSY_DELAY_S)
+            self._placing = self._start_placing(delay * random.uniform(0.5, 1.5))
+        else:
+            context.metrics.resumed(code)
+            delay = context.retries.budget.take(asyncio.get_running_loop().time())
+            self._placing = self._start_placing(delay, step == "probe")
+
+    def _quarantine(self) -> None:
+        request = self._request
+        mark = fingerprint(request.adapter, request.prompt_ids, request.sampling)
+        self._context.retries.quarantine.add(mark, asyncio.get_running_loop().time())
+        self._context.metrics.quarantined.inc()
+        logger.error("request %s killed the workers that it ran on", request.request_id)
+        self._fail(RequestQuarantined())
+
+    def _end_probation(self) -> None:
+        if self._on_probation:
+            self._on_probation = False
+            self._context.retries.probation.release()
 
     def _finish_full(self) -> None:
         """All tokens came, only the word that they were all was lost."""
         self._done = True
         request = self._request
         event = TokenEvent(
-            *(request.request_id, self._attempt, request.choice, len(self._accepted), ()),
+            *(request.request_id, self._attempts.number, request.choice, len(self._accepted), ()),
             finish="length",
         )
         self._context.inbox.put(self._slot, event)
 
-    def _late(self) -> Exception:
-        now = asyncio.get_running_loop().time()
-        if self._attempt and now < self._context.deadline:
-            return SequenceFailed("engine_lost", "no worker came back to go on with this request")
-        return DeadlinePassed()
-
     def _fail(self, error: BaseException) -> None:
         self._done = True
         self._context.inbox.fail(error)
-
-
-_RESUMABLE: frozenset[ErrorCode] = frozenset({"engine_lost", "adapter_unavailable"})

@@ -29,7 +29,9 @@ from router.fleet import Fleet
 from router.generation import Secret
 from router.metrics import RouterMetrics
 from router.model_card import CardError, CardStore, read_card
+from router.policy.attempts import Quarantine, RetryBudget
 from router.registration import Registration
+from router.sequence_run import Retries
 from router.shared.sharing import Sharing, make_sharing
 from router.state_metrics import watch_state
 from router.text.template_sandbox import TemplateSandbox
@@ -37,6 +39,9 @@ from router.waiting import WaitingQueue
 from server.protocol import ModelCard
 
 _HUB_THREADS = 8
+_START_POLL_S = 0.02
+_START_POLLS = 100
+_FREE_RETRIES_PER_S = 10.0
 
 
 class ConfigError(Exception):
@@ -85,6 +90,7 @@ class Service:
             tasks.append(asyncio.create_task(self.adapters_file.run()))
         try:
             async with self.sharing.run():
+                await self._first_worker()
                 yield
         finally:
             for task in tasks:
@@ -92,6 +98,13 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.admin.close()
             await self.sandbox.close()
+
+    async def _first_worker(self) -> None:
+        """What comes before a restarted router knows its workers waits for them, for a moment."""
+        for _ in range(_START_POLLS if self.fleet.clients else 0):
+            if self.fleet.ready and self.base.text is not None:
+                return
+            await asyncio.sleep(_START_POLL_S)
 
 
 class Hub(Protocol):
@@ -112,13 +125,15 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         WaitingQueue(config.max_queue, config.max_queue_bytes),
         # What runs or waits was tokenised for the base that is served now.
         lambda card: base.adopt(card, lambda: bool(fleet.views) or dispatcher.running > 0),
+        config.worker_silence_s,
+        metrics.handed_over.inc,
     )
     catalog = Catalog(_rules(config), _Pinner(hub).pin, fleet.load_adapter, _now)
     sandbox = TemplateSandbox()
     limits = DispatchLimits(config.max_requests, config.max_stream_buffer, config.request_timeout_s)
     use = AdapterUse(time.time)
     admin = AdapterAdmin(catalog, fleet, use, base.is_named, config.adapter_timeout_s)
-    dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use)
+    dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use, _retries(config))
     answerer = Answerer(base, dispatcher, config.max_body_bytes, metrics)
     watch_state(metrics, fleet, catalog, dispatcher)
     if config.metrics_compat:
@@ -141,6 +156,13 @@ def _sharing(config: RouterConfig) -> Sharing:
         return make_sharing(config)
     except ValueError as error:
         raise ConfigError(f"--redis: {error}") from error
+
+
+def _retries(config: RouterConfig) -> Retries:
+    budget = RetryBudget(
+        config.retry_share, _FREE_RETRIES_PER_S, config.retry_burst, time.monotonic()
+    )
+    return Retries(budget, Quarantine(config.quarantine_s))
 
 
 def _adapters_file(config: RouterConfig, admin: AdapterAdmin) -> AdaptersFile | None:

@@ -92,6 +92,10 @@ class WorkerSession:
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
         self._closed = False
+        self._heard_at = asyncio.get_running_loop().time()
+        self._silent = False
+        # Sequences that ended together when the engine or the connection was last lost.
+        self.lost_together = 0
 
     @property
     def worker_id(self) -> str:
@@ -102,7 +106,7 @@ class WorkerSession:
         status = self.status
         return WorkerView(
             worker_id=self.hello.worker_id,
-            ready=not self._closed and status is not None and status.ready,
+            ready=not (self._closed or self._silent) and status is not None and status.ready,
             draining=status is not None and status.draining,
             in_flight=len(self._live) + self._reserved,
             credits=self.hello.credits,
@@ -143,6 +147,34 @@ class WorkerSession:
         live.sink = None
         if not self._closed:
             self._send(Abort(request_id, attempt, choice))
+
+    # Silence
+
+    def listen(self, now: float, limit_s: float) -> bool:
+        """Whether nothing was heard for limit_s, of the worker or by it of its engine."""
+        silent = now - self._heard_at > limit_s
+        if silent != self._silent:
+            self._silent = silent
+            self._on_change()
+        return silent or (self.status is not None and self.status.silent)
+
+    def excuse(self, now: float) -> None:
+        """This process did not listen: silence until now says nothing."""
+        self._heard_at = now
+
+    def hand_over(self, why: str) -> int:
+        """Sequences and loads go on elsewhere. Should the worker wake up, it is told to stop them.
+
+        Returns how many sequences there were.
+        """
+        live = [(key, one.sink) for key, one in self._live.items() if one.sink is not None]
+        self.lost_together = len(live)
+        for key, _ in live:
+            self.abandon(*key)
+        for key, sink in live:
+            sink(lost(*key, why))
+        self._loads.fail_all(WorkerLost(why))
+        return len(live)
 
     # Adapters
 
@@ -193,8 +225,10 @@ class WorkerSession:
             self._outbox_filled.clear()
 
     async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             message = await self._socket.recv()
+            self._heard_at = loop.time()
             if isinstance(message, str):
                 raise ProtocolFault("a text frame")
             try:
@@ -214,6 +248,7 @@ class WorkerSession:
 
     def _on_step(self, step: StepEvents) -> None:
         freed = False
+        self.lost_together = sum(event.error == "engine_lost" for event in step.events)
         for event in step.events:
             key = (event.request_id, event.attempt, event.choice)
             live = self._live.get(key)
@@ -234,6 +269,7 @@ class WorkerSession:
     def _break(self, key: SequenceKey, live: _Live, event: TokenEvent) -> None:
         """Tokens were lost or repeated on the way: this attempt is over, the next one resumes."""
         sink = live.sink
+        self.lost_together = 1
         self.abandon(*key)
         if event.finish is not None:
             del self._live[key]
@@ -263,6 +299,7 @@ class WorkerSession:
     def _close(self, why: str) -> None:
         self._closed = True
         live, self._live = self._live, {}
+        self.lost_together = len(live)
         for key, sequence in live.items():
             if sequence.sink is not None:
                 sequence.sink(lost(*key, why))

@@ -238,6 +238,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     """Hints, twice a second. ready: the engine takes work. resident, loading: adapter digests.
 
     adapter_slots: adapters that may be on the device at once.
+    silent: the engine gives no sign of life, or its step no end; its sequences are not lost, but
+    had better go on elsewhere.
     """
 
     worker_id: str
@@ -253,6 +255,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     loading: tuple[str, ...]
     step: int
     adapter_slots: int = 0
+    silent: bool = False
 
 
 TierStage = Literal["absent", "loading", "ready"]

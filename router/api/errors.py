@@ -51,8 +51,11 @@ _TABLE: dict[Cause, _Row] = {
     "unavailable": _Row(503, _SERVER, "unavailable", "unavailable"),
     "deadline": _Row(504, _SERVER, "deadline_exceeded", "deadline_exceeded"),
     "incomplete": _Row(500, _SERVER, "incomplete_generation", "incomplete_generation"),
+    "quarantined": _Row(500, _SERVER, "request_quarantined", "request_quarantined"),
     "internal": _Row(500, _SERVER, "internal_error", "generation"),
 }
+# OpenAI's clients try every 5xx again unless they are told not to.
+_NO_RETRY: dict[Cause, dict[str, str]] = {"quarantined": {"x-should-retry": "false"}}
 # Causes for which a Retry-After is sent even when nobody knew how long.
 _RETRY_AFTER_S: dict[Cause, float] = {"overloaded": 1.0, "rate_limited": 1.0, "unavailable": 2.0}
 
@@ -152,7 +155,7 @@ def error_object(error: RequestError, dialect: Dialect) -> LoraxError | OpenAIEr
 
 def error_answer(error: RequestError, dialect: Dialect) -> ErrorAnswer:
     """The response to a request that fails before its first byte."""
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", **_NO_RETRY.get(error.cause, {})}
     retry_after_s = error.retry_after_s
     if retry_after_s is None:
         retry_after_s = _RETRY_AFTER_S.get(error.cause)

@@ -10,12 +10,20 @@ from collections.abc import Callable
 import msgspec
 
 from server.engine.framing import MAX_FRAME_BYTES, FrameError, receive_frame, send_frame
-from server.engine.messages import FromEngine, StepOutput, ToEngine, decode_to_engine, encode
+from server.engine.messages import (
+    Alive,
+    FromEngine,
+    StepOutput,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_INBOX_FRAMES = 4096
 MAX_OUTBOX_FRAMES = 4096
+ALIVE_INTERVAL_S = 0.25
 _FULL_WARNING_S = 5.0
 
 
@@ -93,9 +101,15 @@ class ShellChannel:
             self._inbox.put_nowait(None)
         self._on_gone()
 
+    def _next_message(self) -> FromEngine | None:
+        try:
+            return self._outbox.get(timeout=ALIVE_INTERVAL_S)
+        except queue.Empty:
+            return Alive()
+
     def _write(self) -> None:
         try:
-            while (message := self._outbox.get()) is not None:
+            while (message := self._next_message()) is not None:
                 for frame in _encode_bounded(message):
                     send_frame(self._sock, frame)
         except (FrameError, OSError) as error:

@@ -156,6 +156,12 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
     work: StepWork | None = None
 
 
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="hb"):
+    """Nothing else was to be said for a while. It comes from beside the step loop: the process
+    runs, whatever a step is doing.
+    """
+
+
 ToEngine = (
     Submit
     | AbortSequence
@@ -174,6 +180,7 @@ FromEngine = (
     | SlabReleased
     | AdapterSettled
     | StepOutput
+    | Alive
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -84,9 +84,10 @@ class WorkerApp:
 
     async def ready(self, request: Request) -> Response:
         state = self._worker.state
-        if state == "ready":
+        if self._worker.takes_work:
             return JSONResponse({"status": state})
-        return JSONResponse({"status": state}, 503, _RETRY)
+        shown = "engine_silent" if state == "ready" else state
+        return JSONResponse({"status": shown}, 503, _RETRY)
 
     async def metrics(self, request: Request) -> Response:
         body, content_type = self._worker.render_metrics(request.headers.get("accept", ""))

@@ -6,13 +6,20 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from server.engine.messages import EngineFailed, EngineReady, FromEngine, ToEngine
+from server.engine.messages import (
+    Alive,
+    EngineFailed,
+    EngineReady,
+    FromEngine,
+    StepOutput,
+    ToEngine,
+)
 from server.worker.engine_process import EngineDied, EngineProcess
 from server.worker.recovery import Backoff, StallWatch
 
 log = logging.getLogger(__name__)
 
-WATCH_INTERVAL_S = 0.5
+WATCH_INTERVAL_S = 0.25
 SHUTDOWN_GRACE_S = 5.0
 
 
@@ -29,6 +36,10 @@ class EngineListener(Protocol):
 
     def engine_lost(self, reason: str) -> None:
         """All that the engine had is gone."""
+        ...
+
+    def engine_suspected(self, suspected: bool) -> None:
+        """It seems to stand still, or no longer does. Told at each change."""
         ...
 
     def engine_has_work(self) -> bool:
@@ -48,7 +59,6 @@ class EngineSupervisor:
         self._start = start
         self._listener = listener
         self._step_timeout_s = step_timeout_s
-        self._watch = StallWatch(step_timeout_s)
         self._backoff = Backoff()
         self._engine: EngineProcess | None = None
         self._closing = False
@@ -84,6 +94,8 @@ class EngineSupervisor:
 
     async def _await_ready(self, engine: EngineProcess) -> EngineReady:
         frame = await engine.receive()
+        while isinstance(frame, Alive):
+            frame = await engine.receive()
         if isinstance(frame, EngineFailed):
             raise EngineStartError(frame.message)
         if not isinstance(frame, EngineReady):
@@ -91,22 +103,37 @@ class EngineSupervisor:
         return frame
 
     async def _pump(self, engine: EngineProcess) -> None:
-        self._watch = StallWatch(self._step_timeout_s)
-        watcher = asyncio.create_task(self._kill_when_stalled(engine))
+        watch = StallWatch(self._step_timeout_s, time.monotonic())
+        watcher = asyncio.create_task(self._kill_when_stalled(engine, watch))
         try:
             while True:
                 frame = await engine.receive()
-                self._watch.progressed(time.monotonic())
+                if isinstance(frame, Alive):
+                    watch.heard(time.monotonic())
+                    continue
+                step_s = frame.step_s if isinstance(frame, StepOutput) else 0.0
+                watch.progressed(time.monotonic(), step_s)
                 self._listener.engine_frame(frame)
         finally:
             watcher.cancel()
 
-    async def _kill_when_stalled(self, engine: EngineProcess) -> None:
+    async def _kill_when_stalled(self, engine: EngineProcess, watch: StallWatch) -> None:
+        suspected, due = False, time.monotonic()
         while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            if self._watch.stalled(time.monotonic(), self._listener.engine_has_work()):
+            due += WATCH_INTERVAL_S
+            await asyncio.sleep(due - time.monotonic())
+            now = time.monotonic()
+            if now - due > WATCH_INTERVAL_S:
+                watch.restart(now)
+                due = now
+            verdict = watch.verdict(now, self._listener.engine_has_work())
+            if verdict == "stalled":
                 break
-        log.error("the engine made no step for %g s with work to do: killed", self._step_timeout_s)
+            if suspected != (verdict == "suspect"):
+                suspected = not suspected
+                log.warning("the engine %s", "is silent" if suspected else "is heard again")
+                self._listener.engine_suspected(suspected)
+        log.error("the engine gives no sign of life, or makes no step with work to do: killed")
         engine.kill()
 
     async def _lost(self, reason: str, ready_at: float | None) -> None:

@@ -1,5 +1,7 @@
 """When is a child stuck, and how long to wait before starting it again? Pure."""
 
+from typing import Literal
+
 
 class Backoff:
     """Delays between restarts: doubling from first_s to most_s, anew after healthy_s of health."""
@@ -19,24 +21,58 @@ class Backoff:
         return delay
 
 
-class StallWatch:
-    """Is an engine with work to do standing still?
+Verdict = Literal[
+    "well",
+    "suspect",  # its sequences had better go on elsewhere, if they can
+    "stalled",  # only a new process can help
+]
 
-    Progress is a step, a frame of any other kind, or the moment when work came to an idle engine.
+# An engine speaks four times a second, from beside its step loop.
+SILENT_S = 1.0
+FROZEN_S = 10.0
+# Suspiciously long for a step, unless its predecessors were almost as long.
+LONG_STEP_S = 5.0
+_LONGER = 8.0
+
+
+class StallWatch:
+    """Is an engine standing still? A process without a sign of life, or a step without an end.
+
+    limit_s: longest time without progress while there is work. Progress is a step, or the moment
+    when work came to an idle engine. A suspicion is cheap and comes early, a verdict is not and
+    comes late: a long prefill on a slow device is neither.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, now: float) -> None:
         self._limit_s = limit_s
+        self._heard_at = now
         self._since: float | None = None
+        self._longest_s = 0.0
 
-    def progressed(self, now: float) -> None:
-        self._since = now
+    def heard(self, now: float) -> None:
+        """Any sign of life."""
+        self._heard_at = now
 
-    def stalled(self, now: float, has_work: bool) -> bool:
+    def progressed(self, now: float, step_s: float = 0.0) -> None:
+        """step_s: what a step took, 0 for anything else that the loop said."""
+        self._heard_at = self._since = now
+        self._longest_s = max(self._longest_s, step_s)
+
+    def restart(self, now: float) -> None:
+        """The watcher itself stood still: what it missed says nothing."""
+        self._heard_at = now
+        self._since = None if self._since is None else now
+
+    def verdict(self, now: float, has_work: bool) -> Verdict:
         """To be asked regularly. has_work: the engine could go on without anything from us."""
         if not has_work:
             self._since = None
-            return False
-        if self._since is None:
+        elif self._since is None:
             self._since = now
-        return now - self._since > self._limit_s
+        stuck_s = 0.0 if self._since is None else now - self._since
+        silent_s = now - self._heard_at
+        if stuck_s > self._limit_s or silent_s > min(FROZEN_S, self._limit_s):
+            return "stalled"
+        if silent_s > SILENT_S or stuck_s > max(LONG_STEP_S, _LONGER * self._longest_s):
+            return "suspect"
+        return "well"

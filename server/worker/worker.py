@@ -22,9 +22,7 @@ from server.engine.messages import (
     EngineStats,
     FromEngine,
     NeedSlab,
-    SlabMissing,
     SlabReleased,
-    SlabStaged,
     StepOutput,
     Submit,
     ToEngine,
@@ -57,10 +55,11 @@ from server.worker.connections import (
     require,
 )
 from server.worker.engine_supervisor import EngineSupervisor
-from server.worker.host_tier import HostTier, SlabUnavailable
+from server.worker.host_tier import HostTier
 from server.worker.inspector import Inspector
 from server.worker.metrics import LookupTier, WorkerMetrics
 from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
+from server.worker.staging import Staging
 from server.worker.validation import (
     check_digests,
     check_inspect,
@@ -113,14 +112,19 @@ class Worker:
         self._total_pages = self._adapter_slots = 0
         self._step = 0
         self._epoch = 0
-        self._staging: dict[str, asyncio.Task[None]] = {}
+        self._suspected = False
         self._adapter_meter = AdapterMeter(metrics)
+        self._staging = Staging(tier, orders, self._adapter_meter, self.to_engine)
         self.became_ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def attach(self, supervisor: EngineSupervisor) -> None:
         self._supervisor = supervisor
+
+    @property
+    def takes_work(self) -> bool:
+        return self.state == "ready" and not self._suspected
 
     @property
     def draining(self) -> bool:
@@ -198,8 +202,8 @@ class Worker:
     def _refused(self, request: GenerateRequest) -> tuple[ErrorCode, str] | None:
         if self.state == "draining":
             return "draining", "the worker is draining"
-        if self.state != "ready":
-            return "engine_lost", "the engine is being started again"
+        if not self.takes_work:
+            return "overloaded", "the engine is being started again, or is silent"
         return check_request(request, self._max_context)
 
     def _refuse(
@@ -291,23 +295,15 @@ class Worker:
             self._inspector.device.placed(frame)
         elif isinstance(frame, NeedSlab):
             self._inspector.device.left(frame.digest)
-            self._orders.load_begins(frame.digest)
-            self._adapter_meter.wanted(frame.digest)
-            task = asyncio.create_task(self._stage(frame.digest))
-            self._staging[frame.digest] = task
-            task.add_done_callback(lambda _: self._staging.pop(frame.digest, None))
+            self._staging.begin(frame.digest)
         elif isinstance(frame, SlabReleased):
-            self._orders.load_ends(frame.digest)
-            self._adapter_meter.copied(frame.digest, self._tier.slab_bytes(frame.digest))
-            self._tier.release(frame.digest)
+            self._staging.released(frame)
 
     def engine_lost(self, reason: str) -> None:
         """Each of its sequences gets its one terminal event; routers try again elsewhere."""
-        for task in self._staging.values():
-            task.cancel()
-        self._adapter_meter.engine_lost()
-        self._tier.release_all()
+        self._staging.engine_lost()
         self._stats = _NO_STATS
+        self._suspected = False
         self._orders.engine_lost()
         self._inspector.engine_lost()
         self._metrics.restarts.inc()
@@ -315,19 +311,14 @@ class Worker:
             self._enter("engine_lost")
         self._deliver(self._table.end_all("engine_lost", "the engine was lost"))
 
-    def engine_has_work(self) -> bool:
-        return len(self._table) > 0 and not self._staging
+    def engine_suspected(self, suspected: bool) -> None:
+        """Routers hear of it at once; what runs may go on elsewhere, and nothing new comes."""
+        self._suspected = suspected
+        self._metrics.ready.set(self.takes_work)
+        self._broadcast_status()
 
-    async def _stage(self, digest: str) -> None:
-        """Answers NeedSlab. The host block stays where it is until SlabReleased."""
-        try:
-            staged = await self._tier.acquire(digest)
-        except SlabUnavailable as error:
-            log.warning("adapter %.12s cannot be brought to the engine: %s", digest, error)
-            self.to_engine(SlabMissing(digest, str(error)))
-        else:
-            self._adapter_meter.staged(digest)
-            self.to_engine(SlabStaged(staged.layout, staged.extents, staged.load_s))
+    def engine_has_work(self) -> bool:
+        return len(self._table) > 0 and not len(self._staging)
 
     def to_engine(self, frame: ToEngine) -> None:
         if self._supervisor is not None:
@@ -354,7 +345,7 @@ class Worker:
             worker_id=self._worker_id,
             epoch=self._epoch,
             base_digest=self._base_card.base_digest,
-            ready=self.state == "ready",
+            ready=self.takes_work,
             draining=self.draining,
             free_pages=self._stats.free_pages,
             total_pages=self._total_pages,
@@ -364,6 +355,7 @@ class Worker:
             loading=self._stats.loading,
             step=self._step,
             adapter_slots=self._adapter_slots,
+            silent=self._suspected,
         )
 
     def _broadcast_status(self) -> None:

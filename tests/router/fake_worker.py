@@ -50,6 +50,7 @@ from server.protocol import (
 SECRET = "fake-worker-secret"
 BASE_NAME = "fake-base"
 MAX_CONTEXT = 512
+STATUS_INTERVAL_S = 0.2
 EOS = 256
 BOS = 257
 CHAT_TEMPLATE = (
@@ -166,6 +167,8 @@ class FakeWorker:
         self.order_error: str | None = None
         self._connections: set[ServerConnection] = set()
         self._server: Server | None = None
+        # Fault: nothing is sent any more, though the connection stands.
+        self.silent = False
         self._step = 0
 
     @property
@@ -242,6 +245,11 @@ class FakeWorker:
         )
         await self._send(connection, status)
 
+    async def _report(self, connection: ServerConnection) -> None:
+        while True:
+            await asyncio.sleep(STATUS_INTERVAL_S)
+            await self.send_status(connection)
+
     async def announce(self, *, ready: bool) -> None:
         self.ready = ready
         for connection in list(self._connections):
@@ -275,6 +283,7 @@ class FakeWorker:
             self._connections.add(connection)
             self._seen.notify_all()
         tasks: dict[tuple[str, int, int], asyncio.Task[None]] = {}
+        reporting = asyncio.create_task(self._report(connection))
         try:
             await self.send_status(connection)
             async for message in connection:
@@ -286,9 +295,9 @@ class FakeWorker:
             async with self._seen:
                 self._connections.discard(connection)
                 self._seen.notify_all()
-            for task in tasks.values():
+            for task in (*tasks.values(), reporting):
                 task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks.values(), reporting, return_exceptions=True)
 
     async def _take(
         self,
@@ -397,6 +406,8 @@ class FakeWorker:
         await self._send(connection, StepEvents(self._step, (event,)))
 
     async def _send(self, connection: ServerConnection, frame: WorkerFrame) -> None:
+        if self.silent:
+            return
         with suppress(ConnectionClosed):
             await connection.send(encode(frame))
 

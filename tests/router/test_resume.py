@@ -8,7 +8,7 @@ import pytest
 
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, running_worker
-from tests.router.serving import Running, events_of, running_router
+from tests.router.serving import Running, events_of, poll, running_router
 
 TEXT = "every token exactly once, in order"
 BODY = {"model": BASE_NAME, "prompt": "x", "max_tokens": 99, "seed": 3}
@@ -62,7 +62,6 @@ async def text_of(router: Running, *, stream: bool) -> str:
         disconnect_once_at(len(TEXT)),
         error_at(0, "engine_lost"),
         error_at(20, "engine_lost"),
-        error_at(20, "engine_lost", attempts=2),
         error_at(0, "draining", attempts=4),
         error_at(5, "overloaded", attempts=4),
     ],
@@ -103,13 +102,125 @@ async def test_another_worker_goes_on(tmp_path: Path) -> None:
         )
 
 
-async def test_gives_up_after_two_retries(router: Running, worker: FakeWorker) -> None:
+async def test_a_request_that_kills_two_workers_is_never_run_again(
+    router: Running, worker: FakeWorker
+) -> None:
     scripted(worker, error_at(3, "engine_lost", attempts=99))
-    answer = await router.client.post("/v1/completions", json=BODY)
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"]
-    assert [request.attempt for request in worker.requests] == [0, 1, 2]
+    for _ in range(2):  # its caller's retry, whatever the seed, is refused before it is sent
+        answer = await router.client.post("/v1/completions", json={**BODY, "seed": None})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "request_quarantined"
+        assert answer.headers["x-should-retry"] == "false"
+        assert [request.attempt for request in worker.requests] == [0, 1]
+    scripted(worker, error_at(0, "engine_lost", attempts=0))
+    other = await router.client.post("/v1/completions", json={**BODY, "prompt": "another"})
+    assert other.status_code == 200
+    assert await router.metric("loraplex_requests_quarantined_total") == 1
     await router.until_idle()
+
+
+async def test_the_innocent_beside_a_killer_are_answered(
+    router: Running, worker: FakeWorker
+) -> None:
+    """The killer takes its worker with it whenever it runs; the others only run beside it."""
+
+    prompts = ["killer", *(f"innocent {number}" for number in range(12))]
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        await worker.until(lambda: len(worker.requests) >= len(prompts))
+        if bytes(request.prompt_ids).endswith(b"killer"):
+            worker.drop_connections()
+        return None
+
+    worker.script = lambda request: [*ids_of(TEXT), EOS]
+    worker.before_token = before_token
+
+    async def ask(prompt: str) -> int:
+        answer = await router.client.post("/v1/completions", json={**BODY, "prompt": prompt})
+        return answer.status_code
+
+    statuses = await asyncio.gather(*(ask(prompt) for prompt in prompts))
+    assert statuses == [500, *[200] * 12]
+    deaths = [r for r in worker.requests if bytes(r.prompt_ids).endswith(b"killer")]
+    assert 2 <= len(deaths) <= 3
+    await router.until_idle()
+
+
+async def test_streams_of_a_silent_worker_go_on_elsewhere(tmp_path: Path) -> None:
+    """And when it is heard again, what it still ran is stopped and what it says is not believed."""
+    async with (
+        running_worker(FakeWorker(worker_id="a")) as first,
+        running_worker(FakeWorker(worker_id="b")) as second,
+        running_router(tmp_path, first, second, worker_silence_s=0.6) as router,
+    ):
+        await second.until(lambda: second.connected)
+
+        def fault(worker: FakeWorker, request: GenerateRequest, index: int) -> None:
+            worker.silent = worker.silent or (request.attempt == 0 and index == 7)
+
+        scripted(first, fault)
+        scripted(second, fault)
+        assert await text_of(router, stream=True) == TEXT
+        frozen = first if first.silent else second
+        assert {first.silent, second.silent} == {True, False}
+        frozen.silent = False
+        await frozen.until(lambda: bool(frozen.aborts))
+        assert [abort.attempt for abort in frozen.aborts] == [0]
+        assert await router.metric("loraplex_sequences_handed_over_total") == 1
+
+
+async def test_a_lone_worker_may_be_silent(router: Running, worker: FakeWorker) -> None:
+    """There is nobody else to go on with its streams: they wait for it."""
+    heard = asyncio.Event()
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        if index == 7 and not heard.is_set():
+            worker.silent = True
+            await heard.wait()
+        return None
+
+    worker.script = lambda request: [*ids_of(TEXT), EOS]
+    worker.before_token = before_token
+    asking = asyncio.create_task(text_of(router, stream=True))
+
+    async def noticed() -> bool:
+        return worker.silent and not router.service.fleet.ready
+
+    await poll(noticed)
+    worker.silent = False
+    heard.set()
+    assert await asking == TEXT
+    assert len(worker.requests) == 1
+
+
+async def test_the_resumed_go_first(tmp_path: Path) -> None:
+    """Their clients have waited already. (The credit itself goes to whoever waits for it.)"""
+    worker = FakeWorker()
+    worker.credits = 1
+    async with running_worker(worker), running_router(tmp_path, worker) as router:
+        queued = asyncio.Event()
+
+        async def before_token(
+            worker: FakeWorker, request: GenerateRequest, index: int
+        ) -> ErrorCode | None:
+            await queued.wait()
+            return "engine_lost" if request.attempt == 0 and request is worker.requests[0] else None
+
+        worker.script = lambda request: [*ids_of(TEXT), EOS]
+        worker.before_token = before_token
+        asking = [asyncio.create_task(text_of(router, stream=False)) for _ in range(3)]
+
+        async def waiting() -> bool:
+            return len(router.service.fleet.queue) == 2
+
+        await poll(waiting)
+        queued.set()
+        assert await asyncio.gather(*asking) == [TEXT] * 3
+        assert [request.attempt for request in worker.requests] == [0, 0, 1, 0]
 
 
 async def test_an_error_after_the_first_token_is_an_event(

@@ -12,7 +12,7 @@ from adapters.ref import AdapterRef
 from server.protocol import Abort, AdapterLoad, GenerateRequest, SamplingParams
 from server.worker.address import AddressError, check_exposure, is_loopback
 from server.worker.device import CudaDevice, DeviceError, TorchBuild, choose_device
-from server.worker.recovery import Backoff, StallWatch
+from server.worker.recovery import Backoff, StallWatch, Verdict
 from server.worker.sizing import MAX_EXTENT, MIN_EXTENT, choose_dtype, choose_extent_bytes
 from server.worker.validation import check_load, check_load_id, check_name, check_request
 
@@ -74,20 +74,49 @@ def test_backoff_doubles_to_a_limit_and_forgets_after_health() -> None:
     assert backoff.delay_s(59) == 2
 
 
+def alive(watch: StallWatch, now: float, *, has_work: bool) -> Verdict:
+    """The verdict on an engine that has just given a sign of life, but no step."""
+    watch.heard(now)
+    return watch.verdict(now, has_work)
+
+
 def test_idleness_is_no_stall_and_work_starts_the_clock() -> None:
-    watch = StallWatch(10)
-    assert not watch.stalled(0, has_work=False)
-    assert not watch.stalled(1000, has_work=True)
-    assert not watch.stalled(1010, has_work=True)
-    assert watch.stalled(1010.1, has_work=True)
+    watch = StallWatch(10, 0)
+    assert alive(watch, 0, has_work=False) == "well"
+    assert alive(watch, 1000, has_work=True) == "well"
+    assert alive(watch, 1010, has_work=True) == "suspect"
+    assert alive(watch, 1010.1, has_work=True) == "stalled"
 
 
 def test_progress_starts_the_clock_anew() -> None:
-    watch = StallWatch(10)
+    watch = StallWatch(10, 0)
     watch.progressed(0)
     watch.progressed(9)
-    assert not watch.stalled(18, has_work=True)
-    assert watch.stalled(20, has_work=True)
+    assert alive(watch, 13, has_work=True) == "well"
+    assert alive(watch, 20, has_work=True) == "stalled"
+
+
+def test_a_silent_engine_is_suspected_soon_and_replaced_late() -> None:
+    watch = StallWatch(120, 0)
+    assert watch.verdict(0.9, has_work=False) == "well"
+    assert watch.verdict(1.1, has_work=False) == "suspect"
+    watch.heard(2)
+    assert watch.verdict(2.5, has_work=True) == "well"
+    assert watch.verdict(12.1, has_work=True) == "stalled"
+
+
+def test_a_long_prefill_is_no_stall_where_steps_are_long() -> None:
+    watch = StallWatch(120, 0)
+    watch.progressed(0, step_s=4)
+    assert alive(watch, 30, has_work=True) == "well"
+    assert alive(watch, 33, has_work=True) == "suspect"
+
+
+def test_a_watcher_that_stood_still_itself_judges_nobody() -> None:
+    watch = StallWatch(120, 0)
+    watch.progressed(0)
+    watch.restart(500)
+    assert watch.verdict(500.5, has_work=True) == "well"
 
 
 def test_device_choice() -> None:

@@ -1,0 +1,53 @@
+"""`python -m tests.chaos`: breaks a fleet under load and shows what its clients saw."""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.chaos.campaign import Plan, run
+
+SHORT = {
+    "worker killed": 4,
+    "engine killed": 2,
+    "worker frozen": 1,
+    "engine frozen": 1,
+    "router killed": 2,
+    "rolling restart": 1,
+}
+LONG = {
+    "worker killed": 200,
+    "engine killed": 50,
+    "worker frozen": 25,
+    "engine frozen": 25,
+    "router killed": 50,
+    "rolling restart": 20,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--long", action="store_true", help="hundreds of faults (an hour)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", action="append", help="this kind of fault (may be repeated)")
+    parser.add_argument("--share", type=float, default=1.0, help="of the faults: a piece of a run")
+    parser.add_argument("--clients", type=int, default=16, help="requests under way at once")
+    parser.add_argument("--folder", type=Path, help="where logs are kept (default: nowhere)")
+    parser.add_argument("--slowest", type=int, default=0, help="pauses to show, longest first")
+    options = parser.parse_args()
+    faults = {
+        fault: max(1, round(count * options.share))
+        for fault, count in (LONG if options.long else SHORT).items()
+        if options.only is None or fault in options.only
+    }
+    plan = Plan(faults, options.seed, clients=options.clients)
+    with tempfile.TemporaryDirectory() as folder:
+        report = asyncio.run(run(plan, options.folder or Path(folder)))
+    print(report.table())
+    print("\n".join([*report.slowest(options.slowest), *report.problems()[:50]]))
+    return 1 if report.problems() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Faults under load, in a random order, and what clients saw of them."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.faults import Done, Faults
+from tests.chaos.load import Answer, Certifier, Clients
+from tests.chaos.processes import Fleet
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many of which fault, under which load. calm_s: longest quiet time between two faults."""
+
+    faults: Mapping[str, int]
+    seed: int
+    workers: int = 3
+    routers: int = 2
+    clients: int = 16
+    step_s: float = 0.03
+    min_tokens: int = 10
+    max_tokens: int = 120
+    calm_s: float = 1.5
+
+
+@dataclass(frozen=True)
+class Report:
+    """What happened. faults: in order. answers: of all requests."""
+
+    plan: Plan
+    faults: list[Done]
+    answers: list[Answer]
+
+    def count(self, result: str) -> int:
+        return sum(answer.result == result for answer in self.answers)
+
+    def problems(self) -> list[str]:
+        return [f"{a.name}: {a.detail}" for a in self.answers if a.result in ("wrong", "failed")]
+
+    def pauses(self, fault: str) -> list[float]:
+        """Of each fault of this kind, the longest pause that any stream had in it, in seconds."""
+        return [self._longest(done) for done in self.faults if done.fault == fault]
+
+    def _longest(self, done: Done) -> float:
+        return max(
+            (
+                end - max(start, done.at)
+                for answer in self.answers
+                if answer.ended >= done.at and answer.started <= done.healed
+                for start, end in answer.pauses
+                if end >= done.at and start <= done.healed
+            ),
+            default=0.0,
+        )
+
+    def slowest(self, count: int) -> list[str]:
+        """The longest pauses, each with the fault that it fell into."""
+        lines = []
+        for answer in self.answers:
+            for start, end in answer.pauses:
+                during = [done for done in self.faults if done.at <= end and start <= done.healed]
+                for done in during[:1]:
+                    after = f"{start - done.at:+.2f} s after {done.fault} began"
+                    whole = f"(over after {done.healed - done.at:.2f} s)"
+                    line = f"{end - start:.2f} s: {answer.name}, {after} {whole}"
+                    lines.append((end - start, line))
+        return [line for _, line in sorted(lines, reverse=True)[:count]]
+
+    def table(self) -> str:
+        """In Markdown: a line a kind of fault."""
+        lines = ["| fault | times | longest pause p50 | p99 | max |"]
+        lines.append("| --- | --: | --: | --: | --: |")
+        for fault in self.plan.faults:
+            pauses = sorted(self.pauses(fault))
+            shown = [f"{_quantile(pauses, q):.2f} s" for q in (0.5, 0.99, 1.0)]
+            lines.append(f"| {fault} | {len(pauses)} | {' | '.join(shown)} |")
+        counts = Counter(answer.result for answer in self.answers)
+        tokens = sum(len(answer.pauses) for answer in self.answers)
+        lines += ["", f"{len(self.answers)} requests, {tokens} streamed events: {dict(counts)}"]
+        return "\n".join(lines)
+
+
+def _quantile(values: list[float], share: float) -> float:
+    """Nearest rank."""
+    return values[max(0, -(-int(share * 1000) * len(values) // 1000) - 1)] if values else 0.0
+
+
+async def run(plan: Plan, folder: Path) -> Report:
+    """Raises what a process or a check of the fleet itself raised."""
+    dice = random.Random(plan.seed)
+    order = [fault for fault, count in plan.faults.items() for _ in range(count)]
+    dice.shuffle(order)
+    fleet = Fleet(folder, plan.workers, plan.routers, plan.step_s)
+    clients = Clients(fleet.routers, Certifier(), plan.seed)
+    try:
+        await fleet.start_all()
+        await clients.learn()
+        load = asyncio.create_task(clients.run(plan.clients, plan.min_tokens, plan.max_tokens))
+        done = await _do(order, Faults(fleet, dice), dice, plan, load)
+        clients.stop()
+        await load
+    finally:
+        await clients.close()
+        await fleet.close()
+    return Report(plan, done, clients.answers)
+
+
+async def _do(
+    order: list[str], faults: Faults, dice: random.Random, plan: Plan, load: "asyncio.Task[None]"
+) -> list[Done]:
+    done = []
+    for fault in order:
+        await asyncio.sleep(dice.uniform(0.0, plan.calm_s))
+        if load.done():
+            load.result()
+        done.append(await faults.do(fault))
+    await asyncio.sleep(plan.calm_s)
+    return done

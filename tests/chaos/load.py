@@ -1,0 +1,239 @@
+"""Clients that know every token they must get: each answer proves its prompt, adapter and order."""
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+from tokenizers import Tokenizer
+
+from launcher.demo import adapter_paths, model_path
+from server.engine.fake import CertifyOptions, certified_output
+from tests.chaos.processes import Process
+
+TIMEOUT_S = 60.0
+RETRY_S = 0.05
+DIGEST_HEADER = "x-loraplex-adapter-digest"
+
+# ok; wrong tokens; failed though the request's router lived; broken by the death of its router.
+Result = Literal["ok", "wrong", "failed", "broken"]
+
+
+@dataclass
+class Answer:
+    """One request. pauses: (from, to) between two arrivals of a stream, first byte excluded."""
+
+    name: str
+    started: float
+    result: Result = "ok"
+    detail: str = ""
+    ended: float = 0.0
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked for, and what must come."""
+
+    adapter: str | None
+    prompt: str
+    expected: list[int]
+    max_tokens: int
+
+
+class Wrong(Exception):
+    """Another answer than the certified one."""
+
+
+class Certifier:
+    """Knows the right tokens. digests: adapter name -> digest, learnt while all was calm."""
+
+    def __init__(self) -> None:
+        folder = model_path()
+        model = json.loads((folder / "config.json").read_text())
+        eos = model["eos_token_id"]
+        self._options = CertifyOptions(
+            vocab_size=model["vocab_size"],
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+            eos_percent=1,
+        )
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.digests: dict[str, str] = {}
+
+    def order(self, dice: random.Random, min_tokens: int, max_tokens: int) -> Order:
+        adapter = dice.choice([None, *sorted(self.digests)])
+        words = [dice.choice(["river", "stone", "lamp", "cloud", "seed"]) for _ in range(8)]
+        prompt = f"{uuid.UUID(int=dice.getrandbits(128))} {' '.join(words)}"
+        count = dice.randint(min_tokens, max_tokens)
+        digest = None if adapter is None else self.digests[adapter]
+        ids = self.tokenizer.encode(prompt).ids
+        return Order(adapter, prompt, certified_output(digest, ids, count, self._options), count)
+
+    def text(self, ids: list[int]) -> str:
+        decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return decoded
+
+    def check_head(self, order: Order, response: httpx.Response) -> None:
+        digest = None if order.adapter is None else self.digests[order.adapter]
+        if response.headers.get(DIGEST_HEADER) != digest:
+            raise Wrong(f"digest {response.headers.get(DIGEST_HEADER)}, expected {digest}")
+
+
+def check(found: Any, expected: Any) -> None:
+    if found != expected:
+        raise Wrong(f"got {found!r}, expected {expected!r}")
+
+
+class Clients:
+    """`run` keeps `count` requests under way until `stop`; `answers` grows."""
+
+    def __init__(self, routers: list[Process], certifier: Certifier, seed: int) -> None:
+        self.answers: list[Answer] = []
+        self._routers = routers
+        self._certifier = certifier
+        self._dice = random.Random(seed)
+        self._stopping = False
+        self._http = httpx.AsyncClient(
+            timeout=TIMEOUT_S,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0, max_connections=None),
+        )
+        self._kinds: list[Callable[[str, Order, Answer], Awaitable[None]]] = [
+            self._stream_ids,
+            self._whole_ids,
+            self._stream_text,
+            self._whole_text,
+        ]
+
+    async def learn(self) -> None:
+        """Asks for each adapter once, while nothing is wrong."""
+        router = self._routers[0]
+        for name in adapter_paths():
+            body = {"inputs": "x", "parameters": {"adapter_id": name, "max_new_tokens": 1}}
+            answer = await self._http.post(f"{router.url}/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            self._certifier.digests[name] = answer.headers[DIGEST_HEADER]
+        digests = set(self._certifier.digests.values())
+        assert len(digests) == len(adapter_paths()), "adapters must differ"
+
+    async def run(self, count: int, min_tokens: int, max_tokens: int) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(count):
+                tasks.create_task(self._client(min_tokens, max_tokens))
+
+    def stop(self) -> None:
+        """Requests under way are still finished."""
+        self._stopping = True
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _client(self, min_tokens: int, max_tokens: int) -> None:
+        while not self._stopping:
+            order = self._certifier.order(self._dice, min_tokens, max_tokens)
+            self.answers.append(await self._ask(order))
+            if self.answers[-1].result != "ok":
+                await asyncio.sleep(RETRY_S)
+
+    async def _ask(self, order: Order) -> Answer:
+        """At one router, which is chosen among those that accept connections."""
+        kind = self._dice.choice(self._kinds)
+        while True:
+            router = self._dice.choice(self._routers)
+            answer = Answer(f"{kind.__name__[1:]} at {router.name}", time.monotonic())
+            life = router.lives
+            try:
+                await kind(router.url, order, answer)
+            except httpx.ConnectError:  # as any load balancer: the next one
+                await asyncio.sleep(RETRY_S)
+                continue
+            except Wrong as error:
+                answer.result, answer.detail = "wrong", str(error)
+            except (httpx.HTTPError, OSError) as error:
+                lived = router.lives == life and not router.dying
+                answer.result = "failed" if lived else "broken"
+                answer.detail = f"{type(error).__name__}: {error}"
+            except Failed as error:
+                answer.result, answer.detail = "failed", str(error)
+            answer.ended = time.monotonic()
+            return answer
+
+    # Four ways to ask
+
+    async def _stream_ids(self, url: str, order: Order, answer: Answer) -> None:
+        ids = []
+        async for event in self._events(f"{url}/generate_stream", lorax(order), order, answer):
+            ids.append(event["token"]["id"])
+        check(ids, order.expected)
+
+    async def _whole_ids(self, url: str, order: Order, answer: Answer) -> None:
+        body = lorax(order)
+        body["parameters"]["details"] = True
+        found = await self._whole(f"{url}/generate", body, order)
+        check([token["id"] for token in found["details"]["tokens"]], order.expected)
+
+    async def _stream_text(self, url: str, order: Order, answer: Answer) -> None:
+        body = openai(order) | {"stream": True}
+        text = ""
+        async for event in self._events(f"{url}/v1/completions", body, order, answer):
+            text += event["choices"][0]["text"]
+        check(text, self._certifier.text(order.expected))
+
+    async def _whole_text(self, url: str, order: Order, answer: Answer) -> None:
+        """Up to a stop string out of the middle of the right answer."""
+        text = self._certifier.text(order.expected)
+        begin = self._dice.randint(len(text) // 2, len(text))
+        stop = text[begin : begin + 9]
+        body = openai(order) | ({"stop": [stop]} if stop else {})
+        found = await self._whole(f"{url}/v1/completions", body, order)
+        check(found["choices"][0]["text"], text[: text.find(stop)] if stop else text)
+
+    async def _whole(self, url: str, body: dict[str, Any], order: Order) -> Any:
+        response = await self._http.post(url, json=body)
+        if response.status_code != 200:
+            raise Failed(f"{response.status_code}: {response.text[:300]}")
+        self._certifier.check_head(order, response)
+        return response.json()
+
+    async def _events(self, url: str, body: dict[str, Any], order: Order, answer: Answer) -> Any:
+        """A stream's JSON events; their arrivals are noted."""
+        async with self._http.stream("POST", url, json=body) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise Failed(f"{response.status_code}: {text[:300]}")
+            self._certifier.check_head(order, response)
+            last = time.monotonic()
+            async for line in response.aiter_lines():
+                if not line.startswith("data:") or line == "data: [DONE]":
+                    continue
+                now = time.monotonic()
+                answer.pauses.append((last, now))
+                last = now
+                event = json.loads(line[5:])
+                if "error" in event:
+                    raise Failed(line[:300])
+                yield event
+
+
+class Failed(Exception):
+    """An error that a client was told."""
+
+
+def lorax(order: Order) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"max_new_tokens": order.max_tokens}
+    if order.adapter is not None:
+        parameters["adapter_id"] = order.adapter
+    return {"inputs": order.prompt, "parameters": parameters}
+
+
+def openai(order: Order) -> dict[str, Any]:
+    return {
+        "model": order.adapter or "base",
+        "prompt": order.prompt,
+        "max_tokens": order.max_tokens,
+    }

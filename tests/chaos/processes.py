@@ -1,0 +1,194 @@
+"""Real workers and routers as an operator runs them: started, killed, frozen, drained, replaced."""
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+import psutil
+
+from launcher.demo import adapter_paths, model_path
+
+ROOT = Path(__file__).parents[2]
+READY_TIMEOUT_S = 60.0
+POLL_S = 0.02
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Polls what nobody tells of. Raises TimeoutError."""
+    async with asyncio.timeout(READY_TIMEOUT_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(POLL_S)
+
+
+class Process:
+    """A program that keeps its port over its lives.
+
+    lives: how often it was started. dying: it is about to be killed.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], port: int, folder: Path) -> None:
+        self.name = name
+        self.port = port
+        self.lives = 0
+        self.dying = False
+        self._arguments = [*arguments, "--port", str(port)]
+        self._log = folder / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def start(self, environment: dict[str, str]) -> None:
+        assert not self.alive
+        self.lives += 1
+        self.dying = False
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *self._arguments],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.alive:
+            os.kill(self.pid, number)
+
+    async def exited(self) -> int:
+        """Waits for the end; the exit code."""
+        assert self._process is not None
+        await until(lambda: not self.alive)
+        return self._process.returncode
+
+    def end(self) -> None:
+        """Leaves nothing behind, whatever state it is in."""
+        if self._process is not None and self.alive:
+            self._process.kill()
+            self._process.wait()
+
+
+class Fleet:
+    """`workers` x `routers`, every router with every worker."""
+
+    def __init__(self, folder: Path, workers: int, routers: int, step_s: float) -> None:
+        self._environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")},
+            "LORAPLEX_SECRET": secrets.token_urlsafe(16),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.workers = [self._worker(folder, i, step_s) for i in range(workers)]
+        self.routers = [self._router(folder, i) for i in range(routers)]
+        self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
+
+    def _worker(self, folder: Path, number: int, step_s: float) -> Process:
+        certify = f'certify:{{"step_s": {step_s}, "eos_percent": 1}}'
+        roots = str(next(iter(adapter_paths().values())).parent)
+        arguments = [
+            *("launcher", "worker", str(model_path()), "--executor", certify),
+            *("--worker-id", f"worker-{number}", "--kv-memory", "16MiB", "--model-name", "base"),
+            *("--adapter-root", roots, "--cache-dir", str(folder / f"cache-{number}")),
+        ]
+        return Process(f"worker-{number}", arguments, free_port(), folder)
+
+    def _router(self, folder: Path, number: int) -> Process:
+        arguments = ["launcher", "router", "--cache-dir", str(folder / f"router-{number}")]
+        for worker in self.workers:
+            arguments += ["--worker", f"ws://127.0.0.1:{worker.port}"]
+        for name in adapter_paths():
+            arguments += ["--adapter", f"{name}=local:{name}"]
+        return Process(f"router-{number}", arguments, free_port(), folder)
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.workers, *self.routers]
+
+    def start(self, process: Process) -> None:
+        process.start(self._environment)
+
+    async def start_all(self) -> None:
+        for process in self.processes:
+            self.start(process)
+        await self.until_whole()
+
+    async def until_whole(self) -> None:
+        """Every router has every worker ready. Raises AssertionError with the last log lines."""
+        for router in self.routers:
+            await self._until(router, len(self.workers))
+
+    async def _until(self, router: Process, ready: int) -> None:
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while True:
+                    if await self.ready_workers(router) >= ready:
+                        return
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as error:
+            tails = "\n".join(f"{p.name}: {p.log[-2000:]}" for p in self.processes)
+            raise AssertionError(f"{router.name} has not all workers\n{tails}") from error
+
+    async def ready_workers(self, router: Process) -> int:
+        """As this router sees it; -1 when it does not answer."""
+        try:
+            answer = await self._http.get(f"{router.url}/info")
+        except httpx.TransportError:
+            return -1
+        ready: int = answer.json()["workers_ready"] if answer.status_code == 200 else -1
+        return ready
+
+    async def metric(self, process: Process, name: str) -> float:
+        """The sum of a metric's series."""
+        text = (await self._http.get(f"{process.url}/metrics")).text
+        lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+        for process in self.processes:
+            process.end()
+
+
+def engine_of(worker: Process) -> int | None:
+    """The engine's process id, or None while there is none."""
+    try:
+        children = psutil.Process(worker.pid).children()
+    except psutil.NoSuchProcess:
+        return None
+    for child in children:
+        try:
+            if "server.engine.main" in child.cmdline():
+                pid: int = child.pid
+                return pid
+        except psutil.NoSuchProcess:
+            continue
+    return None

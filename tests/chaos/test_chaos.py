@@ -1,0 +1,21 @@
+"""A few faults of each kind under load. `python -m tests.chaos --long` does hundreds."""
+
+from pathlib import Path
+
+from tests.chaos.campaign import Plan, run
+
+
+async def test_clients_see_pauses_and_nothing_else(tmp_path: Path) -> None:
+    faults = {
+        "worker killed": 3,
+        "engine killed": 2,
+        "worker frozen": 1,
+        "engine frozen": 1,
+        "router killed": 2,
+    }
+    plan = Plan(faults, seed=1, workers=2, clients=10, calm_s=0.5)
+    report = await run(plan, tmp_path)
+    assert not report.problems()
+    assert len(report.faults) == sum(faults.values())
+    assert report.count("ok") > 50, "the load was not there"
+    assert any(max(report.pauses(fault)) > 0.2 for fault in faults), "no fault was ever felt"

@@ -39,9 +39,14 @@ class Answerer:
     async def answer(self, request: Request, parse: Parse) -> Response:
         """Raises RequestError for what fails before the first byte; ClientGone."""
         body = await read_json_body(request, self.max_body_bytes)
+        if self.base.text is None:  # without a model's names nothing can be told of the body
+            await until_disconnect(request, self.dispatcher.until_ready("", len(body), "chat"))
         self.base.require()
         api_request = parse(body, self.base.limits, _bearer(request))
         call = api_request.call
+        await until_disconnect(
+            request, self.dispatcher.until_ready(call.tenant, len(body), call.api)
+        )
         generation = await until_disconnect(
             request, self.dispatcher.start(call, request.state.request_id), Generation.close
         )

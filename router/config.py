@@ -55,6 +55,26 @@ class RouterConfig:
     max_queue_bytes: int = field(
         default=256 << 20, metadata={"min": 1, "help": "their prompts, in bytes", "unit": "bytes"}
     )
+    max_tenant_queue: int | None = field(
+        default=None,
+        metadata={
+            "min": 1,
+            "help": "sequences of one tenant waiting (default: a share of the queue that leaves"
+            " room for others)",
+        },
+    )
+    max_tenant_queue_bytes: int | None = field(
+        default=None,
+        metadata={
+            "min": 1,
+            "help": "their prompts, in bytes (default: likewise)",
+            "unit": "bytes",
+        },
+    )
+    worker_wait_s: float = field(
+        default=10.0,
+        metadata={"help": "how long requests wait while no worker takes work, before their 503"},
+    )
     max_n: int = field(default=8, metadata={"min": 1, "help": "largest n or best_of"})
     max_stop_sequences: int = field(default=16, metadata={"help": "most stop strings a request"})
     max_logprobs: int = field(default=20, metadata={"help": "most alternatives a token"})

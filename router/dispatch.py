@@ -16,16 +16,16 @@ from router.base_model import BaseModel
 from router.catalog import Catalog
 from router.failures import NoWorker, RequestQuarantined, request_error
 from router.fleet import Fleet
-from router.generation import AnswerHead, GenerationCall, RequestError
+from router.generation import AnswerHead, Api, GenerationCall, RequestError
 from router.generation_run import Generation, PromptTask
 from router.metrics import RouterMetrics
+from router.policy.queue_limits import QueueFull
 from router.prompts import Prompt, build_prompts, resolve_sampling
 from router.request_meter import RequestMeter
 from router.sequence_run import Inbox, Retries, RunContext, fingerprint
 from router.served import ServedAdapter
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
-from router.waiting import QueueFull
 from server.protocol import SamplingParams
 
 _SEED_BITS = 53  # what JSON numbers carry without loss everywhere
@@ -64,6 +64,13 @@ class Dispatcher:
         self._use = use
         self._retries = retries
 
+    async def until_ready(self, tenant: str, nbytes: int, api: Api) -> None:
+        """Waits for a worker, for a while, with a body of `nbytes` in hand. Raises RequestError."""
+        try:
+            await self._fleet.until_ready(tenant, nbytes)
+        except (NoWorker, QueueFull) as error:
+            raise request_error(error, api) from error
+
     async def start(self, call: GenerationCall, request_id: str) -> Generation:
         """Resolves, tokenises, checks and queues. Raises RequestError."""
         if self.running >= self._limits.max_requests:
@@ -88,7 +95,7 @@ class Dispatcher:
             call = _with_ranking(call)
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
             self._check_quarantine(adapter, prompts, samplings)
-            self._check_room(len(prompts) * call.best_of)
+            self._check_room(call.tenant, len(prompts) * call.best_of)
         except (TimeoutError, AdapterError, NoWorker, QueueFull, RequestQuarantined) as error:
             raise request_error(error, call.api) from error
         context = RunContext(
@@ -126,14 +133,13 @@ class Dispatcher:
             if quarantine.holds(fingerprint(digest, prompt.ids, sampling), now):
                 raise RequestQuarantined
 
-    def _check_room(self, sequences: int) -> None:
+    def _check_room(self, tenant: str, sequences: int) -> None:
         """Raises QueueFull; RequestError for more than the queue could ever hold."""
         queue = self._fleet.queue
-        if sequences > queue.max_count:
-            raise RequestError(
-                "invalid", f"at most {queue.max_count} sequences a request, got {sequences}"
-            )
-        queue.check_room(sequences, 0)
+        most = queue.room.limits.most_at_once
+        if sequences > most:
+            raise RequestError("invalid", f"at most {most} sequences a request, got {sequences}")
+        queue.check_room(tenant, sequences, 0, asyncio.get_running_loop().time())
 
     async def _resolve(self, call: GenerationCall) -> ServedAdapter | None:
         if call.adapter is None:

@@ -1,20 +1,28 @@
 """The workers of this router and the queue in front of them: who gets the next credit.
 
-Carries out what `waiting` and `placement` decide; what is generated is `dispatch`'s business.
+Carries out what `policy` decides; what is generated is `dispatch`'s business.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from router.failures import DeadlinePassed, NoWorker
 from router.generation import Secret
 from router.model_card import CardStore
-from router.placement import Reason, WorkerView, choose, choose_loader
-from router.served import Origin
-from router.waiting import Waiting, WaitingQueue
+from router.policy.cost import Bill
+from router.policy.matching import Match, Matcher
+from router.policy.placement import Placement, Reason, Wish
+from router.policy.queue_limits import Held, QueueFull, QueueRoom
+from router.policy.waiting import Waiting, WaitingQueue
+from router.policy.workers import WorkerView
+from router.served import Origin, home_key
 from router.worker_client import WorkerClient
 from router.worker_session import Credit, WorkerLost, WorkerSession
 from server.protocol import ModelCard
@@ -23,22 +31,31 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _LATE_S = 0.25
+# How soon those are tried again who would rather wait for a worker that has their adapter.
+_HOLD_TICK_S = 0.02
 _LOAD_ATTEMPTS = 3
 
 
-Placed = tuple[Credit, Reason]
+class Placed(NamedTuple):
+    """A sequence's worker, why it is that one, and what the sequence is charged."""
+
+    credit: Credit
+    reason: Reason
+    bill: Bill
 
 
 class Fleet:
     """`accept_card` is asked at every new connection; None = welcome, else why not.
 
     silence_s: how long a worker may be silent before its sequences go on elsewhere.
+    worker_wait_s: how long new sequences wait while no worker takes work.
     """
 
     def __init__(
         self,
         queue: WaitingQueue[asyncio.Future[Placed]],
         accept_card: Callable[[ModelCard], Awaitable[str | None]],
+        worker_wait_s: float,
         silence_s: float,
         handed_over: Callable[[int], None],
     ) -> None:
@@ -48,6 +65,13 @@ class Fleet:
         self.clients: Sequence[WorkerClient] = ()
         self.on_connect: Callable[[WorkerSession], None] = lambda session: None
         self._accept_card = accept_card
+        self._worker_wait_s = worker_wait_s
+        self._placement = Placement()
+        self._matcher = Matcher(queue, self._placement)
+        self._lobby = QueueRoom(queue.room.limits)
+        self._retry: asyncio.TimerHandle | None = None
+        self._became_ready = asyncio.Event()
+        self._unready_since = 0.0
 
     def connect(self, urls: Sequence[str], router_id: str, secret: str, cards: CardStore) -> None:
         """Names the workers to keep connections to; `run` opens them."""
@@ -64,7 +88,9 @@ class Fleet:
             while True:
                 due = loop.time() + _TICK_S
                 await asyncio.sleep(_TICK_S)
-                self._listen(loop.time(), loop.time() - due)
+                now = loop.time()
+                self._listen(now, now - due)
+                self.queue.age(now)
                 self.worker_changed()
 
     def _listen(self, now: float, late_s: float) -> None:
@@ -88,36 +114,63 @@ class Fleet:
         return [session.view for session in self.sessions]
 
     @property
+    def lobby(self) -> Held:
+        """Requests that wait for the first worker."""
+        return self._lobby.held
+
+    @property
     def ready(self) -> bool:
         return any(view.able for view in self.views)
 
     def check_ready(self) -> None:
         """Raises NoWorker when no worker takes new work."""
         if not self.ready:
-            draining = any(view.draining for view in self.views)
-            why = "every worker is draining" if draining else "no worker is ready"
-            raise NoWorker(f"{why}; try again soon", 2.0)
+            raise self._no_worker()
 
-    async def acquire(self, entry: "Waiting[None]") -> Placed:
-        """Waits in the queue for a worker with room. Raises QueueFull, DeadlinePassed."""
-        granted: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
-        ticket = self.queue.push(
-            Waiting(granted, entry.flow, entry.cost, entry.nbytes, entry.priority, entry.deadline)
-        )
+    async def until_ready(self, tenant: str, nbytes: int) -> None:
+        """Waits for a worker that takes work, with a request of `nbytes` in hand.
+
+        As many may wait here as in the queue. Raises NoWorker when none came in time, QueueFull.
+        """
+        if self.ready:
+            return
+        refusal = self._lobby.refusal(tenant, 1, nbytes)
+        if refusal is not None:
+            raise QueueFull(f"no worker is ready, and {refusal[0]}", self._worker_wait_s)
+        self._lobby.add(tenant, nbytes)
+        self._became_ready.clear()
+        try:
+            async with asyncio.timeout(self._worker_wait_s):
+                await self._became_ready.wait()
+        except TimeoutError:
+            raise self._no_worker() from None
+        finally:
+            self._lobby.remove(tenant, nbytes)
+
+    async def acquire(self, entry: "Waiting[Any]") -> Placed:
+        """Waits in the queue for a worker with room. Raises QueueFull, DeadlinePassed, NoWorker."""
+        loop = asyncio.get_running_loop()
+        granted: asyncio.Future[Placed] = loop.create_future()
+        ticket = self.queue.push(msgspec.structs.replace(entry, payload=granted), loop.time())
         self._grant()
+        if not granted.done():
+            self._hint(entry.wish)
         try:
             return await granted
         except asyncio.CancelledError:
             if not self.queue.cancel(ticket) and granted.done() and not granted.cancelled():
-                granted.result()[0].release()
+                granted.result().credit.release()
+                granted.result().bill.settle()
             raise
 
     async def load_adapter(self, origin: Origin, token: Secret | None) -> AdapterManifest:
-        """Lets some worker fetch or merge an adapter. Raises AdapterError."""
+        """Lets the adapter's home fetch or merge it. Raises AdapterError."""
         for _ in range(_LOAD_ATTEMPTS):
-            session = self._loader()
-            if session is None:
+            sessions = self.sessions
+            home = self._placement.home(home_key(origin), [session.view for session in sessions])
+            if home is None:
                 break
+            session = next(session for session in sessions if session.view is home)
             try:
                 return await session.load(origin, token)
             except WorkerLost:
@@ -131,31 +184,69 @@ class Fleet:
         self.on_connect(session)
 
     def worker_changed(self) -> None:
-        """Hands out credits while there are some and somebody waits."""
-        for entry in self.queue.expire(asyncio.get_running_loop().time()):
-            if not entry.payload.done():
-                entry.payload.set_exception(DeadlinePassed())
+        """Ends those whose time is over; hands out credits while there are some."""
+        now = asyncio.get_running_loop().time()
+        for entry in self.queue.expire(now):
+            _fail(entry, DeadlinePassed())
+        if self.ready:
+            self._unready_since = now
+            self._became_ready.set()
+        elif now - self._unready_since >= self._worker_wait_s:
+            for entry in self.queue.withdraw_new():
+                _fail(entry, self._no_worker())
         self._grant()
-
-    def _grant(self) -> None:
-        while len(self.queue):
-            sessions = {session.worker_id: session for session in self.sessions}
-            views = [session.view for session in sessions.values()]
-            if not any(view.has_room for view in views):
-                return
-            entry = self.queue.pop()
-            if entry is None or entry.payload.done():
-                continue
-            chosen = choose(views, entry.flow)
-            if chosen is not None:
-                worker_id, reason = chosen
-                entry.payload.set_result((sessions[worker_id].reserve(), reason))
-
-    def _loader(self) -> WorkerSession | None:
-        sessions = {session.worker_id: session for session in self.sessions}
-        chosen = choose_loader(session.view for session in sessions.values())
-        return None if chosen is None else sessions[chosen]
 
     @property
     def sessions(self) -> list[WorkerSession]:
         return [client.session for client in self.clients if client.session is not None]
+
+    def _grant(self) -> None:
+        if not len(self.queue):
+            return
+        sessions = self.sessions
+        views = [session.view for session in sessions]
+        now = asyncio.get_running_loop().time()
+        while (match := self._matcher.next(views, now)) is not None:
+            worker = match.decision.worker
+            session = next(session for session in sessions if session.view is worker)
+            self._hand_out(match, Credit(session, match.entry.wish.adapter))
+        if self._matcher.holds and self._retry is None:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(_HOLD_TICK_S, self._grant_held)
+
+    def _hand_out(self, match: Match[asyncio.Future[Placed]], credit: Credit) -> None:
+        reason = match.decision.reason
+        logger.debug(
+            "a sequence of %r for adapter %.12s goes to %s: %s",
+            *(match.entry.tenant, match.entry.wish.adapter, credit.session.worker_id, reason),
+        )
+        if match.entry.payload.done():
+            credit.release()
+            match.bill.settle()
+        else:
+            match.entry.payload.set_result(Placed(credit, reason, match.bill))
+
+    def _hint(self, wish: Wish) -> None:
+        """While a sequence waits, its adapter's home brings the adapter nearer."""
+        views = self.views
+        if not wish.adapter or any(view.holds(wish.adapter) for view in views):
+            return
+        home = self._placement.home(wish.home_key, views)
+        if home is not None and wish.adapter in home.admitted:
+            session = next(session for session in self.sessions if session.view is home)
+            with contextlib.suppress(WorkerLost):
+                session.prefetch(wish.adapter)
+
+    def _grant_held(self) -> None:
+        self._retry = None
+        self._grant()
+
+    def _no_worker(self) -> NoWorker:
+        draining = any(view.draining for view in self.views)
+        why = "every worker is draining" if draining else "no worker is ready"
+        return NoWorker(f"{why}; try again soon", 2.0)
+
+
+def _fail(entry: "Waiting[asyncio.Future[Placed]]", error: Exception) -> None:
+    if not entry.payload.done():
+        entry.payload.set_exception(error)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from adapters.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
 from router.generation import Cause
-from router.placement import Reason
+from router.policy.placement import Reason
 from router.top_adapters import TopAdapters
 from server.protocol import ErrorCode
 

@@ -23,10 +23,12 @@ from router.failures import (
 )
 from router.fleet import Fleet
 from router.metrics import RouterMetrics, Start
-from router.placement import Reason
 from router.policy.attempts import Attempts, Quarantine, RetryBudget
-from router.served import ServedAdapter, changed, has_changed
-from router.waiting import Waiting
+from router.policy.cost import Bill
+from router.policy.placement import Reason, Wish
+from router.policy.prefixes import prefix_keys
+from router.policy.waiting import Waiting
+from router.served import ServedAdapter, changed, has_changed, home_key
 from router.worker_session import Credit, WorkerLost, WorkerSession
 from server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
 
@@ -133,7 +135,9 @@ class SequenceRun:
         self._session: WorkerSession | None = None
         self._reason: Reason | None = None
         self._on_probation = False
+        self._bill: Bill | None = None
         self._done = False
+        self._wish = self._make_wish()
         self._placing = self._start_placing(0.0)
 
     @property
@@ -141,11 +145,11 @@ class SequenceRun:
         """How the worker that it was placed on last had its adapter."""
         if self._request.adapter is None:
             return "base"
-        return "warm" if self._reason == "resident" else "cold"
+        return "warm" if self._reason in ("resident", "prefix") else "cold"
 
     def stop(self) -> None:
         """Ends the run wherever it is; nothing more comes from it."""
-        self._done = True
+        self._end()
         self._placing.cancel()
         self._end_probation()
         if self._session is not None:
@@ -180,7 +184,9 @@ class SequenceRun:
         context = self._context
         loop = asyncio.get_running_loop()
         started = loop.time()
-        credit, reason = await context.fleet.acquire(self._entry())
+        credit, reason, bill = await context.fleet.acquire(self._entry())
+        if self._bill is None:
+            self._bill = bill
         try:
             self._reason = reason
             context.metrics.placed(reason, loop.time() - started)
@@ -194,12 +200,23 @@ class SequenceRun:
         again = self._attempts.number > 0
         return Waiting(
             payload=None,
-            flow=request.adapter,
-            cost=len(request.prompt_ids) + request.sampling.max_tokens,
+            tenant=self._context.tenant,
+            wish=self._wish,
+            prompt_tokens=len(request.prompt_ids),
+            max_tokens=request.sampling.max_tokens,
             nbytes=_BYTES_A_TOKEN * len(request.prompt_ids),
             priority=request.priority + (_RESUME_PRIORITY if again else 0),
             deadline=self._context.deadline,
+            resumed=again,
         )
+
+    def _make_wish(self) -> Wish:
+        adapter, tenant = self._context.adapter, self._context.tenant
+        digest = "" if adapter is None else adapter.digest
+        prefixes = prefix_keys(tenant, digest, self._request.prompt_ids)
+        if adapter is None:
+            return Wish("", prefixes=prefixes)
+        return Wish(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)
 
     async def _admit(self, credit: Credit) -> None:
         adapter = self._context.adapter
@@ -238,8 +255,10 @@ class SequenceRun:
         if event.token_ids:
             self._end_probation()
         self._accepted += event.token_ids
+        if self._bill is not None:
+            self._bill.generated(len(event.token_ids))
         if event.finish is not None:
-            self._done = True
+            self._end()
             self._session = None
         self._context.inbox.put(self._slot, event)
         if self._context.inbox.failed:
@@ -281,7 +300,7 @@ class SequenceRun:
 
     def _finish_full(self) -> None:
         """All tokens came, only the word that they were all was lost."""
-        self._done = True
+        self._end()
         request = self._request
         event = TokenEvent(
             *(request.request_id, self._attempts.number, request.choice, len(self._accepted), ()),
@@ -289,6 +308,11 @@ class SequenceRun:
         )
         self._context.inbox.put(self._slot, event)
 
-    def _fail(self, error: BaseException) -> None:
+    def _end(self) -> None:
         self._done = True
+        if self._bill is not None:
+            self._bill.settle()
+
+    def _fail(self, error: BaseException) -> None:
+        self._end()
         self._context.inbox.fail(error)

@@ -7,7 +7,7 @@ import msgspec
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.merge_recipe import MergeMember, MergeRecipe, make_recipe
-from adapters.ref import AdapterRef
+from adapters.ref import AdapterRef, format_ref
 from router.generation import MergedChoice, Secret
 from server.protocol import AdapterMerge, MemberSource
 
@@ -29,6 +29,11 @@ class Merge(msgspec.Struct, frozen=True):
 
 # What a worker is asked to bring: a reference to fetch, or adapters to merge.
 Origin = AdapterRef | Merge
+
+
+def home_key(origin: Origin) -> str:
+    """What an adapter's homes are ranked by: known before its content is, and to every router."""
+    return origin.recipe.digest if isinstance(origin, Merge) else format_ref(origin)
 
 
 class ServedAdapter(msgspec.Struct, frozen=True):

@@ -30,12 +30,13 @@ from router.generation import Secret
 from router.metrics import RouterMetrics
 from router.model_card import CardError, CardStore, read_card
 from router.policy.attempts import Quarantine, RetryBudget
+from router.policy.queue_limits import QueueLimits
+from router.policy.waiting import WaitingQueue
 from router.registration import Registration
 from router.sequence_run import Retries
 from router.shared.sharing import Sharing, make_sharing
 from router.state_metrics import watch_state
 from router.text.template_sandbox import TemplateSandbox
-from router.waiting import WaitingQueue
 from server.protocol import ModelCard
 
 _HUB_THREADS = 8
@@ -122,9 +123,10 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     metrics = RouterMetrics(registry, config.metrics_adapters)
     base = BaseModel(config)
     fleet = Fleet(
-        WaitingQueue(config.max_queue, config.max_queue_bytes),
+        WaitingQueue(_queue_limits(config)),
         # What runs or waits was tokenised for the base that is served now.
         lambda card: base.adopt(card, lambda: bool(fleet.views) or dispatcher.running > 0),
+        config.worker_wait_s,
         config.worker_silence_s,
         metrics.handed_over.inc,
     )
@@ -163,6 +165,15 @@ def _retries(config: RouterConfig) -> Retries:
         config.retry_share, _FREE_RETRIES_PER_S, config.retry_burst, time.monotonic()
     )
     return Retries(budget, Quarantine(config.quarantine_s))
+
+
+def _queue_limits(config: RouterConfig) -> QueueLimits:
+    return QueueLimits(
+        config.max_queue,
+        config.max_queue_bytes,
+        config.max_tenant_queue,
+        config.max_tenant_queue_bytes,
+    )
 
 
 def _adapters_file(config: RouterConfig, admin: AdapterAdmin) -> AdaptersFile | None:

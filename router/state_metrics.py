@@ -21,11 +21,16 @@ def watch_state(
     metrics: RouterMetrics, fleet: Fleet, catalog: Catalog, dispatcher: Dispatcher
 ) -> None:
     """Called once, when the parts are built."""
-    meters = metrics.meters
+    meters, room = metrics.meters, fleet.queue.room
     meters.watch("requests_running", "Requests being answered", lambda: dispatcher.running)
     meters.watch("queue_sequences", "Sequences waiting for a worker", lambda: len(fleet.queue))
-    meters.watch("queue_bytes", "Bytes of the prompts that wait", lambda: fleet.queue.nbytes)
-    meters.watch("queue_limit_sequences", "Sequences that may wait", lambda: fleet.queue.max_count)
+    meters.watch("queue_bytes", "Bytes of the prompts that wait", lambda: room.held.nbytes)
+    meters.watch("queue_limit_sequences", "Sequences that may wait", lambda: room.limits.count)
+    meters.watch(
+        "waiting_room_requests",
+        "Requests waiting for any worker at all",
+        lambda: fleet.lobby.count,
+    )
     meters.watch(
         "adapters_registered",
         "Names of adapters in service",

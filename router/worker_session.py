@@ -12,12 +12,13 @@ from websockets.asyncio.client import ClientConnection
 
 from adapters.manifest import AdapterManifest
 from router.adapter_loads import AdapterLoads, AdapterOrders, ProtocolFault
-from router.placement import WorkerView
+from router.policy.workers import WorkerView
 from router.served import Origin
 from server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
     AdapterPins,
+    AdapterPrefetch,
     AdapterReport,
     AdapterState,
     GenerateRequest,
@@ -44,31 +45,37 @@ class WorkerLost(Exception):
 class _Live:
     """A sequence in flight. It ends with the worker's terminal event, or with the connection."""
 
-    __slots__ = ("next_index", "sink")
+    __slots__ = ("adapter", "next_index", "sink", "starting")
 
-    def __init__(self, sink: Sink, next_index: int) -> None:
+    def __init__(self, sink: Sink, next_index: int, adapter: str, starting: bool) -> None:
         self.sink: Sink | None = sink
         self.next_index = next_index
+        self.adapter = adapter
+        self.starting = starting
 
 
 class Credit:
-    """The right to one sequence on this connection; `submit` spends it, `release` gives it back."""
+    """The right to one sequence on this connection; `submit` spends it, `release` gives it back.
 
-    __slots__ = ("_held", "session")
+    adapter: of the sequence, "" = base; its worker's view counts it already.
+    """
 
-    def __init__(self, session: "WorkerSession") -> None:
+    __slots__ = ("_adapter", "_held", "session")
+
+    def __init__(self, session: "WorkerSession", adapter: str) -> None:
         self.session = session
+        self._adapter = adapter
         self._held = True
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Sends the sequence; its events go to `sink`, the last has `finish`. Raises WorkerLost."""
         self.session.submit(request, sink)
-        self.release()
+        self._held = False
 
     def release(self) -> None:
         if self._held:
             self._held = False
-            self.session.give_back()
+            self.session.give_back(self._adapter)
 
 
 class WorkerSession:
@@ -80,14 +87,14 @@ class WorkerSession:
         self.hello = hello
         self.status: WorkerStatus | None = None
         self._told_at = asyncio.get_running_loop().time()
+        self.view = WorkerView(hello.worker_id, credits=hello.credits)
         self._socket = socket
         self._on_change = on_change
         self._live: dict[SequenceKey, _Live] = {}
-        self._reserved = 0
         self._loads = AdapterLoads(self._send)
+        self.view.admitted = self._loads.admitted
         self._orders = AdapterOrders(self._send)
-        self._resident: frozenset[str] = frozenset()
-        self._loading: frozenset[str] = frozenset()
+        self._hinted: set[str] = set()  # since the last status
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
@@ -102,33 +109,14 @@ class WorkerSession:
         return self.hello.worker_id
 
     @property
-    def view(self) -> WorkerView:
-        status = self.status
-        return WorkerView(
-            worker_id=self.hello.worker_id,
-            ready=not (self._closed or self._silent) and status is not None and status.ready,
-            draining=status is not None and status.draining,
-            in_flight=len(self._live) + self._reserved,
-            credits=self.hello.credits,
-            load=0 if status is None else status.running + status.waiting,
-            resident=self._resident,
-            loading=self._loading,
-            admitted=self._loads.admitted,
-        )
-
-    @property
     def silent_s(self) -> float:
         """How long ago the worker last told its state; it does so twice a second."""
         return asyncio.get_running_loop().time() - self._told_at
 
     # Sequences
 
-    def reserve(self) -> Credit:
-        self._reserved += 1
-        return Credit(self)
-
-    def give_back(self) -> None:
-        self._reserved -= 1
+    def give_back(self, adapter: str) -> None:
+        self.view.leave(adapter)
         self._on_change()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
@@ -137,7 +125,10 @@ class WorkerSession:
             raise WorkerLost(f"the request is larger than a frame: {len(frame)} bytes")
         self._send_frame(frame)
         key = (request.request_id, request.attempt, request.choice)
-        self._live[key] = _Live(sink, len(request.accepted_ids))
+        adapter = request.adapter or ""
+        starting = not adapter or adapter in self.view.resident
+        self.view.starting += starting
+        self._live[key] = _Live(sink, len(request.accepted_ids), adapter, starting)
 
     def abandon(self, request_id: str, attempt: int, choice: int) -> None:
         """Aborts a sequence and drops its further events. Its credit comes back with the last."""
@@ -155,6 +146,7 @@ class WorkerSession:
         silent = now - self._heard_at > limit_s
         if silent != self._silent:
             self._silent = silent
+            self._update_ready()
             self._on_change()
         return silent or (self.status is not None and self.status.silent)
 
@@ -179,12 +171,13 @@ class WorkerSession:
     # Adapters
 
     def knows(self, digest: str) -> bool:
-        return digest in self._loads.admitted or digest in self._resident
+        return self.view.knows(digest)
 
     def forget(self, digest: str) -> None:
         """The worker said that it does not have it (any more)."""
         self._loads.forget(digest)
-        self._resident -= {digest}
+        self.view.resident -= {digest}
+        self.view.coming.pop(digest, None)
 
     async def admit(self, origin: Origin, token: str | None, digest: str) -> None:
         """Makes sure that the worker has this adapter. Raises AdapterError, WorkerLost."""
@@ -198,6 +191,12 @@ class WorkerSession:
     async def order(self, action: OrderAction, *digests: str) -> AdapterReport:
         """Moves admitted adapters between the worker's tiers. Raises AdapterError, WorkerLost."""
         return await self._orders.order(action, digests)
+
+    def prefetch(self, digest: str) -> None:
+        """Hints that this adapter will be wanted, once between two reports. Raises WorkerLost."""
+        if digest not in self._hinted:
+            self._hinted.add(digest)
+            self._send(AdapterPrefetch((digest,)))
 
     def pin(self, digests: Iterable[str]) -> None:
         """These and no others are to stay on the device. Raises WorkerLost."""
@@ -258,8 +257,12 @@ class WorkerSession:
                 self._break(key, live, event)
                 continue
             live.next_index += len(event.token_ids)
+            if live.starting:
+                live.starting = False
+                self.view.starting -= 1
+                freed = True
             if event.finish is not None:
-                del self._live[key]
+                self._end(key, live)
                 freed = True
             if live.sink is not None:
                 live.sink(event)
@@ -272,16 +275,33 @@ class WorkerSession:
         self.lost_together = 1
         self.abandon(*key)
         if event.finish is not None:
-            del self._live[key]
+            self._end(key, live)
         if sink is not None:
             sink(lost(*key, f"expected token {live.next_index}, got token {event.index}"))
 
     def _on_status(self, status: WorkerStatus) -> None:
         self.status = status
         self._told_at = asyncio.get_running_loop().time()
-        self._resident = frozenset(status.resident)
-        self._loading = frozenset(status.loading)
+        self._update_ready()
+        view = self.view
+        view.draining = status.draining
+        view.credits = status.credits or self.hello.credits
+        view.load = status.running + status.waiting
+        view.free_kv = status.free_pages / status.total_pages if status.total_pages else 1.0
+        view.resident, view.loading = frozenset(status.resident), frozenset(status.loading)
+        view.load_bytes_s = status.load_bytes_s or view.load_bytes_s
+        view.arrived(self._told_at)
+        self._hinted.clear()
         self._on_change()
+
+    def _update_ready(self) -> None:
+        heard = not self._closed and not self._silent
+        self.view.ready = heard and self.status is not None and self.status.ready
+
+    def _end(self, key: SequenceKey, live: _Live) -> None:
+        del self._live[key]
+        self.view.starting -= live.starting
+        self.view.leave(live.adapter)
 
     def _send(self, frame: RouterFrame) -> None:
         self._send_frame(encode(frame))
@@ -298,6 +318,7 @@ class WorkerSession:
 
     def _close(self, why: str) -> None:
         self._closed = True
+        self._update_ready()
         live, self._live = self._live, {}
         self.lost_together = len(live)
         for key, sequence in live.items():

@@ -90,7 +90,14 @@ class WorkerConfig:
             "help": "sequences computed at once (default: 256 on a GPU, 64 on a CPU)",
         },
     )
-    max_waiting: int = field(default=1024, metadata={"help": "sequences accepted beyond those"})
+    max_waiting: int | None = field(
+        default=None,
+        metadata={
+            "min": 0,
+            "help": "sequences accepted beyond those; the rest waits in routers, where turns are"
+            " kept (default: a quarter of --max-running, at least 16)",
+        },
+    )
     max_step_tokens: int | None = field(
         default=None,
         metadata={

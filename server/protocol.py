@@ -240,6 +240,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     adapter_slots: adapters that may be on the device at once.
     silent: the engine gives no sign of life, or its step no end; its sequences are not lost, but
     had better go on elsewhere.
+    credits: sequences this router may have in flight here from now on (0 = as before).
+    load_bytes_s: how fast adapters came to the device lately (0 = not known).
     """
 
     worker_id: str
@@ -256,6 +258,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     step: int
     adapter_slots: int = 0
     silent: bool = False
+    credits: int = 0
+    load_bytes_s: float = 0.0
 
 
 TierStage = Literal["absent", "loading", "ready"]

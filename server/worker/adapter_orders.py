@@ -24,6 +24,7 @@ from server.worker.host_tier import HostTier
 
 MAX_ORDERS = 1024
 MAX_REMEMBERED = 1 << 16
+_NEWEST = 0.2  # weight of the newest load in the mean rate
 
 Report = Callable[[AdapterReport], None]
 
@@ -69,6 +70,7 @@ class AdapterOrders:
         self._waiting: dict[str, list[asyncio.Future[AdapterSettled]]] = {}
         self._tasks: dict[asyncio.Task[None], int] = {}
         self._notes: OrderedDict[str, _Note] = OrderedDict()
+        self.load_bytes_s = 0.0  # a running mean over adapters that came to the device
 
     def attach(self, engine: EngineView) -> None:
         self._engine = engine
@@ -128,8 +130,15 @@ class AdapterOrders:
 
     def load_ends(self, digest: str) -> None:
         note = self._note(digest)
-        if note.asked_at is not None:
-            note.load_s, note.asked_at = self._clock() - note.asked_at, None
+        if note.asked_at is None:
+            return
+        note.load_s, note.asked_at = self._clock() - note.asked_at, None
+        nbytes = self._tier.slab_bytes(digest)
+        if nbytes and note.load_s > 0:
+            rate = nbytes / note.load_s
+            self.load_bytes_s += (_NEWEST if self.load_bytes_s else 1.0) * (
+                rate - self.load_bytes_s
+            )
 
     def load_s(self, digest: str) -> float | None:
         """Its last way to the device, in seconds."""

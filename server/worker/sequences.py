@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from server.engine.messages import SequenceEvent
 from server.protocol import ErrorCode, GenerateRequest, TokenEvent
+from server.worker.credits import share_credits
 
 
 class Identity(NamedTuple):
@@ -78,6 +79,14 @@ class SequenceTable:
     def by_adapter(self) -> Counter[str]:
         """Live sequences of each adapter that has any."""
         return Counter(live.adapter for live in self._live.values() if live.adapter is not None)
+
+    def credits(self, connections: Iterable[int]) -> dict[int, int]:
+        """Sequences that each router may have; at least one."""
+        in_flight = {
+            number: sum(map(len, self._choices.get(number, {}).values())) for number in connections
+        }
+        shares = share_credits(self.capacity, in_flight)
+        return {number: max(1, share) for number, share in shares.items()}
 
     def keys_of(
         self, connection: int, request_id: str, attempt: int, choice: int | None

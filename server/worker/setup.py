@@ -38,6 +38,7 @@ from server.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
+_LEAST_WAITING = 16
 LOAD_THREADS = 16
 STAGE_THREADS = 4
 
@@ -133,11 +134,16 @@ def _engine_config(
         max_context=config.max_context,
         max_running=sizes.max_running,
         # The shell counts credits; a burst may find all of them waiting at once.
-        max_waiting=sizes.max_running + config.max_waiting,
+        max_waiting=sizes.max_running + _max_waiting(config.max_waiting, sizes.max_running),
         max_step_tokens=sizes.max_step_tokens,
         adapter_slots=config.adapter_slots,
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
+
+
+def _max_waiting(asked: int | None, max_running: int) -> int:
+    """Enough to fill the next steps, and for those whose adapter is on its way."""
+    return max(_LEAST_WAITING, max_running // 4) if asked is None else asked
 
 
 def _worker(

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -35,13 +36,12 @@ from server.protocol import (
     AdapterOrder,
     AdapterPins,
     AdapterPrefetch,
-    AdapterReport,
-    AdapterState,
     ErrorCode,
     GenerateRequest,
     Inspect,
     ModelCard,
     RouterFrame,
+    WorkerFrame,
     WorkerHello,
     WorkerStatus,
 )
@@ -133,12 +133,13 @@ class Worker:
     # Routers
 
     def hello(self) -> WorkerHello:
-        return WorkerHello(self._worker_id, self._epoch, self.card_digest, self._table.capacity)
+        credits = self._table.credits([*self._connections, -1])[-1]
+        return WorkerHello(self._worker_id, self._epoch, self.card_digest, credits)
 
     def connected(self, connection: RouterConnection) -> None:
         self._connections[connection.number] = connection
         self._metrics.routers.set(len(self._connections))
-        connection.send_status(self._status())
+        self._broadcast_status()  # to all: the others' credits are fewer from now on
 
     def disconnected(self, connection: RouterConnection) -> None:
         """Nobody reads the rest: the engine is told to stop at once."""
@@ -159,7 +160,8 @@ class Worker:
             require(check_digests(frame))
             self._orders.pin(connection.number, frame.digests)
         elif isinstance(frame, AdapterOrder):
-            self._order(connection, frame)
+            require(check_digests(frame))
+            self._orders.order(connection.number, frame, self._reply(connection))
         elif isinstance(frame, AdapterPrefetch):
             require(check_digests(frame))
             self._tier.hint(d for d in frame.digests if self.device_stage(d) == "absent")
@@ -224,24 +226,19 @@ class Worker:
 
     def _load(self, connection: RouterConnection, frame: AdapterLoad | AdapterMerge) -> None:
         require(check_load_id(frame))
-
-        def report(state: AdapterState) -> None:
-            if connection.number in self._connections:
-                connection.send(state)
-
         if isinstance(frame, AdapterMerge):
-            self._loads.merge(frame, report)
+            self._loads.merge(frame, self._reply(connection))
         else:
-            self._loads.load(frame, report)
+            self._loads.load(frame, self._reply(connection))
 
-    def _order(self, connection: RouterConnection, frame: AdapterOrder) -> None:
-        require(check_digests(frame))
+    def _reply(self, connection: RouterConnection) -> Callable[[WorkerFrame], None]:
+        """Sends to this router, unless it has left by then."""
 
-        def report(answer: AdapterReport) -> None:
+        def reply(frame: WorkerFrame) -> None:
             if connection.number in self._connections:
-                connection.send(answer)
+                connection.send(frame)
 
-        self._orders.order(connection.number, frame, report)
+        return reply
 
     # Engine
 
@@ -356,12 +353,14 @@ class Worker:
             step=self._step,
             adapter_slots=self._adapter_slots,
             silent=self._suspected,
+            load_bytes_s=self._orders.load_bytes_s,
         )
 
     def _broadcast_status(self) -> None:
         status = self._status()
-        for connection in self._connections.values():
-            connection.send_status(status)
+        for number, credits in self._table.credits(self._connections).items():
+            own = msgspec.structs.replace(status, credits=credits)
+            self._connections[number].send_status(own)
 
     async def report_status(self) -> None:
         """Twice a second, for ever."""

@@ -212,6 +212,7 @@ async def test_pins_reach_every_worker_and_those_that_come_back(tmp_path: Path) 
             assert ("load", (ONE,)) in worker.orders
         second.pins = frozenset()
         second.forget_adapters()
+        second.resident.clear()
         second.drop_connections()
         await second.until(lambda: second.pins == {ONE})
         loads = [load.expected_digest for load in second.loads]

@@ -151,6 +151,74 @@ async def test_a_worker_that_is_not_ready(router: Running, worker: FakeWorker) -
     assert (await complete(router)).status_code == 200
 
 
+async def complete_later(router: Running, **fields: Any) -> "asyncio.Task[httpx.Response]":
+    asking = asyncio.create_task(complete(router, **fields))
+    await asyncio.sleep(0)
+    return asking
+
+
+async def waiting_room(router: Running, count: int) -> None:
+    async def waits() -> bool:
+        return router.service.fleet.lobby.count == count
+
+    await poll(waits)
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_requests_wait_for_the_first_worker(tmp_path: Path, known: bool) -> None:
+    """Scale from zero: with a saved card or without one, as many as the queue may hold."""
+    worker = FakeWorker()
+    card = tmp_path / "card.json"
+    card.write_bytes(worker.card_bytes)
+    async with running_router(
+        tmp_path,
+        worker,
+        wait=False,
+        worker_wait_s=30.0,
+        max_queue=2,
+        model_card=card if known else None,
+    ) as router:
+        asking = [await complete_later(router, stream=stream) for stream in (False, True)]
+        await waiting_room(router, 2)
+        refused = await complete(router)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "30")
+        gone = asking.pop()
+        gone.cancel()
+        await waiting_room(router, 1)
+        asking.append(await complete_later(router))
+        async with running_worker(worker):
+            assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
+
+
+async def test_what_waits_when_the_last_worker_leaves_is_told_so(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    worker.credits = 1
+    hold(worker)
+    async with (
+        running_worker(worker),
+        running_router(tmp_path, worker, worker_wait_s=0.1) as router,
+    ):
+        asking = [await complete_later(router) for _ in range(3)]
+
+        async def queued() -> bool:
+            return len(router.service.fleet.queue) == 2
+
+        await poll(queued)
+        await worker.announce(ready=False)
+        done, running = await asyncio.wait(asking, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        while len(done) < 2:
+            more, running = await asyncio.wait(
+                running, timeout=10, return_when=asyncio.FIRST_COMPLETED
+            )
+            done |= more
+        for answer in (task.result() for task in done):
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"]
+        assert len(running) == 1  # it runs on, and so does its worker
+        for task in running:
+            task.cancel()
+
+
 # Bodies
 
 

@@ -1,0 +1,49 @@
+"""Who of those who wait goes to which worker next: turns and placement, put together. Pure."""
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from router.policy.cost import Bill, load_price
+from router.policy.placement import MISSES, Decision, Placement
+from router.policy.waiting import Waiting, WaitingQueue
+from router.policy.workers import WorkerView
+
+T = TypeVar("T")
+
+
+class Match(NamedTuple, Generic[T]):
+    """A sequence has left the queue for a worker. bill: what it is charged from here on."""
+
+    entry: Waiting[T]
+    decision: Decision
+    bill: Bill
+
+
+class Matcher(Generic[T]):
+    """The queue and its placement."""
+
+    def __init__(self, queue: WaitingQueue[T], placement: Placement) -> None:
+        self.queue = queue
+        self.placement = placement
+        self.holds = False
+
+    def next(self, workers: Sequence[WorkerView], now: float) -> Match[T] | None:
+        """The next match, carried out; None = nobody can be placed now.
+
+        Then `holds` tells whether somebody only waits for a worker that has its adapter: `next` is
+        to be asked again soon, even if nothing happens.
+        """
+        self.holds = False
+        if not len(self.queue) or not any(worker.has_room for worker in workers):
+            return None
+        for ticket, entry, held_s in self.queue.candidates(now):
+            decision = self.placement.choose(entry.wish, workers, now, held_s)
+            if decision is None:
+                self.queue.hold(ticket, now)
+                self.holds = True
+                continue
+            price = load_price(entry.wish.nbytes) if decision.reason in MISSES else 0.0
+            bill = self.queue.take(ticket, now, price)
+            self.placement.place(entry.wish, decision, now)
+            return Match(entry, decision, bill)
+        return None

@@ -1,0 +1,41 @@
+"""Which worker has seen the beginning of a prompt before: a bounded memory. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+MAX_PREFIXES = 1 << 16
+_SIZES = (4096, 1024, 256, 64)  # tokens
+
+
+def prefix_keys(tenant: str, adapter: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """One key for each size of beginning that the prompt has, the longest first.
+
+    KV pages are shared within a tenant and adapter only, and so are keys.
+    """
+    return tuple(
+        hash((tenant, adapter, size, tuple(prompt_ids[:size])))
+        for size in _SIZES
+        if len(prompt_ids) >= size
+    )
+
+
+class PrefixMemory:
+    """Latest worker by prefix; the least recently used is forgotten."""
+
+    def __init__(self) -> None:
+        self._workers: OrderedDict[int, str] = OrderedDict()
+
+    def find(self, keys: Sequence[int]) -> str | None:
+        """The worker with the longest of these beginnings."""
+        for key in keys:
+            worker_id = self._workers.get(key)
+            if worker_id is not None:
+                return worker_id
+        return None
+
+    def remember(self, keys: Sequence[int], worker_id: str) -> None:
+        for key in keys:
+            self._workers[key] = worker_id
+            self._workers.move_to_end(key)
+        while len(self._workers) > MAX_PREFIXES:
+            self._workers.popitem(last=False)

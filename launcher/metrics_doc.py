@@ -37,16 +37,7 @@ too much to be told twice a second.
 
 """
 _USE = """\
-## Dashboards and alerts
-
-`deploy/helm/loraplex/dashboards` has Grafana dashboards (fleet, objectives, adapters and residency,
-tenants, workers), written by `python -m launcher.monitoring`; `deploy/helm/loraplex/rules` has
-Prometheus rules; the chart installs both. Each alert has a page in [runbooks](runbooks/).
-
-- `promtool check rules`, `test rules` and `check metrics` run with the tests, and every expression
-  is held to the families below.
-- No Grafana server was at hand: that the dashboards import is not tested, what their expressions
-  return is.
+[monitoring.md](monitoring.md) has dashboards, alerts and traces that are made of these.
 """
 _COLUMNS = "| name | kind | labels | meaning |\n| --- | --- | --- | --- |\n"
 

@@ -15,6 +15,7 @@ _NO_FAULT = "a fleet without faults has none; the series are there, at zero"
 _GENERATION = 'route=~"/|/generate|/generate_stream|/v1/completions|/v1/chat/completions"'
 
 _GENERATED = "loraplex_adapter_generated_tokens_total"
+_ERRORS = "loraplex_request_errors_total"
 
 FLEET = Board(
     "loraplex-fleet",
@@ -39,8 +40,8 @@ FLEET = Board(
                     "reqps",
                     (
                         Query(
-                            f"{rate('loraplex_request_errors_total', by='cause')} > 0 or"
-                            f" 0 * {rate('loraplex_request_errors_total')}",
+                            f"{rate(_ERRORS, by='cause')} > 0"
+                            f' or label_replace(0 * {rate(_ERRORS)}, "cause", "none", "", "")',
                             "{{cause}}",
                         ),
                     ),
@@ -177,7 +178,7 @@ TENANTS = Board(
                     (
                         Query(
                             rate(
-                                "loraplex_request_errors_total",
+                                _ERRORS,
                                 'cause=~"rate_limited|overloaded"',
                                 by="cause",
                             ),
@@ -192,7 +193,7 @@ TENANTS = Board(
                     (
                         Query(
                             rate(
-                                "loraplex_request_errors_total",
+                                _ERRORS,
                                 'cause=~"unauthorized|forbidden"',
                                 by="cause",
                             ),
@@ -207,7 +208,7 @@ TENANTS = Board(
                     (
                         Query(
                             rate(
-                                "loraplex_request_errors_total",
+                                _ERRORS,
                                 'cause=~"invalid|unsupported|context_length|template_error'
                                 '|adapter_not_found|adapter_invalid|too_large|gone"',
                                 by="cause",

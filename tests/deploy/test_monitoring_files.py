@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from launcher.metrics_doc import router_meters, worker_meters
 from launcher.monitoring import dashboards

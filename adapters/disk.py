@@ -1,10 +1,9 @@
-"""Files that appear whole or not at all, private staging folders, and a bound on disk use."""
+"""Files that appear whole or not at all, what is held in use, and removal by last use."""
 
 import errno
 import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from pathlib import Path
 from adapters.errors import AdapterError
 
 _RETRY_S = 30.0
-_ATTEMPTS = 8
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -27,41 +25,6 @@ def disk_errors() -> Iterator[None]:
         reason = "has no space left" if error.errno in _FULL else "cannot be used"
         message = f"the disk of the adapter store {reason}"
         raise AdapterError("unavailable", message, (), _RETRY_S) from error
-
-
-@contextmanager
-def staging_folder(parent: Path) -> Iterator[Path]:
-    """A private folder, removed at the end; its lock tells other processes that it is in use."""
-    folder, lock = _locked_folder(parent)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _locked_folder(parent: Path) -> tuple[Path, int]:
-    """Another process may take the folder for a stale one before it is locked; then once more."""
-    for _ in range(_ATTEMPTS):
-        folder = Path(tempfile.mkdtemp(dir=parent))
-        with suppress(FileNotFoundError):
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            if _lock(lock) and folder.exists():
-                return folder, lock
-            os.close(lock)
-    raise OSError(errno.EBUSY, "no staging folder could be locked")
-
-
-def remove_stale(parent: Path) -> None:
-    """Removes staging folders whose process is gone."""
-    for entry in entries_of(parent):
-        with suppress(OSError):
-            lock = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if _lock(lock):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 def publish_folder(staged: Path, target: Path) -> None:
@@ -167,7 +130,7 @@ def free_bytes(folder: Path) -> int:
 def _size(path: Path) -> int:
     if not path.is_dir():
         return path.stat().st_size
-    return sum(entry.stat().st_size for entry in entries_of(path))
+    return sum(_size(Path(entry.path)) for entry in entries_of(path))
 
 
 def _lock(fd: int) -> bool:

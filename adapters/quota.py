@@ -16,18 +16,20 @@ class Quota:
     """`max_bytes` for what lies in `folders`, and never more than the disk has. Thread-safe.
 
     What another holds (`adapters.disk.hold`) stays, even if the quota is exceeded for a while.
+    spare: what lies there is not counted, and goes first when the disk has no room.
     """
 
-    def __init__(self, max_bytes: int, folders: Sequence[Path]) -> None:
+    def __init__(self, max_bytes: int, folders: Sequence[Path], spare: Path) -> None:
         self.max_bytes = max_bytes
         self._folders = tuple(folders)
+        self._spare = (spare,)
         self._lock = threading.Lock()
         self._expected = 0
 
     def check(self, nbytes: int) -> None:
         """Raises AdapterError when the disk has no room for `nbytes`, whatever were removed."""
         shortage = self._shortage(nbytes)
-        if shortage > 0 and shortage > stored_bytes(self._folders):
+        if shortage > 0 and shortage > stored_bytes(self._folders + self._spare):
             message = "the disk of the adapter store has no room for this adapter"
             raise AdapterError("unavailable", message, (), _RETRY_S)
 
@@ -36,6 +38,7 @@ class Quota:
         """Made for what is written while inside; several who write count together."""
         # One at a time: two who saw the same content would both remove what one of them needs.
         with self._lock:
+            release(self._shortage(nbytes), self._spare)
             excess = stored_bytes(self._folders) + self._expected + nbytes - self.max_bytes
             release(max(excess, self._shortage(nbytes)), self._folders)
             self._expected += nbytes

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Literal
 
@@ -24,8 +24,6 @@ from adapters.disk import (
     mark_used,
     publish_file,
     publish_folder,
-    remove_stale,
-    staging_folder,
 )
 from adapters.errors import AdapterChanged, AdapterError
 from adapters.judge import check_small, is_intact, judge_folder, rejudge
@@ -42,6 +40,7 @@ from adapters.retries import Retries
 from adapters.single_flight import SingleFlight
 from adapters.sources.base import Source
 from adapters.sources.partial import partial_bytes
+from adapters.staging import remove_stale, resumable_folder, staging_folder
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
 from adapters.violations import Findings, invalid
 
@@ -87,7 +86,9 @@ class AdapterStore:
         self._refs = home / "refs"
         self._slabs = home / "slabs"
         self._staging = home / "staging"
-        self._quota = Quota(self._limits.max_store_bytes, (self._content, self._slabs))
+        self._quota = Quota(
+            self._limits.max_store_bytes, (self._content, self._slabs), self._staging
+        )
         self._admissions: SingleFlight[AdapterRef, AdapterManifest]
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
         self._packings: SingleFlight[Path, Path] = SingleFlight(clock, _FAILURE_TTL_S)
@@ -186,7 +187,7 @@ class AdapterStore:
             known = self._recall(ref)
             if known is not None:
                 return known
-            with staging_folder(self._staging) as folder:
+            with self._staging_folder(ref) as folder:
                 progress("fetching")
                 self._fetch(source, ref, token, folder)
                 progress("checking")
@@ -248,11 +249,14 @@ class AdapterStore:
 
         def fetch(name: str) -> None:
             target = folder / name
+            if partial_bytes(target) == listing[name] and target.exists():
+                return
             self._retries.run(
                 lambda: source.fetch_file(ref, token, name, folder), lambda: partial_bytes(target)
             )
             fetched = target.stat().st_size
             if fetched != listing[name]:
+                target.unlink()
                 message = f"{name} came with {fetched} bytes, {listing[name]} were announced"
                 raise AdapterError("unavailable", message, (), 1.0)
 
@@ -264,11 +268,17 @@ class AdapterStore:
         with self._quota.room(total):
             fetch(WEIGHTS_FILE)
 
+    def _staging_folder(self, ref: AdapterRef) -> AbstractContextManager[Path]:
+        """Folders are copied; what comes over a network goes on where it broke off."""
+        if ref.source == "local":
+            return staging_folder(self._staging)
+        return resumable_folder(self._staging, format_ref(ref))
+
     def _keep(self, folder: Path, manifest: AdapterManifest) -> None:
         """Moves judged content to its place, the manifest and what packing needs."""
         target = self._content / manifest.digest
         staged = folder / manifest.digest
-        staged.mkdir()
+        staged.mkdir(exist_ok=True)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             (folder / name).rename(staged / name)
         (staged / _MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))

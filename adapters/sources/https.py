@@ -19,7 +19,7 @@ import httpx
 from adapters.errors import AdapterError
 from adapters.peft_format import CONFIG_FILE
 from adapters.ref import AdapterRef, told_name
-from adapters.sources.partial import Stream, fetch_resumable
+from adapters.sources.partial import Stream, fetch_resumable, range_start
 from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
 from adapters.tokenizer_files import TOKENIZER_FILES
 from adapters.validate import WEIGHTS_FILE
@@ -30,7 +30,6 @@ PORT = 443
 MAX_ADDRESSES = 4
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES)
 _HOST = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::([0-9]{1,5}))?")
-_RANGE = re.compile(r"bytes (\d+)-\d+/\d+")
 # Nobody says what stands behind a translated address.
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
 
@@ -121,7 +120,8 @@ class HttpsSource:
             _check(answer, ref)
             if _tag(answer) != file.tag:
                 raise changed(ref)
-            yield Stream(_start(answer), answer.iter_raw())
+            start = range_start(answer.status_code, answer.headers.get("content-range"))
+            yield Stream(start, answer.iter_raw())
 
     @contextmanager
     def _request(
@@ -221,8 +221,3 @@ def _tag(answer: httpx.Response) -> str:
     """A weak ETag says nothing of bytes."""
     etag = str(answer.headers.get("etag", ""))
     return etag if etag.startswith('"') else str(answer.headers.get("last-modified", ""))
-
-
-def _start(answer: httpx.Response) -> int:
-    match = _RANGE.fullmatch(answer.headers.get("content-range", ""))
-    return int(match[1]) if match and answer.status_code == 206 else 0

@@ -1,11 +1,12 @@
 """Adapters on a Hugging Face Hub, through huggingface_hub; its endpoint and offline mode hold."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
-from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub import HfApi, HfFileMetadata, get_session, hf_hub_url
 
 # HTTPError is the transport's own: httpx's or httpx2's, by the library's version.
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -19,14 +20,17 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
-    XetDownloadError,
 )
 from huggingface_hub.hf_api import ModelInfo
-from huggingface_hub.utils.tqdm import tqdm
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    hf_raise_for_status,
+)
 
 from adapters.errors import AdapterError
 from adapters.peft_format import CONFIG_FILE
 from adapters.ref import AdapterRef, check_token, format_ref, is_pinned
+from adapters.sources.partial import Stream, fetch_resumable, range_start
 
 DEFAULT_TIMEOUT_S = 10.0
 _RETRY_S = 5.0
@@ -44,7 +48,9 @@ class HubSource:
         endpoint: str | None = None,
         owners: Sequence[str] = (),
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._api = HfApi(endpoint=endpoint, token=False, library_name="loraplex")
         self._owners = frozenset(owners)
         self._timeout_s = timeout_s
@@ -57,7 +63,8 @@ class HubSource:
         if not is_pinned(pinned):
             raise AdapterError("unavailable", f"the Hub named no commit for {format_ref(ref)}")
         if info.gated:  # anyone may look at a gated repository; only its files are kept back
-            self._check_access(pinned, token)
+            with _hub_errors(ref, has_token=token is not None):
+                self._metadata(pinned, token, CONFIG_FILE)
         return pinned
 
     def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
@@ -65,16 +72,17 @@ class HubSource:
         return {file.rfilename: file.size or 0 for file in siblings if "/" not in file.rfilename}
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
+        """By plain HTTP, which can go on where it broke, in another process too."""
         self._check_owner(ref)
         with _hub_errors(ref, has_token=token is not None):
-            self._api.hf_hub_download(
-                ref.name,
-                name,
-                revision=ref.revision,
-                local_dir=folder,
-                token=token or False,
-                etag_timeout=self._timeout_s,
-                tqdm_class=_NoBar,
+            found = self._metadata(ref, token, name)
+            if found.size is None or found.commit_hash not in (None, ref.revision):
+                raise _unreachable(format_ref(ref))
+            fetch_resumable(
+                folder / name,
+                found.size,
+                lambda offset: self._open(ref, found.location, token, offset),
+                self._clock,
             )
 
     def _info(self, ref: AdapterRef, token: str | None, files: bool) -> ModelInfo:
@@ -88,22 +96,34 @@ class HubSource:
                 token=token or False,
             )
 
-    def _check_access(self, ref: AdapterRef, token: str | None) -> None:
-        url = hf_hub_url(ref.name, CONFIG_FILE, revision=ref.revision, endpoint=self._api.endpoint)
-        with _hub_errors(ref, has_token=token is not None):
-            self._api.get_hf_file_metadata(url=url, token=token or False, timeout=self._timeout_s)
+    def _metadata(self, ref: AdapterRef, token: str | None, name: str) -> HfFileMetadata:
+        """Where a file lies for this caller, and its size."""
+        url = hf_hub_url(ref.name, name, revision=ref.revision, endpoint=self._api.endpoint)
+        return self._api.get_hf_file_metadata(
+            url=url, token=token or False, timeout=self._timeout_s
+        )
+
+    @contextmanager
+    def _open(
+        self, ref: AdapterRef, location: str, token: str | None, offset: int
+    ) -> Iterator[Stream]:
+        """location: of the Hub, or of a storage that is shown no credential."""
+        own = urlsplit(location).netloc == urlsplit(self._api.endpoint).netloc
+        headers = build_hf_headers(token=(token or False) if own else False)
+        headers["accept-encoding"] = "identity"
+        if offset:
+            headers["range"] = f"bytes={offset}-"
+        with get_session().stream(
+            "GET", location, headers=headers, timeout=self._timeout_s
+        ) as answer:
+            hf_raise_for_status(answer)
+            start = range_start(answer.status_code, answer.headers.get("content-range"))
+            yield Stream(start, answer.iter_raw())
 
     def _check_owner(self, ref: AdapterRef) -> None:
         owner = ref.name.partition("/")[0]
         if self._owners and owner not in self._owners:
             raise AdapterError("forbidden", f"adapters of {owner!r} are not allowed here")
-
-
-class _NoBar(tqdm):
-    """Progress belongs to the caller, not to a server's standard error."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **(kwargs | {"disable": True}))  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -119,7 +139,7 @@ def _hub_errors(ref: AdapterRef, has_token: bool) -> Iterator[None]:
     except OfflineModeIsEnabled:
         message = f"{name} cannot be fetched: HF_HUB_OFFLINE is set"
         raise AdapterError("unavailable", message, (), _MAX_RETRY_S) from None
-    except (HTTPError, XetDownloadError):
+    except HTTPError:
         raise _unreachable(name) from None
     except OSError as error:
         if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):

@@ -1,5 +1,6 @@
 """Downloads that go on where they broke off. What came so far lies beside the file, until whole."""
 
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,7 +21,14 @@ class Stream(NamedTuple):
     chunks: Iterable[bytes]
 
 
+_RANGE = re.compile(r"bytes (\d+)-\d+/\d+")
 Open = Callable[[int], AbstractContextManager[Stream]]
+
+
+def range_start(status: int, content_range: str | None) -> int:
+    """Where the body of an HTTP answer begins in the file."""
+    match = _RANGE.fullmatch(content_range or "")
+    return int(match[1]) if match and status == 206 else 0
 
 
 def partial_path(target: Path) -> Path:

@@ -39,6 +39,9 @@ class StubHub:
         self.requests: Counter[tuple[str, str]] = Counter()
         self.tokens: set[str] = set()
         self.ranges: list[str] = []
+        self.body_bytes: Counter[str] = Counter()
+        # Set, a truncated body's connection stays open until it is released.
+        self.stall: threading.Event | None = None
         self.gate = threading.Event()
         self.gate.set()
 
@@ -135,22 +138,34 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.ranges.append(wanted)
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             etag["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            self._send(206, data[start:], etag)
+            broken = self._is_broken(repo, file)
+            self._send(206, b"" if broken else data[start:], etag, len(data) - start)
             return
-        if repo.truncate == file and repo.truncations > 0 and self.command == "GET":
-            repo.truncations -= 1
-            self.close_connection = True
-            self._send(200, data[: len(data) // 2], etag | {"Content-Length": str(len(data))})
-            return
-        self._send(200, data, etag)
+        broken = self._is_broken(repo, file)
+        self._send(200, data[: len(data) // 2] if broken else data, etag, len(data))
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def _is_broken(self, repo: Repo, file: str) -> bool:
+        """Whether only a part of this body is to be sent, or none of a rest."""
+        if repo.truncate != file or repo.truncations <= 0 or self.command != "GET":
+            return False
+        repo.truncations -= 1
+        self.close_connection = True
+        return True
+
+    def _send(
+        self, status: int, body: bytes, headers: dict[str, str], announced: int | None = None
+    ) -> None:
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+        length = len(body) if announced is None else announced
+        for name, value in ({"Content-Length": str(length)} | headers).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+            self.hub.body_bytes[urlsplit(self.path).path.rpartition("/")[2]] += len(body)
+            self.wfile.flush()
+            if length > len(body) and self.hub.stall is not None:
+                self.hub.stall.wait(60)
 
 
 @contextmanager

@@ -60,7 +60,9 @@ def store_of(source: S3Source, tmp_path: Path, limits: AdapterLimits | None = No
 
 
 def kept(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "store").rglob("*") if path.is_file())
+    """What is admitted: what is being fetched lies apart."""
+    files = (path for path in (tmp_path / "store").rglob("*") if path.is_file())
+    return sorted(path.name for path in files if "staging" not in path.parts)
 
 
 def refused(store: AdapterStore, ref: AdapterRef = REF) -> AdapterError:

@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from adapters.disk import hold, staging_folder
+from adapters.disk import hold
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.pack import read_slab_layout
 from adapters.quota import HEADROOM_BYTES
 from adapters.ref import AdapterRef, RefSource
 from adapters.sources.local import LocalSource
+from adapters.staging import staging_folder
 from adapters.store import AdapterStore
 from adapters.validate import AdapterLimits
 from tests.adapter_folders import small_base, write_adapter
@@ -235,7 +236,9 @@ def test_a_file_shorter_than_announced_is_not_kept(hub: FakeHub, tmp_path: Path)
     error = refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None))
     assert error is not None
     assert error.code == "unavailable"
-    assert files(tmp_path / "store") == []
+    kept = files(tmp_path / "store")
+    assert [name.rpartition("/")[2] for name in kept] == ["adapter_config.json"]
+    assert all("/staging/" in name for name in kept)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from launcher.bench.placement_command import add_placement
 from launcher.command_line import Parser
 
 if TYPE_CHECKING:
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 ABOUT = """\
 Measure. `decode` and `prefill` run the engine in this process on random weights; `lora-kernels`
-times LoRA alone and over the base; `serve` loads a running server.
+times LoRA alone and over the base; `placement` compares placement policies on simulated fleets;
+`serve` loads a running server.
 
   loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
+  loraplex bench placement --adapters 512,1024,4096 --shape zipf --shape drift
   loraplex bench serve --url http://127.0.0.1:8080 --adapter a --adapter b --rate 20
 """
 
@@ -37,6 +40,7 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     kernels.add_argument("--rank", action="append", choices=("16", "64", "mix"))
     kernels.add_argument("--replays", type=int, default=20)
     kernels.set_defaults(run=run_lora_kernels)
+    add_placement(actions.add_parser("placement", help="placement policies on simulated fleets"))
     serve = actions.add_parser("serve", help="load on a running server")
     _add_load(serve)
     serve.set_defaults(run=run_serve)

@@ -18,7 +18,7 @@ Reason = Literal[
     "prefix",  # the worker that has seen the prompt's beginning
     "resident",  # the adapter is on its device
     "loading",  # the adapter is on its way to its device
-    "home",  # nobody has the adapter: the better of its first homes
+    "home",  # nobody has the adapter: the best of its homes
     "spread",  # those that have it, or should, are full
 ]
 MISSES: frozenset[Reason] = frozenset({"home", "spread"})
@@ -27,12 +27,12 @@ MISSES: frozenset[Reason] = frozenset({"home", "spread"})
 _SHARE_A_COPY = 0.5
 # A home less once demand has been that much lower for so long.
 _SHRINK_S = 30.0
-# What has no copy goes to the better of so many homes.
-_FIRST_HOMES = 2
 # A worker that knows the prompt may be so much fuller than the emptiest one.
 _PREFIX_SLACK = 0.25
-# Seconds, as a share of a worker: what one load under way costs the next.
-_LOAD_CROWD = 0.02
+# What an adapter without a copy weighs against each other, in loads that go before it: a place in
+# its ranking, so that routers agree where it lives, and a worker's use.
+_RANK_PRICE = 0.5
+_USE_PRICE = 4.0
 _SHORTEST_HOLD_S, _LONGEST_HOLD_S = 0.02, 1.0
 MAX_ADAPTERS = 1 << 14
 
@@ -83,25 +83,24 @@ class Placement:
         with_room = [worker for worker in workers if worker.has_room]
         if not with_room:
             return None
+        free = [worker for worker in with_room if worker.is_free] or with_room
         if not wish.adapter:
-            return self._least_used(wish, with_room, "base")
+            return self._least_used(wish, free, "base")
         copies = [worker for worker in workers if worker.able and worker.holds(wish.adapter)]
         ranking = self._rankings.of(wish.home_key, [worker.worker_id for worker in workers])
         homes = self._update_homes(wish.adapter, workers, now)
-        usable = [worker for worker in copies if worker.has_room]
+        usable = [worker for worker in copies if worker in free]
         if usable:
             here = [worker for worker in usable if wish.adapter in worker.resident]
             usable = sorted(here or usable, key=lambda worker: ranking[worker.worker_id])
             chosen = self._least_used(wish, usable[: homes.wanted], "resident")
             return chosen if here else Decision(chosen.worker, "loading")
         if not copies:
-            first = [w for w in with_room if ranking[w.worker_id] < _FIRST_HOMES]
-            if first:
-                return Decision(_cheapest(wish, first, ranking), "home")
-        if held_s < _patience(wish, with_room, crowded=len(copies) > homes.needed):
+            return Decision(_cheapest(wish, free, ranking), "home")
+        if held_s < _patience(wish, free, crowded=len(copies) > homes.needed):
             return None
         homes.wanted = max(homes.wanted, len(copies) + 1)
-        return Decision(_cheapest(wish, with_room, ranking), "spread")
+        return Decision(_cheapest(wish, free, ranking), "spread")
 
     def place(self, wish: Wish, decision: Decision, now: float) -> None:
         """It is done: the sequence goes there."""
@@ -147,15 +146,15 @@ class Placement:
 
 
 def _cheapest(wish: Wish, workers: Sequence[WorkerView], ranking: dict[str, int]) -> WorkerView:
-    """For a load: one that need not fetch it first, then the emptier, then the better ranked."""
-    return min(
-        workers,
-        key=lambda w: (
-            not w.knows(wish.adapter),
-            round(w.use + _LOAD_CROWD * len(w.coming), 1),
-            ranking[w.worker_id],
-        ),
-    )
+    """For a load: one that need not fetch it, by its rank, its use and the loads before it."""
+
+    def price(worker: WorkerView) -> tuple[bool, float, int]:
+        rank = ranking[worker.worker_id]
+        loads = max(len(worker.coming), len(worker.loading))
+        weighed = loads + _RANK_PRICE * rank + _USE_PRICE * worker.use
+        return not worker.knows(wish.adapter), weighed, rank
+
+    return min(workers, key=price)
 
 
 def _patience(wish: Wish, workers: Sequence[WorkerView], *, crowded: bool) -> float:

@@ -12,6 +12,8 @@ import msgspec
 _STARTING_SHARE = 4
 _LEAST_STARTING, _LEAST_STARTING_FULL = 32, 4
 _KV_SPARE = 0.05
+# So many of those are the next steps' prompts; more are a queue.
+_STARTING_FREE, _STARTING_FREE_SHARE = 2, 16
 # Copies to the device before any was measured: a slow disk's rate.
 _FIRST_LOAD_BYTES_S = 1e9
 # A load that was caused and is never reported (it failed, or the status was lost).
@@ -53,6 +55,11 @@ class WorkerView(msgspec.Struct, eq=False):
         if not self.ready or self.draining or self.in_flight >= self.credits:
             return False
         return self.starting < self._most_starting
+
+    @property
+    def is_free(self) -> bool:
+        """Whether what is sent now begins at once, as far as can be seen from here."""
+        return self.starting <= max(_STARTING_FREE, self.credits // _STARTING_FREE_SHARE)
 
     @property
     def _most_starting(self) -> int:

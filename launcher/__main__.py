@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from adapters.errors import AdapterError
-from launcher import config, lifecycle_commands, names
+from launcher import config, key_commands, lifecycle_commands, names
 from launcher.bench import commands as bench_commands
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError
@@ -41,7 +41,10 @@ Ctrl-C once finishes what runs and stops; twice stops at once.
 ROUTER = """\
 Start a router: HTTP for clients, text and tokens; needs no GPU and no torch.
 
-  LORAPLEX_SECRET=... loraplex router --host 0.0.0.0 --worker ws://gpu-1:8090 --worker ws://gpu-2:8090
+  LORAPLEX_SECRET=... loraplex router --worker ws://gpu-1:8090 --worker ws://gpu-2:8090
+  LORAPLEX_SECRET=... LORAPLEX_ADMIN_KEY=... loraplex router --host 0.0.0.0 --worker ws://gpu-1:8090
+
+Where others can reach it, callers need keys (`loraplex key create`), unless --auth is none.
 """
 WORKER = """\
 Start a worker: one copy of MODEL on this machine's device, for routers to connect to.
@@ -102,6 +105,10 @@ def _parser() -> Parser:
     add_options(worker, config.WORKER_OPTIONS)
     worker.set_defaults(command=_worker)
     _add_adapter(commands)
+    key = commands.add_parser("key", help="keys of a running router's callers")
+    key_actions = key.add_subparsers(metavar="ACTION", required=True)
+    for name, key_parser in key_commands.add_commands(key_actions).items():
+        key_parser.set_defaults(command=_key, action=name)
     bench = commands.add_parser("bench", help="measure", description=bench_commands.ABOUT)
     bench_commands.add_commands(bench.add_subparsers(metavar="ACTION", required=True))
     bench.set_defaults(command=_bench)
@@ -215,6 +222,12 @@ def _lifecycle(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Non
     if getattr(arguments, "token_file", None):
         token = config.read_secret(arguments.token_file)
     sys.exit(lifecycle_commands.run(arguments, key, token))
+
+
+def _key(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    _log_to_stderr(logging.WARNING)
+    file = getattr(arguments, "admin_key_file", None)
+    sys.exit(key_commands.run(arguments, config.secret_value("admin_key", file, environ)))
 
 
 def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

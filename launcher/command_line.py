@@ -30,7 +30,10 @@ GROUPS: Mapping[str, frozenset[str]] = {
         }
     ),
     "Telemetry": frozenset({"metrics_adapters", "metrics_compat"}),
-    "Sharing": frozenset({"redis", "redis_password", "redis_prefix", "redis_timeout_s"}),
+    "Callers": frozenset({"auth", "keys_file", "share_prefixes"}),
+    "Sharing": frozenset(
+        {"redis", "redis_password", "redis_prefix", "redis_timeout_s", "quota_outage", "key_outage"}
+    ),
     "Memory": frozenset(
         {
             "adapter_memory",

@@ -1,17 +1,13 @@
 """`loraplex adapter list|register|load|pin|…`: the lifecycle API of a running router."""
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-import httpx
+from launcher.router_client import Failed, add_router_options, as_json, connect, send, table
 
-DEFAULT_URL = "http://127.0.0.1:8080"
-# Loading waits for a download, unloading for running requests.
-TIMEOUT_S = 900.0
 ACTIONS = {
     "load": "bring adapters to every worker's device, and into service",
     "pin": "the same; and there they stay",
@@ -21,10 +17,6 @@ ACTIONS = {
     "delete": "forget the names; requests that use them get 410",
 }
 _COLUMNS = ("NAME", "STATE", "PINNED", "DIGEST", "RANKS", "BYTES", "ON DEVICE", "REFERENCE")
-
-
-class Failed(Exception):
-    """str() is what the router, or the network, said."""
 
 
 def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argparse.ArgumentParser]:
@@ -43,29 +35,22 @@ def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argpar
         parser.add_argument("names", metavar="NAME", nargs="+")
         parsers[name] = parser
     for parser in parsers.values():
-        parser.add_argument("--url", default=DEFAULT_URL, help=f"the router [{DEFAULT_URL}]")
-        parser.add_argument(
-            "--admin-key-file", metavar="PATH", help="file with the key [LORAPLEX_ADMIN_KEY]"
-        )
-        parser.add_argument("--json", action="store_true", help="for programs")
+        add_router_options(parser)
     return parsers
 
 
 def run(arguments: argparse.Namespace, admin_key: str, token: str | None = None) -> int:
     """The exit code: 1 if anything failed; the rest was done."""
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     code = 0
     told: list[Any] = []
-    with httpx.Client(
-        base_url=arguments.url, headers=headers, timeout=TIMEOUT_S, trust_env=False
-    ) as http:
+    with connect(arguments.url, admin_key) as http:
         for request in _requests(arguments, token):
             try:
-                told.append(_send(http, *request))
+                told.append(send(http, *request))
             except Failed as error:
                 sys.stderr.write(f"loraplex: {error}\n")
                 code = 1
-    sys.stdout.write(_json(told) if arguments.json else _text(arguments, told))
+    sys.stdout.write(as_json(told) if arguments.json else _text(arguments, told))
     return code
 
 
@@ -88,27 +73,6 @@ def _requests(
                 yield "POST", f"{path}/{action}", None
 
 
-def _send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:
-    """The answer's JSON. Raises Failed."""
-    try:
-        answer = http.request(method, path, json=body)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Failed(f"{http.base_url}: {error}") from error
-    try:
-        told = answer.json()
-    except json.JSONDecodeError:
-        raise Failed(f"{http.base_url} answered {answer.status_code}, not in JSON") from None
-    if answer.is_success:
-        return told
-    fault = told.get("error") if isinstance(told, dict) else None
-    message = fault.get("message") if isinstance(fault, dict) else fault
-    raise Failed(str(message or f"{http.base_url} answered {answer.status_code}"))
-
-
-def _json(told: list[Any]) -> str:
-    return json.dumps(told[0] if len(told) == 1 else told, indent=2) + "\n"
-
-
 def _text(arguments: argparse.Namespace, told: list[Any]) -> str:
     if arguments.action == "delete":
         return "".join(f"{one['id']} deleted\n" for one in told)
@@ -119,7 +83,7 @@ def _text(arguments: argparse.Namespace, told: list[Any]) -> str:
         adapters += one["data"] if one["object"] == "list" else [one]
     notes = [f"{a['id']}: {a['error']}" for a in adapters if a["error"]]
     notes += [problem for one in told for problem in one.get("file_errors", [])]
-    lines = [*_table([_COLUMNS, *map(_row, adapters)]), *notes]
+    lines = [*table([_COLUMNS, *map(_row, adapters)]), *notes]
     return "".join(f"{line}\n" for line in lines) if adapters or notes else ""
 
 
@@ -145,8 +109,3 @@ def _row(adapter: dict[str, Any]) -> tuple[str, ...]:
 
 def _short(digest: str | None) -> str:
     return "-" if digest is None else digest[:12]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

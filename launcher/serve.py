@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 import httpx
 
 from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, child_environment
-from launcher.options import Option, Values, render
+from launcher.options import Option, OptionError, Values, render
 from launcher.plan import LOOPBACK, Plan, fields_of, plan
 from launcher.processes import Child, Say, Service, start_child
 from router.config import RouterConfig
+from router.tenancy.tenancy import ExposureError, check_exposure, needs_keys
 from server.config import WorkerConfig
 from server.worker.address import is_loopback, open_listener
 
@@ -150,13 +151,17 @@ def say(text: str) -> None:
 
 
 def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:
-    if not is_loopback(config.host):
+    if not is_loopback(config.host) and not needs_keys(config):
         say(f"anyone who reaches {config.host}:{config.port} may use this server")
 
 
 def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
     """Blocks until stopped. Raises OptionError, AddressError, ChildFailed, KeyboardInterrupt."""
     chosen = plan(values)
+    try:
+        check_exposure(chosen.router)
+    except ExposureError as error:
+        raise OptionError(f"--host: {error}") from error
     warn_if_open(chosen.router, say)
     if not asyncio.run(_run(chosen, environ)):
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Who may use the lifecycle routes: whoever has the admin key; without one, this machine alone."""
+"""Who may use the operator's routes: whoever has the admin key; without one, this machine alone."""
 
 import hashlib
 import hmac

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,6 +21,9 @@ from router.generation_run import Generation, Part
 from router.http_body import read_json_body
 from router.metrics import RouterMetrics
 from router.sse import EventStream, until_disconnect
+from router.tenancy.keys import Caller
+from router.tenancy.scope import Registered, check_scope
+from router.tenancy.tenancy import Tenancy
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +37,26 @@ class Answerer:
 
     base: BaseModel
     dispatcher: Dispatcher
+    tenancy: Tenancy
+    registered: Registered
     max_body_bytes: int
     metrics: RouterMetrics
 
     async def answer(self, request: Request, parse: Parse) -> Response:
         """Raises RequestError for what fails before the first byte; ClientGone."""
+        caller = await self.tenancy.identify(request.headers.get("authorization"))
         body = await read_json_body(request, self.max_body_bytes)
         if self.base.text is None:  # without a model's names nothing can be told of the body
-            await until_disconnect(request, self.dispatcher.until_ready("", len(body), "chat"))
-        self.base.require()
-        api_request = parse(body, self.base.limits, _bearer(request))
-        call = api_request.call
+            until = self.dispatcher.until_ready(caller.tenant, len(body), "chat")
+            await until_disconnect(request, until)
+        api_request = self._parse(body, request, parse, caller)
+        call = msgspec.structs.replace(api_request.call, tenant=caller.tenant)
         await until_disconnect(
             request, self.dispatcher.until_ready(call.tenant, len(body), call.api)
         )
+        charge = self.tenancy.metering.charge(caller, request.state.request_id)
         generation = await until_disconnect(
-            request, self.dispatcher.start(call, request.state.request_id), Generation.close
+            request, self.dispatcher.start(call, charge), Generation.close
         )
         try:
             formatter = api_request.formatter(generation.head)
@@ -65,6 +73,17 @@ class Answerer:
         if call.api == "lorax":
             headers |= count_headers(generation.prompts, results, generation.timings)
         return Response(whole, 200, headers, media_type="application/json")
+
+    def _parse(self, body: bytes, request: Request, parse: Parse, caller: Caller) -> ApiRequest:
+        """Raises RequestError, also for what the caller's key does not open."""
+        model = self.base.require()
+        # Where callers have keys, the bearer is one: no source of adapters is shown it.
+        bearer = None if self.tenancy.needs_keys else _bearer(request)
+        api_request = parse(body, self.base.limits, bearer)
+        call = api_request.call
+        param = "adapter_id" if call.api == "lorax" else "model"
+        check_scope(caller, call.adapter, model.card.names, self.registered, param)
+        return api_request
 
 
 async def _stream(
@@ -112,10 +131,10 @@ def _write(formatter: Formatter, parts: list[Part]) -> bytes:
 def _head_headers(generation: Generation, call: GenerationCall) -> dict[str, str]:
     """What is known before the first token."""
     head, card = generation.head, generation.model.card
-    headers = {}
+    headers = dict(generation.charge.headers)
     if call.api == "lorax":
         source = None if call.adapter is None else call.adapter.source
-        headers = head_headers(head, card.names[0], card.device, source)
+        headers |= head_headers(head, card.names[0], card.device, source)
     if head.adapter_digest is not None:
         headers["x-loraplex-adapter-digest"] = head.adapter_digest
     return headers

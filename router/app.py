@@ -18,8 +18,10 @@ from router.edge import Edge
 from router.generation import Cause, RequestError
 from router.http_body import CLIENT_GONE_STATUS, ClientGone
 from router.metrics import RouterMetrics
+from router.operator_routes import OperatorRoutes
 from router.routes_adapters import AdapterRoutes
 from router.routes_info import InfoRoutes
+from router.routes_keys import KeyRoutes, UsageRoutes
 from router.routes_tokenize import TokenizeRoute
 from router.service import Service
 
@@ -83,9 +85,11 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
 
 def _adapter_routes(service: Service) -> list[Route]:
     adapters = AdapterRoutes(service)
-    guarded = adapters.guarded
+    operator = OperatorRoutes(service)
+    guarded = operator.guarded
     one = "/v1/adapters/{name}"
     return [
+        *_key_routes(service, operator),
         Route("/v1/adapters", guarded(adapters.collection), methods=["GET", "POST"]),
         Route(one, guarded(adapters.one), methods=["GET", "DELETE"]),
         _post(f"{one}/load", guarded(adapters.load)),
@@ -95,6 +99,22 @@ def _adapter_routes(service: Service) -> list[Route]:
         _post(f"{one}/refresh", guarded(adapters.refresh)),
         _post("/v1/load_lora_adapter", guarded(adapters.load_lora)),
         _post("/v1/unload_lora_adapter", guarded(adapters.unload_lora)),
+    ]
+
+
+def _key_routes(service: Service, operator: OperatorRoutes) -> list[Route]:
+    keys, usage = KeyRoutes(service), UsageRoutes(service, operator)
+    guarded = operator.guarded
+    one = "/v1/keys/{id}"
+    return [
+        Route("/v1/keys", guarded(keys.collection), methods=["GET", "POST"]),
+        Route(one, guarded(keys.one), methods=["GET", "PATCH", "DELETE"]),
+        _post(f"{one}/rotate", guarded(keys.rotate)),
+        _post(f"{one}/block", guarded(keys.block)),
+        _post(f"{one}/unblock", guarded(keys.unblock)),
+        _get("/v1/usage", usage.usage),
+        _get("/v1/usage/requests", usage.requests),
+        _get("/v1/audit", guarded(usage.audit)),
     ]
 
 

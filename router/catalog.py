@@ -61,6 +61,10 @@ class CatalogRules:
         spelled = choice.ref.name if choice.ref.source == "alias" else choice.adapter_id
         return self.aliases.get(spelled)
 
+    def registered_name(self, choice: AdapterChoice) -> str | None:
+        registration = self.registration(choice)
+        return None if registration is None else registration.name
+
     def credential(self, alias: Registration) -> Secret | None:
         """Credentials of callers and operators are the Hub's; no other source is shown them."""
         return alias.token or self.hub_token if alias.ref.source == "hub" else None

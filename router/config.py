@@ -95,7 +95,35 @@ class RouterConfig:
     )
     admin_key: str = field(
         default="",
-        metadata={"help": "key that opens the lifecycle routes of /v1/adapters", "secret": True},
+        metadata={
+            "help": "key that opens the operator's routes: /v1/adapters, /v1/keys, …",
+            "secret": True,
+        },
+    )
+    auth: Literal["auto", "keys", "none"] = field(
+        default="auto",
+        metadata={
+            "help": "who may use the API: who has a key, or anyone (auto: anyone on a loopback"
+            " address without --keys-file, else keys)"
+        },
+    )
+    keys_file: Path | None = field(
+        default=None,
+        metadata={"help": "YAML or JSON file of keys and tenants, followed as it changes"},
+    )
+    share_prefixes: bool = field(
+        default=False,
+        metadata={"help": "let tenants share cached prefixes (faster; timing tells who said what)"},
+    )
+    quota_outage: Literal["local-share", "open", "closed"] = field(
+        default="local-share",
+        metadata={
+            "help": "without Redis: count here, against this router's share; do not count; or 503"
+        },
+    )
+    key_outage: Literal["open", "closed"] = field(
+        default="open",
+        metadata={"help": "without Redis: keys made by API are as they were last known; or 503"},
     )
     max_requests: int = field(
         default=4096,

@@ -24,6 +24,8 @@ from router.prompts import Prompt, build_prompts, resolve_sampling
 from router.request_meter import RequestMeter
 from router.sequence_run import Inbox, Retries, RunContext, fingerprint
 from router.served import ServedAdapter
+from router.tenancy.metering import Charge
+from router.tenancy.quota import UNSTATED_TOKENS
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
 from server.protocol import SamplingParams
@@ -38,6 +40,7 @@ class DispatchLimits:
     max_requests: int
     max_stream_buffer: int
     request_timeout_s: float
+    share_prefixes: bool
 
 
 class Dispatcher:
@@ -71,16 +74,20 @@ class Dispatcher:
         except (NoWorker, QueueFull) as error:
             raise request_error(error, api) from error
 
-    async def start(self, call: GenerationCall, request_id: str) -> Generation:
-        """Resolves, tokenises, checks and queues. Raises RequestError."""
+    async def start(self, call: GenerationCall, charge: Charge) -> Generation:
+        """Resolves, tokenises, checks and queues. Raises RequestError.
+
+        charge: the request's own; closed when the generation is, or when it could not be started.
+        """
         if self.running >= self._limits.max_requests:
             raise RequestError("overloaded", f"{self.running} requests are being answered already")
         self.running += 1
         with ExitStack() as held:  # until the generation is closed, or could not be started
             held.callback(self._closed)
-            return await self._start(call, request_id, held)
+            held.callback(charge.close)
+            return await self._start(call, charge, held)
 
-    async def _start(self, call: GenerationCall, request_id: str, held: ExitStack) -> Generation:
+    async def _start(self, call: GenerationCall, charge: Charge, held: ExitStack) -> Generation:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -106,9 +113,12 @@ class Dispatcher:
             adapter=adapter,
             forget_adapter=partial(self._catalog.forget, call.adapter),
             deadline=started + self._limits.request_timeout_s,
+            charge=charge,
             tenant=call.tenant,
+            salt="" if self._limits.share_prefixes else call.tenant,
         )
-        head = _head(call, request_id, model, adapter)
+        head = _head(call, charge.request_id, model, adapter)
+        await charge.admit(head, *_tokens(call, prompts, samplings))
         self._retries.budget.request()
         tasks = [
             PromptTask(index, prompt, sampling, _seed(call, index, head.seed))
@@ -156,6 +166,19 @@ class Dispatcher:
 
     def _closed(self) -> None:
         self.running -= 1
+
+
+def _tokens(
+    call: GenerationCall, prompts: Sequence[Prompt], samplings: Sequence[SamplingParams]
+) -> tuple[int, int]:
+    """Of all prompts; and the most that may come, or what is reserved where nobody said it."""
+    most = (
+        sampling.max_tokens
+        if call.max_tokens is not None
+        else min(sampling.max_tokens, UNSTATED_TOKENS)
+        for sampling in samplings
+    )
+    return sum(len(prompt.ids) for prompt in prompts), call.best_of * sum(most)
 
 
 def _with_ranking(call: GenerationCall) -> GenerationCall:

@@ -25,6 +25,7 @@ Cause = Literal[
     "unauthorized",  # no key, or a wrong one
     "forbidden",  # this caller may not
     "adapter_not_found",
+    "key_not_found",
     "route_not_found",
     "method_not_allowed",
     "body_timeout",  # the body did not arrive in time
@@ -87,6 +88,7 @@ class RequestError(Exception):
     """A request ends without an answer, for a reason that its caller is told.
 
     param: the field at fault, as the caller spelled it. retry_after_s: when a retry may help.
+    headers: of the answer, beside those that every error has.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class RequestError(Exception):
         param: str | None = None,
         retry_after_s: float | None = None,
         violations: tuple[Violation, ...] = (),
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.cause: Cause = cause
@@ -104,6 +107,7 @@ class RequestError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.violations = violations
+        self.headers = headers or {}
 
 
 class GenerationCall(msgspec.Struct, frozen=True):

@@ -68,6 +68,7 @@ class Generation:
         self.prompts: list[PromptInfo] = []
         self._call = call
         self.model = model
+        self.charge = context.charge
         self._context = context
         self._meter = meter
         self._on_close = on_close
@@ -97,7 +98,7 @@ class Generation:
             accepted_ids=[],
             sampling=task.sampling,
             seed=task.seed,
-            salt=self._context.tenant,
+            salt=self._context.salt,
         )
         slot = task.index * call.best_of + choice
         stream = ChoiceStream(call, self.model, task.index, choice)
@@ -138,8 +139,10 @@ class Generation:
             return
         self._closed = True
         self._timer.cancel()
-        if self._live and not self._context.inbox.failed:
+        failed = self._context.inbox.failed
+        if self._live and not failed:
             self._meter.is_given_up()
+        self.charge.outcome = "ok" if not self._live else "failed" if failed else "cancelled"
         for choice in self._choices:
             choice.run.stop()
         self._on_close()
@@ -150,6 +153,7 @@ class Generation:
             return
         if event.token_ids:
             self._meter.tokens(choice.times, len(event.token_ids), choice.run.start)
+            self.charge.generated_tokens += len(event.token_ids)
         if choice.task.index not in self._announced:
             self._announced.add(choice.task.index)
             info = self._prompt_info(choice.task, event)
@@ -168,6 +172,7 @@ class Generation:
 
     def _prompt_info(self, task: PromptTask, event: TokenEvent) -> PromptInfo:
         prompt = task.prompt
+        self.charge.cached_tokens += event.cached_tokens or 0
         self._context.metrics.cached_tokens.inc(event.cached_tokens or 0)
         tokens: tuple[TextToken, ...] = ()
         if task.sampling.prompt_logprobs is not None:

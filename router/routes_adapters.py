@@ -1,14 +1,10 @@
 """The lifecycle routes: `/v1/adapters…` and vLLM's two. All of them want the admin key."""
 
-from collections.abc import Awaitable, Callable
-
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from adapters.errors import AdapterError
 from router.adapter_admin import Tiers
 from router.adapter_wish import Wish
-from router.admin_gate import AdminGate
 from router.api.adapters import (
     DEFAULT_WAIT_S,
     AdapterList,
@@ -24,7 +20,6 @@ from router.api.adapters import (
     parse_unload,
 )
 from router.api.body import decode_body
-from router.api.errors import from_adapter_error
 from router.generation import Secret
 from router.http_body import read_json_body
 from router.registration import Registration
@@ -33,8 +28,6 @@ from router.service import Service
 
 MAX_BODY_BYTES = 64 << 10
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-
 
 class AdapterRoutes:
     """Each method answers one route."""
@@ -42,20 +35,6 @@ class AdapterRoutes:
     def __init__(self, service: Service) -> None:
         self._admin = service.admin
         self._service = service
-        self._gate = AdminGate(service.config)
-
-    def guarded(self, endpoint: Endpoint) -> Endpoint:
-        """The key is asked for before anything is read."""
-
-        async def answer(request: Request) -> Response:
-            headers = request.headers
-            self._gate.check(headers.get("authorization"), headers.get("origin"))
-            try:
-                return await endpoint(request)
-            except AdapterError as error:
-                raise from_adapter_error(error) from error
-
-        return answer
 
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":
@@ -96,6 +75,7 @@ class AdapterRoutes:
     async def load_lora(self, request: Request) -> Response:
         body, _ = decode_body(await read_json_body(request, MAX_BODY_BYTES), LoadLoraBody)
         check_name(body.lora_name, "lora_name")
+        request.state.target = body.lora_name
         source = self._service.config.default_source
         ref = parse_target(body.lora_path, "lora_path", source)
         wish = Wish(body.lora_name, ref, "api", replace=body.load_inplace)
@@ -106,6 +86,7 @@ class AdapterRoutes:
 
     async def unload_lora(self, request: Request) -> Response:
         body, _ = decode_body(await read_json_body(request, MAX_BODY_BYTES), UnloadLoraBody)
+        request.state.target = body.lora_name
         await self._admin.unload(body.lora_name, DEFAULT_WAIT_S)
         await self._admin.delete(body.lora_name)
         text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
@@ -114,6 +95,7 @@ class AdapterRoutes:
     async def _register(self, request: Request) -> Response:
         raw = await read_json_body(request, MAX_BODY_BYTES)
         body, ref = parse_register(raw, self._service.config.default_source)
+        request.state.target = body.name
         token = None if body.token is None else Secret(body.token)
         wish = Wish(body.name, ref, "api", body.pin, token, body.replace)
         return await self._told(await self._admin.register(wish))

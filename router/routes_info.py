@@ -12,6 +12,7 @@ from router.api.models import Health, Info, ModelList, ModelObject
 from router.api.openapi import openapi_document
 from router.generation import RequestError
 from router.service import Service
+from router.tenancy.keys import Caller
 from server.protocol import ModelCard
 
 _RETRY = {"retry-after": "2"}
@@ -66,7 +67,7 @@ class InfoRoutes:
             max_queue=config.max_queue,
             workers_ready=sum(view.able for view in self._service.fleet.views),
             workers=len(self._service.fleet.clients),
-            adapters=self._names(),
+            adapters=await self._names_for_anyone(request),
             version=self._version,
         )
         return json_response(info)
@@ -76,18 +77,35 @@ class InfoRoutes:
 
     async def models(self, request: Request) -> Response:
         card = self._service.base.require().card
-        names = [card.names[0], *self._names()]
+        caller = await self._caller(request)
+        base = [card.names[0]] if caller.may_use(card.names) else []
+        names = [*base, *self._names(caller)]
         return json_response(ModelList([_model(card, name) for name in names]))
 
     async def model(self, request: Request) -> Response:
         card = self._service.base.require().card
         name = request.path_params["name"]
-        if name not in card.names and name not in self._names():
+        caller = await self._caller(request)
+        base = card.names if caller.may_use(card.names) else ()
+        if name not in base and name not in self._names(caller):
             raise RequestError("adapter_not_found", f"no model {name[:200]!r}", param="model")
         return json_response(_model(card, name))
 
-    def _names(self) -> list[str]:
-        return names_in_service(self._service.catalog.rules.aliases)
+    async def _caller(self, request: Request) -> Caller:
+        """Raises RequestError."""
+        return await self._service.tenancy.identify(request.headers.get("authorization"))
+
+    def _names(self, caller: Caller) -> list[str]:
+        """Registered adapters that the caller may use."""
+        names = names_in_service(self._service.catalog.rules.aliases)
+        return [name for name in names if caller.may_use((name,))]
+
+    async def _names_for_anyone(self, request: Request) -> list[str]:
+        """Who shows no good key sees the model and the limits, and no adapter."""
+        try:
+            return self._names(await self._caller(request))
+        except RequestError:
+            return []
 
 
 def _model(card: ModelCard, name: str) -> ModelObject:

@@ -16,6 +16,7 @@ class TokenizeRoute:
 
     async def tokenize(self, request: Request) -> Response:
         """LoRAX's shape: a list of {id, text, start, stop}."""
+        await self._service.tenancy.identify(request.headers.get("authorization"))
         body = await read_json_body(request, self._service.config.max_body_bytes)
         text, add_special_tokens = parse_tokenize(body)
         model = self._service.base.require()

@@ -29,6 +29,7 @@ from router.policy.placement import Reason, Wish
 from router.policy.prefixes import prefix_keys
 from router.policy.waiting import Waiting
 from router.served import ServedAdapter, changed, has_changed, home_key
+from router.tenancy.metering import Charge
 from router.worker_session import Credit, WorkerLost, WorkerSession
 from server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
 
@@ -110,7 +111,8 @@ class RunContext(msgspec.Struct, frozen=True):
     """What the sequences of one request share. deadline: on the event loop's clock.
 
     forget_adapter: to be called when a worker does not admit what the catalog says.
-    tenant: whose request it is; "" = nobody's.
+    tenant: whose request it is; "" = nobody's. salt: whose cached prefixes it may use.
+    charge: counts what it uses.
     """
 
     fleet: Fleet
@@ -120,7 +122,9 @@ class RunContext(msgspec.Struct, frozen=True):
     adapter: ServedAdapter | None
     forget_adapter: Callable[[], None]
     deadline: float
+    charge: Charge
     tenant: str = ""
+    salt: str = ""
 
 
 class SequenceRun:

@@ -35,7 +35,9 @@ from router.policy.waiting import WaitingQueue
 from router.registration import Registration
 from router.sequence_run import Retries
 from router.shared.sharing import Sharing, make_sharing
-from router.state_metrics import watch_state
+from router.state_metrics import watch_sharing, watch_state
+from router.tenancy.keys_file import KeysFileError
+from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
 from router.text.template_sandbox import TemplateSandbox
 from server.protocol import ModelCard
 
@@ -64,7 +66,9 @@ class Service:
     metrics: RouterMetrics
     sandbox: TemplateSandbox
     saved_card: ModelCard | None
+    router_id: str
     sharing: Sharing
+    tenancy: Tenancy
 
     def why_not_ready(self) -> str | None:
         """None = new requests are answered. An adapter that failed holds nobody up."""
@@ -82,7 +86,7 @@ class Service:
             if refusal is not None:
                 raise ConfigError(f"--model-card: {refusal}")
         cards = CardStore(self.config.cache_dir)
-        self.fleet.connect(self.config.workers, uuid.uuid4().hex, self.config.secret, cards)
+        self.fleet.connect(self.config.workers, self.router_id, self.config.secret, cards)
         tasks = [
             asyncio.create_task(self.fleet.run()),
             asyncio.create_task(watch_loop_lag(self.metrics.loop_lag_s.observe)),
@@ -90,7 +94,7 @@ class Service:
         if self.adapters_file is not None:
             tasks.append(asyncio.create_task(self.adapters_file.run()))
         try:
-            async with self.sharing.run():
+            async with self.sharing.run(), self.tenancy.run():
                 await self._first_worker()
                 yield
         finally:
@@ -119,7 +123,9 @@ class Hub(Protocol):
 def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
     """Raises ConfigError."""
     _check_workers(config)
+    router_id = uuid.uuid4().hex
     sharing = _sharing(config)
+    tenancy = _tenancy(config, sharing, router_id)
     metrics = RouterMetrics(registry, config.metrics_adapters)
     base = BaseModel(config)
     fleet = Fleet(
@@ -132,24 +138,31 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     )
     catalog = Catalog(_rules(config), _Pinner(hub).pin, fleet.load_adapter, _now)
     sandbox = TemplateSandbox()
-    limits = DispatchLimits(config.max_requests, config.max_stream_buffer, config.request_timeout_s)
+    limits = DispatchLimits(
+        *(config.max_requests, config.max_stream_buffer, config.request_timeout_s),
+        share_prefixes=config.share_prefixes,
+    )
     use = AdapterUse(time.time)
     admin = AdapterAdmin(catalog, fleet, use, base.is_named, config.adapter_timeout_s)
     dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use, _retries(config))
-    answerer = Answerer(base, dispatcher, config.max_body_bytes, metrics)
+    answerer = Answerer(
+        *(base, dispatcher, tenancy, catalog.rules.registered_name),
+        max_body_bytes=config.max_body_bytes,
+        metrics=metrics,
+    )
     watch_state(metrics, fleet, catalog, dispatcher)
+    watch_sharing(metrics, sharing, tenancy)
     if config.metrics_compat:
         compat = CompatMetrics(base, fleet, catalog.rules.aliases, use)
         compat.declare(Meters(registry, COMPAT_PREFIX))
     card = _saved_card(config)
     file = _adapters_file(config, admin)
-    metrics.meters.watch(
-        "redis_up", "Whether Redis answers, or none is shared", lambda: sharing.is_up
-    )
     return Service(
         *(config, base, catalog, admin, file, fleet, dispatcher, answerer, metrics, sandbox),
         saved_card=card,
+        router_id=router_id,
         sharing=sharing,
+        tenancy=tenancy,
     )
 
 
@@ -174,6 +187,16 @@ def _queue_limits(config: RouterConfig) -> QueueLimits:
         config.max_tenant_queue,
         config.max_tenant_queue_bytes,
     )
+
+
+def _tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
+    try:
+        check_exposure(config)
+        return make_tenancy(config, sharing, router_id)
+    except ExposureError as error:
+        raise ConfigError(f"--host: {error}") from error
+    except KeysFileError as error:
+        raise ConfigError(f"--keys-file {config.keys_file}: {error}") from error
 
 
 def _adapters_file(config: RouterConfig, admin: AdapterAdmin) -> AdaptersFile | None:

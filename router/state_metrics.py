@@ -10,6 +10,9 @@ from router.catalog import Catalog
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
+from router.shared.sharing import Sharing
+from router.tenancy.admission import MODES
+from router.tenancy.tenancy import Tenancy
 from router.top_adapters import Count
 from router.worker_session import WorkerSession
 
@@ -83,6 +86,21 @@ def _infos(aliases: AliasStore, names: Iterable[str]) -> Iterator[Row]:
             rank = "" if content is None else str(max(content.manifest.ranks, default=0))
             pinned = str(registration.pinned).lower()
             yield (name, registration.state, rank, pinned), 1.0
+
+
+def watch_sharing(metrics: RouterMetrics, sharing: Sharing, tenancy: Tenancy) -> None:
+    """Called once, when the parts are built."""
+    meters, admission = metrics.meters, tenancy.metering.admission
+    meters.watch("redis_up", "Whether Redis answers, or none is shared", lambda: sharing.is_up)
+    meters.watch("routers", "Live routers that share quotas", lambda: admission.routers)
+    meters.watch("keys", "Keys that are known", lambda: len(tenancy.keyring.all()))
+    meters.rows(
+        "quota_mode",
+        "gauge",
+        "Where quotas are counted now: 1 for the mode in force",
+        {"mode": MODES},
+        lambda: (((mode,), mode == admission.mode) for mode in MODES),
+    )
 
 
 def _watch_workers(metrics: RouterMetrics, fleet: Fleet) -> None:

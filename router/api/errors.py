@@ -37,6 +37,7 @@ _TABLE: dict[Cause, _Row] = {
     "unauthorized": _Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
     "forbidden": _Row(403, "permission_error", "forbidden", "forbidden"),
     "adapter_not_found": _Row(404, _INVALID, "model_not_found", "adapter_not_found"),
+    "key_not_found": _Row(404, _INVALID, "key_not_found", "key_not_found"),
     "route_not_found": _Row(404, _INVALID, "unknown_url", "not_found"),
     "method_not_allowed": _Row(405, _INVALID, "method_not_allowed", "method_not_allowed"),
     "body_timeout": _Row(408, _INVALID, "body_timeout", "body_timeout"),
@@ -155,7 +156,11 @@ def error_object(error: RequestError, dialect: Dialect) -> LoraxError | OpenAIEr
 
 def error_answer(error: RequestError, dialect: Dialect) -> ErrorAnswer:
     """The response to a request that fails before its first byte."""
-    headers = {"content-type": "application/json", **_NO_RETRY.get(error.cause, {})}
+    headers = {
+        **error.headers,
+        **_NO_RETRY.get(error.cause, {}),
+        "content-type": "application/json",
+    }
     retry_after_s = error.retry_after_s
     if retry_after_s is None:
         retry_after_s = _RETRY_AFTER_S.get(error.cause)

@@ -15,6 +15,18 @@ from router.api.adapters import (
     UnloadLoraBody,
 )
 from router.api.errors import Dialect, LoraxError, OpenAIError, error_table
+from router.api.keys import (
+    AuditList,
+    ChangeKeyBody,
+    CreateKeyBody,
+    DeletedKey,
+    KeyList,
+    KeyObject,
+    NewKeyObject,
+    RecordList,
+    RotateKeyBody,
+    UsageList,
+)
 from router.api.lorax import LoraxBody
 from router.api.lorax_answer import GenerateAnswer, StreamAnswer
 from router.api.models import (
@@ -34,15 +46,19 @@ _PLAIN_ERRORS = frozenset((404, 405, 500, 503))
 _ADMIN_ERRORS = _PLAIN_ERRORS | {401, 403, 409, 410, 422}
 
 
+Method = Literal["get", "post", "patch", "delete"]
+
+
 class Operation(msgspec.Struct, frozen=True):
     """A route. answer, event: types of the JSON body and of a stream's events.
 
     text: the answer is plain text. dialect: shape of its errors. admin: it wants the admin key.
-    accepted: it may answer 202 with the same body, for what goes on.
+    accepted: it may answer 202 with the same body, for what goes on. key: it wants a caller's key
+    where callers have keys. status: of success.
     """
 
     path: str
-    method: Literal["get", "post", "delete"]
+    method: Method
     summary: str
     dialect: Dialect = "lorax"
     request: Any = None
@@ -51,11 +67,13 @@ class Operation(msgspec.Struct, frozen=True):
     text: bool = False
     admin: bool = False
     accepted: bool = False
+    key: bool = False
+    status: int = 200
 
 
 def _admin(
     path: str,
-    method: Literal["get", "post", "delete"],
+    method: Method,
     summary: str,
     answer: Any,
     request: Any = None,
@@ -70,6 +88,25 @@ def _admin(
     )
 
 
+_KEY = "/v1/keys/{id}"
+_KEYS = (
+    _admin("/v1/keys", "get", "Keys of callers", KeyList),
+    msgspec.structs.replace(
+        _admin("/v1/keys", "post", "Make a key; it is told this once", NewKeyObject, CreateKeyBody),
+        status=201,
+    ),
+    _admin(_KEY, "get", "One of them", KeyObject),
+    _admin(_KEY, "patch", "Change what it opens, its limits or its end", KeyObject, ChangeKeyBody),
+    _admin(_KEY, "delete", "Delete it", DeletedKey),
+    _admin(f"{_KEY}/rotate", "post", "Another key in its place", NewKeyObject, RotateKeyBody),
+    _admin(f"{_KEY}/block", "post", "It opens nothing for now", KeyObject),
+    _admin(f"{_KEY}/unblock", "post", "It opens again what it opened", KeyObject),
+    Operation("/v1/usage", "get", "What was used", "openai", answer=UsageList, key=True),
+    Operation(
+        "/v1/usage/requests", "get", "Latest requests", "openai", answer=RecordList, key=True
+    ),
+    _admin("/v1/audit", "get", "What operators did", AuditList),
+)
 _ONE = "/v1/adapters/{name}"
 _LIFECYCLE = (
     _admin("/v1/adapters", "get", "Registered adapters, by tier and worker", AdapterList),
@@ -114,8 +151,13 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=ChatCompletion,
         event=ChatChunk,
     ),
-    Operation("/v1/models", "get", "The base and registered adapters", "openai", answer=ModelList),
-    Operation("/v1/models/{name}", "get", "One of them", "openai", answer=ModelObject),
+    Operation(
+        *("/v1/models", "get", "The base and registered adapters", "openai"),
+        answer=ModelList,
+        key=True,
+    ),
+    Operation("/v1/models/{name}", "get", "One of them", "openai", answer=ModelObject, key=True),
+    *_KEYS,
     *_LIFECYCLE,
     Operation(
         *("/tokenize", "post", "The tokens of a text"),
@@ -148,7 +190,10 @@ def openapi_document(version: str) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"adminKey": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "adminKey": {"type": "http", "scheme": "bearer"},
+                "callerKey": {"type": "http", "scheme": "bearer"},
+            },
         },
     }
 
@@ -157,20 +202,25 @@ def _operation(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any
     described: dict[str, Any] = {
         "operationId": _operation_id(operation),
         "summary": operation.summary,
-        "responses": {"200": _success(operation, schema_of)} | _errors(operation, schema_of),
+        "responses": {str(operation.status): _success(operation, schema_of)}
+        | _errors(operation, schema_of),
     }
     if operation.accepted:
         described["responses"]["202"] = described["responses"]["200"] | {"description": "goes on"}
     if operation.admin:
         described["security"] = [{"adminKey": []}]
+    elif operation.key or operation.request is not None:
+        # Where callers have no keys, none is needed.
+        described["security"] = [{}, {"callerKey": []}]
     if operation.request is not None:
         described["requestBody"] = {
-            "required": not operation.accepted,
+            "required": not operation.accepted and operation.request is not RotateKeyBody,
             "content": {"application/json": {"schema": schema_of[repr(operation.request)]}},
         }
-    if "{name}" in operation.path:
+    if "{" in operation.path:
+        name = operation.path.partition("{")[2].partition("}")[0]
         described["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         ]
     return described
 
@@ -196,9 +246,14 @@ def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
             "content": {"application/json": schema},
         }
         for status, names in error_table(operation.dialect).items()
-        if operation.request is not None
-        or status in (_ADMIN_ERRORS if operation.admin else _PLAIN_ERRORS)
+        if operation.request is not None or status in _errors_of(operation)
     }
+
+
+def _errors_of(operation: Operation) -> frozenset[int]:
+    if operation.admin:
+        return _ADMIN_ERRORS
+    return _PLAIN_ERRORS | {400, 401, 403} if operation.key else _PLAIN_ERRORS
 
 
 def _operation_id(operation: Operation) -> str:

@@ -71,6 +71,11 @@ class MemoryStore:
         self._tables[table] = Table(str(int(now.version or 0) + 1), {**now.rows, key: row})
         return True
 
+    async def forget(self, table: str, keys: Sequence[str]) -> None:
+        now = await self.read(table)
+        rows = {key: row for key, row in now.rows.items() if key not in keys}
+        self._tables[table] = Table(str(int(now.version or 0) + 1), rows)
+
     async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None:
         await self.leased(group)
         self._leases.setdefault(group, {})[member] = (self._clock() + ttl_s, value)
@@ -117,11 +122,12 @@ class MemoryStore:
         self._sweep(now_ms)
         return verdict
 
-    async def settle(self, settlement: Settlement) -> None:
+    async def settle(self, settlement: Settlement) -> tuple[int, int]:
         ask = settlement.ask
         accounts = [self._account(ask, subject) for subject in ask.subjects]
         windows = [standing.window for standing in settlement.verdict.standings]
-        quota.settle(accounts, ask, windows, settlement.used, self._now_ms())
+        now_ms = self._now_ms()
+        return now_ms, quota.settle(accounts, ask, windows, settlement.used, now_ms)
 
     async def renew(self, asks: Sequence[Ask]) -> None:
         now_ms = self._now_ms()

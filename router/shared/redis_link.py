@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 64
 _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 2.0
-_PING_TIMEOUT_S = 1.0
+_PING_TIMEOUT_S = 2.0
 _SENTINEL = "redis+sentinel://"
 _SCHEMES = ("redis://", "rediss://", "unix://", _SENTINEL)
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class RedisLink:
-    """timeout_s: the longest that a call may take."""
+    """timeout_s: the longest that a call may take, unless it asks for more."""
 
     def __init__(self, url: str, timeout_s: float, password: str | None = None) -> None:
         """Raises ValueError for a URL that cannot be; connects to nothing."""
@@ -47,12 +47,12 @@ class RedisLink:
         """Called when Redis answers again."""
         self._on_return.append(listener)
 
-    async def call(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Raises StoreDown."""
+    async def call(self, work: Callable[[], Awaitable[T]], least_s: float = 0.0) -> T:
+        """least_s: that it may take in any case. Raises StoreDown."""
         if not self.is_up:
             raise StoreDown("Redis does not answer")
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(max(self._timeout_s, least_s)):
                 return await work()
         except (RedisError, OSError, TimeoutError) as error:
             self._trip(error)

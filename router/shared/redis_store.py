@@ -16,6 +16,8 @@ from router.shared.redis_link import RedisLink
 from router.shared.store import MAX_COUNTERS, MAX_ROWS, Row, Settlement, Table, TableFull
 from router.tenancy.quota import REASONS, Ask, Standing, Subject, Verdict
 
+# For what is large, and nobody's request waits for.
+PATIENCE_S = 2.0
 _STANDING = 5  # numbers that `admit` tells of each subject
 
 
@@ -75,7 +77,7 @@ class RedisStore:
                 pipeline.hgetall(rows)
                 return await pipeline.execute()
 
-        told, found = await self.link.call(read)
+        told, found = await self.link.call(read, PATIENCE_S)
         return Table(_version(told), {key.decode(): _row(value) for key, value in found.items()})
 
     async def put(self, table: str, key: str, row: Row) -> bool:
@@ -85,6 +87,17 @@ class RedisStore:
         if done < 0:
             raise TableFull
         return bool(done)
+
+    async def forget(self, table: str, keys: Sequence[str]) -> None:
+        rows, version = self._table(table)
+
+        async def forget() -> None:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                pipeline.hdel(rows, *keys)
+                pipeline.hincrby(version, "writes", 1)
+                await pipeline.execute()
+
+        await self.link.call(forget)
 
     async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None:
         await self._run("lease", self._group(group), member, value, _ms(ttl_s))
@@ -118,7 +131,9 @@ class RedisStore:
 
     async def tail(self, log: str, count: int) -> list[bytes]:
         name = f"{self._prefix}:log:{log}"
-        entries = await self.link.call(lambda: _wait(self._redis.lrange(name, 0, count - 1)))
+        entries = await self.link.call(
+            lambda: _wait(self._redis.lrange(name, 0, count - 1)), PATIENCE_S
+        )
         return cast("list[bytes]", entries)
 
     async def count(
@@ -126,11 +141,11 @@ class RedisStore:
     ) -> None:
         triples = [part for c, amount in amounts.items() for part in (c, groups[c], amount)]
         name = f"{self._prefix}:book:{book}"
-        await self._run("count", [name], _ms(ttl_s), MAX_COUNTERS, *triples)
+        await self._run("count", [name], _ms(ttl_s), MAX_COUNTERS, *triples, least_s=PATIENCE_S)
 
     async def counts(self, book: str) -> dict[str, int]:
         name = f"{self._prefix}:book:{book}"
-        found = await self.link.call(lambda: _wait(self._redis.hgetall(name)))
+        found = await self.link.call(lambda: _wait(self._redis.hgetall(name)), PATIENCE_S)
         return {key.decode(): int(value) for key, value in found.items()}
 
     async def admit(self, ask: Ask) -> Verdict:
@@ -144,12 +159,14 @@ class RedisStore:
             return Verdict(now_ms, standings)
         return Verdict(now_ms, standings, REASONS[reason - 1], subject, retry_ms)
 
-    async def settle(self, settlement: Settlement) -> None:
+    async def settle(self, settlement: Settlement) -> tuple[int, int]:
         ask = settlement.ask
         pairs = zip(ask.subjects, settlement.verdict.standings, strict=True)
         rest = [n for s, standing in pairs for n in (_limits(s)[1], standing.window)]
         used = settlement.used
-        await self._run("settle", self._accounts(ask), ask.lease, ask.tokens, used, *rest)
+        told = await self._run("settle", self._accounts(ask), ask.lease, ask.tokens, used, *rest)
+        now_ms, counted = told
+        return now_ms, counted
 
     async def renew(self, asks: Sequence[Ask]) -> None:
         by_key: dict[tuple[str, int], list[str]] = {}
@@ -159,7 +176,9 @@ class RedisStore:
         for (key, lease_ms), leases_of_key in by_key.items():
             await self._run("renew", [key], lease_ms, *leases_of_key)
 
-    async def _run(self, name: str, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
+    async def _run(
+        self, name: str, keys: Sequence[str], *arguments: str | bytes | int, least_s: float = 0.0
+    ) -> Any:
         script = self._scripts[name]
 
         async def run() -> Any:
@@ -168,7 +187,7 @@ class RedisStore:
             except NoScriptError:  # EVAL keeps it, and is allowed where SCRIPT LOAD is not
                 return await _wait(self._redis.eval(script.text, len(keys), *keys, *arguments))
 
-        return await self.link.call(run)
+        return await self.link.call(run, least_s)
 
     def _value(self, key: str) -> str:
         return f"{self._prefix}:value:{key}"

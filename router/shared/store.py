@@ -76,6 +76,10 @@ class Store(Protocol):
         """Writes a row unless what is there is as new. Raises TableFull."""
         ...
 
+    async def forget(self, table: str, keys: Sequence[str]) -> None:
+        """As if these rows had never been written."""
+        ...
+
     # Leases: who is there, as long as they say so.
 
     async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None: ...
@@ -106,7 +110,9 @@ class Store(Protocol):
 
     async def admit(self, ask: Ask) -> Verdict: ...
 
-    async def settle(self, settlement: Settlement) -> None: ...
+    async def settle(self, settlement: Settlement) -> tuple[int, int]:
+        """The store's time in ms, and for how many subjects it counted."""
+        ...
 
     async def renew(self, asks: Sequence[Ask]) -> None:
         """They still run."""

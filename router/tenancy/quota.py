@@ -110,20 +110,23 @@ def admit(accounts: Sequence[Account], ask: Ask, now_ms: int) -> Verdict:
 
 def settle(
     accounts: Sequence[Account], ask: Ask, windows: Sequence[int], used: int, now_ms: int
-) -> None:
+) -> int:
     """The request is over and used so many tokens. Counts once: the lease must be there.
 
-    windows: each subject's, as the verdict told.
+    windows: each subject's, as the verdict told. Returns for how many subjects it counted.
     """
+    counted = 0
     for account, subject, window in zip(accounts, ask.subjects, windows, strict=True):
         if account.leases.pop(ask.lease, None) is None:
             continue
+        counted += 1
         _bring_up(account, subject.limits, now_ms)
         if account.tokens is not None:
             per_minute = subject.limits.tokens_per_minute or 0
             account.tokens = min(per_minute * UNIT, account.tokens + (ask.tokens - used) * UNIT)
         if account.window == window:
             account.used = max(0, account.used + used - ask.tokens)
+    return counted
 
 
 def share(limits: Limits, parts: int) -> Limits:
@@ -174,7 +177,7 @@ def _refill(level: int | None, at: int, per_minute: int | None, now_ms: int) -> 
     full = per_minute * UNIT
     if level is None:
         return full
-    return min(full, level + per_minute * min(UNIT, max(0, now_ms - at)))
+    return min(full, level + per_minute * max(0, now_ms - at))
 
 
 def _obstacles(

@@ -36,6 +36,7 @@ KUBERNETES = ("1.27", "1.30", kubernetes_validate.latest_version())
 NEEDED: Object = {
     "model": {"id": "org/model"},
     "images": {"router": {"repository": "r"}, "worker": {"repository": "w"}},
+    "secrets": {"adminKey": {"name": "admin"}},
 }
 
 every_case = pytest.mark.parametrize("name", CASES)
@@ -48,7 +49,7 @@ def test_lint_finds_nothing(name: str) -> None:
     assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}
 
 
-def test_the_defaults_lint_and_need_two_answers() -> None:
+def test_the_defaults_lint_and_need_three_answers() -> None:
     assert not helm.lint(CHART, {})["errors"]
     render(NEEDED)
 

@@ -39,6 +39,7 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("hpa", {"worker": {"autoscaling": {"minReplicas": 0}}}, "an HPA keeps at least one"),
     ("hpa", {"worker": {"autoscaling": {"minReplicas": 9}}}, "is above autoscaling.maxReplicas"),
     ("hpa", {"worker": {"maxReplicas": 5}}, "routers look for maxReplicas (5) only"),
+    ("small", {"router": {"options": {"auth": "keys"}}}, "callers need keys"),
     ("small", {"redis": {"mode": "external"}}, "redis.url is needed"),
     ("hpa", {"redis": {"url": "redis://other:6379/0"}}, "redis.mode is bundled, not external"),
     (FLEET, {"ingress": {"hosts": []}}, "ingress.hosts is needed"),

@@ -28,8 +28,6 @@ PACKAGES = ("adapters", "server", "router", "launcher")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MODULE = re.compile(r"^ {4}(?P<indent> *)(?P<name>\w+(?:/|\.py))(?P<pure> +\[P\])?")
 _CODE = re.compile(r"`([^`]+)`")
-# Causes that no code raises yet; the page names them in a sentence.
-KEPT_FOR_LATER = {"rate_limited"}
 
 
 def page(name: str) -> str:
@@ -165,7 +163,7 @@ def test_parameters_are_those_of_the_bodies(title: str, head: str, fields: tuple
 def test_every_error_is_in_the_table() -> None:
     """Status, error_type, type and code of each cause, as the code answers it."""
     listed = {tuple(cell.strip("`") for cell in row[:5]) for row in error_rows()}
-    assert listed == {error_row(cause) for cause in causes() if cause not in KEPT_FOR_LATER}
+    assert listed == {error_row(cause) for cause in causes()}
 
 
 def error_rows() -> list[list[str]]:
@@ -188,13 +186,6 @@ def error_row(cause: Cause) -> tuple[str, ...]:
         openai["type"],
         openai["code"] or "",
     )
-
-
-def test_what_is_kept_for_later_is_raised_nowhere() -> None:
-    for path in (ROOT / "router").rglob("*.py"):
-        assert not re.search(
-            rf"RequestError\(\s*\"({'|'.join(KEPT_FOR_LATER)})\"", path.read_text()
-        ), path
 
 
 # adapters.md and configuration.md

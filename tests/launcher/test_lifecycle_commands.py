@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_POST = do_DELETE = do_GET
+    do_POST = do_DELETE = do_PATCH = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -278,7 +278,7 @@ async def test_without_a_key_only_this_machine_may(tmp_path: Path) -> None:
         page = {"origin": "https://evil.example"}
         answer = await router.client.post("/v1/adapters/x/unload", headers=page)
         assert answer.status_code == 403
-    async with running_router(tmp_path, host="0.0.0.0") as router:
+    async with running_router(tmp_path, host="0.0.0.0", auth="none") as router:
         answer = await router.client.get("/v1/adapters")
         assert answer.status_code == 403
         assert "--admin-key-file" in answer.json()["error"]["message"]

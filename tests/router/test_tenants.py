@@ -4,6 +4,7 @@ import msgspec
 
 from router.api import openai_completions
 from router.api.formatter import ApiLimits
+from router.tenancy.keys import NOBODY
 from tests.router.fake_worker import BASE_NAME, FakeWorker
 from tests.router.serving import Running
 
@@ -13,7 +14,8 @@ async def test_tenants_share_no_prefixes(router: Running, worker: FakeWorker) ->
     call = openai_completions.parse(body, ApiLimits(base_names=(BASE_NAME,))).call
     for tenant in ("", "acme"):
         one = msgspec.structs.replace(call, tenant=tenant)
-        generation = await router.service.dispatcher.start(one, f"for-{tenant}")
+        charge = router.service.tenancy.metering.charge(NOBODY, f"for-{tenant}")
+        generation = await router.service.dispatcher.start(one, charge)
         await generation.finish()
         generation.close()
     assert [request.salt for request in worker.requests] == ["", "acme"]

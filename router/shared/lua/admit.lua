@@ -13,7 +13,7 @@ local whole = function(number) return string.format('%.0f', number) end
 local refill = function(level, at, per_minute)
   if per_minute == 0 then return 0 end
   if not level then return per_minute * UNIT end
-  local passed = math.min(UNIT, math.max(0, now - tonumber(at)))
+  local passed = math.max(0, now - tonumber(at))
   return math.min(per_minute * UNIT, tonumber(level) + per_minute * passed)
 end
 

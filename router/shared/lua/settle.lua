@@ -17,7 +17,7 @@ for i = 1, #KEYS / 2 do
     settled = settled + 1
     local held = redis.call('HMGET', account, 'tokens', 'tokens_at', 'window', 'used')
     if tpm > 0 and held[1] then
-      local passed = math.min(UNIT, math.max(0, now - tonumber(held[2])))
+      local passed = math.max(0, now - tonumber(held[2]))
       local level = math.min(tpm * UNIT, tonumber(held[1]) + tpm * passed)
       level = math.min(tpm * UNIT, level + (reserved - used) * UNIT)
       redis.call('HSET', account, 'tokens', whole(level), 'tokens_at', whole(now))

@@ -137,6 +137,8 @@
 {{- define "loraplex.validate.outside" -}}
 {{- if and (eq .Values.redis.mode "external") (not .Values.redis.url) -}}{{- fail "redis.url is needed: where the external Redis is" -}}{{- end -}}
 {{- if and (ne .Values.redis.mode "external") .Values.redis.url -}}{{- fail (printf "redis.url is given, but redis.mode is %s, not external" .Values.redis.mode) -}}{{- end -}}
+{{- $callers := index .Values.router.options "auth" | default "auto" -}}
+{{- if and (ne $callers "none") (not .Values.secrets.adminKey.name) (not (index .Values.router.options "keys-file")) -}}{{- fail "callers need keys: name secrets.adminKey, with which they are made, or let anyone who reaches the routers use them with router.options.auth: none" -}}{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}{{- fail "ingress.hosts is needed" -}}{{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}{{- fail "httpRoute.parentRefs is needed: the gateway that it belongs to" -}}{{- end -}}
 {{- end -}}

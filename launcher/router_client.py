@@ -1,0 +1,56 @@
+"""How commands talk to a running router: its operator's API, and tables of what it tells."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+# Loading waits for a download, unloading for running requests.
+TIMEOUT_S = 900.0
+
+
+class Failed(Exception):
+    """str() is what the router, or the network, said."""
+
+
+def add_router_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the router [{DEFAULT_URL}]")
+    parser.add_argument(
+        "--admin-key-file", metavar="PATH", help="file with the key [LORAPLEX_ADMIN_KEY]"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def connect(url: str, admin_key: str) -> httpx.Client:
+    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
+    return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+
+
+def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    """The answer's JSON. Raises Failed."""
+    try:
+        answer = http.request(method, path, json=body)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Failed(f"{http.base_url}: {error}") from error
+    try:
+        told = answer.json()
+    except json.JSONDecodeError:
+        raise Failed(f"{http.base_url} answered {answer.status_code}, not in JSON") from None
+    if answer.is_success:
+        return told
+    fault = told.get("error") if isinstance(told, dict) else None
+    message = fault.get("message") if isinstance(fault, dict) else fault
+    raise Failed(str(message or f"{http.base_url} answered {answer.status_code}"))
+
+
+def as_json(told: list[Any]) -> str:
+    return json.dumps(told[0] if len(told) == 1 else told, indent=2) + "\n"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the columns below each other."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

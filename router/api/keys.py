@@ -1,0 +1,190 @@
+"""Bodies and answers of `/v1/keys`, `/v1/usage` and `/v1/audit`. Pure."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from router.api.body import decode_body, require
+from router.generation import RequestError
+from router.tenancy.keys import (
+    DEFAULT_TENANT,
+    MAX_MODELS,
+    ApiKey,
+    KeyOrigin,
+    Label,
+    ModelPattern,
+    Word,
+)
+from router.tenancy.quota import Limits
+from router.tenancy.records import AuditRecord
+from router.tenancy.usage import MAX_DAYS, UsageRecord, UsageRow
+
+MAX_GRACE_S = 7 * 86400
+MAX_LISTED = 1000
+
+Seconds = Annotated[int, Meta(ge=1, le=2**33)]
+
+
+class CreateKeyBody(msgspec.Struct, frozen=True):
+    """id: made up if absent. expires_at: Unix seconds. models: patterns of names; absent = all."""
+
+    id: Word | None = None
+    tenant: Word = DEFAULT_TENANT
+    label: Label = ""
+    models: list[ModelPattern] | None = None
+    limits: Limits = Limits()
+    expires_at: Seconds | None = None
+
+
+class ChangeKeyBody(msgspec.Struct, frozen=True):
+    """What is absent stays. expires_at: null = never."""
+
+    label: Label | UnsetType = UNSET
+    models: list[ModelPattern] | UnsetType = UNSET
+    limits: Limits | UnsetType = UNSET
+    expires_at: Seconds | None | UnsetType = UNSET
+
+
+class RotateKeyBody(msgspec.Struct, frozen=True):
+    """grace_s: how long the old key is good still."""
+
+    grace_s: Annotated[int, Meta(ge=0, le=MAX_GRACE_S)] = 0
+
+
+class KeyObject(msgspec.Struct, frozen=True):
+    """A key without the key itself; times are Unix seconds."""
+
+    id: str
+    tenant: str
+    label: str
+    models: list[str]
+    limits: Limits
+    expires_at: int | None
+    blocked: bool
+    created_at: int
+    origin: KeyOrigin
+    object: Literal["key"] = "key"
+
+
+class NewKeyObject(msgspec.Struct, frozen=True):
+    """key: it is told this once and kept nowhere."""
+
+    key: str
+    data: KeyObject
+    object: Literal["new_key"] = "new_key"
+
+
+class KeyList(msgspec.Struct, frozen=True):
+    data: list[KeyObject]
+    object: Literal["list"] = "list"
+
+
+class DeletedKey(msgspec.Struct, frozen=True):
+    id: str
+    deleted: Literal[True] = True
+    object: Literal["key"] = "key"
+
+
+class UsageList(msgspec.Struct, frozen=True):
+    """start, end: the days, both included, as YYYY-MM-DD in UTC."""
+
+    start: str
+    end: str
+    data: list[UsageRow]
+    object: Literal["list"] = "list"
+
+
+class RecordList(msgspec.Struct, frozen=True):
+    """The newest first."""
+
+    data: list[UsageRecord]
+    object: Literal["list"] = "list"
+
+
+class AuditList(msgspec.Struct, frozen=True):
+    """The newest first."""
+
+    data: list[AuditRecord]
+    object: Literal["list"] = "list"
+
+
+def parse_create(body: bytes, made_up: str) -> ApiKey:
+    """A key without its digest. Raises RequestError."""
+    wanted, plain = decode_body(body or b"{}", CreateKeyBody)
+    _check_known(plain, CreateKeyBody)
+    return ApiKey(
+        id=wanted.id or made_up,
+        tenant=wanted.tenant,
+        digest="",
+        label=wanted.label,
+        models=_models(wanted.models),
+        limits=wanted.limits,
+        expires_at=wanted.expires_at,
+    )
+
+
+def parse_change(body: bytes) -> dict[str, object]:
+    """Fields of ApiKey. Raises RequestError."""
+    wanted, plain = decode_body(body, ChangeKeyBody)
+    _check_known(plain, ChangeKeyBody)
+    changes = {name: getattr(wanted, name) for name in ChangeKeyBody.__struct_fields__}
+    changes = {name: value for name, value in changes.items() if value is not UNSET}
+    if "models" in changes:
+        changes["models"] = _models(changes["models"])
+    return changes
+
+
+def parse_rotate(body: bytes) -> int:
+    """Seconds of grace. Raises RequestError."""
+    return decode_body(body, RotateKeyBody)[0].grace_s if body.strip() else 0
+
+
+def parse_days(query: Mapping[str, str], today: int) -> tuple[int, int]:
+    """First and last day since 1970-01-01, both included; today if absent. Raises RequestError."""
+    last = _day(query, "end", today)
+    first = _day(query, "start", last)
+    require(first <= last, "lies after `end`", "start")
+    require(last - first < MAX_DAYS, f"expected at most {MAX_DAYS} days", "start")
+    return first, last
+
+
+def parse_count(query: Mapping[str, str], name: str = "limit", default: int = 100) -> int:
+    """Raises RequestError."""
+    text = query.get(name, str(default))
+    good = text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_LISTED
+    require(good, f"expected 1 to {MAX_LISTED}, got {text[:40]!r}", name)
+    return int(text)
+
+
+def key_object(key: ApiKey) -> KeyObject:
+    return KeyObject(
+        *(key.id, key.tenant, key.label, list(key.models), key.limits, key.expires_at),
+        *(key.blocked, key.created_at, key.origin),
+    )
+
+
+def _models(models: list[str] | None) -> tuple[str, ...]:
+    if models is None:
+        return ("*",)
+    require(len(models) <= MAX_MODELS, f"expected at most {MAX_MODELS} patterns", "models")
+    return tuple(models)
+
+
+def _check_known(plain: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
+    """A limit that is misspelt must not be a limit that is not there."""
+    for name in plain:
+        require(name in kind.__struct_fields__, "unknown field", name[:100])
+
+
+def _day(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    try:
+        return int(msgspec.convert(f"{text}T00:00:00Z", datetime).timestamp() // 86400)
+    except (msgspec.ValidationError, ValueError, OverflowError):
+        message = f"`{name}`: expected YYYY-MM-DD, got {text[:40]!r}"
+        raise RequestError("invalid", message, param=name) from None

@@ -1,0 +1,65 @@
+"""What the operator's routes have in common: the admin key before anything, a record afterwards."""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from adapters.errors import AdapterError
+from router.admin_gate import AdminGate
+from router.api.errors import from_adapter_error, status_of
+from router.generation import RequestError
+from router.service import Service
+from router.tenancy.audit import Audit, now
+from router.tenancy.records import AuditRecord
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class OperatorRoutes:
+    """`guarded` wraps each of them. An endpoint may set `request.state.target` and `.tenant`."""
+
+    def __init__(self, service: Service) -> None:
+        self._audit: Audit = service.tenancy.audit
+        self._gate = AdminGate(service.config)
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError (unauthorized, forbidden)."""
+        headers = request.headers
+        self._gate.check(headers.get("authorization"), headers.get("origin"))
+
+    def guarded(self, endpoint: Endpoint) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            status = 500
+            try:
+                self.check(request)
+                response = await endpoint(request)
+                status = response.status_code
+                return response
+            except AdapterError as error:
+                failure = from_adapter_error(error)
+                status = status_of(failure.cause, "openai")
+                raise failure from error
+            except RequestError as error:
+                status = status_of(error.cause, "openai")
+                raise
+            finally:
+                if request.method != "GET":
+                    self._record(request, status)
+
+        return answer
+
+    def _record(self, request: Request, status: int) -> None:
+        target = getattr(request.state, "target", "") or next(
+            iter(request.path_params.values()), ""
+        )
+        record = AuditRecord(
+            at=now(),
+            action=f"{request.method} {request.scope['path'][:300]}",
+            target=str(target)[:300],
+            tenant=getattr(request.state, "tenant", ""),
+            status=status,
+            remote=request.client.host if request.client else "",
+            request_id=request.state.request_id,
+        )
+        self._audit.record(record)

@@ -1,0 +1,112 @@
+"""A table of the store as every router has it at hand: read without waiting, at most a second old.
+
+It outlives the store. One that comes back empty is filled again from what its readers hold; as the
+newest revision of a row wins, it does not matter who is first. Deleted rows stay as empty ones.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+from router.shared.store import Row, Store, StoreDown, TableFull
+
+REFRESH_S = 1.0
+
+T = TypeVar("T")
+
+
+class Conflict(Exception):
+    """Somebody else has written the row in the meantime."""
+
+
+class Replica(Generic[T]):
+    """decode: a row's bytes to what it means, None for bytes that mean nothing (any more).
+
+    on_change: called after each change, also one made here.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        table: str,
+        decode: Callable[[bytes], T | None],
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.is_loaded = False
+        self._store = store
+        self._table = table
+        self._decode = decode
+        self._on_change = on_change
+        self._version = ""
+        self._rows: dict[str, Row] = {}
+        self._values: dict[str, T] = {}
+        self._refreshing: asyncio.Task[None] | None = None
+
+    @property
+    def values(self) -> Mapping[str, T]:
+        return self._values
+
+    async def run(self) -> None:
+        """Follows the store until cancelled."""
+        while True:
+            with contextlib.suppress(StoreDown):
+                await self.refresh()
+            await asyncio.sleep(REFRESH_S)
+
+    async def refresh(self) -> None:
+        """Up to date now; callers at the same time share one look. Raises StoreDown."""
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._refresh())
+            self._refreshing.add_done_callback(self._refreshed)
+        await asyncio.shield(self._refreshing)
+
+    async def write(self, key: str, value: bytes | None) -> None:
+        """None deletes. Raises StoreDown, TableFull, Conflict."""
+        before = self._rows.get(key)
+        row = Row(1 if before is None else before.revision + 1, value or b"")
+        if not await self._put(key, row):
+            await self.refresh()
+            raise Conflict
+        self._set(key, row)
+        self._on_change()
+
+    async def _put(self, key: str, row: Row) -> bool:
+        try:
+            return await self._store.put(self._table, key, row)
+        except TableFull:
+            deleted = [name for name, there in self._rows.items() if not there.value]
+            if not deleted:
+                raise
+            await self._store.forget(self._table, deleted)
+            for name in deleted:
+                del self._rows[name]
+            return await self._store.put(self._table, key, row)
+
+    async def _refresh(self) -> None:
+        version = await self._store.version(self._table)
+        if self.is_loaded and version == self._version:
+            return
+        if not version and self._rows:
+            for key, row in list(self._rows.items()):
+                await self._store.put(self._table, key, row)
+        table = await self._store.read(self._table)
+        self._version = table.version
+        self._rows, self._values = {}, {}
+        for key, row in table.rows.items():
+            self._set(key, row)
+        self.is_loaded = True
+        self._on_change()
+
+    def _set(self, key: str, row: Row) -> None:
+        self._rows[key] = row
+        value = self._decode(row.value) if row.value else None
+        if value is None:
+            self._values.pop(key, None)
+        else:
+            self._values[key] = value
+
+    def _refreshed(self, task: "asyncio.Task[None]") -> None:
+        self._refreshing = None
+        if not task.cancelled():
+            task.exception()  # told to those who wait; nobody may be left

@@ -1,0 +1,132 @@
+"""Whether a caller's quotas let a request in, wherever they are counted now.
+
+While the shared store does not answer, the operator's mode holds: `open` counts nothing, `closed`
+lets nobody in who has quotas, `local-share` counts here, against this router's share of the limits.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import msgspec
+
+from router.generation import RequestError
+from router.shared.memory_store import MemoryStore
+from router.shared.store import Settlement, Store, StoreDown
+from router.tenancy.quota import Ask, Subject, Verdict, share
+
+OutageMode = Literal["open", "closed", "local-share"]
+Mode = Literal["shared", "open", "closed", "local-share"]
+MODES: tuple[Mode, ...] = ("shared", "open", "closed", "local-share")
+
+RENEW_S = 20.0
+ROUTER_LEASE_S = 15.0
+_ENLIST_S = 5.0
+_GROUP = "routers"
+MAX_BACKLOG = 1 << 14
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """A request that holds its share until it is settled. store: where it is counted."""
+
+    ask: Ask
+    verdict: Verdict
+    store: Store
+
+
+class Admission:
+    """is_up: whether the shared store answers, as far as is known. clock: Unix seconds."""
+
+    def __init__(
+        self,
+        store: Store,
+        is_up: Callable[[], bool],
+        outage: OutageMode,
+        router_id: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.routers = 1
+        self._store = store
+        self._is_up = is_up
+        self._outage: OutageMode = outage
+        self._router_id = router_id
+        self._local = MemoryStore(clock)
+        self._live: dict[str, Admitted] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def mode(self) -> Mode:
+        return "shared" if self._is_up() else self._outage
+
+    async def admit(self, ask: Ask) -> Admitted | Verdict | None:
+        """A Verdict with a reason when it is refused; None when nothing is counted now.
+
+        Raises RequestError (unavailable) when the mode is `closed`.
+        """
+        store, asked = self._store, ask
+        try:
+            verdict = await store.admit(ask)
+        except StoreDown:
+            if self._outage == "open":
+                return None
+            if self._outage == "closed":
+                raise RequestError(
+                    "unavailable", "quotas cannot be checked now; try again soon"
+                ) from None
+            store, asked = self._local, _share_of(ask, self.routers)
+            verdict = await store.admit(asked)
+        if verdict.reason is not None:
+            return verdict
+        admitted = Admitted(asked, verdict, store)
+        self._live[ask.lease] = admitted
+        return admitted
+
+    def settle(self, admitted: Admitted, used: int) -> None:
+        """Does not wait. What cannot be told ends by itself: places soon, tokens as they refill."""
+        self._live.pop(admitted.ask.lease, None)
+        if len(self._tasks) >= MAX_BACKLOG:
+            return
+        settlement = Settlement(admitted.ask, admitted.verdict, used)
+        task = asyncio.create_task(_settle(admitted.store, settlement))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def run(self) -> None:
+        """Renews what runs, and tells other routers that this one is there, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep(self._renew, RENEW_S))
+            tasks.create_task(self._keep(self._enlist, _ENLIST_S))
+
+    async def close(self) -> None:
+        """What is over is told; this router is no longer counted."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(StoreDown):
+            await self._store.unlease(_GROUP, self._router_id)
+
+    async def _keep(self, work: Callable[[], Awaitable[None]], period_s: float) -> None:
+        while True:
+            with contextlib.suppress(StoreDown):
+                await work()
+            await asyncio.sleep(period_s)
+
+    async def _renew(self) -> None:
+        for store in (self._local, self._store):
+            asks = [held.ask for held in self._live.values() if held.store is store]
+            if asks:
+                await store.renew(asks)
+
+    async def _enlist(self) -> None:
+        await self._store.lease(_GROUP, self._router_id, b"", ROUTER_LEASE_S)
+        self.routers = max(1, len(await self._store.leased(_GROUP)))
+
+
+async def _settle(store: Store, settlement: Settlement) -> None:
+    with contextlib.suppress(StoreDown):
+        await store.settle(settlement)
+
+
+def _share_of(ask: Ask, routers: int) -> Ask:
+    subjects = tuple(Subject(s.name, share(s.limits, routers)) for s in ask.subjects)
+    return msgspec.structs.replace(ask, subjects=subjects)

@@ -1,0 +1,60 @@
+"""What operators did: a line of JSON in the log each, and the newest of them in the store."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+
+import msgspec
+
+from router.shared.store import Store, StoreDown
+from router.tenancy.records import AuditRecord
+
+logger = logging.getLogger(__name__)
+
+KEPT = 10_000
+FLUSH_S = 1.0
+_LOG = "audit"
+_MAX_UNWRITTEN = 10_000
+
+
+class Audit:
+    """Never waits for the store: what is unwritten is bounded, and goes as soon as it can."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._unwritten: deque[bytes] = deque(maxlen=_MAX_UNWRITTEN)
+        self._flushing = asyncio.Lock()
+
+    def record(self, record: AuditRecord) -> None:
+        line = msgspec.json.encode(record)
+        logger.info("audit %s", line.decode())
+        self._unwritten.append(line)
+
+    async def newest(self, count: int) -> list[AuditRecord]:
+        """Raises StoreDown."""
+        await self.flush()
+        lines = await self._store.tail(_LOG, count)
+        return [msgspec.json.decode(line, type=AuditRecord) for line in lines]
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            with contextlib.suppress(StoreDown):
+                await self.flush()
+
+    async def flush(self) -> None:
+        """Raises StoreDown."""
+        async with self._flushing:
+            lines = list(self._unwritten)
+            self._unwritten.clear()
+            try:
+                await self._store.append(_LOG, lines, KEPT)
+            except StoreDown:
+                self._unwritten.extendleft(reversed(lines))
+                raise
+
+
+def now() -> float:
+    return round(time.time(), 3)

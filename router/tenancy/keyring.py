@@ -1,0 +1,219 @@
+"""The keys that are known here: those of the operator's file, and those made through the API."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from router.generation import RequestError
+from router.shared.replica import Conflict, Replica
+from router.shared.store import Store, StoreDown, TableFull
+from router.tenancy.keys import KEY_PREFIX, ApiKey, Caller, Tenant, check_key, digests_of
+from router.tenancy.keys_file import MAX_FILE_BYTES, KeysFileError, read_keys
+from router.tenancy.quota import Limits
+
+logger = logging.getLogger(__name__)
+
+TABLE = "keys"
+FILE_POLL_S = 1.0
+# How often a key that nobody knows may make this router look for new ones.
+_LOOK_S = 0.25
+_decode = msgspec.json.Decoder(ApiKey).decode
+
+
+class Keyring:
+    """clock: Unix seconds. is_up: whether the store answers, as far as is known.
+
+    closed: without the store no key is good, but those of the file.
+
+    Reads are of this router's own copies; a write is in the store before it returns.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        file: Path | None,
+        closed: bool,
+        is_up: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """Raises KeysFileError."""
+        self._file = file
+        self._closed = closed
+        self._clock = clock
+        self._made = Replica(store, TABLE, _read_key, self._index)
+        self._written: list[ApiKey] = []
+        self._tenants: dict[str, Tenant] = {}
+        self._by_digest: dict[str, ApiKey] = {}
+        self._looked_at = 0.0
+        self._is_up = is_up
+        if file is not None:
+            self._take(*_read_file(file))
+
+    async def run(self) -> None:
+        """Follows the store and the file until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._made.run())
+            if self._file is not None:
+                tasks.create_task(self._follow(self._file))
+
+    async def identify(self, given: str | None) -> Caller:
+        """Whose key it is. Raises RequestError (unauthorized, unavailable)."""
+        if not given:
+            raise RequestError(
+                "unauthorized", "this server wants a key, as `Authorization: Bearer KEY`"
+            )
+        digest = digest_of(given)
+        key = self._by_digest.get(digest)
+        if key is None and self._may_look():
+            key = await self._look(digest)
+        found = None if key is None else _same(key, digest)
+        if found is None and not self._is_up():
+            raise RequestError("unavailable", "keys cannot be looked up now; try again soon")
+        good = check_key(found, digest, self._clock())
+        if self._closed and good.origin == "api" and not self._is_up():
+            raise RequestError("unavailable", "keys cannot be checked now; try again soon")
+        return Caller(good, self.limits_of(good.tenant))
+
+    def limits_of(self, tenant: str) -> Limits:
+        found = self._tenants.get(tenant)
+        return Limits() if found is None else found.limits
+
+    def tenants(self) -> set[str]:
+        return {key.tenant for key in self.all()} | set(self._tenants)
+
+    def all(self) -> list[ApiKey]:
+        return sorted([*self._written, *self._made.values.values()], key=lambda key: key.id)
+
+    def get(self, key_id: str) -> ApiKey:
+        """Raises RequestError (adapter_not_found)."""
+        for key in self.all():
+            if key.id == key_id:
+                return key
+        raise RequestError("key_not_found", f"no key {key_id[:80]!r}")
+
+    async def create(self, wanted: ApiKey) -> tuple[ApiKey, str]:
+        """wanted: without its digest. Returns it, and the key itself. Raises RequestError."""
+        if any(key.id == wanted.id for key in self.all()):
+            raise RequestError("conflict", f"there is a key {wanted.id!r} already")
+        secret = new_secret()
+        made = msgspec.structs.replace(
+            wanted, digest=digest_of(secret), created_at=int(self._clock())
+        )
+        await self._write(made.id, made)
+        return made, secret
+
+    async def rotate(self, key_id: str, grace_s: int) -> tuple[ApiKey, str]:
+        """Another key in its place; the old one is good for so long still."""
+        key, secret = self._of_api(key_id), new_secret()
+        rotated = msgspec.structs.replace(
+            key,
+            digest=digest_of(secret),
+            previous=key.digest if grace_s else None,
+            previous_until=int(self._clock()) + grace_s if grace_s else 0,
+        )
+        await self._write(key_id, rotated)
+        return rotated, secret
+
+    async def change(self, key_id: str, changes: Mapping[str, object]) -> ApiKey:
+        changed = msgspec.structs.replace(self._of_api(key_id), **changes)
+        await self._write(key_id, changed)
+        return changed
+
+    async def delete(self, key_id: str) -> None:
+        await self._write(self._of_api(key_id).id, None)
+
+    def _of_api(self, key_id: str) -> ApiKey:
+        key = self.get(key_id)
+        if key.origin == "file":
+            raise RequestError("conflict", f"key {key_id!r} is the keys file's: change it there")
+        return key
+
+    async def _write(self, key_id: str, key: ApiKey | None) -> None:
+        try:
+            await self._made.write(key_id, None if key is None else msgspec.json.encode(key))
+        except StoreDown as error:
+            raise RequestError("unavailable", "keys cannot be changed now: no Redis") from error
+        except TableFull as error:
+            raise RequestError("conflict", "there are too many keys; delete some") from error
+        except Conflict as error:
+            raise RequestError("conflict", f"key {key_id!r} has just changed") from error
+
+    def _may_look(self) -> bool:
+        return self._is_up() and self._clock() - self._looked_at >= _LOOK_S
+
+    async def _look(self, digest: str) -> ApiKey | None:
+        """Another router may have made it just now."""
+        self._looked_at = self._clock()
+        try:
+            await self._made.refresh()
+        except StoreDown:
+            return None
+        return self._by_digest.get(digest)
+
+    def _index(self) -> None:
+        keys = [*self._made.values.values(), *self._written]
+        self._by_digest = {digest: key for key in keys for digest in digests_of(key)}
+
+    def _take(self, keys: list[ApiKey], tenants: list[Tenant]) -> None:
+        self._written = keys
+        self._tenants = {tenant.name: tenant for tenant in tenants}
+        self._index()
+
+    async def _follow(self, file: Path) -> None:
+        """A file that cannot be used changes nothing; it is told once."""
+        stamp = await asyncio.to_thread(_stamp, file)
+        while True:
+            await asyncio.sleep(FILE_POLL_S)
+            now = await asyncio.to_thread(_stamp, file)
+            if now == stamp:
+                continue
+            stamp = now
+            try:
+                self._take(*await asyncio.to_thread(_read_file, file))
+                logger.info("keys file %s: read again", file)
+            except KeysFileError as error:
+                logger.error("keys file %s: left as it was: %s", file, error)
+
+
+def new_secret() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def digest_of(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _same(key: ApiKey, digest: str) -> ApiKey | None:
+    """The comparison that counts takes the same time whatever was given."""
+    matches = [hmac.compare_digest(known, digest) for known in digests_of(key)]
+    return key if any(matches) else None
+
+
+def _read_key(value: bytes) -> ApiKey | None:
+    try:
+        return _decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        logger.error("the store has a key that cannot be read")
+        return None
+
+
+def _read_file(file: Path) -> tuple[list[ApiKey], list[Tenant]]:
+    try:
+        with file.open("rb") as opened:
+            return read_keys(opened.read(MAX_FILE_BYTES + 1))
+    except OSError as error:
+        raise KeysFileError(f"it cannot be read: {error.strerror}") from None
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

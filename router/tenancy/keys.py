@@ -1,0 +1,118 @@
+"""A caller's key: whose it is, what it opens, and until when. Pure.
+
+Only the SHA-256 of a key is kept. That is enough for what has the entropy of a key (32 random
+bytes), where a slow hash for passwords would only slow every request.
+"""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from router.generation import RequestError
+from router.tenancy.quota import Limits, Subject
+
+KEY_PREFIX = "lpx_"
+MAX_MODELS = 256
+DEFAULT_TENANT = "default"
+
+# Of tenants, and of keys' ids: they stand in paths and in the store's keys.
+Word = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+Label = Annotated[str, Meta(max_length=200)]
+ModelPattern = Annotated[str, Meta(min_length=1, max_length=512)]
+Models = Annotated[tuple[ModelPattern, ...], Meta(max_length=MAX_MODELS)]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+KeyOrigin = Literal["api", "file"]
+
+
+class ApiKey(msgspec.Struct, frozen=True):
+    """digest: SHA-256 of the key, in hex. Times are Unix seconds.
+
+    models: patterns (`*`, `?`, `[…]`) of the names that it opens, as `names_of` spells them.
+    previous: the digest before a rotation, good until `previous_until`.
+    """
+
+    id: Word
+    tenant: Word
+    digest: Digest
+    label: Label = ""
+    models: Models = ("*",)
+    limits: Limits = Limits()
+    expires_at: int | None = None
+    blocked: bool = False
+    created_at: int = 0
+    previous: Digest | None = None
+    previous_until: int = 0
+    origin: KeyOrigin = "api"
+
+
+class Tenant(msgspec.Struct, frozen=True):
+    """Limits of all keys of a tenant together."""
+
+    name: Word
+    limits: Limits = Limits()
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who asks. key: None where no key is needed; then all is open. tenant_limits: see Tenant."""
+
+    key: ApiKey | None = None
+    tenant_limits: Limits = Limits()
+
+    @property
+    def tenant(self) -> str:
+        return "" if self.key is None else self.key.tenant
+
+    @property
+    def key_id(self) -> str:
+        return "" if self.key is None else self.key.id
+
+    @property
+    def subjects(self) -> tuple[Subject, ...]:
+        """Whose quotas its requests take from; none for a caller without limits."""
+        if self.key is None:
+            return ()
+        both = (
+            Subject(f"key:{self.key.id}", self.key.limits),
+            Subject(f"tenant:{self.key.tenant}", self.tenant_limits),
+        )
+        return tuple(subject for subject in both if has_limits(subject.limits))
+
+    def may_use(self, names: Iterable[str]) -> bool:
+        """Whether one of these names, all of the same thing, is opened."""
+        if self.key is None:
+            return True
+        patterns = self.key.models
+        return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+NOBODY = Caller()
+
+
+def check_key(key: ApiKey | None, digest: str, now: float) -> ApiKey:
+    """Raises RequestError (unauthorized) unless the key with this digest is good now."""
+    if key is None:
+        raise RequestError("unauthorized", "no such key: it is wrong, or was deleted")
+    if digest != key.digest and now >= key.previous_until:
+        raise RequestError("unauthorized", "this key was replaced by another")
+    if key.blocked:
+        raise RequestError("unauthorized", "this key is blocked")
+    if key.expires_at is not None and now >= key.expires_at:
+        raise RequestError("unauthorized", "this key has expired")
+    return key
+
+
+def digests_of(key: ApiKey) -> tuple[str, ...]:
+    """By which it may be found."""
+    return (key.digest,) if key.previous is None else (key.digest, key.previous)
+
+
+def has_limits(limits: Limits) -> bool:
+    return (
+        limits.requests_per_minute is not None
+        or limits.tokens_per_minute is not None
+        or limits.concurrency is not None
+        or limits.budget_tokens is not None
+    )

@@ -1,0 +1,51 @@
+"""What a caller is told of its quotas: OpenAI's `x-ratelimit-*`, and why it must wait. Pure."""
+
+from collections.abc import Sequence
+
+from router.tenancy.quota import UNIT, Reason, Subject, Verdict
+
+_WHAT: dict[Reason, str] = {
+    "requests": "the requests a minute",
+    "tokens": "the tokens a minute",
+    "concurrency": "the requests at a time",
+    "budget": "the budget of tokens",
+}
+
+
+def rate_headers(subjects: Sequence[Subject], verdict: Verdict) -> dict[str, str]:
+    """Of the subject with the least left; nothing of what has no limit."""
+    headers: dict[str, str] = {}
+    for what in ("requests", "tokens"):
+        told: list[tuple[int, int, int]] = []
+        for subject, standing in zip(subjects, verdict.standings, strict=True):
+            limits = subject.limits
+            is_requests = what == "requests"
+            limit = limits.requests_per_minute if is_requests else limits.tokens_per_minute
+            level = standing.requests if is_requests else standing.tokens
+            if limit is not None:
+                told.append((max(0, level) // UNIT, limit, -(-(limit * UNIT - level) // limit)))
+        if told:
+            left, limit, reset_ms = min(told)
+            headers[f"x-ratelimit-limit-{what}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(left)
+            headers[f"x-ratelimit-reset-{what}"] = duration(reset_ms)
+    return headers
+
+
+def refusal(subjects: Sequence[Subject], verdict: Verdict) -> str:
+    """One sentence for a verdict with a reason."""
+    assert verdict.reason is not None
+    whose = "this key" if subjects[verdict.subject].name.startswith("key:") else "this tenant"
+    wait = duration(verdict.retry_ms)
+    return f"{_WHAT[verdict.reason]} of {whose} are used up; try again in {wait}"
+
+
+def duration(ms: int) -> str:
+    """As OpenAI writes it: 250ms, 1.5s, 2m30s, 1h0m0s."""
+    if ms < 1000:
+        return f"{ms}ms" if ms else "0s"
+    seconds = f"{ms % 60_000 / 1000:.3f}".rstrip("0").rstrip(".")
+    minutes, hours = ms // 60_000 % 60, ms // 3_600_000
+    if hours:
+        return f"{hours}h{minutes}m{seconds}s"
+    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"

@@ -1,0 +1,15 @@
+"""What is kept of an operator's deed. Pure."""
+
+import msgspec
+
+
+class AuditRecord(msgspec.Struct, frozen=True):
+    """at: Unix seconds. remote: the address that asked. status: how it was answered."""
+
+    at: float
+    action: str
+    target: str
+    tenant: str
+    status: int
+    remote: str
+    request_id: str

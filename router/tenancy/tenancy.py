@@ -1,0 +1,84 @@
+"""Who may use this router and how much: the parts, built from its options, and run."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from router.admin_gate import is_loopback
+from router.config import RouterConfig
+from router.shared.sharing import Sharing
+from router.shared.store import StoreDown
+from router.tenancy.admission import Admission
+from router.tenancy.audit import Audit
+from router.tenancy.keyring import Keyring
+from router.tenancy.keys import NOBODY, Caller
+from router.tenancy.metering import Metering
+
+
+class ExposureError(Exception):
+    """Others could reach this router, and nobody said who may use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """needs_keys: whether callers are asked for one."""
+
+    needs_keys: bool
+    keyring: Keyring
+    metering: Metering
+    audit: Audit
+
+    async def identify(self, authorization: str | None) -> Caller:
+        """authorization: the header. Raises RequestError (unauthorized, unavailable)."""
+        if not self.needs_keys:
+            return NOBODY
+        scheme, _, given = (authorization or "").partition(" ")
+        return await self.keyring.identify(given.strip() if scheme.lower() == "bearer" else None)
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[None]:
+        """What was counted is written before it ends, if the store answers."""
+        tasks = [
+            asyncio.create_task(part.run()) for part in (self.keyring, self.metering, self.audit)
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.metering.close()
+            with contextlib.suppress(StoreDown):
+                await self.audit.flush()
+
+
+def make_tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
+    """Raises KeysFileError."""
+
+    def is_up() -> bool:
+        return sharing.is_up
+
+    store = sharing.store
+    closed = config.key_outage == "closed"
+    keyring = Keyring(store, config.keys_file, closed, is_up, time.time)
+    admission = Admission(store, is_up, config.quota_outage, router_id)
+    return Tenancy(needs_keys(config), keyring, Metering(store, admission), Audit(store))
+
+
+def needs_keys(config: RouterConfig) -> bool:
+    if config.auth == "auto":
+        return config.keys_file is not None or not is_loopback(config.host)
+    return config.auth == "keys"
+
+
+def check_exposure(config: RouterConfig) -> None:
+    """Raises ExposureError for a router that nobody could use, or that anyone could unsaid."""
+    if needs_keys(config) and config.keys_file is None and not config.admin_key:
+        raise ExposureError(
+            f"callers of {config.host} need keys, and there is no way to one: give --keys-file, "
+            "or --admin-key-file and make some with `loraplex key create`; or let anyone who "
+            "reaches it use it with --auth none"
+        )

@@ -1,0 +1,106 @@
+"""What requests used, added up by day, tenant, key and adapter. Pure."""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["ok", "cancelled", "failed", "refused"]
+
+OTHER = "_other"
+# Kept so long; a request for usage may name at most so many days.
+MAX_DAYS = 92
+MAX_PENDING = 1 << 15
+_COUNTS = ("requests", "unfinished", "prompt_tokens", "cached_tokens", "completion_tokens")
+
+
+class UsageRecord(msgspec.Struct, frozen=True):
+    """One request. adapter: as its caller named it, "" = the base. at: Unix seconds, of its end."""
+
+    at: float
+    request_id: str
+    tenant: str
+    key: str
+    adapter: str
+    digest: str | None
+    outcome: Outcome
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    seconds: float
+
+
+class UsageRow(msgspec.Struct, frozen=True):
+    """requests: all that were admitted; unfinished: those of them that ended before their time."""
+
+    tenant: str
+    key: str
+    adapter: str
+    requests: int = 0
+    unfinished: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Pending:
+    """What was used and is not yet in the store. Bounded: what is too much counts as `_other`."""
+
+    def __init__(self) -> None:
+        self._books: dict[tuple[str, int], dict[str, int]] = {}
+        self._size = 0
+
+    def add(self, record: UsageRecord) -> None:
+        book = self._books.setdefault((record.tenant, int(record.at // 86400)), {})
+        finished = record.outcome == "ok"
+        amounts = (
+            *(1, 0 if finished else 1, record.prompt_tokens),
+            *(record.cached_tokens, record.completion_tokens),
+        )
+        for what, amount in zip(_COUNTS, amounts, strict=True):
+            counter = f"{record.key}|{record.adapter}|{what}"
+            if amount and counter not in book:
+                if self._size >= MAX_PENDING:
+                    counter = group_of(counter)
+                self._size += counter not in book
+            if amount:
+                book[counter] = book.get(counter, 0) + amount
+
+    def take(self) -> tuple[str, dict[str, int]] | None:
+        """One book's name and counters. What could not be written is given back: `give_back`."""
+        if not self._books:
+            return None
+        (tenant, day), counters = self._books.popitem()
+        self._size -= len(counters)
+        return book_name(tenant, day), counters
+
+    def give_back(self, name: str, counters: Mapping[str, int]) -> None:
+        day, _, tenant = name.removeprefix("usage:").partition(":")
+        book = self._books.setdefault((tenant, int(day)), {})
+        for counter, amount in counters.items():
+            self._size += counter not in book
+            book[counter] = book.get(counter, 0) + amount
+
+
+def book_name(tenant: str, day: int) -> str:
+    """day: since 1970-01-01 UTC."""
+    return f"usage:{day}:{tenant}"
+
+
+def group_of(counter: str) -> str:
+    key, _, what = counter.split("|")
+    return f"{key}|{OTHER}|{what}"
+
+
+def rows_of(tenant: str, books: Iterable[Mapping[str, int]]) -> list[UsageRow]:
+    """By key and adapter, over all of these days."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for book in books:
+        for counter, amount in book.items():
+            key, adapter, what = counter.split("|")
+            counts = found.setdefault((key, adapter), dict.fromkeys(_COUNTS, 0))
+            if what in counts:
+                counts[what] += amount
+    return [
+        UsageRow(tenant, key, adapter, **counts) for (key, adapter), counts in sorted(found.items())
+    ]

@@ -68,13 +68,13 @@ class MemoryStore:
             return False
         if there is None and len(now.rows) >= MAX_ROWS:
             raise TableFull
-        self._tables[table] = Table(str(int(now.version or 0) + 1), {**now.rows, key: row})
+        self._tables[table] = Table(_next(now.version), {**now.rows, key: row})
         return True
 
     async def forget(self, table: str, keys: Sequence[str]) -> None:
         now = await self.read(table)
         rows = {key: row for key, row in now.rows.items() if key not in keys}
-        self._tables[table] = Table(str(int(now.version or 0) + 1), rows)
+        self._tables[table] = Table(_next(now.version), rows)
 
     async def lease(self, group: str, member: str, value: bytes, ttl_s: float) -> None:
         await self.leased(group)
@@ -155,3 +155,7 @@ class MemoryStore:
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
+
+
+def _next(version: str) -> str:
+    return f"memory:{int(version.partition(':')[2] or 0) + 1}"

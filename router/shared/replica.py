@@ -1,6 +1,6 @@
 """A table of the store as every router has it at hand: read without waiting, at most a second old.
 
-It outlives the store. One that comes back empty is filled again from what its readers hold; as the
+It outlives the store. A table that was lost is filled again from what its readers hold; as the
 newest revision of a row wins, it does not matter who is first. Deleted rows stay as empty ones.
 """
 
@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from router.shared.store import Row, Store, StoreDown, TableFull
+from router.shared.store import Row, Store, StoreDown, TableFull, life_of
 
 REFRESH_S = 1.0
 
@@ -87,7 +87,7 @@ class Replica(Generic[T]):
         version = await self._store.version(self._table)
         if self.is_loaded and version == self._version:
             return
-        if not version and self._rows:
+        if life_of(version) != life_of(self._version) and self._rows:
             for key, row in list(self._rows.items()):
                 await self._store.put(self._table, key, row)
         table = await self._store.read(self._table)

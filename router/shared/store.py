@@ -31,10 +31,18 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """version: another one after each write; "" of a table that was never written, or was lost."""
+    """version: another one after each write; "" of a table that was never written, or was lost.
+
+    Its first part names the table's life, see `life_of`.
+    """
 
     version: str
     rows: dict[str, Row]
+
+
+def life_of(version: str) -> str:
+    """A table that was lost and is written again has another life."""
+    return version.partition(":")[0]
 
 
 class Settlement(msgspec.Struct, frozen=True):

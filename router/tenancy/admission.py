@@ -21,6 +21,7 @@ OutageMode = Literal["open", "closed", "local-share"]
 Mode = Literal["shared", "open", "closed", "local-share"]
 MODES: tuple[Mode, ...] = ("shared", "open", "closed", "local-share")
 
+LEASE_MS = 60_000  # after which a router that died holds no places any more
 RENEW_S = 20.0
 ROUTER_LEASE_S = 15.0
 _ENLIST_S = 5.0
@@ -65,6 +66,7 @@ class Admission:
 
         Raises RequestError (unavailable) when the mode is `closed`.
         """
+        ask = msgspec.structs.replace(ask, lease_ms=LEASE_MS)
         store, asked = self._store, ask
         try:
             verdict = await store.admit(ask)

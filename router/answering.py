@@ -7,6 +7,7 @@ first token is a real HTTP status.
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -19,11 +20,11 @@ from router.dispatch import Dispatcher
 from router.generation import GenerationCall, PromptInfo, RequestError
 from router.generation_run import Generation, Part
 from router.http_body import read_json_body
-from router.metrics import RouterMetrics
 from router.sse import EventStream, until_disconnect
 from router.tenancy.keys import Caller
 from router.tenancy.scope import Registered, check_scope
 from router.tenancy.tenancy import Tenancy
+from router.told_errors import ToldErrors
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Answerer:
     tenancy: Tenancy
     registered: Registered
     max_body_bytes: int
-    metrics: RouterMetrics
+    errors: ToldErrors
 
     async def answer(self, request: Request, parse: Parse) -> Response:
         """Raises RequestError for what fails before the first byte; ClientGone."""
@@ -62,7 +63,8 @@ class Answerer:
             formatter = api_request.formatter(generation.head)
             if call.stream:
                 headers = _head_headers(generation, call)
-                return await _stream(request, generation, formatter, headers, self.metrics)
+                told = partial(self.errors.note, request)
+                return await _stream(request, generation, formatter, headers, told)
             results = await until_disconnect(request, generation.finish())
             whole = formatter.whole(results, generation.prompts)
         except BaseException:
@@ -91,19 +93,19 @@ async def _stream(
     generation: Generation,
     formatter: Formatter,
     headers: dict[str, str],
-    metrics: RouterMetrics,
+    told: Callable[[RequestError], None],
 ) -> Response:
     first = b""
     while not first and (parts := await until_disconnect(request, generation.next())):
         first = _write(formatter, parts)
-    rest = _rest(generation, formatter, metrics)
+    rest = _rest(generation, formatter, told)
     return EventStream(first, rest, generation.close, headers)
 
 
 async def _rest(
-    generation: Generation, formatter: Formatter, metrics: RouterMetrics
+    generation: Generation, formatter: Formatter, told: Callable[[RequestError], None]
 ) -> AsyncIterator[bytes]:
-    """What follows the first event, to the one end or error."""
+    """What follows the first event, to the one end or error. told: hears of the error."""
     try:
         while parts := await generation.next():
             chunk = _write(formatter, parts)
@@ -111,12 +113,13 @@ async def _rest(
                 yield chunk
         last = formatter.end()
     except RequestError as error:
-        metrics.request_errors.labels(error.cause).inc()
+        told(error)
         last = formatter.error(error)
     except Exception:  # the process edge: a client that has headers still gets an answer
         logger.exception("request %s failed in its stream", generation.head.request_id)
-        metrics.request_errors.labels("internal").inc()
-        last = formatter.error(RequestError("internal", "internal error"))
+        internal = RequestError("internal", "internal error")
+        told(internal)
+        last = formatter.error(internal)
     if last:
         yield last
 

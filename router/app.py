@@ -17,13 +17,15 @@ from router.api.errors import ErrorAnswer, dialect_of_path, error_answer
 from router.edge import Edge
 from router.generation import Cause, RequestError
 from router.http_body import CLIENT_GONE_STATUS, ClientGone
-from router.metrics import RouterMetrics
 from router.operator_routes import OperatorRoutes
 from router.routes_adapters import AdapterRoutes
+from router.routes_console import ConsoleRoutes
+from router.routes_fleet import FleetRoute
 from router.routes_info import InfoRoutes
 from router.routes_keys import KeyRoutes, UsageRoutes
 from router.routes_tokenize import TokenizeRoute
 from router.service import Service
+from router.told_errors import ToldErrors
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -33,11 +35,13 @@ _CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
 def build_app(service: Service) -> ASGIApp:
     """The application, to be served by one process. Connects to the workers in its lifespan."""
     info = InfoRoutes(service)
-    errors = _Errors(service.metrics)
+    errors = _Errors(service.errors)
     routes = [
         *_generation_routes(service, info),
         *_adapter_routes(service),
         *_info_routes(service, info),
+        _get("/v1/fleet", OperatorRoutes(service).guarded(FleetRoute(service.watch).fleet)),
+        *ConsoleRoutes().routes,
     ]
 
     @asynccontextmanager
@@ -141,10 +145,10 @@ def _post(path: str, endpoint: Endpoint) -> Route:
 
 
 class _Errors:
-    """What ends a request before its first byte, as an answer and as a count."""
+    """What ends a request before its first byte, as an answer."""
 
-    def __init__(self, metrics: RouterMetrics) -> None:
-        self._metrics = metrics
+    def __init__(self, told: ToldErrors) -> None:
+        self._told = told
 
     async def on_request_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -171,5 +175,5 @@ class _Errors:
         return await self.on_request_error(request, RequestError("internal", message))
 
     def _answer(self, error: RequestError, request: Request) -> ErrorAnswer:
-        self._metrics.request_errors.labels(error.cause).inc()
+        self._told.note(request, error)
         return error_answer(error, dialect_of_path(request.scope["path"]))

@@ -16,7 +16,7 @@ import msgspec
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.merge_recipe import sole_member
-from adapters.ref import AdapterRef
+from adapters.ref import AdapterRef, format_ref
 from router.aliases import AliasStore
 from router.generation import AdapterChoice, MergedChoice, Secret
 from router.registration import Content, Registration, check_served, seen
@@ -183,6 +183,14 @@ class Catalog:
         ref, token = self.rules.target(choice)
         self._outcomes.pop((ref, _fingerprint(token)), None)
 
+    def names(self) -> dict[str, str]:
+        """Digest -> what it was last resolved from, for people."""
+        return {
+            outcome.manifest.digest: _name(outcome.origin)
+            for outcome in self._outcomes.values()
+            if outcome.manifest is not None and outcome.origin is not None
+        }
+
     async def fetch(self, ref: AdapterRef, token: Secret | None) -> Content:
         """What a reference means now, admitted by some worker. Raises AdapterError."""
         self.rules.check_owner(ref)
@@ -232,6 +240,13 @@ class Catalog:
             late = f"the adapter was not ready within {self.rules.timeout_s:g} s"
             return _Outcome(self._clock(), error=AdapterError("unavailable", late, (), 5.0))
         return _Outcome(self._clock() + self.rules.ttl_s, origin, manifest)
+
+
+def _name(origin: Origin) -> str:
+    """Without the commit that a reference was pinned to."""
+    if isinstance(origin, Merge):
+        return f"merge of {len(origin.members)}"
+    return format_ref(msgspec.structs.replace(origin, revision=None))
 
 
 def _fingerprint(token: Secret | None) -> str:

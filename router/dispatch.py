@@ -74,6 +74,10 @@ class Dispatcher:
         except (NoWorker, QueueFull) as error:
             raise request_error(error, api) from error
 
+    @property
+    def max_requests(self) -> int:
+        return self._limits.max_requests
+
     async def start(self, call: GenerationCall, charge: Charge) -> Generation:
         """Resolves, tokenises, checks and queues. Raises RequestError.
 

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -22,11 +22,19 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class RouterServer(uvicorn.Server):
-    """Stops on SIGINT and SIGTERM by returning; a second one cuts running answers off."""
+    """Stops on SIGINT and SIGTERM by returning; a second one cuts running answers off.
+
+    on_exit: ends what would never end by itself.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_exit = on_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+        self._on_exit()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

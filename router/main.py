@@ -21,7 +21,7 @@ def run(config: RouterConfig) -> None:
         raise SystemExit(f"loraplex: {error}") from error
     except OSError as error:
         raise SystemExit(f"loraplex: {config.host}:{config.port}: {error.strerror}") from error
-    server = RouterServer(server_config(build_app(service), config))
+    server = RouterServer(server_config(build_app(service), config), service.watch.close)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     # The socket accepts from here on: what comes early waits until the application is up.

@@ -1,6 +1,5 @@
 """Routes that tell of the router: health, models, info, metrics."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from router.api.openapi import openapi_document
 from router.generation import RequestError
 from router.service import Service
 from router.tenancy.keys import Caller
+from router.version import VERSION
 from server.protocol import ModelCard
 
 _RETRY = {"retry-after": "2"}
@@ -27,7 +27,6 @@ class InfoRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._version = _version()
 
     async def live(self, request: Request) -> Response:
         return json_response(Health("live"))
@@ -68,12 +67,12 @@ class InfoRoutes:
             workers_ready=sum(view.able for view in self._service.fleet.views),
             workers=len(self._service.fleet.clients),
             adapters=await self._names_for_anyone(request),
-            version=self._version,
+            version=VERSION,
         )
         return json_response(info)
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi_document(self._version))
+        return json_response(openapi_document(VERSION))
 
     async def models(self, request: Request) -> Response:
         card = self._service.base.require().card
@@ -112,10 +111,3 @@ def _model(card: ModelCard, name: str) -> ModelObject:
     root = card.names[0]
     parent = None if name in card.names else root
     return ModelObject(name, card.created, "loraplex", root, parent)
-
-
-def _version() -> str:
-    try:
-        return version("loraplex")
-    except PackageNotFoundError:
-        return "0 (from a checkout)"

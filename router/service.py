@@ -26,6 +26,7 @@ from router.compat_metrics import COMPAT_PREFIX, CompatMetrics
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, DispatchLimits
 from router.fleet import Fleet
+from router.fleet_watch import FleetWatch
 from router.generation import Secret
 from router.metrics import RouterMetrics
 from router.model_card import CardError, CardStore, read_card
@@ -39,6 +40,7 @@ from router.state_metrics import watch_sharing, watch_state
 from router.tenancy.keys_file import KeysFileError
 from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
 from router.text.template_sandbox import TemplateSandbox
+from router.told_errors import ToldErrors
 from server.protocol import ModelCard
 
 _HUB_THREADS = 8
@@ -69,6 +71,8 @@ class Service:
     router_id: str
     sharing: Sharing
     tenancy: Tenancy
+    errors: ToldErrors
+    watch: FleetWatch
 
     def why_not_ready(self) -> str | None:
         """None = new requests are answered. An adapter that failed holds nobody up."""
@@ -145,10 +149,11 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     use = AdapterUse(time.time)
     admin = AdapterAdmin(catalog, fleet, use, base.is_named, config.adapter_timeout_s)
     dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use, _retries(config))
+    errors = ToldErrors(metrics)
     answerer = Answerer(
         *(base, dispatcher, tenancy, catalog.rules.registered_name),
         max_body_bytes=config.max_body_bytes,
-        metrics=metrics,
+        errors=errors,
     )
     watch_state(metrics, fleet, catalog, dispatcher)
     watch_sharing(metrics, sharing, tenancy)
@@ -163,6 +168,8 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         router_id=router_id,
         sharing=sharing,
         tenancy=tenancy,
+        errors=errors,
+        watch=FleetWatch(base, catalog, fleet, dispatcher, file, errors),
     )
 
 

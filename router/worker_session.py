@@ -14,6 +14,7 @@ from adapters.manifest import AdapterManifest
 from router.adapter_loads import AdapterLoads, AdapterOrders, ProtocolFault
 from router.policy.workers import WorkerView
 from router.served import Origin
+from router.worker_pictures import WorkerPictures
 from server.protocol import (
     MAX_FRAME_BYTES,
     Abort,
@@ -27,6 +28,7 @@ from server.protocol import (
     StepEvents,
     TokenEvent,
     WorkerHello,
+    WorkerPicture,
     WorkerStatus,
     decode_worker_frame,
     encode,
@@ -95,6 +97,7 @@ class WorkerSession:
         self.view.admitted = self._loads.admitted
         self._orders = AdapterOrders(self._send)
         self._hinted: set[str] = set()  # since the last status
+        self.pictures = WorkerPictures(self._send)
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
@@ -242,6 +245,8 @@ class WorkerSession:
                 self._loads.on_state(frame)
             elif isinstance(frame, AdapterReport):
                 self._orders.on_report(frame)
+            elif isinstance(frame, WorkerPicture):
+                self.pictures.on_picture(frame)
             else:
                 raise ProtocolFault("a second hello")
 
@@ -326,6 +331,7 @@ class WorkerSession:
                 sequence.sink(lost(*key, why))
         self._loads.fail_all(WorkerLost(why))
         self._orders.fail_all(WorkerLost(why))
+        self.pictures.fail(WorkerLost(why))
         self._on_change()
 
 

@@ -15,6 +15,7 @@ from router.api.adapters import (
     UnloadLoraBody,
 )
 from router.api.errors import Dialect, LoraxError, OpenAIError, error_table
+from router.api.fleet import FleetObject
 from router.api.keys import (
     AuditList,
     ChangeKeyBody,
@@ -159,6 +160,12 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("/v1/models/{name}", "get", "One of them", "openai", answer=ModelObject, key=True),
     *_KEYS,
     *_LIFECYCLE,
+    Operation(
+        *("/v1/fleet", "get", "Workers, arenas, queue and errors, at once or followed", "openai"),
+        answer=FleetObject,
+        event=FleetObject,
+        admin=True,
+    ),
     Operation(
         *("/tokenize", "post", "The tokens of a text"),
         request=TokenizeBody,

@@ -28,11 +28,13 @@ from server.protocol import (
     AdapterMerge,
     AdapterOrder,
     AdapterPins,
+    AdapterPlace,
     AdapterReport,
     AdapterState,
     AdapterTiers,
     ErrorCode,
     GenerateRequest,
+    Inspect,
     ModelCard,
     RouterFrame,
     RouterHello,
@@ -42,6 +44,7 @@ from server.protocol import (
     TokenLogprob,
     WorkerFrame,
     WorkerHello,
+    WorkerPicture,
     WorkerStatus,
     decode_router_frame,
     encode,
@@ -165,6 +168,10 @@ class FakeWorker:
         self.resident: set[str] = set()
         self.pins: frozenset[str] = frozenset()
         self.order_error: str | None = None
+        self.places: tuple[AdapterPlace, ...] = ()
+        self.places_version = 1
+        self.output_tokens = 0
+        self.hides = False  # it does not tell what lies where
         self._connections: set[ServerConnection] = set()
         self._server: Server | None = None
         # Fault: nothing is sent any more, though the connection stands.
@@ -318,12 +325,38 @@ class FakeWorker:
             self.resident |= self.pins & self._admitted
         elif isinstance(frame, AdapterOrder):
             await self._order(connection, frame)
+        elif isinstance(frame, Inspect):
+            if not self.hides:
+                await self._send(connection, self._picture(frame))
         elif isinstance(frame, Abort):
             for key, task in list(tasks.items()):
                 meant = key[:2] == (frame.request_id, frame.attempt)
                 if meant and frame.choice in (None, key[2]) and not task.done():
                     task.cancel()
                     await self._finish(connection, key)
+
+    def _picture(self, asked: Inspect) -> WorkerPicture:
+        return WorkerPicture(
+            order_id=asked.order_id,
+            device="cpu",
+            page_size=16,
+            extent_bytes=1 << 16,
+            device_extents=64,
+            host_extents=128,
+            prompt_tokens=0,
+            output_tokens=self.output_tokens,
+            evictions=0,
+            preemptions=0,
+            restarts=0,
+            in_use=(),
+            version=self.places_version,
+            places=None if asked.known == self.places_version else self.places,
+        )
+
+    def place(self, *places: AdapterPlace) -> None:
+        """From now on its arenas look so."""
+        self.places = places
+        self.places_version += 1
 
     async def _finish(self, connection: ServerConnection, key: tuple[str, int, int]) -> None:
         await self._emit(connection, TokenEvent(*key, 0, (), finish="abort"))

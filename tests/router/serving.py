@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -94,7 +95,7 @@ async def running_router(
     config = RouterConfig(workers=urls, **(defaults | options))
     hub = FakeHub()
     service = build_service(config, CollectorRegistry(), hub)
-    server = RouterServer(server_config(build_app(service), config))
+    server = RouterServer(server_config(build_app(service), config), service.watch.close)
     listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve([listener]))
     try:
@@ -111,7 +112,7 @@ async def running_router(
                 await running.until_ready()
             yield running
     finally:
-        server.should_exit = True
+        server.handle_exit(signal.SIGTERM, None)
         await serving
 
 

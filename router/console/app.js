@@ -1,0 +1,163 @@
+// Puts the console together: views, live state, theme, keys, shortcuts.
+
+import { keys } from "./api.js";
+import { forgetColours } from "./canvas.js";
+import { announce, byId, setText } from "./dom.js";
+import { FleetFeed } from "./fleet.js";
+import { FleetView } from "./fleet-view.js";
+import { Names } from "./names.js";
+import { Playground } from "./playground.js";
+
+const VIEWS = ["fleet", "playground"];
+const THEMES = ["system", "light", "dark"];
+const STATES = { connecting: "Connecting", live: "Live", reconnecting: "Reconnecting", locked: "Locked", paused: "Paused" };
+
+const names = new Names();
+const feed = new FleetFeed(() => show());
+const fleetView = new FleetView(feed, names, () => openKeys("admin"));
+const playground = new Playground(feed, names, openKeys);
+
+function show() {
+  const live = byId("live");
+  if (live.dataset.state !== feed.state) {
+    live.dataset.state = feed.state;
+    setText(live, STATES[feed.state]);
+  }
+  const { fleet } = feed;
+  if (fleet) {
+    names.learn(fleet);
+    const ready = fleet.workers.filter((worker) => worker.state === "ready").length;
+    const base = fleet.base ? fleet.base.name : "no model yet";
+    setText(byId("model"), `${base} · ${ready} of ${fleet.workers.length} ready`);
+  }
+  if (current === "fleet" || !fleet) fleetView.show();
+}
+
+// Views
+
+let current = "fleet";
+
+function go(view) {
+  current = view;
+  for (const name of VIEWS) {
+    const tab = byId(`tab-${name}`);
+    tab.setAttribute("aria-selected", String(name === view));
+    tab.tabIndex = name === view ? 0 : -1;
+    byId(`view-${name}`).hidden = name !== view;
+  }
+  document.body.dataset.view = view;
+  if (!location.hash.startsWith(`#${view}`)) history.replaceState(null, "", `#${view}`);
+  if (view === "playground") playground.learn();
+  show();
+}
+
+for (const view of VIEWS) byId(`tab-${view}`).addEventListener("click", () => go(view));
+document.querySelector(".tabs").addEventListener("keydown", (event) => {
+  if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+  const next = VIEWS[(VIEWS.indexOf(current) + 1) % VIEWS.length];
+  go(next);
+  byId(`tab-${next}`).focus();
+});
+addEventListener("hashchange", () => {
+  const view = location.hash.slice(1).split("?")[0];
+  if (VIEWS.includes(view) && view !== current) go(view);
+});
+
+// Theme
+
+function theme() {
+  return document.documentElement.dataset.theme ?? "system";
+}
+
+function nextTheme() {
+  const next = THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length];
+  if (next === "system") {
+    delete document.documentElement.dataset.theme;
+    localStorage.removeItem("loraplex.theme");
+  } else {
+    document.documentElement.dataset.theme = next;
+    localStorage.setItem("loraplex.theme", next);
+  }
+  repaint();
+  announce(`Theme: ${next}`);
+}
+
+function repaint() {
+  setText(byId("theme"), `Theme: ${theme()}`);
+  forgetColours();
+  show();
+}
+
+byId("theme").addEventListener("click", nextTheme);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+
+// Keys
+
+function openKeys(kind = "admin") {
+  byId("admin-key").value = keys.get("admin");
+  byId("api-key").value = keys.get("api");
+  if (!byId("keys").open) byId("keys").showModal();
+  byId(`${kind}-key`).focus();
+}
+
+function useKeys() {
+  byId("keys").close();
+  feed.restart();
+  playground.learn();
+}
+
+byId("open-keys").addEventListener("click", () => openKeys(current === "fleet" ? "admin" : "api"));
+byId("keys-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  keys.set("admin", byId("admin-key").value.trim());
+  keys.set("api", byId("api-key").value.trim());
+  useKeys();
+});
+byId("forget-keys").addEventListener("click", () => {
+  keys.set("admin", "");
+  keys.set("api", "");
+  useKeys();
+});
+
+// Dialogs and shortcuts
+
+byId("open-help").addEventListener("click", () => byId("help").showModal());
+for (const button of document.querySelectorAll("[data-close]")) {
+  button.addEventListener("click", () => button.closest("dialog").close());
+}
+
+const singleKeys = byId("single-keys");
+singleKeys.checked = localStorage.getItem("loraplex.single-keys") !== "off";
+singleKeys.addEventListener("change", () => {
+  localStorage.setItem("loraplex.single-keys", singleKeys.checked ? "on" : "off");
+});
+
+const SHORTCUTS = {
+  1: () => go("fleet"),
+  2: () => go("playground"),
+  "/": () => byId(current === "fleet" ? "adapter-filter" : "model-filter").focus(),
+  k: () => openKeys(current === "fleet" ? "admin" : "api"),
+  t: nextTheme,
+  "?": () => byId("help").showModal(),
+};
+
+addEventListener("keydown", (event) => {
+  if (event.defaultPrevented || document.querySelector("dialog[open]")) return;
+  if (event.key === "Escape") return escape();
+  if (event.ctrlKey || event.metaKey || event.altKey || !singleKeys.checked) return;
+  if (event.target.closest("input, textarea, select")) return;
+  const shortcut = SHORTCUTS[event.key];
+  if (!shortcut) return;
+  event.preventDefault();
+  shortcut();
+});
+
+function escape() {
+  if (playground.running) playground.stop();
+  else if (fleetView.picked) fleetView.pick(fleetView.picked);
+}
+
+const wanted = location.hash.slice(1).split("?")[0];
+repaint();
+go(VIEWS.includes(wanted) ? wanted : "fleet");
+feed.run();

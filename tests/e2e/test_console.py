@@ -1,0 +1,429 @@
+"""The console in a real browser, against a real server with keys on."""
+
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
+
+from router.api.fleet import (
+    FleetObject,
+    PlaceObject,
+    RegisteredObject,
+    RouterObject,
+    WorkerObject,
+)
+from tests.e2e.serving import ROOT, Serving, start_serving
+
+KEY = "admin-key-of-the-test"
+MESSAGE = "Please cancel order #10442 for two linen aprons, it is urgent. Thanks, Ines Novak"
+ANSWERS = {
+    "json": '{"name": "Ines Novak", "intent": "cancel", "product": "linen aprons", "quantity": 2, '
+    '"order": "10442", "city": null}',
+    "sql": "INSERT INTO cancellations (customer, order_no, product, quantity) "
+    "VALUES ('Ines Novak', '10442', 'linen aprons', 2);",
+}
+ARGUMENTS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+STEP_MS = 20_000
+# What a page without a key is told; the browser reports it as an error of loading.
+LOCKED = re.compile(r"status of 40[13]")
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Its device has room for a few of the demo's adapters."""
+    folder = tmp_path_factory.mktemp("console")
+    (folder / "admin-key").write_text(KEY)
+    server = start_serving(
+        *("--admin-key-file", str(folder / "admin-key"), "--cache-dir", str(folder / "cache")),
+        *("--adapter-memory", "4MiB", "--host-adapter-memory", "8MiB", "--auth", "keys"),
+        log=folder / "log",
+    )
+    yield server
+    with httpx.stream(  # a stream that nobody ends does not hold up the stop
+        "GET",
+        f"{server.url}/v1/fleet",
+        headers={"authorization": f"Bearer {KEY}", "accept": "text/event-stream"},
+    ) as watching:
+        assert watching.status_code == 200
+        server.process.terminate()
+        assert server.process.wait(timeout=20) == 0, server.log.read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium on the PATH: `make programs` installs it")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=list(ARGUMENTS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def api_key(keyed: Serving) -> str:
+    headers = {"authorization": f"Bearer {KEY}"}
+    made = httpx.post(f"{keyed.url}/v1/keys", headers=headers, json={"id": "console"}, timeout=20)
+    return str(made.raise_for_status().json()["key"])
+
+
+class Opener:
+    """Opens pages and gathers what their consoles complain of."""
+
+    def __init__(self, browser: Browser, url: str, api_key: str) -> None:
+        self.browser = browser
+        self.url = url
+        self.api_key = api_key
+        self.complaints: list[str] = []
+        self.contexts: list[BrowserContext] = []
+
+    def open(self, view: str = "fleet", keys: bool = True, **options: Any) -> Page:
+        """keys: put where the page itself keeps what was typed."""
+        context = self.browser.new_context(**options)
+        context.set_default_timeout(STEP_MS)
+        self.contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda said: self._hear(said.type, said.text))
+        page.on("pageerror", lambda error: self._hear("error", str(error)))
+        page.on("request", self._check_request)
+        if keys:
+            for name, key in (("admin-key", KEY), ("api-key", self.api_key)):
+                page.add_init_script(f"sessionStorage.setItem('loraplex.{name}', '{key}')")
+        page.goto(f"{self.url}/console#{view}")
+        return page
+
+    def _hear(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning") and not LOCKED.search(text):
+            self.complaints.append(text)
+
+    def _check_request(self, request: Any) -> None:
+        if not request.url.startswith(self.url) or KEY in request.url or "lpx_" in request.url:
+            self.complaints.append(f"asked for {request.url}")
+
+
+@pytest.fixture
+def opener(browser: Browser, keyed: Serving, api_key: str) -> Iterator[Opener]:
+    opener = Opener(browser, keyed.url, api_key)
+    yield opener
+    for context in opener.contexts:
+        context.close()
+    assert opener.complaints == []
+
+
+def live(page: Page) -> None:
+    expect(page.locator("#live")).to_have_text("Live", timeout=STEP_MS)
+
+
+def focused(page: Page) -> str:
+    return str(page.evaluate("document.activeElement.id || document.activeElement.className"))
+
+
+def run_prompt(page: Page, *models: str) -> None:
+    for name in page.locator("#chosen .chip").all_inner_texts():
+        page.get_by_role("button", name=f"Remove {name.split(chr(10))[0].rstrip('×')}").click()
+    for model in models:
+        page.locator("#model-filter").fill(model)
+        page.locator("#model-filter").press("Enter")
+    page.locator("#prompt").fill(MESSAGE)
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator("#run")).to_be_enabled(timeout=STEP_MS)
+
+
+def test_adapters_side_by_side_and_the_picture_follows(opener: Opener) -> None:
+    page = opener.open()
+    live(page)
+    arena = page.locator("canvas.arena.device")
+    expect(arena).to_have_attribute("aria-label", re.compile("0 adapters"))
+    blank = arena.screenshot()
+    page.get_by_role("tab", name="Playground").click()
+    run_prompt(page, "json", "sql", "loraplex/demo")
+    for name, answer in ANSWERS.items():
+        column = page.get_by_role("article", name=name)
+        expect(column.locator(".output")).to_have_text(answer)
+        first, rate, tokens = column.locator("dd").all_inner_texts()
+        assert re.fullmatch(r"[\d.]+ m?s", first)
+        assert float(rate.replace(",", "")) > 0
+        assert int(tokens) > 10
+    expect(page.get_by_role("article", name="loraplex/demo").locator(".output")).not_to_be_empty()
+    page.get_by_role("tab", name="Fleet").click()
+    expect(arena).to_have_attribute("aria-label", re.compile("2 adapters"), timeout=STEP_MS)
+    assert arena.screenshot() != blank
+    row = page.get_by_role("option").filter(has_text="json")
+    expect(row).to_contain_text("on 1 device")
+
+
+def test_keys_are_typed_kept_in_the_tab_and_never_shown(opener: Opener) -> None:
+    page = opener.open(keys=False)
+    expect(page.locator("#fleet-notice")).to_contain_text("wants the admin key")
+    page.get_by_role("button", name="Type a key").click()
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#live")).to_have_text("Locked")
+    page.keyboard.press("k")
+    expect(page.locator("#admin-key")).to_be_focused()
+    page.locator("#admin-key").fill(KEY)
+    page.keyboard.press("Enter")
+    live(page)
+    expect(page.locator("#fleet-notice")).to_be_hidden()
+    kept = page.evaluate("[JSON.stringify(sessionStorage), JSON.stringify(localStorage)]")
+    assert KEY in kept[0]
+    assert KEY not in kept[1] + page.url + page.context.cookies().__repr__()
+    page.reload()
+    live(page)
+    page.keyboard.press("k")
+    page.get_by_role("button", name="Forget").click()
+    expect(page.locator("#live")).to_have_text("Locked")
+
+
+def test_the_playground_asks_for_the_key_that_it_lacks(opener: Opener) -> None:
+    page = opener.open("playground", keys=False)
+    expect(page.locator("#models .empty")).to_contain_text("key")
+    page.locator("#model-filter").fill("sql")
+    page.locator("#model-filter").press("Enter")
+    page.locator("#prompt").fill(MESSAGE)
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#api-key")).to_be_focused()
+    page.keyboard.type(opener.api_key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#models .row:visible")).not_to_have_count(0)
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("article", name="sql").locator(".output")).to_have_text(ANSWERS["sql"])
+    assert opener.api_key not in page.url
+
+
+def test_stop(opener: Opener) -> None:
+    page = opener.open("playground")
+    page.route("**/v1/chat/completions", lambda route: None)  # it never answers
+    expect(page.locator("#chosen .chip")).to_have_count(3)
+    page.locator("#prompt").fill(MESSAGE)
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#stop")).to_be_enabled()
+    page.keyboard.press("Escape")
+    expect(page.locator(".column .state")).to_have_text(["stopped"] * 3)
+    expect(page.locator("#run")).to_be_enabled()
+
+
+def test_what_an_error_says_stands_in_its_column(opener: Opener) -> None:
+    page = opener.open("playground")
+    page.on("console", lambda said: None)
+    run_prompt(page, "nobody/knows")
+    expect(page.locator(".column .state")).to_contain_text(re.compile(r"error \d+"))
+    expect(page.locator(".failure")).not_to_be_empty()
+    opener.complaints = [c for c in opener.complaints if "Failed to load resource" not in c]
+
+
+def test_a_link_brings_prompt_models_and_parameters_back(opener: Opener) -> None:
+    page = opener.open("playground")
+    page.get_by_text("Parameters").click()
+    page.get_by_label("Max tokens").fill("9")
+    run_prompt(page, "sql")
+    assert KEY not in page.url
+    again = opener.open(page.url.partition("#")[2])
+    expect(again.locator("#prompt")).to_have_value(MESSAGE)
+    expect(again.locator("#max-tokens")).to_have_value("9")
+    expect(again.locator("#chosen .chip")).to_have_text(["sql×"])
+
+
+def test_by_keyboard_alone(opener: Opener) -> None:
+    page = opener.open()
+    live(page)
+    page.keyboard.press("Tab")
+    assert focused(page) == "skip"
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    page.keyboard.press("Tab")
+    assert focused(page) == "tab-fleet"
+    page.keyboard.press("ArrowRight")
+    assert focused(page) == "tab-playground"
+    page.keyboard.press("/")
+    page.keyboard.type("pirate")
+    page.keyboard.press("Enter")
+    expect(page.locator("#chosen")).to_contain_text("pirate")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Home")
+    page.keyboard.press("Space")
+    expect(page.locator("#chosen")).not_to_contain_text("loraplex/demo")
+    page.locator("#prompt").focus()
+    page.keyboard.type(MESSAGE)
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("article", name="pirate").locator(".output")).to_contain_text("Arrr")
+    expect(page.locator("#announcer")).to_contain_text("finished")
+    page.locator("#main").focus()
+    page.keyboard.press("?")
+    expect(page.locator("#help")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#help")).to_be_hidden()
+    page.locator("#main").focus()
+    page.keyboard.press("1")
+    page.locator("canvas.arena.device").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#announcer")).to_contain_text("iB")
+    page.keyboard.press("Enter")
+    expect(page.locator("#adapters .row[aria-selected=true]")).to_have_count(1)
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    expect(page.locator("#adapters .row[aria-selected=true]")).to_have_count(0)
+
+
+def brightness(page: Page) -> int:
+    colour = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", colour)[:3]))
+
+
+def test_the_theme_is_the_systems_until_one_is_chosen(opener: Opener) -> None:
+    page = opener.open(color_scheme="dark")
+    assert brightness(page) < 150
+    page.emulate_media(color_scheme="light")
+    assert brightness(page) > 600
+    page.keyboard.press("t")
+    page.keyboard.press("t")
+    expect(page.get_by_role("button", name="Theme: dark")).to_be_visible()
+    assert brightness(page) < 150
+    page.reload()
+    assert brightness(page) < 150
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", ["fleet", "playground"])
+def test_accessible(opener: Opener, view: str, scheme: Any) -> None:
+    """By axe-core, contrast included. It makes elements of text: the policy forbids that."""
+    page = opener.open(view, color_scheme=scheme, bypass_csp=True)
+    live(page)
+    if view == "playground":
+        run_prompt(page, "json", "nobody/knows")
+        opener.complaints = [c for c in opener.complaints if "Failed to load resource" not in c]
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+
+
+@pytest.mark.parametrize("view", ["fleet", "playground"])
+def test_fits_a_phone(opener: Opener, view: str) -> None:
+    page = opener.open(view, viewport={"width": 390, "height": 844})
+    live(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+# Many workers and adapters, of which only those in sight are drawn
+
+
+def picture(workers: int, adapters: int, each: int, extents: int = 8192) -> FleetObject:
+    """So many workers, of so many adapters; every worker has `each` of them in memory."""
+    chance = random.Random(5)
+    digests = [f"{number:064x}" for number in range(adapters)]
+
+    def one(number: int) -> WorkerObject:
+        at = 0
+        places = []
+        for digest in chance.sample(digests, each):
+            count = chance.randint(1, max(1, extents // each - 1))
+            spans = ((at, count),)
+            at += count + chance.randint(0, 1)
+            places.append(
+                PlaceObject(digest, None, "ready", "ready", False, None, None, spans, spans)
+            )
+        return WorkerObject(
+            url=f"ws://10.0.0.{number}:8090",
+            id=f"worker-{number}",
+            state="ready",
+            device="cuda",
+            extent_bytes=1 << 20,
+            device_extents=extents,
+            host_extents=extents,
+            in_use=dict.fromkeys(digests[:9], 1),
+            places=tuple(places),
+        )
+
+    registered = tuple(
+        RegisteredObject(f"adapter-{i}", "hub:a/b", "ready", False, digest, (16,), 1000, None)
+        for i, digest in enumerate(digests)
+    )
+    router = RouterObject(0, 1024, 0, 0, 4096)
+    shown = tuple(one(number) for number in range(workers))
+    return FleetObject(1.0, "1", None, router, shown, registered, 0, [], [])
+
+
+def tell(page: Page, fleet: FleetObject) -> None:
+    body = b"event: fleet\ndata: " + msgspec.json.encode(fleet) + b"\n\n"
+
+    def answer(route: Route) -> None:
+        route.fulfill(status=200, headers={"content-type": "text/event-stream"}, body=body)
+
+    page.route("**/v1/fleet", answer)
+
+
+def test_a_thousand_adapters_on_64_workers(opener: Opener) -> None:
+    page = opener.open("playground")
+    tell(page, picture(64, 1000, 60))
+    page.keyboard.press("1")
+    page.reload()
+    expect(page.locator(".worker")).to_have_count(64, timeout=STEP_MS)
+    expect(page.locator("#adapters-count")).to_have_text("1,000")
+    assert page.locator("#adapters .row").count() < 60
+    drawn = "[...document.querySelectorAll('canvas.arena')].filter((c) => c.width !== 300).length"
+    assert 0 < page.evaluate(drawn) < 64
+    page.locator("#adapter-filter").fill("adapter-99")
+    expect(page.locator("#adapters-count")).to_have_text("11 of 1,000")
+    page.get_by_role("option", name="adapter-999").click()
+    expect(page.locator("#adapters .row[aria-selected=true]")).to_have_text(
+        re.compile("adapter-999")
+    )
+    page.locator("#adapter-filter").fill("no such name")
+    expect(page.locator("#adapters .empty")).to_contain_text("No adapter has")
+
+
+def test_a_router_that_is_gone_leaves_the_last_picture(opener: Opener) -> None:
+    page = opener.open("playground")
+    tell(page, picture(2, 5, 5))
+    page.keyboard.press("1")
+    page.reload()
+    expect(page.locator(".worker")).to_have_count(2)
+    page.route("**/v1/fleet", lambda route: route.abort())
+    expect(page.locator("#live")).to_have_text("Reconnecting", timeout=STEP_MS)
+    expect(page.locator("#fleet-notice")).to_contain_text("Reconnecting")
+    expect(page.locator(".worker")).to_have_count(2)
+    page.unroute("**/v1/fleet")
+    live(page)
+    opener.complaints = [c for c in opener.complaints if "Failed to load resource" not in c]
+
+
+def test_blocks_are_to_scale(opener: Opener) -> None:
+    """Every adapter's width is its bytes, whatever rows it wraps into; nothing overlaps."""
+    page = opener.open("playground")
+    extents, width, rows = 500, 600, 4
+    fleet = picture(1, 40, 40, extents)
+    (worker,) = fleet.workers
+    boxes = page.evaluate(
+        """async ([places, extents, width, rows]) => {
+            const { segments, layout } = await import("/console/segments.js");
+            const drawn = layout(segments(places, "device", extents), extents, width, rows);
+            return drawn.boxes.map((b) => [b.segment.place?.digest ?? null, b.row, b.x, b.width]);
+        }""",
+        [msgspec.to_builtins(worker.places), extents, width, rows],
+    )
+    ends = {row: 0.0 for _, row, _, _ in boxes}
+    widths: dict[str, float] = {}
+    for digest, row, x, wide in boxes:
+        assert x == pytest.approx(ends[row], abs=1e-3)
+        ends[row] = x + wide
+        assert ends[row] <= width + 1e-3
+        widths[digest] = widths.get(digest, 0.0) + wide
+    scale = len(ends) * width / extents
+    for place in worker.places or ():
+        assert widths[place.digest] == pytest.approx(place.device_spans[0][1] * scale)
+
+
+def test_the_readmes_picture() -> None:
+    """Small enough for a README; `tests/e2e/console_picture.py` draws it."""
+    png = (ROOT / "docs/images/console.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert len(png) < 300_000

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from adapters.errors import AdapterError
+from adapters.logs import log_to_stderr
 from launcher import config, key_commands, lifecycle_commands, names
 from launcher.bench import commands as bench_commands
 from launcher.command_line import Parser, add_options
@@ -177,9 +178,10 @@ def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from router.main import run
     from router.model_card import CardError
     from router.service import ConfigError
+    from router.tracing.request import request_id
 
-    _log_to_stderr()
     chosen = config.build(RouterConfig, config.resolve(config.ROUTER_OPTIONS, arguments, environ))
+    log_to_stderr(written=chosen.log_format, request_id=request_id)
     try:
         run(chosen)
     except (CardError, ConfigError) as error:
@@ -194,10 +196,11 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from server.worker.main import run
     from server.worker.setup import WorkerStartError
 
-    _log_to_stderr()
     values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
+    chosen = config.build(WorkerConfig, with_demo_name(values))
+    log_to_stderr(written=chosen.log_format)
     try:
-        run(config.build(WorkerConfig, with_demo_name(values)), arguments.listen_fd)
+        run(chosen, arguments.listen_fd)
     except (AddressError, WorkerStartError) as error:
         fail(str(error), 1)
     # A download on a thread must not hold the process back: nothing more is to be done.
@@ -209,14 +212,14 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 def _adapter(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher import adapter_commands
 
-    _log_to_stderr(logging.WARNING)
+    log_to_stderr(logging.WARNING)
     cache = arguments.cache_dir if "cache_dir" in arguments else None
     folder = cache or environ.get("LORAPLEX_CACHE_DIR", "~/.cache/loraplex")
     sys.exit(adapter_commands.run(arguments, folder))
 
 
 def _lifecycle(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    _log_to_stderr(logging.WARNING)
+    log_to_stderr(logging.WARNING)
     key = config.secret_value("admin_key", arguments.admin_key_file, environ)
     token = None
     if getattr(arguments, "token_file", None):
@@ -225,7 +228,7 @@ def _lifecycle(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Non
 
 
 def _key(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    _log_to_stderr(logging.WARNING)
+    log_to_stderr(logging.WARNING)
     file = getattr(arguments, "admin_key_file", None)
     sys.exit(key_commands.run(arguments, config.secret_value("admin_key", file, environ)))
 
@@ -240,16 +243,6 @@ def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
     facts = gather()
     sys.stdout.write(to_json(facts) if arguments.json else to_text(facts))
-
-
-def _log_to_stderr(level: int = logging.INFO) -> None:
-    """Libraries speak only of trouble: what they say otherwise may hold URLs with credentials."""
-    logging.basicConfig(
-        level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"
-    )
-    http = ("httpx", "httpcore", "httpx2", "httpcore2", "huggingface_hub")
-    for name in (*http, "uvicorn", "websockets", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,19 @@ GROUPS: Mapping[str, frozenset[str]] = {
             "adapter_timeout_s",
         }
     ),
-    "Telemetry": frozenset({"metrics_adapters", "metrics_compat"}),
     "Callers": frozenset({"auth", "keys_file", "share_prefixes"}),
     "Sharing": frozenset(
         {"redis", "redis_password", "redis_prefix", "redis_timeout_s", "quota_outage", "key_outage"}
+    ),
+    "Telemetry": frozenset(
+        {
+            "metrics_adapters",
+            "metrics_compat",
+            "otlp_endpoint",
+            "trace_sample",
+            "log_requests",
+            "log_format",
+        }
     ),
     "Memory": frozenset(
         {

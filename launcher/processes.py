@@ -149,7 +149,9 @@ class Service:
 
     def _on_line(self, line: str) -> None:
         self._last_lines.append(line)
-        sys.stdout.write(f"{self.name:<6} | {line}\n")
+        # Lines for programs stay whole.
+        shown = line if line.startswith("{") else f"{self.name:<6} | {line}"
+        sys.stdout.write(f"{shown}\n")
         sys.stdout.flush()
 
     def _failure(self, ending: str) -> str:

@@ -18,6 +18,7 @@ from router.edge import Edge
 from router.generation import Cause, RequestError
 from router.http_body import CLIENT_GONE_STATUS, ClientGone
 from router.operator_routes import OperatorRoutes
+from router.request_log import RequestLog
 from router.routes_adapters import AdapterRoutes
 from router.routes_console import ConsoleRoutes
 from router.routes_fleet import FleetRoute
@@ -26,6 +27,10 @@ from router.routes_keys import KeyRoutes, UsageRoutes
 from router.routes_tokenize import TokenizeRoute
 from router.service import Service
 from router.told_errors import ToldErrors
+
+_GENERATION_PATHS = frozenset(
+    {"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"}
+)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -60,7 +65,12 @@ def build_app(service: Service) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False
-    return Edge(app, service.metrics, frozenset(route.path for route in routes))
+    return Edge(
+        app,
+        service.metrics,
+        frozenset(route.path for route in routes),
+        RequestLog(service.tracing, _GENERATION_PATHS, service.config.log_requests),
+    )
 
 
 def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:

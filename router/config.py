@@ -155,6 +155,21 @@ class RouterConfig:
         default=300.0,
         metadata={"min": 0, "help": "seconds for which a request that killed workers is refused"},
     )
+    otlp_endpoint: str = field(
+        default="",
+        metadata={"help": "where traces go (OTLP over HTTP), e.g. http://collector:4318"},
+    )
+    trace_sample: float = field(
+        default=1.0,
+        metadata={"max": 1, "help": "share of requests to trace, where the caller did not decide"},
+    )
+    log_requests: Literal["no", "yes", "prompts"] = field(
+        default="no",
+        metadata={"help": "a log line for each request; prompts: with what was asked"},
+    )
+    log_format: Literal["text", "json"] = field(
+        default="text", metadata={"help": "log lines for people or for programs"}
+    )
     drain_timeout_s: float = field(
         default=30.0, metadata={"help": "longest wait for running answers when told to stop"}
     )

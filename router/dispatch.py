@@ -21,6 +21,7 @@ from router.generation_run import Generation, PromptTask
 from router.metrics import RouterMetrics
 from router.policy.queue_limits import QueueFull
 from router.prompts import Prompt, build_prompts, resolve_sampling
+from router.request_log import note_call
 from router.request_meter import RequestMeter
 from router.sequence_run import Inbox, Retries, RunContext, fingerprint
 from router.served import ServedAdapter
@@ -28,6 +29,7 @@ from router.tenancy.metering import Charge
 from router.tenancy.quota import UNSTATED_TOKENS
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
+from router.tracing.request import in_hand
 from server.protocol import SamplingParams
 
 _SEED_BITS = 53  # what JSON numbers carry without loss everywhere
@@ -83,6 +85,7 @@ class Dispatcher:
 
         charge: the request's own; closed when the generation is, or when it could not be started.
         """
+        note_call(in_hand(), call, self._base.require().card.names[0])
         if self.running >= self._limits.max_requests:
             raise RequestError("overloaded", f"{self.running} requests are being answered already")
         self.running += 1
@@ -165,8 +168,9 @@ class Dispatcher:
             outcome = "ready"
             return adapter
         finally:
-            elapsed = asyncio.get_running_loop().time() - started
-            self._metrics.adapter_load_s.labels(outcome).observe(elapsed)
+            ended = asyncio.get_running_loop().time()
+            self._metrics.adapter_load_s.labels(outcome).observe(ended - started)
+            in_hand().trace.stage("resolve", started, ended, {"loraplex.outcome": outcome})
 
     def _closed(self) -> None:
         self.running -= 1

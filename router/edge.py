@@ -7,6 +7,8 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.metrics import RouterMetrics
+from router.request_log import RequestLog
+from router.tracing.request import RequestInHand
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +22,10 @@ class Edge:
     routes: paths that get a metrics label of their own; all others share `other`.
     """
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics, routes: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: RouterMetrics, routes: frozenset[str], log: RequestLog
+    ) -> None:
+        self._log = log
         self._app = app
         self._metrics = metrics
         self._routes = routes
@@ -29,7 +34,8 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, _request_id(scope))
+        request = self._log.begin(_request_id(scope), scope)
+        answer = _Answer(send, request)
         scope.setdefault("state", {})["request_id"] = answer.request_id
         try:
             await self._app(scope, receive, answer.send)
@@ -38,13 +44,15 @@ class Edge:
         finally:
             path = scope["path"]
             self._metrics.request(path if path in self._routes else "other", answer.status)
+            self._log.end(request, answer.status)
 
 
 class _Answer:
-    """Remembers what was sent, and adds the request's id to the head."""
+    """Remembers what was sent, and adds the request's id to the head, and its trace's."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, send: Send, request: RequestInHand) -> None:
+        self.request_id = request.request_id
+        self._traceparent = request.trace.traceparent
         self.status = 0
         self.started = False
         self._send = send
@@ -57,6 +65,8 @@ class _Answer:
                 *message.get("headers", ()),
                 (_ID_HEADER, self.request_id.encode()),
             ]
+            if self._traceparent is not None:
+                message["headers"].append((b"traceparent", self._traceparent.encode()))
         await self._send(message)
 
 

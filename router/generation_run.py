@@ -145,6 +145,7 @@ class Generation:
         self.charge.outcome = "ok" if not self._live else "failed" if failed else "cancelled"
         for choice in self._choices:
             choice.run.stop()
+        self._meter.closes()
         self._on_close()
 
     def _advance(self, choice: _Choice, event: TokenEvent, parts: list[Part]) -> None:

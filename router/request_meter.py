@@ -5,6 +5,7 @@ from collections.abc import Callable
 from router.metrics import RouterMetrics, Start
 from router.served import ServedAdapter
 from router.top_adapters import BASE, COUNTS, OTHER
+from router.tracing.request import in_hand
 
 _REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS = range(len(COUNTS))
 
@@ -36,6 +37,10 @@ class RequestMeter:
         self._top = metrics.top_adapters
         # What nobody registered has no name here: callers choose it.
         self._name = BASE if adapter is None else adapter.alias or OTHER
+        self._request = in_hand()
+        self._num_generated = 0
+        if adapter is not None:
+            self._request.notes["loraplex.adapter.digest"] = adapter.digest
 
     @property
     def elapsed_s(self) -> float:
@@ -45,6 +50,7 @@ class RequestMeter:
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
         self._top.count(self._name, _REQUESTS)
         self._top.count(self._name, _PROMPT_TOKENS, num_prompt_tokens)
+        self._request.notes["gen_ai.usage.input_tokens"] = num_prompt_tokens
 
     def tokens(self, times: ChoiceTimes, count: int, start: Start) -> None:
         """Generated ones of a choice came. start: how its worker had the adapter."""
@@ -58,9 +64,13 @@ class RequestMeter:
             times.first_at = now
             if self.first_token_s is None:
                 self.first_token_s = now - self.started
-                metrics.first_token_s.labels(start).observe(self.first_token_s)
+                first_token_s = metrics.first_token_s.labels(start)
+                first_token_s.observe(self.first_token_s, self._request.exemplar)
+                self._request.notes["loraplex.start"] = start
+                self._request.notes["loraplex.time_to_first_token_s"] = self.first_token_s
         times.num_tokens += count
         times.last_at = now
+        self._num_generated += count
 
     def choice_ends(self, times: ChoiceTimes) -> None:
         if times.num_tokens > 1:
@@ -69,10 +79,15 @@ class RequestMeter:
 
     def ends(self) -> None:
         """The answer is whole."""
-        self._metrics.request_s.observe(self.elapsed_s)
+        self._metrics.request_s.observe(self.elapsed_s, self._request.exemplar)
 
     def fails(self) -> None:
         self._top.count(self._name, _ERRORS)
 
     def is_given_up(self) -> None:
         self._metrics.given_up.inc()
+        self._request.error = "client_gone"
+
+    def closes(self) -> None:
+        """However it ended."""
+        self._request.notes["gen_ai.usage.output_tokens"] = self._num_generated

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -25,12 +26,14 @@ from router.fleet import Fleet
 from router.metrics import RouterMetrics, Start
 from router.policy.attempts import Attempts, Quarantine, RetryBudget
 from router.policy.cost import Bill
-from router.policy.placement import Reason, Wish
+from router.policy.placement import Wish
 from router.policy.prefixes import prefix_keys
 from router.policy.waiting import Waiting
 from router.served import ServedAdapter, changed, has_changed, home_key
 from router.tenancy.metering import Charge
-from router.worker_session import Credit, WorkerLost, WorkerSession
+from router.tracing.request import in_hand
+from router.tracing.sequence import SequenceTrace
+from router.worker_session import Credit, Tier, WorkerLost, WorkerSession
 from server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
 
 logger = logging.getLogger(__name__)
@@ -137,11 +140,12 @@ class SequenceRun:
         self._accepted: list[int] = []
         self._attempts = Attempts()
         self._session: WorkerSession | None = None
-        self._reason: Reason | None = None
+        self._tier: Tier = "none"
         self._on_probation = False
         self._bill: Bill | None = None
         self._done = False
         self._wish = self._make_wish()
+        self._trace = SequenceTrace(in_hand().trace, request.adapter, time.monotonic)
         self._placing = self._start_placing(0.0)
 
     @property
@@ -149,7 +153,7 @@ class SequenceRun:
         """How the worker that it was placed on last had its adapter."""
         if self._request.adapter is None:
             return "base"
-        return "warm" if self._reason in ("resident", "prefix") else "cold"
+        return "warm" if self._tier == "device" else "cold"
 
     def stop(self) -> None:
         """Ends the run wherever it is; nothing more comes from it."""
@@ -192,9 +196,13 @@ class SequenceRun:
         if self._bill is None:
             self._bill = bill
         try:
-            self._reason = reason
+            self._tier = credit.session.tier(self._request.adapter)
             context.metrics.placed(reason, loop.time() - started)
+            placed = self._trace.placed(
+                *(started, credit.session.worker_id, reason), self._tier, self._attempts.number
+            )
             await self._admit(credit)
+            self._trace.submitted(placed)
             self._submit(credit, context.deadline - loop.time())
         finally:
             credit.release()
@@ -249,6 +257,7 @@ class SequenceRun:
     def _receive(self, attempt: int, event: TokenEvent) -> None:
         if self._done or attempt != self._attempts.number:
             return
+        self._trace.received(event)
         if event.finish in ("error", "abort"):
             session, self._session = self._session, None
             if event.error == "adapter_unavailable" and session and self._request.adapter:

@@ -41,6 +41,7 @@ from router.tenancy.keys_file import KeysFileError
 from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
 from router.text.template_sandbox import TemplateSandbox
 from router.told_errors import ToldErrors
+from router.tracing.tracing import Tracing, make_tracing
 from server.protocol import ModelCard
 
 _HUB_THREADS = 8
@@ -73,6 +74,7 @@ class Service:
     tenancy: Tenancy
     errors: ToldErrors
     watch: FleetWatch
+    tracing: Tracing
 
     def why_not_ready(self) -> str | None:
         """None = new requests are answered. An adapter that failed holds nobody up."""
@@ -107,6 +109,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.admin.close()
             await self.sandbox.close()
+            await asyncio.to_thread(self.tracing.close)
 
     async def _first_worker(self) -> None:
         """What comes before a restarted router knows its workers waits for them, for a moment."""
@@ -170,7 +173,15 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         tenancy=tenancy,
         errors=errors,
         watch=FleetWatch(base, catalog, fleet, dispatcher, file, errors),
+        tracing=_tracing(config),
     )
+
+
+def _tracing(config: RouterConfig) -> Tracing:
+    try:
+        return make_tracing(config)
+    except ValueError as error:
+        raise ConfigError(f"--otlp-endpoint: {error}") from error
 
 
 def _sharing(config: RouterConfig) -> Sharing:

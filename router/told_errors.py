@@ -1,4 +1,4 @@
-"""Every error that a caller is told passes here: it is counted, and the last ones are kept."""
+"""Every error that a caller is told passes here: counted, traced, and the last ones kept."""
 
 import time
 from collections import OrderedDict
@@ -9,6 +9,7 @@ from starlette.requests import Request
 from router.api.fleet import ErrorObject
 from router.generation import RequestError
 from router.metrics import RouterMetrics
+from router.tracing.request import in_hand
 
 MAX_ERRORS = 64
 MAX_TEXT = 300
@@ -28,6 +29,7 @@ class ToldErrors:
     def note(self, request: Request, error: RequestError) -> None:
         """Routes and methods that there are not are counted only: strangers ask for many."""
         self._metrics.request_errors.labels(error.cause).inc()
+        in_hand().error = error.cause
         if error.cause in ("route_not_found", "method_not_allowed"):
             return
         path, message = request.scope["path"][:MAX_TEXT], error.message[:MAX_TEXT]

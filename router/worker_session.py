@@ -6,6 +6,7 @@ It lasts as long as its WebSocket. Reconnecting and model cards are `worker_clie
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import msgspec
 from websockets.asyncio.client import ClientConnection
@@ -38,6 +39,7 @@ MAX_OUTBOX_BYTES = 64 << 20
 
 Sink = Callable[[TokenEvent], None]
 SequenceKey = tuple[str, int, int]
+Tier = Literal["none", "device", "loading", "fetched", "absent"]
 
 
 class WorkerLost(Exception):
@@ -172,6 +174,16 @@ class WorkerSession:
         return len(live)
 
     # Adapters
+
+    def tier(self, digest: str | None) -> Tier:
+        """How the worker has an adapter, as far as is known here."""
+        if digest is None:
+            return "none"
+        if digest in self.view.resident:
+            return "device"
+        if digest in self.view.loading:
+            return "loading"
+        return "fetched" if digest in self._loads.admitted else "absent"
 
     def knows(self, digest: str) -> bool:
         return self.view.knows(digest)

@@ -139,6 +139,9 @@ class WorkerConfig:
         default=600.0,
         metadata={"help": "seconds for one merge of adapters (ties and dare take long)"},
     )
+    log_format: Literal["text", "json"] = field(
+        default="text", metadata={"help": "log lines for people or for programs"}
+    )
     executor: str = field(
         default="torch",
         metadata={"help": "certify[:JSON] = an engine without a model, to try a deployment"},
@@ -166,3 +169,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     max_step_tokens: int
     adapter_slots: int
     gpu_memory_utilization: float = 0.9
+    log_format: Literal["text", "json"] = "text"

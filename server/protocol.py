@@ -193,7 +193,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
     index: position in the output of the first of token_ids. A stop token is included in token_ids.
     logprobs: parallel to token_ids when asked for.
-    prompt_logprobs, cached_tokens: on the first event.
+    prompt_logprobs, cached_tokens: on the first event. load_s: there too, the seconds for which it
+    waited for its adapter, if it did.
     """
 
     request_id: str
@@ -207,6 +208,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int | None = None
     error: ErrorCode | None = None
     message: str | None = None
+    load_s: float | None = None
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag="se"):

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from adapters.logs import log_to_stderr
 from server.config import EngineConfig
 from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import Executor, ExecutorLimits
@@ -55,7 +56,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after Shutdown or with the shell gone, else 1."""
     options = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="engine: %(levelname)s %(message)s")
     # A terminal's Ctrl-C reaches the whole group; the shell decides when the engine leaves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leaving = threading.Event()
@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
     try:
         config = msgspec.json.decode(options.config, type=EngineConfig)
+        log_to_stderr(written=config.log_format, text="engine: %(levelname)s %(message)s")
         executor = _build(options, config)
     except Exception as error:  # the process's edge: the shell is told, whatever it was
         log.error("the engine cannot start", exc_info=error)

@@ -56,6 +56,7 @@ def token_event(
         logprobs=None if logprob is None or token_id is None else (logprob,),
         prompt_logprobs=prompt_logprobs,
         cached_tokens=sequence.cached_tokens if first else None,
+        load_s=sequence.load_s or None if first else None,
     )
     return SequenceEvent(sequence.key, event)
 

@@ -69,6 +69,7 @@ class Scheduler:
         self._events: list[SequenceEvent] = []
         self._arrivals = 0
         self._step = 0
+        self._now = 0.0
         self._preemptions = 0
         self._prefix_hit_tokens = 0
         self._prompt_tokens = 0
@@ -77,6 +78,7 @@ class Scheduler:
 
     def submit(self, key: int, request: GenerateRequest, now: float) -> None:
         """Take a request. Whatever is wrong with it ends it at once in an error event."""
+        self._now = now
         self._arrivals += 1
         order = Order(request.priority, self._arrivals)
         refusal = refuse(request, self.limits)
@@ -137,6 +139,7 @@ class Scheduler:
             self._fail_waiters(waiters, done.error)
             return
         for sequence in waiters:
+            sequence.load_s += now - sequence.parked_at
             sequence.move(State.WAITING)
             insort(self._waiting, sequence, key=ORDER)
 
@@ -187,6 +190,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before something else happens."""
+        self._now = now
         self._expire(now)
         self._make_room(now)
         batch = Batch(self._step + 1, self.limits.max_step_tokens, self._freed_rows)
@@ -367,6 +371,7 @@ class Scheduler:
             insort(self._waiting, sequence, key=ORDER)
         else:
             sequence.move(State.NEEDS_ADAPTER)
+            sequence.parked_at = self._now
             self.loads.park(sequence)
 
     @staticmethod

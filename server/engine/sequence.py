@@ -60,6 +60,8 @@ class Sequence:
     cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     started: bool = False  # its first event is out
+    parked_at: float = 0.0  # when it last began to wait for its adapter
+    load_s: float = 0.0  # how long it waited for it in all
     prompt_len: int = 0
     last_input: int = 0  # tokens that are ever inputs; the last of an output never is
 

@@ -138,6 +138,7 @@ def _engine_config(
         max_step_tokens=sizes.max_step_tokens,
         adapter_slots=config.adapter_slots,
         gpu_memory_utilization=config.gpu_memory_utilization,
+        log_format=config.log_format,
     )
 
 

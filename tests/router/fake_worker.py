@@ -161,6 +161,7 @@ class FakeWorker:
         self.port = free_port()
         # Faults: an index whose token is not sent; last tokens without the word that they are.
         self.skip_index: int | None = None
+        self.load_s: float | None = None
         self.hold_finish = False
         self.held = 0
         self._seen = asyncio.Condition()
@@ -386,6 +387,8 @@ class FakeWorker:
                 await self._emit(connection, failed)
                 return
             event = token_event(request, index, output[index])
+            if index == 0:
+                event = msgspec.structs.replace(event, load_s=self.load_s)
             if index == self.skip_index:
                 continue
             if event.finish is not None and self.hold_finish:

@@ -207,6 +207,20 @@ def test_pages_of_non_finite_values_are_not_read_again() -> None:
     assert harness.events[key][0].cached_tokens == 0
 
 
+def test_the_first_event_tells_how_long_the_adapter_was_waited_for() -> None:
+    harness = Harness()
+    base = harness.submit(make_request([5], 3))
+    cold = harness.submit(make_request([5], 3, "a"))
+    harness.run()
+    warm = harness.submit(make_request([6], 3, "a"))
+    harness.run()
+    waited = [event.load_s for event in harness.events[cold]]
+    assert waited[0] is not None
+    assert waited[0] > 0
+    assert waited[1:] == [None, None]
+    assert harness.events[base][0].load_s is harness.events[warm][0].load_s is None
+
+
 # ---- logprobs
 
 

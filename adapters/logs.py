@@ -1,0 +1,63 @@
+"""Log lines on stderr: for people, or JSON for programs, with the id of the request in hand."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+Format = Literal["text", "json"]
+_TEXT = "%(asctime)s %(levelname)s %(message)s"
+# Libraries speak only of trouble: what they say otherwise may hold URLs with credentials.
+_QUIET = (
+    *("httpx", "httpcore", "httpx2", "httpcore2", "huggingface_hub", "urllib3"),
+    *("uvicorn", "websockets", "asyncio", "opentelemetry"),
+)
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line. request_id: of the request in hand where the line is written, or None.
+
+    A record's `facts` are fields of their own.
+    """
+
+    def __init__(self, request_id: Callable[[], str | None]) -> None:
+        super().__init__()
+        self._request_id = request_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{seconds}.{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        request_id = self._request_id()
+        if request_id is not None:
+            line["request_id"] = request_id
+        facts = getattr(record, "facts", None)
+        if facts is not None:
+            line |= facts
+            line["message"] = "request"
+        if record.exc_info is not None:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def log_to_stderr(
+    level: int = logging.INFO,
+    written: Format = "text",
+    request_id: Callable[[], str | None] = lambda: None,
+    text: str = _TEXT,
+) -> None:
+    """From now on, for this process. text: how lines for people look."""
+    handler = logging.StreamHandler(sys.stderr)
+    if written == "json":
+        handler.setFormatter(JsonFormatter(request_id))
+    else:
+        handler.setFormatter(logging.Formatter(text, "%H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler])
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)

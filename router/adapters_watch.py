@@ -28,7 +28,7 @@ _Stamp = tuple[int, int, int]
 class AdaptersFile:
     """errors: by entry, or WHOLE; what they are about stays as it was. clock: seconds.
 
-    applied: every entry has been tried once; before that, names are missing that will be there.
+    applied: set once every entry has been tried; before that, names are missing that will be there.
     """
 
     def __init__(
@@ -37,9 +37,10 @@ class AdaptersFile:
         admin: AdapterAdmin,
         default_source: str,
         clock: Callable[[], float],
+        applied: asyncio.Event,
     ) -> None:
         self.errors: dict[str, str] = {}
-        self.applied = False
+        self.applied = applied
         self._path = path
         self._admin = admin
         self._default_source = default_source
@@ -71,7 +72,7 @@ class AdaptersFile:
         self._stamp, self._tried_at = stamp, now
         contents = await asyncio.to_thread(_read, self._path, self._default_source)
         self._tell(await self._reconcile(contents))
-        self.applied = True
+        self.applied.set()
 
     async def _reconcile(self, contents: FileContents) -> dict[str, str]:
         """What went wrong, by entry."""

@@ -49,6 +49,7 @@ class Fleet:
 
     silence_s: how long a worker may be silent before its sequences go on elsewhere.
     worker_wait_s: how long new sequences wait while no worker takes work.
+    names_known: set once the operator's adapters have their names; first requests wait for it, too.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Fleet:
         self._handed_over = handed_over
         self.clients: Sequence[WorkerClient] = ()
         self.on_connect: Callable[[WorkerSession], None] = lambda session: None
+        self.names_known = asyncio.Event()
+        self.names_known.set()
         self._accept_card = accept_card
         self._worker_wait_s = worker_wait_s
         self._placement = Placement()
@@ -128,11 +131,11 @@ class Fleet:
             raise self._no_worker()
 
     async def until_ready(self, tenant: str, nbytes: int) -> None:
-        """Waits for a worker that takes work, with a request of `nbytes` in hand.
+        """Waits for a worker that takes work and for names, with a request of `nbytes` in hand.
 
         As many may wait here as in the queue. Raises NoWorker when none came in time, QueueFull.
         """
-        if self.ready:
+        if self.ready and self.names_known.is_set():
             return
         refusal = self._lobby.refusal(tenant, 1, nbytes)
         if refusal is not None:
@@ -190,7 +193,8 @@ class Fleet:
             _fail(entry, DeadlinePassed())
         if self.ready:
             self._unready_since = now
-            self._became_ready.set()
+            if self.names_known.is_set():
+                self._became_ready.set()
         elif now - self._unready_since >= self._worker_wait_s:
             for entry in self.queue.withdraw_new():
                 _fail(entry, self._no_worker())
@@ -244,6 +248,8 @@ class Fleet:
     def _no_worker(self) -> NoWorker:
         draining = any(view.draining for view in self.views)
         why = "every worker is draining" if draining else "no worker is ready"
+        if self.ready:
+            why = "the operator's adapters are still being checked"
         return NoWorker(f"{why}; try again soon", 2.0)
 
 

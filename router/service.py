@@ -80,7 +80,7 @@ class Service:
         """None = new requests are answered. An adapter that failed holds nobody up."""
         if not self.fleet.ready or self.base.text is None:
             return "no worker is ready"
-        if self.adapters_file is not None and not self.adapters_file.applied:
+        if self.adapters_file is not None and not self.adapters_file.applied.is_set():
             return "the adapters of --adapters-file are being checked"
         return None
 
@@ -164,7 +164,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         compat = CompatMetrics(base, fleet, catalog.rules.aliases, use)
         compat.declare(Meters(registry, COMPAT_PREFIX))
     card = _saved_card(config)
-    file = _adapters_file(config, admin)
+    file = _adapters_file(config, admin, fleet.names_known)
     return Service(
         *(config, base, catalog, admin, file, fleet, dispatcher, answerer, metrics, sandbox),
         saved_card=card,
@@ -217,10 +217,13 @@ def _tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
         raise ConfigError(f"--keys-file {config.keys_file}: {error}") from error
 
 
-def _adapters_file(config: RouterConfig, admin: AdapterAdmin) -> AdaptersFile | None:
+def _adapters_file(
+    config: RouterConfig, admin: AdapterAdmin, applied: asyncio.Event
+) -> AdaptersFile | None:
     if config.adapters_file is None:
         return None
-    return AdaptersFile(config.adapters_file, admin, config.default_source, time.monotonic)
+    applied.clear()
+    return AdaptersFile(config.adapters_file, admin, config.default_source, time.monotonic, applied)
 
 
 def _check_workers(config: RouterConfig) -> None:

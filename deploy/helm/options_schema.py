@@ -23,6 +23,7 @@ SET_BY_CHART = {
         "drain-timeout-s",
         "host",
         "hub-owner",
+        "keys-file",
         "port",
         "redis",
         "redis-prefix",

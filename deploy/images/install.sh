@@ -5,5 +5,5 @@ set -eu
 source=$(cd "$(dirname "$0")/../.." && pwd)
 "${PYTHON:-python3}" -m venv "$2"
 "$2/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check \
-    -c "$source/constraints.txt" "$source[$1]"
+    -c "$source/constraints.txt" -c "$source/deploy/images/constraints.gpu.txt" "$source[$1]"
 "$2/bin/python" -m pip check

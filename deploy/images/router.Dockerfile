@@ -9,7 +9,7 @@ COPY adapters /src/adapters
 COPY launcher /src/launcher
 COPY router /src/router
 COPY server /src/server
-COPY deploy/images/install.sh /src/deploy/images/
+COPY deploy/images/install.sh deploy/images/constraints.gpu.txt /src/deploy/images/
 RUN sh /src/deploy/images/install.sh router /opt/loraplex
 
 FROM ${PYTHON_IMAGE}

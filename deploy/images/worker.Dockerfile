@@ -15,7 +15,7 @@ COPY adapters /src/adapters
 COPY launcher /src/launcher
 COPY router /src/router
 COPY server /src/server
-COPY deploy/images/install.sh /src/deploy/images/
+COPY deploy/images/install.sh deploy/images/constraints.gpu.txt /src/deploy/images/
 RUN PYTHON=python3.12 sh /src/deploy/images/install.sh gpu,s3 /opt/loraplex && rm -rf /src
 ENV PATH=/opt/loraplex/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -179,10 +179,12 @@ def test_dashboards_and_rules_are_the_files() -> None:
 
 def test_the_notes_have_a_request_that_can_be_pasted() -> None:
     notes = texts("fleet")["loraplex/templates/NOTES.txt"]
-    curl = re.search(r"curl (\S+) -H '([^']+)' -d '([^']+)'", notes)
+    curl = re.search(r"curl (\S+) -H '([^']+)' .*-d '([^']+)'", notes)
     assert curl is not None
     assert curl[1] == "https://lora.example.com/generate"
     assert json.loads(curl[3])["parameters"]["adapter_id"] == "sql"
+    assert "Authorization: Bearer $KEY" in curl[0]
+    assert "Authorization" not in texts("small")["loraplex/templates/NOTES.txt"]
 
 
 def test_the_schema_knows_the_options_of_today() -> None:

@@ -14,6 +14,7 @@ from tests.deploy.chart import CASES, CHART, Object, objects, of_kind, pods
 
 CREDENTIALS = "/etc/loraplex/credentials/"
 LIVE, READY = "/health/live", "/health/ready"
+SECRETS = {o.flag for o in (*ROUTER_OPTIONS, *WORKER_OPTIONS) if o.is_secret}
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
 
 
@@ -105,8 +106,8 @@ def test_no_secret_stands_in_the_open(case: str) -> None:
                     assert "secretKeyRef" in variable["valueFrom"]
             for arg in container.get("args", ()):
                 flag, _, value = arg.partition("=")
-                if flag.startswith("--") and _SECRET_NAME.search(flag) and "share-" not in flag:
-                    assert flag.endswith("-file"), arg
+                assert flag.removeprefix("--") not in SECRETS, arg
+                if flag.removeprefix("--").removesuffix("-file") in {*SECRETS, "keys"}:
                     assert value.startswith(CREDENTIALS)
     for config in of_kind(objects(case), "ConfigMap"):
         if "dashboard" not in config["metadata"]["name"]:

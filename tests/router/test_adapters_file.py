@@ -1,5 +1,6 @@
 """The operator's file of adapters: what it says, what is done, and what its faults cost."""
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -14,8 +15,8 @@ from adapters.ref import AdapterRef
 from router.adapters_file import MAX_FILE_BYTES, WHOLE, FileContents, Wanted, plan, read
 from router.adapters_watch import RETRY_S, AdaptersFile
 from router.registration import Origin, Registration
-from tests.router.fake_worker import FakeWorker
-from tests.router.serving import Running
+from tests.router.fake_worker import FakeWorker, running_worker
+from tests.router.serving import Running, running_router
 
 YAML = b"""
 adapters:
@@ -143,7 +144,7 @@ class Followed:
         self.admin = router.service.admin
         self.path = path
         self.clock = Clock()
-        self.file = AdaptersFile(path, self.admin, "hub", self.clock)
+        self.file = AdaptersFile(path, self.admin, "hub", self.clock, asyncio.Event())
         self.writes = 0
 
     def write(self, *entries: dict[str, Any]) -> None:
@@ -163,9 +164,9 @@ def followed(router: Running, tmp_path: Path) -> Followed:
 
 async def test_added_changed_and_removed(followed: Followed, worker: FakeWorker) -> None:
     followed.write({"name": "one", "ref": "org/one", "pin": True}, {"name": "two", "ref": "org/2"})
-    assert not followed.file.applied
+    assert not followed.file.applied.is_set()
     await followed.file.poll()
-    assert followed.file.applied
+    assert followed.file.applied.is_set()
     assert followed.names == ["one", "two"]
     one = followed.admin.get("one")
     assert one.pinned
@@ -178,6 +179,23 @@ async def test_added_changed_and_removed(followed: Followed, worker: FakeWorker)
     loads = len(worker.loads)
     await followed.file.poll()
     assert len(worker.loads) == loads, "nothing changed"
+
+
+async def test_first_requests_wait_for_the_operators_names(tmp_path: Path) -> None:
+    """A name of the file is not unknown only because the router has just begun."""
+    file = tmp_path / "adapters.json"
+    file.write_text(json.dumps({"adapters": [{"name": "one", "ref": "org/one"}]}))
+    worker = FakeWorker()
+    options = {"adapters_file": file, "worker_wait_s": 30.0}
+    async with running_router(tmp_path, worker, wait=False, **options) as router:
+        body = {"model": "one", "prompt": "x"}
+        asking = asyncio.create_task(router.client.post("/v1/completions", json=body))
+        ready = await router.client.get("/health/ready")
+        assert ready.json()["error"] == "no worker is ready"
+        async with running_worker(worker):
+            answer = await asking
+            assert answer.status_code == 200, answer.text
+            assert (await router.client.get("/health/ready")).status_code == 200
 
 
 async def test_faults_are_told_once_and_keep_what_works(

@@ -15,6 +15,9 @@
 {{- if $values.secrets.adminKey.name }}
 - "--admin-key-file=/etc/loraplex/credentials/adminKey"
 {{- end }}
+{{- if $values.secrets.apiKeys.name }}
+- "--keys-file=/etc/loraplex/credentials/apiKeys"
+{{- end }}
 {{- if $values.secrets.adapterHub.name }}
 - "--hub-token-file=/etc/loraplex/credentials/adapterHub"
 {{- end }}

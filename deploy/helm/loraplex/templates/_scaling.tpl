@@ -3,6 +3,7 @@
 {{- define "loraplex.pressure" -}}
 loraplex_requests_running: {{ .requestsPerWorker }}
 loraplex_queue_sequences: {{ .queuedPerWorker }}
+loraplex_waiting_room_requests: {{ .queuedPerWorker }}
 {{- end -}}
 
 {{/* Up at once, down slowly: a worker takes minutes to load its model. */}}

@@ -86,6 +86,10 @@
 {{- if not .root.Values.monitoring.prometheusAddress -}}
 {{- fail (printf "%s: autoscaling.kind keda asks Prometheus for the queue: set monitoring.prometheusAddress" .where) -}}
 {{- end -}}
+{{- $patience := index .root.Values.router.options "worker-wait-s" | default 10 -}}
+{{- if and (lt (int $scaling.minReplicas) 1) (lt (int $patience) 60) -}}
+{{- fail (printf "%s: autoscaling.minReplicas 0 needs router.options.worker-wait-s of at least 60, got %v: requests would be given up before a worker has loaded its model" .where $patience) -}}
+{{- end -}}
 {{- if and (lt (int $scaling.minReplicas) 1) (not .root.Values.router.readyWithoutWorkers) -}}
 {{- fail (printf "%s: autoscaling.minReplicas 0 needs router.readyWithoutWorkers true: without it no request reaches a router to wake a worker" .where) -}}
 {{- end -}}
@@ -138,7 +142,7 @@
 {{- if and (eq .Values.redis.mode "external") (not .Values.redis.url) -}}{{- fail "redis.url is needed: where the external Redis is" -}}{{- end -}}
 {{- if and (ne .Values.redis.mode "external") .Values.redis.url -}}{{- fail (printf "redis.url is given, but redis.mode is %s, not external" .Values.redis.mode) -}}{{- end -}}
 {{- $callers := index .Values.router.options "auth" | default "auto" -}}
-{{- if and (ne $callers "none") (not .Values.secrets.adminKey.name) (not (index .Values.router.options "keys-file")) -}}{{- fail "callers need keys: name secrets.adminKey, with which they are made, or let anyone who reaches the routers use them with router.options.auth: none" -}}{{- end -}}
+{{- if and (ne $callers "none") (not .Values.secrets.adminKey.name) (not .Values.secrets.apiKeys.name) -}}{{- fail "callers need keys: name secrets.apiKeys, or secrets.adminKey, with which they are made, or let anyone who reaches the routers use them with router.options.auth: none" -}}{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}{{- fail "ingress.hosts is needed" -}}{{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}{{- fail "httpRoute.parentRefs is needed: the gateway that it belongs to" -}}{{- end -}}
 {{- end -}}

@@ -6,7 +6,6 @@ time, so what one caller's token opened is never another's.
 
 import asyncio
 import hashlib
-import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from adapters.manifest import AdapterManifest
 from adapters.merge_recipe import sole_member
 from adapters.ref import AdapterRef, format_ref
 from router.aliases import AliasStore
+from router.config import MAX_ADAPTER_TTL_S
 from router.generation import AdapterChoice, MergedChoice, Secret
 from router.registration import Content, Registration, check_served, seen
 from router.served import Merge, Origin, ServedAdapter, changed, has_changed, merge_of
@@ -85,12 +85,21 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """`pin`: reference -> reference with a commit; `load`: pinned reference -> manifest."""
+    """`pin`: reference -> reference with a commit; `load`: pinned reference -> manifest.
+
+    clock: seconds, monotonic. unix_time: seconds since the epoch.
+    """
 
     def __init__(
-        self, rules: CatalogRules, pin: Pin, load: Load, clock: Callable[[], float]
+        self,
+        rules: CatalogRules,
+        pin: Pin,
+        load: Load,
+        clock: Callable[[], float],
+        unix_time: Callable[[], float],
     ) -> None:
         self.rules = rules
+        self._unix_time = unix_time
         self._pin = pin
         self._load = load
         self._clock = clock
@@ -116,7 +125,7 @@ class Catalog:
         if alias.digest != served.digest:
             assert isinstance(served.origin, AdapterRef)
             content = Content(served.origin, served.manifest)
-            self.rules.aliases.put(seen(alias, content, time.time()))
+            self.rules.aliases.put(seen(alias, content, self._unix_time()))
         return msgspec.structs.replace(served, alias=alias.name)
 
     async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
@@ -132,25 +141,32 @@ class Catalog:
 
     async def _resolve_merge(self, choice: MergedChoice) -> ServedAdapter:
         """Every member is authorised for this caller before anything is made of them."""
-        tasks = [asyncio.ensure_future(self._member(choice, i)) for i in range(len(choice.members))]
-        try:
-            members = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        authorised = self._clock()
+        members = await self._members(choice)
         merge = merge_of(choice, members)
         sole = sole_member(merge.recipe)
         for member in members:
             if member.digest == sole:
                 return msgspec.structs.replace(member, adapter_id=choice.adapter_id)
         try:
-            return await self._serve(choice.adapter_id, merge, None)
+            served = await self._serve(choice.adapter_id, merge, None)
+            if self._is_stale(authorised):
+                await self._members(choice)
+            return served
         except AdapterError as error:
             if has_changed(error):
                 self.forget(choice)
                 self._outcomes.pop((merge, _fingerprint(None)), None)
                 raise changed() from error
             raise
+
+    async def _members(self, choice: MergedChoice) -> list[ServedAdapter]:
+        tasks = [asyncio.ensure_future(self._member(choice, i)) for i in range(len(choice.members))]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _member(self, choice: MergedChoice, index: int) -> ServedAdapter:
         member = choice.members[index]
@@ -231,15 +247,23 @@ class Catalog:
     async def _fetch(self, origin: Origin, token: Secret | None) -> _Outcome:
         try:
             async with asyncio.timeout(self.rules.timeout_s):
+                authorised = self._clock()
                 if not isinstance(origin, Merge):
                     origin = await self._pin(origin, token)
                 manifest = await self._load(origin, token)
+                if not isinstance(origin, Merge) and self._is_stale(authorised):
+                    authorised = self._clock()
+                    await self._pin(origin, token)
         except AdapterError as error:
             return _Outcome(self._clock() + _NEGATIVE_TTL_S, error=error)
         except TimeoutError:
             late = f"the adapter was not ready within {self.rules.timeout_s:g} s"
             return _Outcome(self._clock(), error=AdapterError("unavailable", late, (), 5.0))
-        return _Outcome(self._clock() + self.rules.ttl_s, origin, manifest)
+        return _Outcome(authorised + self.rules.ttl_s, origin, manifest)
+
+    def _is_stale(self, authorised: float) -> bool:
+        """Whether a caller's access must be proved once more: what it waited for took so long."""
+        return self._clock() - authorised > MAX_ADAPTER_TTL_S
 
 
 def _name(origin: Origin) -> str:

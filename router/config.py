@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+# The oldest proof of a caller's access that a request is accepted with.
+MAX_ADAPTER_TTL_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
@@ -41,7 +44,12 @@ class RouterConfig:
         metadata={"help": "lend HF_TOKEN to callers who name a Hub adapter without a token"},
     )
     adapter_ttl_s: float = field(
-        default=30.0, metadata={"help": "seconds for which a resolved reference is trusted"}
+        default=30.0,
+        metadata={
+            "min": 0,
+            "max": MAX_ADAPTER_TTL_S,
+            "help": "seconds for which a resolved reference, and a caller's access, is trusted",
+        },
     )
     adapter_timeout_s: float = field(
         default=120.0, metadata={"min": 0.1, "help": "longest wait for a cold adapter"}

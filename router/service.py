@@ -143,7 +143,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         config.worker_silence_s,
         metrics.handed_over.inc,
     )
-    catalog = Catalog(_rules(config), _Pinner(hub).pin, fleet.load_adapter, _now)
+    catalog = Catalog(_rules(config), _Pinner(hub).pin, fleet.load_adapter, _now, time.time)
     sandbox = TemplateSandbox()
     limits = DispatchLimits(
         *(config.max_requests, config.max_stream_buffer, config.request_timeout_s),

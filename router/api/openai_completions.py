@@ -41,22 +41,26 @@ _UNSUPPORTED = ("suffix", "response_format", "tools", "tool_choice")
 
 
 class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
-    """prompt: a text, a list of texts, token ids, or a list of lists of token ids."""
+    """prompt: a text, a list of texts, token ids, or a list of lists of token ids.
+
+    max_tokens: 0 wants the prompt alone, with `echo`.
+    """
 
     prompt: str | list[str | NonNegative | list[NonNegative]]
-    max_tokens: Positive | None = None
+    max_tokens: NonNegative | None = None
     best_of: Positive | None = None
     echo: bool | None = None
     logprobs: NonNegative | None = None
 
 
 class CompletionsOptions(msgspec.Struct, frozen=True):
-    """How a request wants its answer."""
+    """How a request wants its answer. prompt_only: without the one token that was generated."""
 
     n: int
     echo: bool
     logprobs: bool
     include_usage: bool
+    prompt_only: bool = False
 
 
 class CompletionsRequest(msgspec.Struct, frozen=True):
@@ -104,7 +108,8 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Completi
     n = request.n or 1
     best_of = n if request.best_of is None else request.best_of
     _check_counts(n, best_of, bool(request.stream), limits)
-    max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    require(max_tokens or request.echo, "expected at least 1, or 0 with `echo`", "max_tokens")
     sampling = sampling_of(
         request,
         limits,
@@ -118,7 +123,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Completi
         messages=None,
         adapter=adapter_of(request, limits, bearer),
         sampling=sampling,
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),
         n=n,
         best_of=best_of,
         stop=stops_of(request, limits),
@@ -129,7 +134,11 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Completi
         user=request.user,
     )
     options = CompletionsOptions(
-        n, call.echo, request.logprobs is not None, include_usage=wants_usage(request)
+        n,
+        call.echo,
+        request.logprobs is not None,
+        include_usage=wants_usage(request),
+        prompt_only=max_tokens == 0,
     )
     return CompletionsRequest(call, options)
 
@@ -189,12 +198,15 @@ class CompletionsFormatter:
 
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
-        self._num_tokens += event.num_tokens
-        tokens = event.tokens if self._options.logprobs else ()
-        if not (event.text or tokens or event.finish):
+        text, tokens = event.text, event.tokens if self._options.logprobs else ()
+        if self._options.prompt_only:
+            text, tokens = "", ()
+        else:
+            self._num_tokens += event.num_tokens
+        if not (text or tokens or event.finish):
             return b""
         index = event.prompt_index * self._options.n + event.choice
-        return self._chunk(index, event.text, tokens, event.finish)
+        return self._chunk(index, text, tokens, event.finish)
 
     def end(self) -> bytes:
         done = b"data: [DONE]\n\n"
@@ -216,14 +228,23 @@ class CompletionsFormatter:
             first = info.prompt_index * self._options.n
             choices += [self._choice(first + i, info, result) for i, result in enumerate(own)]
         num_tokens = sum(result.generated_tokens for result in results)
+        if self._options.prompt_only:
+            num_tokens = 0
         return encode(self._completion(choices, usage_of(prompts, num_tokens)))
 
     def _choice(self, index: int, info: PromptInfo, result: ChoiceResult) -> CompletionChoice:
         text, tokens = result.text, result.tokens
-        if self._options.echo:
+        if self._options.prompt_only:
+            text, tokens = info.text, info.tokens
+        elif self._options.echo:
             text, tokens = info.text + text, info.tokens + tokens
         logprobs = _logprobs(tokens, 0) if self._options.logprobs else None
-        return CompletionChoice(index, text, logprobs, finish_reason(result.finish))
+        return CompletionChoice(index, text, logprobs, self._reason(result.finish))
+
+    def _reason(self, finish: FinishReason) -> OpenAIFinish:
+        """Raises RequestError (incomplete)."""
+        reason = finish_reason(finish)
+        return "length" if self._options.prompt_only else reason
 
     def _chunk(
         self,
@@ -237,7 +258,7 @@ class CompletionsFormatter:
             offset = self._offsets.get(index, 0)
             logprobs = _logprobs(tokens, offset)
             self._offsets[index] = offset + sum(len(token.text) for token in tokens)
-        reason = None if finish is None else finish_reason(finish)
+        reason = None if finish is None else self._reason(finish)
         choice = CompletionChoice(index, text, logprobs, reason)
         return sse(self._completion([choice], self._usage))
 

@@ -9,7 +9,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,7 @@ from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, Job, Outcome
 
 START_TIMEOUT_S = 30.0
 RENDER_TIMEOUT_S = 20.0
-# A template that cost a process is refused unseen for so long.
+# A template that cost a process is refused unseen for so long, with messages of that size or more.
 REFUSED_S = 30.0
 _MAX_REFUSED = 256
 _MAX_FRAME_BYTES = 4 * MAX_OUTPUT_CHARS + 64
@@ -37,7 +37,7 @@ class TemplateSandbox:
         self._idle: list[_Renderer] = [_Renderer() for _ in range(processes)]
         self._all = tuple(self._idle)
         self._slots = asyncio.Semaphore(processes)
-        self._refused: OrderedDict[bytes, float] = OrderedDict()
+        self._refused: OrderedDict[bytes, _Refusal] = OrderedDict()
 
     async def render(
         self,
@@ -51,14 +51,15 @@ class TemplateSandbox:
         Raises TemplateFault; RequestError (unavailable) when no process can be started.
         """
         frame = _frame(Job(source, special_tokens, list(messages), variables))
-        key = hashlib.sha256(source.encode("utf-8", "replace")).digest()
+        encoded = source.encode("utf-8", "replace")
+        key, size = hashlib.sha256(encoded).digest(), len(frame) - len(encoded)
         async with self._slots:
-            self._check_refused(key)
+            self._check_refused(key, size)
             renderer = self._idle.pop()
             try:
                 outcome = await renderer.render(frame)
             except _Lost:
-                self._refuse(key)
+                self._refuse(key, size)
                 raise TemplateFault(
                     f"the adapter's chat template used more than {CPU_SECONDS:g} s of processor "
                     f"time or {MEMORY_BYTES >> 20} MiB of memory"
@@ -74,16 +75,32 @@ class TemplateSandbox:
         for renderer in self._all:
             await renderer.stop()
 
-    def _check_refused(self, key: bytes) -> None:
-        until = self._refused.get(key)
-        if until is not None and until > asyncio.get_running_loop().time():
-            raise TemplateFault("the adapter's chat template was stopped a moment ago")
+    def _check_refused(self, key: bytes, size: int) -> None:
+        """What is half as large is tried: one caller's long messages must not be another's loss."""
+        refusal = self._refused.get(key)
+        if refusal is None or refusal.until <= asyncio.get_running_loop().time():
+            return
+        if size > refusal.size / 2:
+            raise TemplateFault(
+                "the adapter's chat template was stopped a moment ago at messages of this size"
+            )
 
-    def _refuse(self, key: bytes) -> None:
-        self._refused[key] = asyncio.get_running_loop().time() + REFUSED_S
+    def _refuse(self, key: bytes, size: int) -> None:
+        now = asyncio.get_running_loop().time()
+        known = self._refused.get(key)
+        if known is not None and known.until > now:
+            size = min(size, known.size)
+        self._refused[key] = _Refusal(now + REFUSED_S, size)
         self._refused.move_to_end(key)
         if len(self._refused) > _MAX_REFUSED:
             self._refused.popitem(last=False)
+
+
+class _Refusal(NamedTuple):
+    """size: bytes of the smallest messages at which the template cost a process."""
+
+    until: float
+    size: int
 
 
 class _Lost(Exception):
@@ -122,13 +139,17 @@ class _Renderer:
 
 
 async def _start() -> asyncio.subprocess.Process:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-c", _PROGRAM, _ROOT),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={},
-    )
+    """Raises RequestError (unavailable), also when the machine has no process or memory left."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-c", _PROGRAM, _ROOT),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={},
+        )
+    except OSError as error:
+        raise _unavailable() from error
     ready = False
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -136,10 +157,14 @@ async def _start() -> asyncio.subprocess.Process:
         ready = True
         return process
     except (TimeoutError, EOFError, ValueError) as error:
-        raise RequestError("unavailable", "chat templates cannot be rendered now") from error
+        raise _unavailable() from error
     finally:
         if process.returncode is None and not ready:
             process.kill()
+
+
+def _unavailable() -> RequestError:
+    return RequestError("unavailable", "chat templates cannot be rendered now")
 
 
 def _frame(job: Job) -> bytes:

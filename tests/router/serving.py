@@ -17,7 +17,7 @@ from adapters.ref import AdapterRef
 from router.app import build_app
 from router.config import RouterConfig
 from router.http_server import RouterServer, listen, server_config
-from router.service import Service, build_service
+from router.service import Hub, Service, build_service
 from tests.router.fake_worker import SECRET, FakeWorker
 
 COMMIT = "c" * 40
@@ -82,9 +82,13 @@ class Running:
 
 @asynccontextmanager
 async def running_router(
-    tmp_path: Path, *workers: FakeWorker, wait: bool = True, **options: Any
+    tmp_path: Path,
+    *workers: FakeWorker,
+    wait: bool = True,
+    real_hub: Hub | None = None,
+    **options: Any,
 ) -> AsyncIterator[Running]:
-    """wait: until a worker is ready. options: of RouterConfig."""
+    """wait: until a worker is ready. real_hub: instead of FakeHub. options: of RouterConfig."""
     defaults: dict[str, Any] = {
         "secret": SECRET,
         "cache_dir": tmp_path / "cache",
@@ -94,7 +98,7 @@ async def running_router(
     urls = tuple(worker.url for worker in workers)
     config = RouterConfig(workers=urls, **(defaults | options))
     hub = FakeHub()
-    service = build_service(config, CollectorRegistry(), hub)
+    service = build_service(config, CollectorRegistry(), real_hub or hub)
     server = RouterServer(server_config(build_app(service), config), service.watch.close)
     listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve([listener]))

@@ -71,6 +71,23 @@ def test_echo() -> None:
     assert offsets == choice["logprobs"]["text_offset"]
 
 
+def test_the_prompt_alone() -> None:
+    """`max_tokens` 0 with `echo`: logprobs of the prompt, as evaluation harnesses ask for them."""
+    wanted: dict[str, Any] = {"logprobs": 0, "echo": True, "max_tokens": 0}
+    answer = json.loads(completions(**wanted).whole([result()], [PROMPT]))
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("Say", "length")
+    assert choice["logprobs"]["tokens"] == ["<s>", "Say"]
+    assert answer["usage"]["completion_tokens"] == 0
+    options = {"include_usage": True}
+    *parts, _ = stream(completions(**wanted, stream=True, stream_options=options), events())
+    chunks = [part["choices"][0] for part in parts if part["choices"]]
+    assert "".join(chunk["text"] for chunk in chunks) == "Say"
+    assert [t for chunk in chunks for t in chunk["logprobs"]["tokens"]] == ["<s>", "Say"]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None, "length"]
+    assert parts[-1]["usage"]["completion_tokens"] == 0
+
+
 def test_best_of_and_n_of_several_prompts() -> None:
     prompts = [PromptInfo(1, "b", 3), PromptInfo(0, "a", 2)]
     results = [

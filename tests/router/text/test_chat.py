@@ -165,3 +165,35 @@ async def test_a_cancelled_render_leaves_no_answer_for_the_next(sandbox: Templat
     with pytest.raises(asyncio.CancelledError):
         await slow
     assert await sandbox.render("{{ eos_token }}", TOKENS, MESSAGES, {}) == "</s>"
+
+
+async def test_long_messages_that_cost_a_process_are_not_the_templates_fault(
+    sandbox: TemplateSandbox,
+) -> None:
+    """Quadratic in the messages, as templates are that search what came before."""
+    source = "{% for m in messages %}{% for n in messages %}{% if m.content == n.content %}"
+    source += "{% endif %}{% endfor %}{% endfor %}{{ messages | length }}"
+
+    def messages(number: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": f"{index:9}"} for index in range(number)]
+
+    with pytest.raises(TemplateFault, match="processor"):
+        await sandbox.render(source, {}, messages(20_000), {})
+    for number in (20_000, 15_000):
+        with pytest.raises(TemplateFault, match="messages of this size"):
+            await sandbox.render(source, {}, messages(number), {})
+    assert await sandbox.render(source, {}, messages(100), {}) == "100"
+
+
+async def test_a_machine_without_processes_is_not_the_templates_fault(
+    sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none_left(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("asyncio.create_subprocess_exec", none_left)
+        with pytest.raises(RequestError) as refused:
+            await sandbox.render("x", {}, [], {})
+        assert refused.value.cause == "unavailable"
+    assert await sandbox.render("x", {}, [], {}) == "x"

@@ -186,7 +186,7 @@ async def test_first_requests_wait_for_the_operators_names(tmp_path: Path) -> No
     file = tmp_path / "adapters.json"
     file.write_text(json.dumps({"adapters": [{"name": "one", "ref": "org/one"}]}))
     worker = FakeWorker()
-    options = {"adapters_file": file, "worker_wait_s": 30.0}
+    options: dict[str, Any] = {"adapters_file": file, "worker_wait_s": 30.0}
     async with running_router(tmp_path, worker, wait=False, **options) as router:
         body = {"model": "one", "prompt": "x"}
         asking = asyncio.create_task(router.client.post("/v1/completions", json=body))

@@ -6,6 +6,7 @@ from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -65,18 +66,36 @@ def build_app(service: Service) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False
+    dispatcher = service.dispatcher
     return Edge(
-        app,
+        _with_cors(app, service.config.cors_origins),
         service.metrics,
         frozenset(route.path for route in routes),
         RequestLog(service.tracing, _GENERATION_PATHS, service.config.log_requests),
+        lambda: dispatcher.draining,
+    )
+
+
+def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
+    """Pages of these origins may call; credentials are sent as headers, never as cookies."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "DELETE"),
+        allow_headers=("authorization", "content-type", "idempotency-key", "x-request-id"),
+        expose_headers=("x-request-id", "x-loraplex-adapter-digest", "retry-after"),
     )
 
 
 def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
     def answer(parse: Parse) -> Endpoint:
-        async def endpoint(request: Request) -> Response:
+        async def run(request: Request) -> Response:
             return await service.answerer.answer(request, parse)
+
+        async def endpoint(request: Request) -> Response:
+            return await service.idempotency.answer(request, run)
 
         return endpoint
 

@@ -145,6 +145,39 @@ class RouterConfig:
         default=False,
         metadata={"help": "also the metrics that llm-d and Gateway API read from vLLM's servers"},
     )
+    drain_delay_s: float = field(
+        default=0.0,
+        metadata={
+            "min": 0,
+            "help": "seconds for which connections are still accepted when told to stop, while "
+            "load balancers learn of it",
+        },
+    )
+    max_connections: int = field(
+        default=8192, metadata={"min": 1, "help": "connections of clients at once"}
+    )
+    max_connections_per_address: int = field(
+        default=0, metadata={"min": 0, "help": "the same from one address (0 = no cap)"}
+    )
+    cors_origins: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "flag": "cors-origin",
+            "help": "origin whose web pages may call, e.g. https://app.example (default: none)",
+        },
+    )
+    tls_cert: Path | None = field(
+        default=None, metadata={"help": "PEM file with the certificate chain: serve HTTPS"}
+    )
+    tls_key: Path | None = field(default=None, metadata={"help": "PEM file with its private key"})
+    reuse_port: bool = field(
+        default=False,
+        metadata={"help": "share the port with other routers on this machine (SO_REUSEPORT)"},
+    )
+    idempotency_ttl_s: float = field(
+        default=3600.0,
+        metadata={"min": 1, "help": "seconds for which an Idempotency-Key's answer is kept"},
+    )
     worker_silence_s: float = field(
         default=1.0,
         metadata={

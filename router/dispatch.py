@@ -3,18 +3,17 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from adapters.errors import AdapterError
 from router.adapter_use import AdapterUse
 from router.base_model import BaseModel
 from router.catalog import Catalog
-from router.failures import NoWorker, RequestQuarantined, request_error
+from router.failures import FAILURES, NoWorker, RequestQuarantined, Stopping, request_error
 from router.fleet import Fleet
 from router.generation import AnswerHead, Api, GenerationCall, RequestError
 from router.generation_run import Generation, PromptTask
@@ -60,6 +59,9 @@ class Dispatcher:
         retries: Retries,
     ) -> None:
         self.running = 0
+        self.draining = False
+        self._inboxes: set[Inbox] = set()
+        self._starting: set[asyncio.Timeout] = set()
         self._base = base
         self._catalog = catalog
         self._fleet = fleet
@@ -98,7 +100,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            async with asyncio.timeout_at(started + self._limits.request_timeout_s):
+            async with self._until(started + self._limits.request_timeout_s):
                 model = self._base.require()
                 self._fleet.check_ready()
                 adapter = await self._resolve(call)
@@ -110,11 +112,14 @@ class Dispatcher:
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
             self._check_quarantine(adapter, prompts, samplings)
             self._check_room(call.tenant, len(prompts) * call.best_of)
-        except (TimeoutError, AdapterError, NoWorker, QueueFull, RequestQuarantined) as error:
+        except FAILURES as error:
             raise request_error(error, call.api) from error
+        inbox = Inbox(self._limits.max_stream_buffer * call.best_of * len(prompts))
+        self._inboxes.add(inbox)
+        held.callback(self._inboxes.discard, inbox)
         context = RunContext(
             fleet=self._fleet,
-            inbox=Inbox(self._limits.max_stream_buffer * call.best_of * len(prompts)),
+            inbox=inbox,
             metrics=self._metrics,
             retries=self._retries,
             adapter=adapter,
@@ -133,6 +138,30 @@ class Dispatcher:
         ]
         meter = RequestMeter(self._metrics, adapter, started, loop.time)
         return Generation(call, head, model, tasks, context, meter, held.pop_all().close)
+
+    def give_up(self) -> None:
+        """All that is being answered ends in an error: the router stops."""
+        for inbox in self._inboxes:
+            inbox.fail(Stopping())
+        now = asyncio.get_running_loop().time()
+        for scope in self._starting:
+            scope.reschedule(now)
+
+    @asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncIterator[None]:
+        """Raises TimeoutError, Stopping."""
+        scope = asyncio.timeout_at(deadline)
+        try:
+            async with scope:
+                self._starting.add(scope)
+                try:
+                    yield
+                finally:
+                    self._starting.discard(scope)
+        except TimeoutError:
+            if scope.when() != deadline:
+                raise Stopping from None
+            raise
 
     def _check_quarantine(
         self,

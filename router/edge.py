@@ -3,6 +3,7 @@
 import logging
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -13,6 +14,7 @@ from router.tracing.request import RequestInHand
 logger = logging.getLogger(__name__)
 
 _ID_HEADER = b"x-request-id"
+_CLOSE = ((b"connection", b"close"),)
 _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
 
 
@@ -20,13 +22,20 @@ class Edge:
     """Wraps the application. The request's id lies in `scope["state"]["request_id"]`.
 
     routes: paths that get a metrics label of their own; all others share `other`.
+    closing: whether connections are to end with their next answer.
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: RouterMetrics, routes: frozenset[str], log: RequestLog
+        self,
+        app: ASGIApp,
+        metrics: RouterMetrics,
+        routes: frozenset[str],
+        log: RequestLog,
+        closing: Callable[[], bool],
     ) -> None:
         self._log = log
         self._app = app
+        self._closing = closing
         self._metrics = metrics
         self._routes = routes
 
@@ -35,7 +44,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         request = self._log.begin(_request_id(scope), scope)
-        answer = _Answer(send, request)
+        answer = _Answer(send, request, self._closing)
         scope.setdefault("state", {})["request_id"] = answer.request_id
         try:
             await self._app(scope, receive, answer.send)
@@ -50,7 +59,8 @@ class Edge:
 class _Answer:
     """Remembers what was sent, and adds the request's id to the head, and its trace's."""
 
-    def __init__(self, send: Send, request: RequestInHand) -> None:
+    def __init__(self, send: Send, request: RequestInHand, closing: Callable[[], bool]) -> None:
+        self._closing = closing
         self.request_id = request.request_id
         self._traceparent = request.trace.traceparent
         self.status = 0
@@ -64,6 +74,7 @@ class _Answer:
             message["headers"] = [
                 *message.get("headers", ()),
                 (_ID_HEADER, self.request_id.encode()),
+                *(_CLOSE if self._closing() else ()),
             ]
             if self._traceparent is not None:
                 message["headers"].append((b"traceparent", self._traceparent.encode()))

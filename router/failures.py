@@ -33,13 +33,17 @@ class RequestQuarantined(Exception):
     """The request, or one like it, killed the workers that it ran on: it is not tried again."""
 
 
+class Stopping(Exception):
+    """The router is being stopped, and the time for running answers is over."""
+
+
 class ReaderTooSlow(Exception):
     """The client reads more slowly than tokens arrive, by more than the buffer holds."""
 
 
 FAILURES = (
     *(QueueFull, NoWorker, DeadlinePassed, TimeoutError, AdapterError),
-    *(SequenceFailed, RequestQuarantined, ReaderTooSlow),
+    *(SequenceFailed, RequestQuarantined, ReaderTooSlow, Stopping),
 )
 
 
@@ -59,6 +63,8 @@ def request_error(error: Exception, api: Api) -> RequestError:
             "every worker that ran this request died of it, so it is not run again; change the "
             "request, or tell the operator of it",
         )
+    if isinstance(error, Stopping):
+        return RequestError("unavailable", "the router is being stopped; try again")
     if isinstance(error, ReaderTooSlow):
         return RequestError("incomplete", "the answer was not read fast enough and was given up")
     return RequestError("deadline", "the request's time was over before its answer was complete")

@@ -40,6 +40,8 @@ Cause = Literal[
     "unavailable",  # nothing can serve it now; a retry may help
     "deadline",
     "incomplete",  # the answer broke off
+    "idempotency_conflict",  # a request with this key runs, or has run
+    "idempotency_mismatch",  # a request with this key had another body
     "quarantined",  # it killed the workers that ran it
     "internal",
 ]

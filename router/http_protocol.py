@@ -5,28 +5,40 @@ A client that sends its head too slowly or too large, or that stops reading its 
 
 import asyncio
 import json
+import uuid
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from router.front_door import FrontDoor
 from router.http_parser import PlainHttpParser
+from router.metrics import RouterMetrics
 
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_DISCARDED_BYTES = 64 << 20
 WRITE_STALL_S = 60.0
+# When the server stops: what a client has just sent on an idle connection is still answered.
+LINGER_S = 0.3
 
 
 class _HeadTooLarge(Exception):
     """Ends the parsing of a head; the parser tells it on as an error of its own."""
 
 
+class _BadHost(Exception):
+    """A request must say once for whom it is (RFC 9112 section 3.2)."""
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Its answers to what is not HTTP are JSON, too."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, door: FrontDoor, metrics: RouterMetrics, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._door = door
+        self._metrics = metrics
+        self._address = ""
         self.parser: Any = PlainHttpParser(self)
         self._head_bytes = 0  # received of a head that is not complete
         self._parsed_bytes = 0  # of its fields
@@ -39,15 +51,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._metrics.connections.inc()
+        self._address = self.client[0] if self.client else ""
+        cap = self._door.enter(self._address)
+        if cap is None:
+            self._await_head()
+            return
+        self._metrics.connections_refused.labels(cap).inc()
+        if cap == "total":
+            self._refuse(b"503 Service Unavailable", "too many connections; try again soon")
+        else:
+            self._refuse(b"429 Too Many Requests", "too many connections from this address")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._door.leave(self._address)
         _stop(self._head_timer)
         _stop(self._write_timer)
         self.parser.close()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         if self._in_head:
             self._head_bytes += len(data)
             if self._head_timer is None:
@@ -74,6 +99,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         _stop(self._head_timer)
         self._head_timer = None
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) != 1 and (hosts or self.parser.get_http_version() != "1.0"):
+            raise _BadHost
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -84,7 +112,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:
             self._discarded_bytes += len(body)
             if self._discarded_bytes > MAX_DISCARDED_BYTES:
-                self.transport.abort()
+                self._cut("body_not_wanted")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -95,15 +123,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_too_large:
             self._refuse_head()
         else:
+            self._metrics.connections_cut.labels("not_http").inc()
             self._refuse(b"400 Bad Request", "not a valid HTTP request")
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(WRITE_STALL_S, self.transport.abort)
+        self._write_timer = self.loop.call_later(WRITE_STALL_S, self._cut, "not_read")
 
     def resume_writing(self) -> None:
         _stop(self._write_timer)
         super().resume_writing()
+
+    def shutdown(self) -> None:
+        if self._answering():
+            super().shutdown()
+        else:
+            self.loop.call_later(LINGER_S, super().shutdown)
+
+    def _cut(self, why: str) -> None:
+        self._metrics.connections_cut.labels(why).inc()
+        self.transport.abort()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_late)
@@ -115,12 +154,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif not self._head_begun:
             self.transport.close()  # nothing to answer
         elif not self.transport.is_closing():
+            self._metrics.connections_cut.labels("head_late").inc()
             self._refuse(b"408 Request Timeout", "the request head did not arrive in time")
 
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse_head(self) -> None:
+        self._metrics.connections_cut.labels("head_too_large").inc()
         self._refuse(b"431 Request Header Fields Too Large", "the request head is too large")
 
     def _refuse(self, status: bytes, message: str) -> None:
@@ -131,9 +172,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         body = json.dumps({"error": message, "error_type": "validation"}).encode()
         head = (
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n"
+            b"content-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(head % (status, len(body)) + body)
+        self.transport.write(head % (status, len(body), uuid.uuid4().hex.encode()) + body)
         self.transport.close()
 
 

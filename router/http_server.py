@@ -3,15 +3,19 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import ssl
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from router.config import RouterConfig
 from router.http_protocol import BoundedHttpProtocol
+from router.service import ConfigError, Service
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
@@ -19,22 +23,43 @@ _KEEP_ALIVE_S = 75
 # router notices that it does not.
 _SEND_BUFFER_BYTES = 128 << 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# For the last words of answers that did not end in time.
+_LAST_WORDS_S = 5
 
 
 class RouterServer(uvicorn.Server):
     """Stops on SIGINT and SIGTERM by returning; a second one cuts running answers off.
 
-    on_exit: ends what would never end by itself.
+    Told to stop, it is not ready any more, goes on accepting for `drain_delay_s`, then finishes
+    what runs for `drain_timeout_s`; what is left ends in an error that its client is told.
     """
 
-    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_exit = on_exit
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        super().__init__(_server_config(app, service))
+        self._dispatcher = service.dispatcher
+        self._watch = service.watch
+        self._delay_s = service.config.drain_delay_s
+        self._limit_s = service.config.drain_timeout_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        if self._dispatcher.draining:
+            self.force_exit = self.should_exit = True
+            return
+        self._dispatcher.draining = True
+        asyncio.get_running_loop().call_later(self._delay_s, self._exit)
+
+    def _exit(self) -> None:
         self.should_exit = True
-        self._on_exit()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._dispatcher.draining = True
+        self._watch.close()  # what would never end by itself
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._limit_s, self._dispatcher.give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -48,10 +73,12 @@ class RouterServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-def server_config(app: ASGIApp, config: RouterConfig) -> uvicorn.Config:
+def _server_config(app: ASGIApp, service: Service) -> uvicorn.Config:
+    config = service.config
+    protocol: Any = partial(BoundedHttpProtocol, service.front_door, service.metrics)
     return uvicorn.Config(
         app,
-        http=BoundedHttpProtocol,
+        http=protocol,
         ws="none",
         loop="uvloop",
         lifespan="on",
@@ -59,13 +86,34 @@ def server_config(app: ASGIApp, config: RouterConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+        timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)) + _LAST_WORDS_S,
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
+def check_tls(config: RouterConfig) -> None:
+    """Raises ConfigError for a certificate that cannot be used."""
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key: give both, or neither")
+    if config.tls_cert is None or config.tls_key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            config.tls_cert, config.tls_key, password=""
+        )
+    except OSError as error:  # SSLError is one
+        raise ConfigError(
+            f"--tls-cert {config.tls_cert}, --tls-key {config.tls_key}: expected a certificate "
+            f"chain and its unencrypted key in PEM: {error}"
+        ) from error
+
+
+def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     """A socket that accepts from now on. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    listener = socket.create_server(
+        (host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port
+    )
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     return listener

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 from adapters.sources.hub import HubSource
 from router.app import build_app
 from router.config import RouterConfig
-from router.http_server import RouterServer, listen, server_config
+from router.http_server import RouterServer, check_tls, listen
 from router.service import ConfigError, build_service
 
 
@@ -15,17 +15,19 @@ def run(config: RouterConfig) -> None:
     Ends the process with one sentence for a bad option, or an address that cannot be had.
     """
     try:
+        check_tls(config)
         service = build_service(config, CollectorRegistry(), HubSource())
-        listener = listen(config.host, config.port)
+        listener = listen(config.host, config.port, config.reuse_port)
     except ConfigError as error:
         raise SystemExit(f"loraplex: {error}") from error
     except OSError as error:
         raise SystemExit(f"loraplex: {config.host}:{config.port}: {error.strerror}") from error
-    server = RouterServer(server_config(build_app(service), config), service.watch.close)
+    server = RouterServer(build_app(service), service)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     # The socket accepts from here on: what comes early waits until the application is up.
-    print(f"router: listening on http://{shown}:{port}", flush=True)
+    scheme = "http" if config.tls_cert is None else "https"
+    print(f"router: listening on {scheme}://{shown}:{port}", flush=True)
     server.run(sockets=[listener])
     if not server.started:
         raise SystemExit(3)

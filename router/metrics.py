@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry
 
 from adapters.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
+from router.front_door import Cap
 from router.generation import Cause
 from router.policy.placement import Reason
 from router.top_adapters import TopAdapters
@@ -45,6 +46,15 @@ class RouterMetrics:
             "request_seconds",
             "From a generation request's arrival to its last token",
             LATENCY_BUCKETS_S,
+        )
+        self.connections = meters.counter("connections", "Connections that clients opened")
+        self.connections_refused = meters.counter(
+            "connections_refused", "Connections beyond a cap", {"cap": get_args(Cap)}
+        )
+        self.connections_cut = meters.counter(
+            "connections_cut",
+            "Connections that the router ended: their clients were too slow, or spoke no HTTP",
+            {"why": ("head_late", "head_too_large", "not_http", "not_read", "body_not_wanted")},
         )
         self.given_up = meters.counter(
             "generations_given_up", "Generations whose client left before the answer was whole"

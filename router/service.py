@@ -27,7 +27,9 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher, DispatchLimits
 from router.fleet import Fleet
 from router.fleet_watch import FleetWatch
+from router.front_door import FrontDoor
 from router.generation import Secret
+from router.idempotency import Idempotency
 from router.metrics import RouterMetrics
 from router.model_card import CardError, CardStore, read_card
 from router.policy.attempts import Quarantine, RetryBudget
@@ -75,9 +77,13 @@ class Service:
     errors: ToldErrors
     watch: FleetWatch
     tracing: Tracing
+    front_door: FrontDoor
+    idempotency: Idempotency
 
     def why_not_ready(self) -> str | None:
         """None = new requests are answered. An adapter that failed holds nobody up."""
+        if self.dispatcher.draining:
+            return "the router is being stopped"
         if not self.fleet.ready or self.base.text is None:
             return "no worker is ready"
         if self.adapters_file is not None and not self.adapters_file.applied.is_set():
@@ -163,6 +169,8 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     if config.metrics_compat:
         compat = CompatMetrics(base, fleet, catalog.rules.aliases, use)
         compat.declare(Meters(registry, COMPAT_PREFIX))
+    door = FrontDoor(config.max_connections, config.max_connections_per_address)
+    metrics.meters.watch("connections_open", "Connections of clients", lambda: door.open)
     card = _saved_card(config)
     file = _adapters_file(config, admin, fleet.names_known)
     return Service(
@@ -174,6 +182,14 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         errors=errors,
         watch=FleetWatch(base, catalog, fleet, dispatcher, file, errors),
         tracing=_tracing(config),
+        front_door=door,
+        idempotency=Idempotency(
+            sharing.store,
+            tenancy.identify,
+            router_id,
+            config.idempotency_ttl_s,
+            config.max_body_bytes,
+        ),
     )
 
 

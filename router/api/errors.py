@@ -52,6 +52,8 @@ _TABLE: dict[Cause, _Row] = {
     "unavailable": _Row(503, _SERVER, "unavailable", "unavailable"),
     "deadline": _Row(504, _SERVER, "deadline_exceeded", "deadline_exceeded"),
     "incomplete": _Row(500, _SERVER, "incomplete_generation", "incomplete_generation"),
+    "idempotency_conflict": _Row(409, _INVALID, "idempotency_conflict", "idempotency_conflict"),
+    "idempotency_mismatch": _Row(422, _INVALID, "idempotency_mismatch", "idempotency_mismatch"),
     "quarantined": _Row(500, _SERVER, "request_quarantined", "request_quarantined"),
     "internal": _Row(500, _SERVER, "internal_error", "generation"),
 }

@@ -2,11 +2,13 @@
 
 import argparse
 import asyncio
+import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
-from tests.chaos.campaign import Plan, run
+from tests.chaos.campaign import Plan, Summary, run
 
 SHORT = {
     "worker killed": 4,
@@ -35,6 +37,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16, help="requests under way at once")
     parser.add_argument("--folder", type=Path, help="where logs are kept (default: nowhere)")
     parser.add_argument("--slowest", type=int, default=0, help="pauses to show, longest first")
+    parser.add_argument("--record", type=Path, help="file to which the result is added, and shown")
     options = parser.parse_args()
     faults = {
         fault: max(1, round(count * options.share))
@@ -44,9 +47,23 @@ def main() -> int:
     plan = Plan(faults, options.seed, clients=options.clients)
     with tempfile.TemporaryDirectory() as folder:
         report = asyncio.run(run(plan, options.folder or Path(folder)))
-    print(report.table())
+    summary = report.summary()
+    print(summary.table())
+    if options.record is not None:
+        print(f"\nall in {options.record}:\n{_record(options.record, summary).table()}")
     print("\n".join([*report.slowest(options.slowest), *report.problems()[:50]]))
     return 1 if report.problems() else 0
+
+
+def _record(path: Path, summary: Summary) -> Summary:
+    """Adds a line, and adds the lines up."""
+    with path.open("a") as file:
+        file.write(json.dumps([summary.pauses, summary.results, summary.events]) + "\n")
+    total = Summary({}, Counter(), 0)
+    for line in path.read_text().splitlines():
+        pauses, results, events = json.loads(line)
+        total.add(Summary(pauses, Counter(results), events))
+    return total
 
 
 if __name__ == "__main__":

@@ -70,17 +70,37 @@ class Report:
                     lines.append((end - start, line))
         return [line for _, line in sorted(lines, reverse=True)[:count]]
 
+    def summary(self) -> "Summary":
+        return Summary(
+            {fault: self.pauses(fault) for fault in self.plan.faults},
+            Counter(answer.result for answer in self.answers),
+            sum(len(answer.pauses) for answer in self.answers),
+        )
+
+
+@dataclass
+class Summary:
+    """What a report comes down to; those of several runs add up. pauses: by fault, in seconds."""
+
+    pauses: dict[str, list[float]]
+    results: Counter[str]
+    events: int
+
+    def add(self, other: "Summary") -> None:
+        for fault, pauses in other.pauses.items():
+            self.pauses.setdefault(fault, []).extend(pauses)
+        self.results.update(other.results)
+        self.events += other.events
+
     def table(self) -> str:
         """In Markdown: a line a kind of fault."""
         lines = ["| fault | times | longest pause p50 | p99 | max |"]
         lines.append("| --- | --: | --: | --: | --: |")
-        for fault in self.plan.faults:
-            pauses = sorted(self.pauses(fault))
-            shown = [f"{_quantile(pauses, q):.2f} s" for q in (0.5, 0.99, 1.0)]
+        for fault, pauses in self.pauses.items():
+            shown = [f"{_quantile(sorted(pauses), q):.2f} s" for q in (0.5, 0.99, 1.0)]
             lines.append(f"| {fault} | {len(pauses)} | {' | '.join(shown)} |")
-        counts = Counter(answer.result for answer in self.answers)
-        tokens = sum(len(answer.pauses) for answer in self.answers)
-        lines += ["", f"{len(self.answers)} requests, {tokens} streamed events: {dict(counts)}"]
+        lines += ["", f"{self.results.total()} requests, {self.events} streamed events: "]
+        lines[-1] += ", ".join(f"{count} {result}" for result, count in self.results.items())
         return "\n".join(lines)
 
 

@@ -6,7 +6,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import httpx
 import psutil
 
 from launcher.demo import adapter_paths, model_path
+from server.worker import tether
 
-ROOT = Path(__file__).parents[2]
 READY_TIMEOUT_S = 60.0
 POLL_S = 0.02
 
@@ -72,13 +71,8 @@ class Process:
         self.lives += 1
         self.dying = False
         with self._log.open("ab") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._arguments],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+            self._process = tether.spawn(
+                "launcher", self._arguments, environment, output=out.fileno()
             )
 
     def signal(self, number: signal.Signals) -> None:
@@ -115,14 +109,14 @@ class Fleet:
         certify = f'certify:{{"step_s": {step_s}, "eos_percent": 1}}'
         roots = str(next(iter(adapter_paths().values())).parent)
         arguments = [
-            *("launcher", "worker", str(model_path()), "--executor", certify),
+            *("worker", str(model_path()), "--executor", certify),
             *("--worker-id", f"worker-{number}", "--kv-memory", "16MiB", "--model-name", "base"),
             *("--adapter-root", roots, "--cache-dir", str(folder / f"cache-{number}")),
         ]
         return Process(f"worker-{number}", arguments, free_port(), folder)
 
     def _router(self, folder: Path, number: int) -> Process:
-        arguments = ["launcher", "router", "--cache-dir", str(folder / f"router-{number}")]
+        arguments = ["router", "--cache-dir", str(folder / f"router-{number}")]
         for worker in self.workers:
             arguments += ["--worker", f"ws://127.0.0.1:{worker.port}"]
         for name in adapter_paths():

@@ -16,7 +16,7 @@ from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
 from router.app import build_app
 from router.config import RouterConfig
-from router.http_server import RouterServer, listen, server_config
+from router.http_server import RouterServer, listen
 from router.service import Hub, Service, build_service
 from tests.router.fake_worker import SECRET, FakeWorker
 
@@ -99,7 +99,7 @@ async def running_router(
     config = RouterConfig(workers=urls, **(defaults | options))
     hub = FakeHub()
     service = build_service(config, CollectorRegistry(), real_hub or hub)
-    server = RouterServer(server_config(build_app(service), config), service.watch.close)
+    server = RouterServer(build_app(service), service)
     listener = listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve([listener]))
     try:

@@ -15,7 +15,7 @@ from router.config import RouterConfig
 from router.main import run
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, SECRET, FakeWorker
-from tests.router.serving import poll
+from tests.router.serving import events_of, poll
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -120,9 +120,7 @@ async def test_running_streams_finish_before_it_stops(tmp_path: Path, worker: Fa
     assert not worker.aborts
 
 
-async def test_streams_are_cut_off_when_the_time_is_over(
-    tmp_path: Path, worker: FakeWorker
-) -> None:
+async def test_streams_are_told_when_the_time_is_over(tmp_path: Path, worker: FakeWorker) -> None:
     hold_at(worker, 3)
     async with (
         router_process(tmp_path, worker, drain_s=1.0) as router,
@@ -132,8 +130,9 @@ async def test_streams_are_cut_off_when_the_time_is_over(
         asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
         await worker.until(lambda: len(worker.requests) == 1)
         assert await router.stop() == 0
-        outcome = (await asyncio.gather(asking, return_exceptions=True))[0]
-        assert isinstance(outcome, httpx.RemoteProtocolError), outcome
+        last = events_of((await asking).text)[-1]
+        assert last["error"]["code"] == "unavailable"
+        assert "stopped" in last["error"]["message"]
     await worker.until(lambda: not worker.connected)
 
 

@@ -1,0 +1,35 @@
+"""Who may hold a connection: caps in all and per address. Pure."""
+
+from collections import Counter
+from typing import Literal
+
+Cap = Literal["total", "address"]
+
+
+class FrontDoor:
+    """Of one process. An address is forgotten with its last connection.
+
+    per_address: 0 = no cap, as behind a proxy all come from one.
+    """
+
+    def __init__(self, most: int, per_address: int) -> None:
+        self.open = 0
+        self._most = most
+        self._per_address = per_address
+        self._by_address: Counter[str] = Counter()
+
+    def enter(self, address: str) -> Cap | None:
+        """A connection was opened; which cap it is beyond. `leave` follows in any case."""
+        self.open += 1
+        self._by_address[address] += 1
+        if self.open > self._most:
+            return "total"
+        if self._per_address and self._by_address[address] > self._per_address:
+            return "address"
+        return None
+
+    def leave(self, address: str) -> None:
+        self.open -= 1
+        self._by_address[address] -= 1
+        if self._by_address[address] <= 0:
+            del self._by_address[address]

@@ -135,5 +135,6 @@ def _metavar(option: Option) -> str:
         "host": "ADDRESS",
         "redis": "URL",
     }
-    kinds = {"int": "N", "float": "SECONDS", "bytes": "SIZE", "path": "PATH", "text": "NAME"}
+    seconds = "SECONDS" if option.field.endswith("_s") else "SHARE"
+    kinds = {"int": "N", "float": seconds, "bytes": "SIZE", "path": "PATH", "text": "NAME"}
     return named.get(option.field) or kinds[option.kind]

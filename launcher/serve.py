@@ -125,7 +125,7 @@ class Serve:
             self.worker.was_ready.set()
             await _until_ready(http, self.url)
             self.router.was_ready.set()
-        say(f"ready at {self.url}. Try:\n\n{self.example()}\n")
+        say(f"ready at {self.url}, console at {self.url}/console. Try:\n\n{self.example()}\n")
 
     def example(self) -> str:
         """A curl line that can be pasted."""

@@ -31,6 +31,7 @@ function show() {
     setText(byId("model"), `${base} · ${ready} of ${fleet.workers.length} ready`);
   }
   if (current === "fleet" || !fleet) fleetView.show();
+  else playground.showMarks();
 }
 
 // Views

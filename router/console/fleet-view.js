@@ -106,15 +106,16 @@ export class FleetView {
 
 function noticeOf({ state, problem, status, fleet }) {
   if (state === "locked") {
-    const closed = status === 403;
-    const title = closed ? "The fleet is not shown here" : "The fleet wants the admin key";
-    return [title, `${problem}. The playground works without it.`, !closed];
+    if (status === 403) return ["The fleet is not shown here", sentence(problem), false];
+    return ["The fleet wants the admin key", "It stays in this tab, and the playground does not need it.", true];
   }
   if (state === "reconnecting") return ["Reconnecting", problem, false];
   if (fleet === null) return ["Connecting", "Waiting for the router's first picture.", false];
   if (!fleet.workers.length) return ["No workers", "The router was started without a worker: name some with --worker.", false];
   return null;
 }
+
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1)}.`;
 
 function tile(title) {
   const value = h("span", { class: "value" });
@@ -183,7 +184,7 @@ function badgeOf(adapter, found) {
   if (adapter.error) return ["error", "bad"];
   if (adapter.state === "unloading" || adapter.state === "unloaded") return [adapter.state, ""];
   if (found?.loading) return ["loading", "busy"];
-  if (found?.running) return [`${digits(found.running)} running`, "busy"];
+  if (found?.running) return [`${digits(found.running)} active`, "busy"];
   return adapter.pinned || found?.pinned ? ["pinned", ""] : ["", ""];
 }
 

@@ -133,9 +133,16 @@ export class Playground {
     }
     const before = this.columns;
     this.columns = new Map(this.chosen.map((name) => [name, before.get(name) ?? new Column(name)]));
-    for (const column of this.columns.values()) column.mark.style.background = this.markOf(column.name);
+    this.showMarks();
     const wanted = [...this.columns.values()].map((column) => column.node);
     if (wanted.length !== node.children.length || wanted.some((child, i) => node.children[i] !== child)) node.replaceChildren(...wanted);
+  }
+
+  /** Contents, and with them colours, become known as adapters are used. */
+  showMarks() {
+    for (const column of this.columns.values()) column.mark.style.background = this.markOf(column.name);
+    for (const item of this.list.items) item.mark = this.markOf(item.id);
+    this.list.draw();
   }
 
   async run() {

@@ -24,6 +24,7 @@ SET_BY_CHART = {
         "host",
         "hub-owner",
         "keys-file",
+        "otlp-endpoint",
         "port",
         "redis",
         "redis-prefix",

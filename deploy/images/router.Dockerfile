@@ -10,7 +10,7 @@ COPY launcher /src/launcher
 COPY router /src/router
 COPY server /src/server
 COPY deploy/images/install.sh deploy/images/constraints.gpu.txt /src/deploy/images/
-RUN sh /src/deploy/images/install.sh router /opt/loraplex
+RUN sh /src/deploy/images/install.sh router,traces /opt/loraplex
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/loraplex /opt/loraplex

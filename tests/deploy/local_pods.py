@@ -11,7 +11,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -20,7 +20,8 @@ from tests.deploy.chart import ROOT, Object, of_kind
 
 START_TIMEOUT_S = 90.0
 _POLL_S = 0.05
-_WORKER_URL = re.compile(r"(--worker=ws://)([^.:]+)[^:]*:\d+")
+# An address inside the cluster: what stands before it, the pod's or Service's name.
+_ADDRESS = re.compile(r"(--worker=ws://|--redis=redis://[^@]*@)([^.:]+)[^:/]*:\d+")
 
 
 def free_port() -> int:
@@ -72,47 +73,42 @@ class LocalPod:
         for mount in self._container["volumeMounts"]:
             folder = self._folder / mount["name"]
             folder.mkdir(exist_ok=True)
-            _fill(folder, volumes.get(mount["name"], {}), objects)
-            mounts[mount["mountPath"]] = folder
+            if mount["mountPath"] not in ("/tmp", "/dev/shm"):
+                mounts[mount["mountPath"]] = folder
+        self._mounts = mounts
+        for mount in self._container["volumeMounts"]:
+            volume = volumes.get(mount["name"], {})
+            _fill(self._folder / mount["name"], volume, objects, self._local)
         return mounts
 
     def _local(self, text: str) -> str:
-        for path, folder in self._mounts.items():
-            if path not in ("/tmp", "/dev/shm"):
-                text = text.replace(path, str(folder))
-        return text
+        """Paths and ports as they are here."""
+        inside = self._container["ports"][0]["containerPort"]
+        text = re.sub(rf"(--port[= ]|-p ){inside}\b", rf"\g<1>{self.port}", text)
+        text = _ADDRESS.sub(lambda m: f"{m[1]}127.0.0.1:{self._cluster.port_of(m[2])}", text)
+        paths = "|".join(sorted(map(re.escape, self._mounts), key=len, reverse=True))
+        text = re.sub(rf"(?<![\w/])({paths})(?![\w-])", lambda m: str(self._mounts[m[1]]), text)
+        return text.replace("$(POD_NAME)", self.name)
 
     # Processes
 
     def arguments(self) -> list[str]:
-        inside = self._container["ports"][0]["containerPort"]
-        found = []
-        for arg in self._container["args"]:
-            arg = arg.replace("$(POD_NAME)", self.name)
-            if arg == f"--port={inside}":
-                arg = f"--port={self.port}"
-            match = _WORKER_URL.fullmatch(arg)
-            if match is not None:
-                arg = f"{match[1]}127.0.0.1:{self._cluster.port_of(match[2])}"
-            found.append(self._local(arg))
-        return found
+        """What the container runs; the entrypoint of our images is `loraplex`."""
+        entrypoint = self._container.get("command") or [sys.executable, "-m", "launcher"]
+        return [self._local(word) for word in (*entrypoint, *self._container.get("args", ()))]
 
     def environment(self) -> dict[str, str]:
         given = {
             variable["name"]: self._local(variable.get("value", self.name))
-            for variable in self._container["env"]
+            for variable in self._container.get("env", ())
             if "resourceFieldRef" not in variable.get("valueFrom", {})
         }
         path = {name: os.environ[name] for name in ("PATH",) if name in os.environ}
         return path | given | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     async def start(self) -> None:
-        # The image's entrypoint is `loraplex`.
         with self.log.open("wb") as out:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "launcher",
                 *self.arguments(),
                 cwd=ROOT,
                 env=self.environment(),
@@ -122,7 +118,25 @@ class LocalPod:
 
     async def probe(self, kind: str) -> bool:
         """Asks once, as the rendered probe says. kind: startup, readiness, liveness."""
-        path = self._container[f"{kind}Probe"]["httpGet"]["path"]
+        probe = self._container[f"{kind}Probe"]
+        if "httpGet" in probe:
+            return await self._get(probe["httpGet"]["path"])
+        if "exec" in probe:
+            return not await self.run(*probe["exec"]["command"])
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    async def run(self, *command: str) -> int:
+        """The exit code of a command in the container."""
+        local = [self._local(word) for word in command]
+        process = await asyncio.create_subprocess_exec(*local, env=self.environment())
+        return await process.wait()
+
+    async def _get(self, path: str) -> bool:
         async with httpx.AsyncClient(trust_env=False) as http:
             try:
                 answer = await http.get(f"http://127.0.0.1:{self.port}{path}", timeout=5)
@@ -150,8 +164,7 @@ class LocalPod:
         try:
             async with asyncio.timeout(self._spec["terminationGracePeriodSeconds"]):
                 if hook is not None:
-                    waiting = await asyncio.create_subprocess_exec(*hook["command"])
-                    await waiting.wait()
+                    await self.run(*hook["command"])
                 self._process.send_signal(signal.SIGTERM)
                 return await self._process.wait()
         except TimeoutError:
@@ -164,7 +177,12 @@ class LocalPod:
             await self._process.wait()
 
 
-def _fill(folder: Path, volume: Mapping[str, Object], objects: Sequence[Object]) -> None:
+def _fill(
+    folder: Path,
+    volume: Mapping[str, Object],
+    objects: Sequence[Object],
+    local: Callable[[str], str],
+) -> None:
     """Files of ConfigMaps and Secrets; a Secret that somebody else makes is made up."""
     if "configMap" in volume:
         (config,) = [
@@ -173,7 +191,7 @@ def _fill(folder: Path, volume: Mapping[str, Object], objects: Sequence[Object])
             if thing["metadata"]["name"] == volume["configMap"]["name"]
         ]
         for name, text in config["data"].items():
-            (folder / name).write_text(text)
+            (folder / name).write_text(local(text))
     for source in volume.get("projected", {}).get("sources", ()):
         named = source["secret"]["name"]
         data = {

@@ -254,10 +254,10 @@ def test_policies_cover_every_pod_that_stays() -> None:
             assert rule["from"], "a fleet's pods are not open to everyone"
 
 
-def test_routers_may_reach_an_external_redis() -> None:
+def test_routers_may_reach_redis_and_the_collector() -> None:
     router, _ = of_kind(objects("fleet"), "NetworkPolicy")
     ports = {port["port"] for rule in router["spec"]["egress"] for port in rule["ports"]}
-    assert {26379, 6379} <= ports
+    assert {26379, 6379, 4318} <= ports
 
 
 def test_memory_limits_hold_the_host_arena() -> None:

@@ -1,5 +1,6 @@
 """The chart's command lines start: a router and a worker as rendered, on the demo model."""
 
+import asyncio
 import re
 import shlex
 import subprocess
@@ -12,8 +13,8 @@ import httpx
 import pytest
 
 from launcher.demo import adapter_paths, model_path
-from tests.deploy.chart import Object, case, merged, objects_of, of_kind, render
-from tests.deploy.local_pods import Cluster, LocalPod
+from tests.deploy.chart import Object, case, merged, objects, objects_of, of_kind, render
+from tests.deploy.local_pods import START_TIMEOUT_S, Cluster, LocalPod
 
 # In the folder's own terms: what a volume would bring into the workers.
 VALUES: Object = {
@@ -79,6 +80,46 @@ async def test_it_starts_answers_and_stops(release: Release) -> None:
     assert await release.router.probe("liveness")
     assert await release.router.stop() == 0, release.router.log.read_text()
     assert "Traceback" not in release.router.log.read_text() + release.worker.log.read_text()
+
+
+async def test_the_bundled_redis_opens_to_routers_alone(tmp_path: Path) -> None:
+    made = objects_of(render(merged(case("small"), {"redis": {"mode": "bundled"}})))
+    cluster = Cluster(tmp_path)
+    (deployment,) = of_kind(made, "Deployment")
+    owner = next(o for o in of_kind(made, "StatefulSet") if "redis" in o["metadata"]["name"])
+    redis = cluster.pod(owner, owner["metadata"]["name"], made)
+    router = cluster.pod(deployment, "router", made)
+    say = f"redis-cli -p {redis.port} --no-auth-warning --user loraplex"
+    password = "REDISCLI_AUTH=$(cat /etc/loraplex/credentials/redis)"
+    try:
+        await redis.start()
+        await redis.ready()
+        await router.start()
+        await router.until("startup")
+        async with httpx.AsyncClient(trust_env=False) as http:
+            page = (await http.get(f"http://127.0.0.1:{router.port}/metrics")).text
+        assert "loraplex_redis_up 1.0" in page
+        for metric in scaled_by():
+            assert re.search(rf"^{metric} 0", page, re.M), "autoscalers ask for it"
+        keys = f"{password} {say} --scan --pattern 'serving.demo-loraplex:*' | grep -q ."
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while await redis.run("sh", "-c", keys):
+                pass  # each look starts a process
+        assert await redis.run("sh", "-c", f"{say} ping | grep -q NOAUTH") == 0
+        assert await redis.run("sh", "-c", f"REDISCLI_AUTH=x {say} ping 2>&1 | grep -q WRONG") == 0
+        assert await redis.run("sh", "-c", f"{password} {say} flushall | grep -q NOPERM") == 0
+        await redis.kill()
+        assert not await redis.probe("readiness")
+        assert await router.probe("liveness")
+    finally:
+        await router.kill()
+        await redis.kill()
+
+
+def scaled_by() -> set[str]:
+    (scaled,) = of_kind(objects("scale-to-zero"), "ScaledObject")
+    queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+    return {match[1] for query in queries if (match := re.match(r"sum\((\w+)\{", query))}
 
 
 async def test_helm_test_tells_a_served_release_from_none(release: Release) -> None:

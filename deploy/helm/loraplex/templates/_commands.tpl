@@ -28,6 +28,9 @@
 - "--redis-password-file=/etc/loraplex/credentials/redis"
 {{- end }}
 {{- end }}
+{{- with $values.tracing.endpoint }}
+- {{ printf "--otlp-endpoint=%s" . | quote }}
+{{- end }}
 - "--cache-dir=/var/cache/loraplex"
 - "--adapters-file=/etc/loraplex/adapters/adapters.yaml"
 - "--request-timeout-s={{ $values.requestTimeoutSeconds }}"

@@ -9,7 +9,7 @@ from launcher.options import Option, show
 GROUPS: Mapping[str, frozenset[str]] = {
     "Model": frozenset({"revision", "device", "dtype", "model_names", "max_context", "executor"}),
     "Address": frozenset(
-        {"host", "port", "secret", "workers", "worker_id", "model_card", "admin_key"}
+        {"host", "port", "secret", "workers", "worker_id", "model_card", "admin_key", "advertise"}
     ),
     "Adapters": frozenset(
         {

@@ -49,7 +49,9 @@ def plan(values: Mapping[str, Values]) -> Plan:
     router = RouterConfig(**fields_of(RouterConfig, router_values))  # type: ignore[arg-type]
     names = tuple(alias.partition("=")[0] for alias in aliases)
     example = DEMO_EXAMPLE if is_demo else "Tell me about llamas."
-    return Plan(dataclasses.replace(worker, host=LOOPBACK, port=0), router, names, example)
+    # This worker is the router's beside it, and no other's.
+    worker = dataclasses.replace(worker, host=LOOPBACK, port=0, redis="", redis_password="")
+    return Plan(worker, router, names, example)
 
 
 def with_demo_name(values: Mapping[str, Values]) -> dict[str, Values]:

@@ -13,7 +13,8 @@ class RouterConfig:
     """Fields are options of `loraplex router`."""
 
     workers: tuple[str, ...] = field(
-        metadata={"help": "workers to serve from, e.g. ws://10.0.0.7:8090", "flag": "worker"}
+        default=(),
+        metadata={"help": "workers to serve from, e.g. ws://10.0.0.7:8090", "flag": "worker"},
     )
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8080, metadata={"help": "port to listen on (0 = any)"})

@@ -6,7 +6,7 @@ Carries out what `policy` decides; what is generated is `dispatch`'s business.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +29,7 @@ from server.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
 
+MAX_WORKERS = 4096
 _TICK_S = 0.25
 _LATE_S = 0.25
 # How soon those are tried again who would rather wait for a worker that has their adapter.
@@ -75,15 +76,36 @@ class Fleet:
         self._retry: asyncio.TimerHandle | None = None
         self._became_ready = asyncio.Event()
         self._unready_since = 0.0
+        self._new_client: Callable[[str], WorkerClient]
+        self._found: dict[WorkerClient, asyncio.Task[None]] = {}
 
     def connect(self, urls: Sequence[str], router_id: str, secret: str, cards: CardStore) -> None:
         """Names the workers to keep connections to; `run` opens them."""
-        self.clients = tuple(
-            WorkerClient(url, router_id, secret, cards, self) for url in dict.fromkeys(urls)
-        )
+        self._new_client = lambda url: WorkerClient(url, router_id, secret, cards, self)
+        self.clients = tuple(self._new_client(url) for url in dict.fromkeys(urls))
+
+    def discovered(self, urls: Collection[str]) -> None:
+        """Workers that enlisted themselves, all of them; one that is connected is never dropped."""
+        urls = {url.rstrip("/") for url in urls}
+        named = [client for client in self.clients if client not in self._found]
+        known = {client.url for client in self.clients}
+        for url in sorted(urls - known)[: MAX_WORKERS - len(known)]:
+            client = self._new_client(url)
+            self._found[client] = asyncio.create_task(client.run())
+        for client in [c for c in self._found if c.url not in urls and c.session is None]:
+            self._found.pop(client).cancel()
+        self.clients = (*named, *self._found)
 
     async def run(self) -> None:
         """Keeps the connections until cancelled."""
+        try:
+            await self._run()
+        finally:
+            for task in self._found.values():
+                task.cancel()
+            await asyncio.gather(*self._found.values(), return_exceptions=True)
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for client in self.clients:
                 tasks.create_task(client.run())

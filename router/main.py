@@ -14,6 +14,8 @@ def run(config: RouterConfig) -> None:
 
     Ends the process with one sentence for a bad option, or an address that cannot be had.
     """
+    if not config.workers and not config.redis:
+        raise SystemExit("loraplex: no workers: name some with --worker, or find them by --redis")
     try:
         check_tls(config)
         service = build_service(config, CollectorRegistry(), HubSource())

@@ -24,6 +24,7 @@ from router.base_model import BaseModel
 from router.catalog import Catalog, CatalogRules
 from router.compat_metrics import COMPAT_PREFIX, CompatMetrics
 from router.config import RouterConfig
+from router.discovery import Discovery
 from router.dispatch import Dispatcher, DispatchLimits
 from router.fleet import Fleet
 from router.fleet_watch import FleetWatch
@@ -103,6 +104,9 @@ class Service:
             asyncio.create_task(self.fleet.run()),
             asyncio.create_task(watch_loop_lag(self.metrics.loop_lag_s.observe)),
         ]
+        if self.sharing.link is not None:
+            discovery = Discovery(self.sharing.store, self.fleet, self.config.secret)
+            tasks.append(asyncio.create_task(discovery.run()))
         if self.adapters_file is not None:
             tasks.append(asyncio.create_task(self.adapters_file.run()))
         try:
@@ -119,7 +123,7 @@ class Service:
 
     async def _first_worker(self) -> None:
         """What comes before a restarted router knows its workers waits for them, for a moment."""
-        for _ in range(_START_POLLS if self.fleet.clients else 0):
+        for _ in range(_START_POLLS if self.fleet.clients or self.sharing.link else 0):
             if self.fleet.ready and self.base.text is not None:
                 return
             await asyncio.sleep(_START_POLL_S)

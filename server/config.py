@@ -23,6 +23,10 @@ class WorkerConfig:
     secret: str = field(
         default="", metadata={"help": "shared secret that routers must show", "secret": True}
     )
+    advertise: str = field(
+        default="",
+        metadata={"help": "address that routers reach it at, such as ws://10.0.0.7:8090"},
+    )
     worker_id: str = field(default="", metadata={"help": "name of this worker (default: made up)"})
     device: Device = field(default="auto", metadata={"help": "where to compute"})
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = field(
@@ -145,6 +149,16 @@ class WorkerConfig:
     executor: str = field(
         default="torch",
         metadata={"help": "certify[:JSON] = an engine without a model, to try a deployment"},
+    )
+    redis: str = field(
+        default="",
+        metadata={
+            "help": "Redis in which routers find this worker: redis://, rediss:// or unix://"
+        },
+    )
+    redis_password: str = field(default="", metadata={"help": "its password", "secret": True})
+    redis_prefix: str = field(
+        default="loraplex", metadata={"help": "of every key there, so that fleets can share one"}
     )
 
 

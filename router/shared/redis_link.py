@@ -18,6 +18,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from adapters.cancelling import cancellation_kept
 from router.shared.store import StoreDown
 
 logger = logging.getLogger(__name__)
@@ -41,19 +42,15 @@ class RedisLink:
         self.client = _client(url, password)
         self._timeout_s = timeout_s
         self._tripped = asyncio.Event()
-        self._on_return: list[Callable[[], None]] = []
-
-    def on_return(self, listener: Callable[[], None]) -> None:
-        """Called when Redis answers again."""
-        self._on_return.append(listener)
 
     async def call(self, work: Callable[[], Awaitable[T]], least_s: float = 0.0) -> T:
         """least_s: that it may take in any case. Raises StoreDown."""
         if not self.is_up:
             raise StoreDown("Redis does not answer")
         try:
-            async with asyncio.timeout(max(self._timeout_s, least_s)):
-                return await work()
+            with cancellation_kept():
+                async with asyncio.timeout(max(self._timeout_s, least_s)):
+                    return await work()
         except (RedisError, OSError, TimeoutError) as error:
             self._trip(error)
             raise StoreDown("Redis does not answer") from error
@@ -66,8 +63,6 @@ class RedisLink:
             self._tripped.clear()
             self.is_up = True
             logger.info("Redis answers again")
-            for listener in self._on_return:
-                listener()
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError, TimeoutError):
@@ -79,9 +74,10 @@ class RedisLink:
         while True:
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             try:
-                async with asyncio.timeout(max(self._timeout_s, delay / 2)):
+                with cancellation_kept():
                     # What is there to be written to: a replica or one that is loading is not.
-                    await self.client.set("loraplex:ping", b"", px=1000)
+                    async with asyncio.timeout(max(self._timeout_s, delay / 2)):
+                        await self.client.set("loraplex:ping", b"", px=1000)
                 return
             except (RedisError, OSError, TimeoutError):
                 delay = min(2 * delay, _LONGEST_DELAY_S)

@@ -18,6 +18,7 @@ from server.worker.address import check_exposure, open_listener
 from server.worker.app import WorkerApp
 from server.worker.engine_process import start_engine
 from server.worker.engine_supervisor import EngineStartError, EngineSupervisor
+from server.worker.registry import Registry, advertised
 from server.worker.setup import Prepared, WorkerStartError, prepare
 
 log = logging.getLogger(__name__)
@@ -35,9 +36,10 @@ def run(config: WorkerConfig, listen_fd: int | None = None) -> None:
     """
     check_exposure(config.host, config.secret)
     with open_listener(config.host, config.port, listen_fd) as listener:
+        url = advertised(config, listener.getsockname()[1]) if config.redis else None
         prepared = prepare(config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(config, prepared, listener))
+            runner.run(_serve(config, prepared, listener, url))
 
 
 class _Server(uvicorn.Server):
@@ -76,7 +78,9 @@ def _server(prepared: Prepared, secret: str) -> _Server:
     )
 
 
-async def _serve(config: WorkerConfig, prepared: Prepared, listener: socket.socket) -> None:
+async def _serve(
+    config: WorkerConfig, prepared: Prepared, listener: socket.socket, url: str | None
+) -> None:
     worker = prepared.worker
     start = partial(start_engine, config.executor, prepared.engine, prepared.memory.fd)
     supervisor = EngineSupervisor(start, worker, config.step_timeout_s)
@@ -91,6 +95,12 @@ async def _serve(config: WorkerConfig, prepared: Prepared, listener: socket.sock
         "announce": asyncio.create_task(_announce(prepared, listener)),
         "stop": asyncio.create_task(stop.wait()),
     }
+    if url is not None:
+        registry = Registry(config, url, prepared.worker_id)
+        listed = registry.run(
+            lambda: worker.epoch, lambda: worker.state in ("ready", "engine_lost")
+        )
+        tasks["registry"] = asyncio.create_task(listed)
     vital = [tasks[name] for name in ("engine", "http", "stop")]
     try:
         await asyncio.wait(vital, return_when=asyncio.FIRST_COMPLETED)

@@ -127,6 +127,10 @@ class Worker:
         return self.state == "ready" and not self._suspected
 
     @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
     def draining(self) -> bool:
         return self.state == "draining"
 

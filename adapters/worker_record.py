@@ -1,0 +1,57 @@
+"""How a worker tells routers where it is, by way of a store that both can write to. Pure.
+
+It is signed with the secret that opens workers: whoever can only write to the store cannot make a
+router show that secret to a stranger.
+"""
+
+import hashlib
+import hmac
+from urllib.parse import urlsplit
+
+import msgspec
+
+GROUP = "workers"
+# Its worker says every few seconds that it is still there.
+LEASE_S = 10.0
+MAX_RECORD_BYTES = 4096
+
+
+class WorkerRecord(msgspec.Struct, frozen=True):
+    """url: ws:// or wss://, as routers reach it. epoch: of two with one id, the higher is real."""
+
+    worker_id: str
+    url: str
+    epoch: int
+    signature: str = ""
+
+
+def signed(record: WorkerRecord, secret: str) -> bytes:
+    """The bytes that the store keeps."""
+    signature = _signature(record, secret)
+    return msgspec.json.encode(msgspec.structs.replace(record, signature=signature))
+
+
+def verified(data: bytes, secret: str) -> WorkerRecord | None:
+    """None for what no worker with this secret wrote, or what names no address."""
+    if len(data) > MAX_RECORD_BYTES:
+        return None
+    try:
+        record = msgspec.json.decode(data, type=WorkerRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if not hmac.compare_digest(record.signature.encode(), _signature(record, secret).encode()):
+        return None
+    return record if is_worker_url(record.url) else None
+
+
+def is_worker_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("ws", "wss") and bool(parts.hostname) and parts.path in ("", "/")
+    except ValueError:
+        return False
+
+
+def _signature(record: WorkerRecord, secret: str) -> str:
+    text = msgspec.json.encode((record.worker_id, record.url, record.epoch))
+    return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()

@@ -103,6 +103,12 @@ class RouterMetrics:
             "resumes", "Attempts after the first, by cause", {"cause": get_args(ErrorCode)}
         )
 
+        self.resume_gap_s = meters.histogram(
+            "resume_gap_seconds",
+            "What a client sees of a lost worker: between the last token of one attempt and the"
+            " first of the next",
+            LATENCY_BUCKETS_S,
+        )
         self.quarantined = meters.counter(
             "requests_quarantined", "Sequences that killed the workers that they ran on"
         )

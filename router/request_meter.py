@@ -6,18 +6,22 @@ from router.metrics import RouterMetrics, Start
 from router.served import ServedAdapter
 from router.top_adapters import BASE, COUNTS, OTHER
 from router.tracing.request import in_hand
+from server.protocol import TokenEvent
 
 _REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS = range(len(COUNTS))
 
 
 class ChoiceTimes:
-    """One sequence's. first_at, last_at: when tokens came, on the meter's clock."""
+    """One sequence's. first_at, last_at: when tokens came, on the meter's clock.
 
-    __slots__ = ("first_at", "last_at", "num_tokens")
+    attempt: whose token came last.
+    """
+
+    __slots__ = ("attempt", "first_at", "last_at", "num_tokens")
 
     def __init__(self) -> None:
         self.first_at = self.last_at = 0.0
-        self.num_tokens = 0
+        self.num_tokens = self.attempt = 0
 
 
 class RequestMeter:
@@ -52,14 +56,17 @@ class RequestMeter:
         self._top.count(self._name, _PROMPT_TOKENS, num_prompt_tokens)
         self._request.notes["gen_ai.usage.input_tokens"] = num_prompt_tokens
 
-    def tokens(self, times: ChoiceTimes, count: int, start: Start) -> None:
+    def tokens(self, times: ChoiceTimes, event: TokenEvent, start: Start) -> None:
         """Generated ones of a choice came. start: how its worker had the adapter."""
+        count = len(event.token_ids)
         now = self._clock()
         metrics = self._metrics
         metrics.generated_tokens.inc(count)
         self._top.count(self._name, _GENERATED_TOKENS, count)
         if times.num_tokens:
             metrics.token_gap_s.observe(now - times.last_at)
+            if event.attempt != times.attempt:
+                metrics.resume_gap_s.observe(now - times.last_at)
         else:
             times.first_at = now
             if self.first_token_s is None:
@@ -70,6 +77,7 @@ class RequestMeter:
                 self._request.notes["loraplex.time_to_first_token_s"] = self.first_token_s
         times.num_tokens += count
         times.last_at = now
+        times.attempt = event.attempt
         self._num_generated += count
 
     def choice_ends(self, times: ChoiceTimes) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import get_args
 
 from adapters.meters import Row
 from router.aliases import AliasStore
@@ -12,6 +13,7 @@ from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.shared.sharing import Sharing
 from router.tenancy.admission import MODES
+from router.tenancy.quota import Reason as QuotaReason
 from router.tenancy.tenancy import Tenancy
 from router.top_adapters import Count
 from router.worker_session import WorkerSession
@@ -93,6 +95,13 @@ def watch_sharing(metrics: RouterMetrics, sharing: Sharing, tenancy: Tenancy) ->
     meters, admission = metrics.meters, tenancy.metering.admission
     meters.watch("redis_up", "Whether Redis answers, or none is shared", lambda: sharing.is_up)
     meters.watch("routers", "Live routers that share quotas", lambda: admission.routers)
+    meters.rows(
+        "quota_refusals",
+        "counter",
+        "Requests refused for a quota, by what was used up",
+        {"reason": get_args(QuotaReason)},
+        lambda: (((reason,), count) for reason, count in admission.refusals.items()),
+    )
     meters.watch("keys", "Keys that are known", lambda: len(tenancy.keyring.all()))
     meters.rows(
         "quota_mode",

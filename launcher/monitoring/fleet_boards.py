@@ -11,7 +11,7 @@ from launcher.monitoring.panels import (
     total,
 )
 
-_NO_FAULT = "a fleet without faults has none; the series are there, at zero"
+_NO_FAULT = "no stream was resumed: a quantile of nothing is no number"
 _GENERATION = 'route=~"/|/generate|/generate_stream|/v1/completions|/v1/chat/completions"'
 
 _GENERATED = "loraplex_adapter_generated_tokens_total"
@@ -69,6 +69,9 @@ FLEET = Board(
                     (
                         Query(total(pick("loraplex_queue_sequences")), "waiting"),
                         Query(total(pick("loraplex_queue_limit_sequences")), "limit"),
+                        Query(
+                            total(pick("loraplex_waiting_room_requests")), "waiting for any worker"
+                        ),
                     ),
                     "Sequences that wait for a worker: true demand, and what to scale by.",
                 ),
@@ -132,7 +135,24 @@ FLEET = Board(
                     (Query(rate("loraplex_resumes_total", by="cause"), "{{cause}}"),),
                     "Sequences that went on at another worker, or tried again. `engine_lost` means"
                     " that a worker or its engine went away; no token is lost by it.",
+                ),
+                Panel(
+                    "Gaps in resumed streams",
+                    "s",
+                    quantiles("loraplex_resume_gap_seconds"),
+                    "What a client sees of a lost worker: between the last token before and the"
+                    " first one after.",
                     may_be_empty=_NO_FAULT,
+                ),
+                Panel(
+                    "Silent workers and quarantine",
+                    "ops",
+                    (
+                        Query(rate("loraplex_sequences_handed_over_total"), "left a silent worker"),
+                        Query(rate("loraplex_requests_quarantined_total"), "quarantined"),
+                    ),
+                    "Sequences that left a worker which had fallen silent; requests that killed the"
+                    " workers that they ran on and are tried no more.",
                 ),
                 Panel(
                     "Clients that left",
@@ -186,6 +206,27 @@ TENANTS = Board(
                         ),
                     ),
                     "`rate_limited`: a key's quota; `overloaded`: the fleet's queue.",
+                ),
+                Panel(
+                    "Quotas used up",
+                    "reqps",
+                    (Query(rate("loraplex_quota_refusals_total", by="reason"), "{{reason}}"),),
+                    "Requests refused, by the limit that kept them out. Whose it was is in the"
+                    " usage API: keys are no labels.",
+                ),
+                Panel(
+                    "Where quotas are counted",
+                    "short",
+                    (Query(f"sum by (mode) ({pick('loraplex_quota_mode')})", "{{mode}}"),),
+                    "Routers by mode: `shared` is in Redis (or there is one router); the others are"
+                    " what was chosen for the time without it.",
+                ),
+                Panel(
+                    "Keys",
+                    "short",
+                    (Query(f"max({pick('loraplex_keys')})"),),
+                    "That are known.",
+                    "stat",
                 ),
                 Panel(
                     "Requests refused for their key",

@@ -26,7 +26,7 @@ class Query:
 class Panel:
     """text: what a person sees in it, and when to worry. unit: Grafana's name of it.
 
-    may_be_empty: why a healthy fleet can have nothing here.
+    may_be_empty: why a fleet without faults has nothing here.
     """
 
     title: str

@@ -8,14 +8,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from router.generation import RequestError
 from router.shared.memory_store import MemoryStore
 from router.shared.store import Settlement, Store, StoreDown
-from router.tenancy.quota import Ask, Subject, Verdict, share
+from router.tenancy.quota import Ask, Reason, Subject, Verdict, share
 
 OutageMode = Literal["open", "closed", "local-share"]
 Mode = Literal["shared", "open", "closed", "local-share"]
@@ -38,7 +38,10 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """is_up: whether the shared store answers, as far as is known. clock: Unix seconds."""
+    """is_up: whether the shared store answers, as far as is known. clock: Unix seconds.
+
+    refusals: how often each limit kept a request out.
+    """
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Admission:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.routers = 1
+        self.refusals: dict[Reason, int] = dict.fromkeys(get_args(Reason), 0)
         self._store = store
         self._is_up = is_up
         self._outage: OutageMode = outage
@@ -80,6 +84,7 @@ class Admission:
             store, asked = self._local, _share_of(ask, self.routers)
             verdict = await store.admit(asked)
         if verdict.reason is not None:
+            self.refusals[verdict.reason] += 1
             return verdict
         admitted = Admitted(asked, verdict, store)
         self._live[ask.lease] = admitted

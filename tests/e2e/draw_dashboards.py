@@ -35,7 +35,7 @@ def main() -> None:
             time.sleep(options.seconds / 2)
             fleet.kill_engine(0)
             time.sleep(options.seconds / 2)
-        print("without data:", without_data(fleet) or "none")
+        print("without data:", without_data(fleet, True) or "none")
         for board in BOARDS:
             draw(fleet, board, options.folder / f"{board.uid}.png", options.seconds)
 

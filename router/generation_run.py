@@ -153,7 +153,7 @@ class Generation:
         if stream.finish is not None:
             return
         if event.token_ids:
-            self._meter.tokens(choice.times, event, choice.run.start)
+            self._meter.tokens(choice.times, event)
             self.charge.generated_tokens += len(event.token_ids)
         if choice.task.index not in self._announced:
             self._announced.add(choice.task.index)

@@ -14,7 +14,7 @@ from router.policy.placement import Reason
 from router.top_adapters import TopAdapters
 from server.protocol import ErrorCode
 
-# How a sequence began: without an adapter; with one on the worker's device; with one that was not.
+# How a sequence began: without an adapter; with one; with one that it had to wait for.
 Start = Literal["base", "warm", "cold"]
 
 
@@ -74,7 +74,7 @@ class RouterMetrics:
         self.generated_tokens = meters.counter("generated_tokens", "Tokens received from workers")
         self.first_token_s = meters.histogram(
             "time_to_first_token_seconds",
-            "From a request's arrival to its first token, by how its adapter was found",
+            "From a request's arrival to its first token; cold = it waited for its adapter",
             LATENCY_BUCKETS_S,
             {"start": get_args(Start)},
         )

@@ -56,8 +56,8 @@ class RequestMeter:
         self._top.count(self._name, _PROMPT_TOKENS, num_prompt_tokens)
         self._request.notes["gen_ai.usage.input_tokens"] = num_prompt_tokens
 
-    def tokens(self, times: ChoiceTimes, event: TokenEvent, start: Start) -> None:
-        """Generated ones of a choice came. start: how its worker had the adapter."""
+    def tokens(self, times: ChoiceTimes, event: TokenEvent) -> None:
+        """Generated ones of a choice came."""
         count = len(event.token_ids)
         now = self._clock()
         metrics = self._metrics
@@ -71,6 +71,7 @@ class RequestMeter:
             times.first_at = now
             if self.first_token_s is None:
                 self.first_token_s = now - self.started
+                start = self._start(event)
                 first_token_s = metrics.first_token_s.labels(start)
                 first_token_s.observe(self.first_token_s, self._request.exemplar)
                 self._request.notes["loraplex.start"] = start
@@ -79,6 +80,11 @@ class RequestMeter:
         times.last_at = now
         times.attempt = event.attempt
         self._num_generated += count
+
+    def _start(self, first: TokenEvent) -> Start:
+        if self._name == BASE:
+            return "base"
+        return "cold" if first.load_s else "warm"
 
     def choice_ends(self, times: ChoiceTimes) -> None:
         if times.num_tokens > 1:

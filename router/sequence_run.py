@@ -23,7 +23,7 @@ from router.failures import (
     SequenceFailed,
 )
 from router.fleet import Fleet
-from router.metrics import RouterMetrics, Start
+from router.metrics import RouterMetrics
 from router.policy.attempts import Attempts, Quarantine, RetryBudget
 from router.policy.cost import Bill
 from router.policy.placement import Wish
@@ -33,7 +33,7 @@ from router.served import ServedAdapter, changed, has_changed, home_key
 from router.tenancy.metering import Charge
 from router.tracing.request import in_hand
 from router.tracing.sequence import SequenceTrace
-from router.worker_session import Credit, Tier, WorkerLost, WorkerSession
+from router.worker_session import Credit, WorkerLost, WorkerSession
 from server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
 
 logger = logging.getLogger(__name__)
@@ -140,20 +140,12 @@ class SequenceRun:
         self._accepted: list[int] = []
         self._attempts = Attempts()
         self._session: WorkerSession | None = None
-        self._tier: Tier = "none"
         self._on_probation = False
         self._bill: Bill | None = None
         self._done = False
         self._wish = self._make_wish()
         self._trace = SequenceTrace(in_hand().trace, request.adapter, time.monotonic)
         self._placing = self._start_placing(0.0)
-
-    @property
-    def start(self) -> Start:
-        """How the worker that it was placed on last had its adapter."""
-        if self._request.adapter is None:
-            return "base"
-        return "warm" if self._tier == "device" else "cold"
 
     def stop(self) -> None:
         """Ends the run wherever it is; nothing more comes from it."""
@@ -196,10 +188,10 @@ class SequenceRun:
         if self._bill is None:
             self._bill = bill
         try:
-            self._tier = credit.session.tier(self._request.adapter)
+            tier = credit.session.tier(self._request.adapter)
             context.metrics.placed(reason, loop.time() - started)
             placed = self._trace.placed(
-                *(started, credit.session.worker_id, reason), self._tier, self._attempts.number
+                *(started, credit.session.worker_id, reason), tier, self._attempts.number
             )
             await self._admit(credit)
             self._trace.submitted(placed)

@@ -93,8 +93,8 @@ ADAPTERS = Board(
                             )
                         ),
                     ),
-                    "First tokens of sequences whose adapter was not on their worker's device, as"
-                    " a share of all with an adapter.",
+                    "First tokens of sequences that waited for their adapter, as a share of all"
+                    " that have one.",
                 ),
                 Panel(
                     "Time to first token, cold, warm and base",

@@ -114,7 +114,7 @@ def _call_until(fleet: Fleet, number: int, over: threading.Event) -> None:
             if over.is_set():
                 return
             prompt = PROMPT[: 20 + 13 * (i % 9)]
-            whole = {"model": base, "prompt": prompt, "max_tokens": 24, **body}
+            whole = {"model": base, "prompt": prompt, "max_tokens": 24 if i % 4 else 160, **body}
             with contextlib.suppress(httpx.HTTPError):
                 if i % 2:
                     http.post("/v1/completions", json=whole)

@@ -60,17 +60,35 @@ async def test_latencies_are_measured_once_a_request(tmp_path: Path) -> None:
     ):
         worker.script = lambda request: [*b"abcd", EOS]
         assert await ask(router) == 200
+        worker.load_s = 0.01
+        assert await ask(router, adapter_id="mine") == 200
+        worker.load_s = None
         assert await ask(router, adapter_id="mine") == 200
         await router.until_idle()
         found = await scrape(router)
-        assert found["loraplex_request_seconds_count", frozenset()] == 2
-        assert found["loraplex_time_per_output_token_seconds_count", frozenset()] == 2
-        assert found["loraplex_inter_token_latency_seconds_count", frozenset()] == 2 * 4
+        assert found["loraplex_request_seconds_count", frozenset()] == 3
+        assert found["loraplex_time_per_output_token_seconds_count", frozenset()] == 3
+        assert found["loraplex_inter_token_latency_seconds_count", frozenset()] == 3 * 4
         starts = {
             start: found["loraplex_time_to_first_token_seconds_count", frozenset({start})]
             for start in ("base", "warm", "cold")
         }
-        assert starts == {"base": 1, "warm": 0, "cold": 1}
+        assert starts == {"base": 1, "warm": 1, "cold": 1}
+
+
+async def test_a_resumed_stream_has_a_gap(tmp_path: Path) -> None:
+    async def lose(worker: FakeWorker, request: Any, index: int) -> Any:
+        return "engine_lost" if (request.attempt, index) == (0, 2) else None
+
+    async with (
+        running_worker(FakeWorker()) as worker,
+        running_router(tmp_path, worker) as router,
+    ):
+        worker.script = lambda request: [*b"abcd", EOS]
+        worker.before_token = lose
+        assert await ask(router) == 200
+        assert await router.metric("loraplex_resume_gap_seconds_count") == 1
+        assert await router.metric("loraplex_inter_token_latency_seconds_count") == 4
 
 
 async def test_failures_are_counted_by_cause_and_adapter(tmp_path: Path) -> None:

@@ -74,20 +74,19 @@ class TextModel:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
-        ids: list[int] = self._encode(text, add_special_tokens).ids
+        # Of the library's ways to encode, the batched ones alone release the interpreter's lock.
+        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = batch[0].ids
         return ids
 
     def spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
         """Tokens of a text with the characters that they cover, as `/tokenize` lists them."""
-        encoding = self._encode(text, add_special_tokens)
+        batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        encoding = batch[0]
         return [
             TokenSpan(i, text[start:stop] or self.token_text(i), start, stop)
             for i, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
-
-    def _encode(self, text: str, add_special_tokens: bool) -> Any:
-        # Of the library's ways to encode, the batched ones alone release the interpreter's lock.
-        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def render_chat(
         self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None

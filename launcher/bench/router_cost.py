@@ -1,0 +1,160 @@
+"""What a router costs: its CPU time for tokens and requests, and the latency that it adds."""
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from launcher.bench.report import percentile
+from launcher.bench.serve import Target, run_load
+from launcher.bench.workload import Lengths, Workload
+from launcher.plan import LOOPBACK
+from launcher.serve import free_port
+
+_START_S = 60.0
+_WARM_UP = 64
+PROMPT = "A customer writes about an order that has not arrived, and asks what to do now. " * 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """us_a_token: CPU time of a streamed token, detokenised, of `streams` at once.
+
+    us_a_request: of a non-streamed request, with one token and with 16. added_*: latency of a
+    request at low load, against a worker that answers at once; client and loopback included.
+    """
+
+    streams: int
+    us_a_token: float
+    us_a_request: float
+    us_a_request_of_16: float
+    added_p50_ms: float
+    added_p99_ms: float
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Caller:
+    """One kept connection; a whole answer at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def ask(self, tokens: int) -> float:
+        """Seconds from the request to the whole answer."""
+        body = msgspec.json.encode({"model": "base", "prompt": PROMPT, "max_tokens": tokens})
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
+        started = time.perf_counter()
+        self._writer.write(head.encode() + body)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", answer.lower())
+        if not answer.startswith(b"HTTP/1.1 200 ") or length is None:
+            raise SystemExit(f"loraplex: the router answered {answer[:200]!r}")
+        await self._reader.readexactly(int(length[1]))
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def ask_many(port: int, requests: int, tokens: int, concurrency: int) -> list[float]:
+    """Seconds of each; `concurrency` callers, back to back."""
+    pending = iter(range(requests))
+    times: list[float] = []
+
+    async def call() -> None:
+        caller = Caller(*await asyncio.open_connection(LOOPBACK, port))
+        for _ in pending:
+            times.append(await caller.ask(tokens))
+        caller.close()
+
+    await asyncio.gather(*(call() for _ in range(concurrency)))
+    return times
+
+
+async def stream_many(port: int, streams: int, tokens: int) -> int:
+    """Streams at once, each to its end. Returns the tokens that came."""
+    lengths = Lengths.parse("64"), Lengths.parse(str(tokens))
+    workload = Workload(streams, (None,), 1.0, *lengths)
+    outcomes = await run_load(Target(f"http://{LOOPBACK}:{port}", "base"), workload, streams)
+    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if failed:
+        raise SystemExit(f"loraplex: {len(failed)} of {streams} streams failed: {failed[0]}")
+    return sum(outcome.output_tokens for outcome in outcomes)
+
+
+@asynccontextmanager
+async def running(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A Python module as a process of its own, until the end."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module, *arguments), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+@asynccontextmanager
+async def routed(step_s: float) -> AsyncIterator[tuple[int, int]]:
+    """A router before a mock worker of this step time: its pid and port."""
+    port = free_port(LOOPBACK, 0)
+    async with running("launcher.bench.mock_worker", str(step_s)) as worker:
+        assert worker.stdout is not None
+        line = await asyncio.wait_for(worker.stdout.readline(), _START_S)
+        url = f"ws://{LOOPBACK}:{int(line)}"
+        async with running("launcher", "router", "--worker", url, "--port", str(port)) as router:
+            await _until_ready(f"http://{LOOPBACK}:{port}/health/ready")
+            await ask_many(port, _WARM_UP, 4, 4)
+            yield router.pid, port
+
+
+async def _until_ready(url: str) -> None:
+    async with asyncio.timeout(_START_S), httpx.AsyncClient() as client:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if (await client.get(url)).status_code == 200:
+                    return
+            await asyncio.sleep(0.1)
+
+
+async def measure(streams: int, tokens: int, requests: int) -> Cost:
+    """tokens: of each stream."""
+    async with routed(0.01) as (pid, port):
+        before = cpu_seconds(pid)
+        streamed = await stream_many(port, streams, tokens)
+        a_token = (cpu_seconds(pid) - before) / streamed
+    async with routed(0.0) as (pid, port):
+        a_request = {}
+        for count in (1, 16):
+            before = cpu_seconds(pid)
+            await ask_many(port, requests, count, 32)
+            a_request[count] = (cpu_seconds(pid) - before) / requests
+        added = await ask_many(port, requests // 2, 1, 1)
+    return Cost(
+        streams=streams,
+        us_a_token=1e6 * a_token,
+        us_a_request=1e6 * a_request[1],
+        us_a_request_of_16=1e6 * a_request[16],
+        added_p50_ms=1e3 * percentile(added, 50),
+        added_p99_ms=1e3 * percentile(added, 99),
+    )

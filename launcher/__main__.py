@@ -182,6 +182,7 @@ def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from router.service import ConfigError
     from router.tracing.request import request_id
 
+    config.encode_inline()
     chosen = config.build(RouterConfig, config.resolve(config.ROUTER_OPTIONS, arguments, environ))
     log_to_stderr(written=chosen.log_format, request_id=request_id)
     try:

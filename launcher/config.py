@@ -25,6 +25,14 @@ WORKER_OPTIONS = options_of(WorkerConfig)
 ROUTER_OPTIONS = options_of(RouterConfig)
 
 
+def encode_inline() -> None:
+    """Keeps the tokenizer off threads of its own: the router gives it one text at a time.
+
+    The library takes the setting from nowhere else.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def environment() -> Mapping[str, str]:
     return dict(os.environ)
 

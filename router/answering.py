@@ -5,7 +5,7 @@ first token is a real HTTP status.
 """
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,11 +17,12 @@ from router.api.formatter import ApiLimits, ApiRequest, Formatter
 from router.api.lorax_answer import count_headers, head_headers
 from router.base_model import BaseModel
 from router.dispatch import Dispatcher
-from router.generation import GenerationCall, PromptInfo, RequestError
+from router.generation import AnswerHead, GenerationCall, PromptInfo, RequestError
 from router.generation_run import Generation, Part
 from router.http_body import read_json_body
 from router.sse import EventStream, until_disconnect
 from router.tenancy.keys import Caller
+from router.tenancy.metering import Charge
 from router.tenancy.scope import Registered, check_scope
 from router.tenancy.tenancy import Tenancy
 from router.told_errors import ToldErrors
@@ -52,29 +53,23 @@ class Answerer:
             await until_disconnect(request, until)
         api_request = self._parse(body, request, parse, caller)
         call = msgspec.structs.replace(api_request.call, tenant=caller.tenant)
-        await until_disconnect(
-            request, self.dispatcher.until_ready(call.tenant, len(body), call.api)
-        )
         charge = self.tenancy.metering.charge(caller, request.state.request_id)
-        generation = await until_disconnect(
-            request, self.dispatcher.start(call, charge), Generation.close
-        )
+        start = self._start(call, charge, len(body))
+        if not call.stream:
+            return await until_disconnect(request, _whole(start, api_request.formatter, call))
+        generation = await until_disconnect(request, start, Generation.close)
         try:
             formatter = api_request.formatter(generation.head)
-            if call.stream:
-                headers = _head_headers(generation, call)
-                told = partial(self.errors.note, request)
-                return await _stream(request, generation, formatter, headers, told)
-            results = await until_disconnect(request, generation.finish())
-            whole = formatter.whole(results, generation.prompts)
+            headers = _head_headers(generation, call)
+            told = partial(self.errors.note, request)
+            return await _stream(request, generation, formatter, headers, told)
         except BaseException:
             generation.close()
             raise
-        generation.close()
-        headers = _head_headers(generation, call)
-        if call.api == "lorax":
-            headers |= count_headers(generation.prompts, results, generation.timings)
-        return Response(whole, 200, headers, media_type="application/json")
+
+    async def _start(self, call: GenerationCall, charge: Charge, nbytes: int) -> Generation:
+        await self.dispatcher.until_ready(call.tenant, nbytes, call.api)
+        return await self.dispatcher.start(call, charge)
 
     def _parse(self, body: bytes, request: Request, parse: Parse, caller: Caller) -> ApiRequest:
         """Raises RequestError, also for what the caller's key does not open."""
@@ -86,6 +81,25 @@ class Answerer:
         param = "adapter_id" if call.api == "lorax" else "model"
         check_scope(caller, call.adapter, model.card.names, self.registered, param)
         return api_request
+
+
+async def _whole(
+    start: Awaitable[Generation],
+    make_formatter: Callable[[AnswerHead], Formatter],
+    call: GenerationCall,
+) -> Response:
+    """An answer that is sent when it is complete."""
+    generation = await start
+    try:
+        formatter = make_formatter(generation.head)
+        results = await generation.finish()
+        whole = formatter.whole(results, generation.prompts)
+    finally:
+        generation.close()
+    headers = _head_headers(generation, call)
+    if call.api == "lorax":
+        headers |= count_headers(generation.prompts, results, generation.timings)
+    return Response(whole, 200, headers, media_type="application/json")
 
 
 async def _stream(

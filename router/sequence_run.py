@@ -215,9 +215,9 @@ class SequenceRun:
         )
 
     def _make_wish(self) -> Wish:
-        adapter, tenant = self._context.adapter, self._context.tenant
+        adapter = self._context.adapter
         digest = "" if adapter is None else adapter.digest
-        prefixes = prefix_keys(tenant, digest, self._request.prompt_ids)
+        prefixes = prefix_keys(self._request.salt, digest, self._request.prompt_ids)
         if adapter is None:
             return Wish("", prefixes=prefixes)
         return Wish(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)

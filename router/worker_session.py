@@ -49,13 +49,14 @@ class WorkerLost(Exception):
 class _Live:
     """A sequence in flight. It ends with the worker's terminal event, or with the connection."""
 
-    __slots__ = ("adapter", "next_index", "sink", "starting")
+    __slots__ = ("adapter", "begun", "next_index", "sink", "starting")
 
     def __init__(self, sink: Sink, next_index: int, adapter: str, starting: bool) -> None:
         self.sink: Sink | None = sink
         self.next_index = next_index
         self.adapter = adapter
         self.starting = starting
+        self.begun = False
 
 
 class Credit:
@@ -274,9 +275,9 @@ class WorkerSession:
                 self._break(key, live, event)
                 continue
             live.next_index += len(event.token_ids)
-            if live.starting:
-                live.starting = False
-                self.view.starting -= 1
+            if not live.begun:
+                live.begun = True
+                self.view.begin(live.starting)
                 freed = True
             if event.finish is not None:
                 self._end(key, live)
@@ -303,6 +304,7 @@ class WorkerSession:
         view = self.view
         view.draining = status.draining
         view.credits = status.credits or self.hello.credits
+        view.rows = status.rows
         view.load = status.running + status.waiting
         view.free_kv = status.free_pages / status.total_pages if status.total_pages else 1.0
         view.resident, view.loading = frozenset(status.resident), frozenset(status.loading)
@@ -317,7 +319,10 @@ class WorkerSession:
 
     def _end(self, key: SequenceKey, live: _Live) -> None:
         del self._live[key]
-        self.view.starting -= live.starting
+        if live.begun:
+            self.view.begun -= 1
+        else:
+            self.view.starting -= live.starting
         self.view.leave(live.adapter)
 
     def _send(self, frame: RouterFrame) -> None:

@@ -243,6 +243,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     silent: the engine gives no sign of life, or its step no end; its sequences are not lost, but
     had better go on elsewhere.
     credits: sequences this router may have in flight here from now on (0 = as before).
+    rows: how many of them can be computed at once (0 = not known).
     load_bytes_s: how fast adapters came to the device lately (0 = not known).
     """
 
@@ -262,6 +263,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True, tag="ws"):
     silent: bool = False
     credits: int = 0
     load_bytes_s: float = 0.0
+    rows: int = 0
 
 
 TierStage = Literal["absent", "loading", "ready"]

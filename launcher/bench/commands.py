@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from launcher.bench.placement_command import add_placement
+from launcher.bench.placement_command import add_fairness, add_placement
 from launcher.command_line import Parser
 
 if TYPE_CHECKING:
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 ABOUT = """\
 Measure. `decode` and `prefill` run the engine in this process on random weights; `lora-kernels`
-times LoRA alone and over the base; `placement` compares placement policies on simulated fleets;
-`serve` loads a running server.
+times LoRA alone and over the base; `placement` compares placement policies on simulated fleets,
+`fairness` floods them; `router` measures a router before a worker without an engine; `serve` loads
+a running server.
 
   loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
   loraplex bench placement --adapters 512,1024,4096 --shape zipf --shape drift
@@ -41,6 +42,12 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     kernels.add_argument("--replays", type=int, default=20)
     kernels.set_defaults(run=run_lora_kernels)
     add_placement(actions.add_parser("placement", help="placement policies on simulated fleets"))
+    add_fairness(actions.add_parser("fairness", help="a flooding tenant on simulated fleets"))
+    router = actions.add_parser("router", help="CPU time and latency of a router")
+    router.add_argument("--streams", type=int, default=256)
+    router.add_argument("--tokens", type=int, default=128, help="of each stream")
+    router.add_argument("--requests", type=int, default=4000, help="that are not streamed")
+    router.set_defaults(run=run_router)
     serve = actions.add_parser("serve", help="load on a running server")
     _add_load(serve)
     serve.set_defaults(run=run_serve)
@@ -127,6 +134,18 @@ def run_lora_kernels(arguments: argparse.Namespace) -> None:
             print(json.dumps(asdict(result)))
     else:
         print(table(results))
+
+
+def run_router(arguments: argparse.Namespace) -> None:
+    from launcher.bench.router_cost import measure
+
+    if min(arguments.streams, arguments.tokens, arguments.requests) < 1:
+        raise SystemExit("loraplex: --streams, --tokens and --requests must be at least 1")
+    cost = asdict(asyncio.run(measure(arguments.streams, arguments.tokens, arguments.requests)))
+    if arguments.json:
+        print(json.dumps(cost))
+    else:
+        print("\n".join(f"{name:20} {value:10.2f}" for name, value in cost.items()))
 
 
 def _add_load(parser: Parser) -> None:

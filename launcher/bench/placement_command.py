@@ -1,4 +1,4 @@
-"""`loraplex bench placement`: what it takes, and what it prints."""
+"""`loraplex bench placement` and `fairness`, on simulated fleets: what they take and print."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import product
 
+from launcher.bench.simulation.fairness_bench import flood
 from launcher.bench.simulation.placement_bench import Scene, compare, table
 from launcher.bench.simulation.policies import POLICIES
 from launcher.bench.simulation.traffic import SHAPES
@@ -59,3 +60,32 @@ def _scenes(arguments: argparse.Namespace) -> Iterator[Scene]:
             model=model,
             seed=arguments.seed,
         )
+
+
+def add_fairness(parser: Parser) -> None:
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rows", type=_counts, default=(128,), metavar="N,…", help="a worker")
+    parser.add_argument("--tenants", type=int, default=8)
+    parser.add_argument("--others", type=float, default=0.8, help="of their share, that they send")
+    parser.add_argument("--seconds", type=float, default=10.0, help="simulated; 3 are warm-up")
+    parser.set_defaults(run=run_fairness)
+
+
+def run_fairness(arguments: argparse.Namespace) -> None:
+    too_few = arguments.workers < 1 or arguments.tenants < 2
+    if too_few or arguments.others <= 0 or arguments.seconds <= 3:
+        raise SystemExit(
+            "loraplex: expected --workers >= 1, --tenants >= 2, --others > 0, --seconds > 3"
+        )
+    for rows in arguments.rows:
+        result = flood(
+            arguments.workers, rows, arguments.tenants, arguments.others, arguments.seconds
+        )
+        if arguments.json:
+            print(json.dumps(asdict(result)), flush=True)
+        else:
+            print(
+                f"{rows} rows: the others' p99 to the first token {result.alone_ms:.1f} ms alone, "
+                f"{result.beside_ms:.1f} ms beside the flood; Jain's index {result.jain:.4f}",
+                flush=True,
+            )

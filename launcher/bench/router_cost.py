@@ -22,7 +22,7 @@ from launcher.serve import free_port
 
 _START_S = 60.0
 _WARM_UP = 64
-PROMPT = "A customer writes about an order that has not arrived, and asks what to do now. " * 4
+PROMPT = "A customer writes about an order that has not arrived, and asks what to do now. " * 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from router.policy.fairness import Account, FairOrder
+from router.policy.shares import TenantShares
 
 # A generated token costs a share of a whole step, a prompt token rides in a chunk (VTC's prices).
 PROMPT_PRICE = 1.0
@@ -61,7 +62,7 @@ class Bill:
     parties: the accounts that pay. Call `settle` when it is over, however it ended.
     """
 
-    __slots__ = ("_estimate", "_expected", "_flow", "_generated", "_parties", "_settled")
+    __slots__ = ("_estimate", "_expected", "_flow", "_generated", "_parties", "_settled", "_shares")
 
     def __init__(
         self,
@@ -69,7 +70,10 @@ class Bill:
         flow: Flow,
         expected: float,
         estimate: OutputEstimate,
+        shares: TenantShares,
     ) -> None:
+        shares.begins(flow.tenant)
+        self._shares = shares
         self._parties = parties
         self._flow = flow
         self._expected = expected
@@ -90,6 +94,7 @@ class Bill:
         if self._settled:
             return
         self._settled = True
+        self._shares.ends(self._flow.tenant)
         self._estimate.observe(self._flow, self._generated)
         unused = self._expected - self._generated
         if unused > 0:

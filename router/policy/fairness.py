@@ -72,6 +72,8 @@ class FairOrder:
     def first(self, count: int) -> list[Account]:
         """At most so many of those who wait, the next one first."""
         found: list[Account] = []
+        if self._active == 1 and self._heap[0][3].active:  # nobody to compare with
+            return [self._heap[0][3]]
         while self._heap and len(found) < count:
             entry = heapq.heappop(self._heap)
             account = entry[3]
@@ -87,7 +89,8 @@ class FairOrder:
 
     def served(self, account: Account, cost: float) -> None:
         """Its turn was taken. The clock follows the least served of those who wait."""
-        self.clock = max(self.clock, self.first(1)[0].virtual)
+        least = account if self._active == 1 else self.first(1)[0]
+        self.clock = max(self.clock, least.virtual)
         account.virtual += cost
 
     def refund(self, account: Account, cost: float) -> None:

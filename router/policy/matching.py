@@ -34,10 +34,16 @@ class Matcher(Generic[T]):
         to be asked again soon, even if nothing happens.
         """
         self.holds = False
-        if not len(self.queue) or not any(worker.has_room for worker in workers):
+        with_room = [worker for worker in workers if worker.has_room] if len(self.queue) else []
+        if not with_room:
             return None
+        to_spare = [worker for worker in with_room if worker.has_spare]
         for ticket, entry, held_s in self.queue.candidates(now):
-            decision = self.placement.choose(entry.wish, workers, now, held_s)
+            # Who has more than its share leaves some rows of each worker to the others.
+            usable = to_spare if self.queue.shares.is_over(entry.tenant) else with_room
+            if not usable:
+                continue
+            decision = self.placement.choose(entry.wish, workers, usable, now, held_s)
             if decision is None:
                 self.queue.hold(ticket, now)
                 self.holds = True

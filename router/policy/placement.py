@@ -77,12 +77,17 @@ class Placement:
         self._prefixes = PrefixMemory()
 
     def choose(
-        self, wish: Wish, workers: Sequence[WorkerView], now: float, held_s: float
+        self,
+        wish: Wish,
+        workers: Sequence[WorkerView],
+        with_room: Sequence[WorkerView],
+        now: float,
+        held_s: float,
     ) -> Decision | None:
-        """None: no worker has room, or waiting for its own is better. held_s: waited for that."""
-        with_room = [worker for worker in workers if worker.has_room]
-        if not with_room:
-            return None
+        """with_room: those to choose from, not empty. held_s: waited for workers of its own.
+
+        None: to wait for them longer is better.
+        """
         free = [worker for worker in with_room if worker.is_free] or with_room
         if not wish.adapter:
             return self._least_used(wish, free, "base")

@@ -7,13 +7,13 @@ MAX_PREFIXES = 1 << 16
 _SIZES = (4096, 1024, 256, 64)  # tokens
 
 
-def prefix_keys(tenant: str, adapter: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+def prefix_keys(salt: str, adapter: str, prompt_ids: Sequence[int]) -> tuple[int, ...]:
     """One key for each size of beginning that the prompt has, the longest first.
 
-    KV pages are shared within a tenant and adapter only, and so are keys.
+    KV pages are shared within a salt and adapter only, and so are keys.
     """
     return tuple(
-        hash((tenant, adapter, size, tuple(prompt_ids[:size])))
+        hash((salt, adapter, size, tuple(prompt_ids[:size])))
         for size in _SIZES
         if len(prompt_ids) >= size
     )

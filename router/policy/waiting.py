@@ -18,6 +18,7 @@ from router.policy.drain import DrainRate
 from router.policy.fairness import Account, FairOrder
 from router.policy.placement import Wish
 from router.policy.queue_limits import QueueFull, QueueLimits, QueueRoom
+from router.policy.shares import TenantShares
 
 T = TypeVar("T")
 
@@ -150,6 +151,7 @@ class WaitingQueue(Generic[T]):
     def __init__(self, limits: QueueLimits) -> None:
         self.room = QueueRoom(limits)
         self.drain = DrainRate()
+        self.shares = TenantShares()
         self._estimate = OutputEstimate()
         self._bands: dict[int, _Band[T]] = {}
         self._entries: dict[int, Waiting[T]] = {}
@@ -177,6 +179,7 @@ class WaitingQueue(Generic[T]):
         ticket = self._next_ticket
         self._next_ticket += 1
         self._entries[ticket] = entry
+        self.shares.asks(entry.tenant, now)
         self.room.add(entry.tenant, entry.nbytes)
         self._bands.setdefault(entry.priority, _Band()).add(ticket, entry)
         if entry.deadline is not None:
@@ -201,7 +204,10 @@ class WaitingQueue(Generic[T]):
             lane.held_since = now
 
     def take(self, ticket: int, now: float, load_price: float = 0.0) -> Bill:
-        """It goes to a worker. load_price: of what must be loaded for it there."""
+        """It goes to a worker. load_price: of what must be loaded for it there.
+
+        The bill must be settled, in any case.
+        """
         entry = self._entries[ticket]
         parties: tuple[tuple[FairOrder, Account], ...] = ()
         expected = 0.0
@@ -211,7 +217,7 @@ class WaitingQueue(Generic[T]):
             parties = self._bands[entry.priority].charge(entry, cost)
             self.drain.departed(now)
         self._remove(ticket)
-        return Bill(parties, entry.flow, expected, self._estimate)
+        return Bill(parties, entry.flow, expected, self._estimate, self.shares)
 
     def cancel(self, ticket: int) -> bool:
         """Takes this one out; False when it is no longer waiting."""

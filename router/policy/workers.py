@@ -3,6 +3,7 @@
 Own counts come first: what a worker reports is half a second old by nature.
 """
 
+import math
 from collections.abc import Container
 
 import msgspec
@@ -12,6 +13,8 @@ import msgspec
 _STARTING_SHARE = 4
 _LEAST_STARTING, _LEAST_STARTING_FULL = 32, 4
 _KV_SPARE = 0.05
+# Beyond the rows, so many of them: enough that a row that becomes free finds its next sequence.
+_AHEAD_SHARE = 64
 # So many of those are the next steps' prompts; more are a queue.
 _STARTING_FREE, _STARTING_FREE_SHARE = 2, 16
 # Copies to the device before any was measured: a slow disk's rate.
@@ -24,7 +27,8 @@ class WorkerView(msgspec.Struct, eq=False):
     """One worker. Own: of this router.
 
     credits: sequences that this router may have there. in_flight: own, sent or about to be.
-    starting: own, sent without a token yet although their adapter was there. own: in_flight by
+    starting: own, sent without a token yet although their adapter was there. begun: own, with a
+    token. rows: own sequences that can be computed at once, 0 = not known. own: in_flight by
     adapter. coming: adapters that own sequences make it load, and when the first was sent.
     load: sequences there, whoever sent them. free_kv: share of KV pages. resident, loading:
     digests on its device, or on their way. admitted: what it is known to have on its disk.
@@ -37,6 +41,8 @@ class WorkerView(msgspec.Struct, eq=False):
     credits: int = 1
     in_flight: int = 0
     starting: int = 0
+    begun: int = 0
+    rows: int = 0
     own: dict[str, int] = {}
     coming: dict[str, float] = {}
     load: int = 0
@@ -54,7 +60,19 @@ class WorkerView(msgspec.Struct, eq=False):
     def has_room(self) -> bool:
         if not self.ready or self.draining or self.in_flight >= self.credits:
             return False
+        if self.rows and self.begun + self.starting >= self.rows + self.rows // _AHEAD_SHARE + 1:
+            return False
         return self.starting < self._most_starting
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether there is room beyond what is kept for tenants that use less than their share.
+
+        The root of the rows: about what random arrivals vary by (square-root staffing).
+        """
+        size = self.rows or self.credits
+        taken = self.begun + self.starting if self.rows else self.in_flight
+        return taken < size - math.isqrt(size)
 
     @property
     def is_free(self) -> bool:
@@ -95,6 +113,11 @@ class WorkerView(msgspec.Struct, eq=False):
             self.own[adapter] = left
         else:
             self.coming.pop(adapter, None)
+
+    def begin(self, was_starting: bool) -> None:
+        """The first event of an own sequence came."""
+        self.starting -= was_starting
+        self.begun += 1
 
     def arrived(self, now: float) -> None:
         """After a report of residency: what it tells need not be guessed any more."""

@@ -109,7 +109,7 @@ class Worker:
         self._connections: dict[int, RouterConnection] = {}
         self._supervisor: EngineSupervisor | None = None
         self._stats = _NO_STATS
-        self._total_pages = self._adapter_slots = 0
+        self._total_pages = self._adapter_slots = self._rows = 0
         self._step = 0
         self._epoch = 0
         self._suspected = False
@@ -263,6 +263,7 @@ class Worker:
         else:
             log.info("the engine is ready again")
         self._total_pages, self._adapter_slots = ready.total_pages, ready.adapter_slots
+        self._rows = ready.max_rows
         self._inspector.engine_ready(ready)
         self._metrics.engine_started(ready)
         self._stats = msgspec.structs.replace(_NO_STATS, free_pages=ready.total_pages)
@@ -363,7 +364,8 @@ class Worker:
     def _broadcast_status(self) -> None:
         status = self._status()
         for number, credits in self._table.credits(self._connections).items():
-            own = msgspec.structs.replace(status, credits=credits)
+            rows = -(-self._rows * credits // self._table.capacity)
+            own = msgspec.structs.replace(status, credits=credits, rows=rows)
             self._connections[number].send_status(own)
 
     async def report_status(self) -> None:

@@ -38,6 +38,7 @@ class SimulatedFleet:
                 f"worker-{i}",
                 ready=True,
                 credits=model.credits,
+                rows=model.rows,
                 own={},
                 coming={},
                 load_bytes_s=ADAPTER_BYTES / model.load_s,
@@ -78,7 +79,7 @@ class SimulatedFleet:
         self._at(arrival.at_s, arrive)
 
     def _push(self, arrival: Arrival) -> None:
-        name = f"adapter-{arrival.adapter}"
+        name = f"{arrival.tenant}/{arrival.adapter}"
         job = Job(arrival.tenant, name, arrival.prompt_tokens, arrival.output_tokens, arrival.at_s)
         wish = Wish(name, name, ADAPTER_BYTES)
         waiting = Waiting(job, job.tenant, wish, job.prompt_tokens, 4096, 36 * job.prompt_tokens)
@@ -119,7 +120,7 @@ class SimulatedFleet:
             self._at(now + worker.model.load_s, lambda then: self._loaded(worker, view, then))
         while (started := worker.next_job(now)) is not None:
             job, ends_s = started
-            view.starting -= job.was_there
+            view.begin(job.was_there)
             self._at(ends_s, lambda then, job=job: self._finished(worker, view, job, then))  # type: ignore[misc]
 
     def _loaded(self, worker: SimulatedWorker, view: WorkerView, now: float) -> None:
@@ -129,6 +130,7 @@ class SimulatedFleet:
     def _finished(self, worker: SimulatedWorker, view: WorkerView, job: Job, now: float) -> None:
         job.ended_s = now
         worker.finished(job)
+        view.begun -= 1
         view.leave(job.adapter)
         assert job.bill is not None
         job.bill.generated(job.output_tokens)

@@ -12,10 +12,14 @@ class Simple(Placement):
     """Takes a worker with room by a rule of its own. reason: what the queue is told of a miss."""
 
     def choose(
-        self, wish: Wish, workers: Sequence[WorkerView], now: float, held_s: float
+        self,
+        wish: Wish,
+        workers: Sequence[WorkerView],
+        with_room: Sequence[WorkerView],
+        now: float,
+        held_s: float,
     ) -> Decision | None:
-        with_room = [worker for worker in workers if worker.has_room]
-        chosen = self.pick(wish, workers, with_room) if with_room else None
+        chosen = self.pick(wish, workers, with_room)
         if chosen is None:
             return None
         reason: Reason = "resident" if chosen.holds(wish.adapter) else "home"

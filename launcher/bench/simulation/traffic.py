@@ -33,7 +33,10 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """rate: mean requests a second. adapters: how many there are. zipf: exponent of popularity."""
+    """rate: mean requests a second. adapters: how many there are. zipf: exponent of popularity.
+
+    tenant: who sends it all; its adapters are its own.
+    """
 
     shape: Shape
     requests: int
@@ -43,6 +46,7 @@ class Traffic:
     prompt: Lengths = PROMPT
     output: Lengths = OUTPUT
     seed: int = 0
+    tenant: str = ""
 
     @property
     def seconds(self) -> float:
@@ -64,7 +68,9 @@ class Traffic:
         for _ in range(self.requests):
             now += random.expovariate(self._rate_at(now))
             number = self._adapter_at(now, popularity.draw(random), random)
-            yield Arrival(now, "", number, self.prompt.draw(random), self.output.draw(random))
+            yield Arrival(
+                now, self.tenant, number, self.prompt.draw(random), self.output.draw(random)
+            )
 
     def _rate_at(self, now: float) -> float:
         if self.shape != "diurnal":

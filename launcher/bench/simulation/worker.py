@@ -24,6 +24,10 @@ class WorkerModel:
     adapter_s: float = 20e-6
     prefill: float = 40_000.0
 
+    def first_token_s(self, job: "Job") -> float:
+        """From a request to its first token."""
+        return job.started_s - job.arrived_s + job.prompt_tokens / self.prefill + self.step_s
+
     @property
     def credits(self) -> int:
         return self.rows + self.ahead

@@ -28,8 +28,19 @@ def fleet(count: int, **fields: object) -> list[WorkerView]:
 def choose(
     workers: list[WorkerView], wish: Wish = WISH, *, held_s: float = 0.0
 ) -> tuple[WorkerView, str] | None:
-    decision = Placement().choose(wish, workers, 0.0, held_s)
+    decision = ask(Placement(), workers, wish, held_s=held_s)
     return None if decision is None else (decision.worker, decision.reason)
+
+
+def ask(
+    placement: Placement,
+    workers: list[WorkerView],
+    wish: Wish = WISH,
+    now: float = 0.0,
+    held_s: float = 0.0,
+) -> Decision | None:
+    with_room = [worker for worker in workers if worker.has_room]
+    return placement.choose(wish, workers, with_room, now, held_s) if with_room else None
 
 
 def test_the_base_goes_to_the_least_used() -> None:
@@ -61,11 +72,11 @@ def test_a_copy_anywhere_is_used_while_it_has_room() -> None:
 def test_a_load_under_way_counts_as_a_home() -> None:
     workers = fleet(8)
     placement = Placement()
-    first = placement.choose(WISH, workers, 0.0, 0.0)
+    first = ask(placement, workers, WISH, 0.0)
     assert first is not None
     placement.place(WISH, first, 0.0)
     for _ in range(3):
-        next_one = placement.choose(WISH, workers, 0.1, 0.0)
+        next_one = ask(placement, workers, WISH, 0.1)
         assert next_one == Decision(first.worker, "loading")
         placement.place(WISH, next_one, 0.1)
 
@@ -99,7 +110,7 @@ def test_copies_grow_with_demand_and_shrink_after_a_while() -> None:
         """Workers that the adapter's sequences go to when so many are under way."""
         taken = set()
         for _ in range(count):
-            decision = placement.choose(WISH, workers, now, 0.0)
+            decision = ask(placement, workers, WISH, now)
             assert decision is not None
             placement.place(WISH, decision, now)
             taken.add(decision.worker.worker_id)
@@ -120,13 +131,13 @@ def test_a_worker_that_knows_the_prompt_is_preferred_unless_it_is_fuller() -> No
     workers = [view("a", credits=10), view("b", credits=10)]
     placement = Placement()
     wish = Wish("", prefixes=prefix_keys("", "", list(range(300))))
-    first = placement.choose(wish, workers, 0.0, 0.0)
+    first = ask(placement, workers, wish, 0.0)
     assert first is not None
     placement.place(wish, first, 0.0)
     longer = Wish("", prefixes=prefix_keys("", "", list(range(500))))
-    assert placement.choose(longer, workers, 0.0, 0.0) == Decision(first.worker, "prefix")
+    assert ask(placement, workers, longer, 0.0) == Decision(first.worker, "prefix")
     first.worker.in_flight = 8
-    second = placement.choose(longer, workers, 0.0, 0.0)
+    second = ask(placement, workers, longer, 0.0)
     assert second is not None
     assert second.worker is not first.worker
     assert not set(longer.prefixes) & set(prefix_keys("other", "", list(range(500))))

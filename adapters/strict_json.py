@@ -4,6 +4,7 @@ import json
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
+MAX_ITEMS = 500_000
 
 
 class StrictJsonError(ValueError):
@@ -16,6 +17,9 @@ class _Duplicates(ValueError):
 
 def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """The JSON object that `data` spells. Raises StrictJsonError and nothing else."""
+    # Every value comes after one of these; counting bounds the memory that parsing takes.
+    if sum(map(data.count, (b",", b":", b"[", b"{"))) > MAX_ITEMS:
+        raise StrictJsonError(f"of more than {MAX_ITEMS} items")
     try:
         value = json.loads(
             data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant

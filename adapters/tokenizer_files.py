@@ -14,7 +14,7 @@ from adapters.strict_json import StrictJsonError, decode_object
 from adapters.violations import Findings, shown
 
 MAX_TEMPLATE_BYTES = 128 << 10
-MAX_TOKENIZER_ITEMS = 2_000_000
+MAX_TOKENIZER_ITEMS = 1_000_000
 # Largest accepted size of each file that is looked at.
 TOKENIZER_FILES: dict[str, int] = {
     "added_tokens.json": 4 << 20,

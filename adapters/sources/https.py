@@ -29,6 +29,7 @@ DEFAULT_TIMEOUT_S = 10.0
 PORT = 443
 MAX_ADDRESSES = 4
 _FILES = (CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES)
+_LENGTH = re.compile(r"[0-9]{1,18}")
 _HOST = re.compile(r"([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::([0-9]{1,5}))?")
 # Nobody says what stands behind a translated address.
 _TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
@@ -211,7 +212,7 @@ def _check(answer: httpx.Response, ref: AdapterRef) -> None:
 
 def _remote_file(answer: httpx.Response, name: str) -> RemoteFile:
     tag, size = _tag(answer), answer.headers.get("content-length", "")
-    if not tag or not (size.isascii() and size.isdigit()):
+    if not tag or not _LENGTH.fullmatch(size):
         message = f"the server tells no length of {name}, or neither ETag nor Last-Modified"
         raise invalid("unpinned_file", name, message)
     return RemoteFile(tag, int(size))

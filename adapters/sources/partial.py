@@ -21,7 +21,7 @@ class Stream(NamedTuple):
     chunks: Iterable[bytes]
 
 
-_RANGE = re.compile(r"bytes (\d+)-\d+/\d+")
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]+/[0-9]+")
 Open = Callable[[int], AbstractContextManager[Stream]]
 
 

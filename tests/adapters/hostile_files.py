@@ -245,9 +245,10 @@ def _tokenizers(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
     bad: dict[str, tuple[str, str | bytes]] = {
         "text": ("tokenizer.json", "x"),
         "deep": ("tokenizer.json", '{"model":' + "[" * 99_999),
-        "a bomb of lists": ("tokenizer.json", '{"model":{"vocab":[' + "[]," * 2_000_001 + "[]]}}"),
+        "a bomb of lists": ("tokenizer.json", '{"model":{"vocab":[' + "[]," * 1_000_001 + "[]]}}"),
         "of numbers": ("tokenizer.json", '{"model":{"vocab":[' + "1," * 9999 + "1]}}"),
         "ids are text": ("tokenizer.json", '{"model":{"vocab":{"a":"b"}}}'),
+        "config is a bomb of lists": ("tokenizer_config.json", '{"a":[' + "[]," * 500_000 + "[]]}"),
         "config is a list": ("tokenizer_config.json", "[]"),
         "config has a key twice": ("tokenizer_config.json", '{"a":1,"a":2}'),
         "added tokens deep": ("added_tokens.json", '{"a":' * 100 + "1" + "}" * 100),

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from adapters.errors import AdapterError
 from adapters.retries import Retries
-from adapters.sources.partial import Stream, fetch_resumable, partial_bytes, partial_path
+from adapters.sources.partial import (
+    Stream,
+    fetch_resumable,
+    partial_bytes,
+    partial_path,
+    range_start,
+)
 from tests.adapters.refusals import refusal
 
 DATA = bytes(range(256)) * 4
@@ -85,3 +91,18 @@ def test_a_skipped_part_is_not_filled_with_anything(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="skipped"):
         fetch_resumable(tmp_path / "file", len(DATA), skipping, lambda: 0.0)
     assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "start"),
+    [
+        (206, "bytes 100-199/200", 100),
+        (206, None, 0),
+        (206, "bytes */200", 0),
+        (206, f"bytes {'9' * 5000}-1/2", 0),
+        (206, "bytes \u0661-2/3", 0),
+        (200, "bytes 100-199/200", 0),
+    ],
+)
+def test_where_an_answer_begins(status: int, told: str | None, start: int) -> None:
+    assert range_start(status, told) == start

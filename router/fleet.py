@@ -25,7 +25,7 @@ from router.policy.workers import WorkerView
 from router.served import Origin, home_key
 from router.worker_client import WorkerClient
 from router.worker_session import Credit, WorkerLost, WorkerSession
-from server.protocol import ModelCard
+from server.protocol import ModelCard, WorkerHello
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +204,19 @@ class Fleet:
 
     async def accept_card(self, card: ModelCard) -> str | None:
         return await self._accept_card(card)
+
+    def accept_worker(self, hello: WorkerHello) -> str | None:
+        """Of two workers with one name the one that started last is believed."""
+        for session in self.sessions:
+            if session.worker_id != hello.worker_id:
+                continue
+            if session.epoch >= hello.epoch:
+                return (
+                    f"another worker {hello.worker_id} is connected, which started as late or "
+                    "later: name it once, and give each worker a --worker-id of its own"
+                )
+            session.fence(f"another worker {hello.worker_id} has started since")
+        return None
 
     def worker_connected(self, session: WorkerSession) -> None:
         self.on_connect(session)

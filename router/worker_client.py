@@ -40,6 +40,9 @@ class WorkerListener(Protocol):
     async def accept_card(self, card: ModelCard) -> str | None:
         """Asked at each connection: None = welcome, else why this model cannot be served from."""
 
+    def accept_worker(self, hello: WorkerHello) -> str | None:
+        """Asked at each connection: None = welcome, else why this worker is not."""
+
     def worker_connected(self, session: WorkerSession) -> None:
         """A connection begins. It may be sent frames; what comes back is read from now on."""
 
@@ -115,6 +118,8 @@ class WorkerClient:
         ) as socket:
             hello = await self._greet(socket)
             refusal = await self._listener.accept_card(await self._card(hello.card_digest))
+            if refusal is None:
+                refusal = self._listener.accept_worker(hello)
             if refusal is not None:
                 raise CardError(refusal)
             self.session = WorkerSession(socket, hello, self._listener.worker_changed)

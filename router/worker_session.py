@@ -4,6 +4,7 @@ It lasts as long as its WebSocket. Reconnecting and model cards are `worker_clie
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -34,6 +35,8 @@ from server.protocol import (
     decode_worker_frame,
     encode,
 )
+
+logger = logging.getLogger(__name__)
 
 MAX_OUTBOX_BYTES = 64 << 20
 
@@ -144,6 +147,16 @@ class WorkerSession:
         live.sink = None
         if not self._closed:
             self._send(Abort(request_id, attempt, choice))
+
+    @property
+    def epoch(self) -> int:
+        """Later lives of a worker or its engine have larger ones."""
+        return self.hello.epoch if self.status is None else self.status.epoch
+
+    def fence(self, why: str) -> None:
+        """Ends the connection; what ran on it goes on elsewhere."""
+        logger.warning("worker %s is left: %s", self.worker_id, why)
+        self._socket.transport.abort()
 
     # Silence
 

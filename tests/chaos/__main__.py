@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.chaos.campaign import Plan, Summary, run
 
+REDIS = ("killed", "emptied", "frozen", "slow")
 SHORT = {
     "worker killed": 4,
     "engine killed": 2,
@@ -17,6 +18,7 @@ SHORT = {
     "engine frozen": 1,
     "router killed": 2,
     "rolling restart": 1,
+    **{f"redis {how}": 1 for how in REDIS},
 }
 LONG = {
     "worker killed": 200,
@@ -25,6 +27,7 @@ LONG = {
     "engine frozen": 25,
     "router killed": 50,
     "rolling restart": 20,
+    **{f"redis {how}": 20 for how in REDIS},
 }
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tests.chaos.faults import Done, Faults
 from tests.chaos.load import Answer, Certifier, Clients
-from tests.chaos.processes import Fleet
+from tests.chaos.processes import Fleet, Shape
+from tests.router.shared.redis_server import running_redis
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,8 @@ class Plan:
 
     faults: Mapping[str, int]
     seed: int
-    workers: int = 3
-    routers: int = 2
+    shape: Shape = Shape()
     clients: int = 16
-    step_s: float = 0.03
     min_tokens: int = 10
     max_tokens: int = 120
     calm_s: float = 1.5
@@ -114,7 +113,12 @@ async def run(plan: Plan, folder: Path) -> Report:
     dice = random.Random(plan.seed)
     order = [fault for fault, count in plan.faults.items() for _ in range(count)]
     dice.shuffle(order)
-    fleet = Fleet(folder, plan.workers, plan.routers, plan.step_s)
+    async with running_redis() as redis:
+        fleet = Fleet(folder, plan.shape, redis)
+        return await _run_at(fleet, plan, order, dice)
+
+
+async def _run_at(fleet: Fleet, plan: Plan, order: list[str], dice: random.Random) -> Report:
     clients = Clients(fleet.routers, Certifier(), plan.seed)
     try:
         await fleet.start_all()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from tests.chaos.processes import Fleet, Process, engine_of, until
 
 LONGEST_FREEZE_S = 6.0
+LONGEST_OUTAGE_S = 4.0
+SLOW_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class Faults:
             "engine frozen": self._freeze_engine,
             "router killed": self._kill_router,
             "rolling restart": self._roll,
+            "redis killed": self._kill_redis,
+            "redis emptied": self._empty_redis,
+            "redis frozen": self._freeze_redis,
+            "redis slow": self._slow_redis,
         }
 
     async def do(self, fault: str) -> Done:
@@ -47,9 +53,8 @@ class Faults:
         await self._kill(self._dice.choice(self._fleet.workers))
 
     async def _kill_router(self) -> None:
-        """What its clients held is broken; the workers must be rid of it within a second."""
-        router = self._dice.choice(self._fleet.routers)
-        await self._kill(router)
+        """What its clients held is broken; they ask again, elsewhere."""
+        await self._kill(self._dice.choice(self._fleet.routers))
 
     async def _kill(self, process: Process) -> None:
         process.dying = True
@@ -88,6 +93,30 @@ class Faults:
             assert code == 0, f"{process.name} left with {code}: {process.log[-2000:]}"
             self._fleet.start(process)
             await self._fleet.until_whole()
+
+    async def _kill_redis(self) -> None:
+        """It comes back empty."""
+        redis = self._fleet.redis
+        await redis.kill()
+        await asyncio.sleep(self._outage_s())
+        await redis.start()
+
+    async def _empty_redis(self) -> None:
+        await self._fleet.redis.command("FLUSHALL")
+        await asyncio.sleep(self._outage_s())
+
+    async def _freeze_redis(self) -> None:
+        self._fleet.redis.freeze()
+        await asyncio.sleep(self._outage_s())
+        self._fleet.redis.thaw()
+
+    async def _slow_redis(self) -> None:
+        """Every command waits, for longer than a router is ready to."""
+        for _ in range(round(self._outage_s() / SLOW_S)):
+            await self._fleet.redis.command("CLIENT", "PAUSE", round(SLOW_S * 1000))
+
+    def _outage_s(self) -> float:
+        return self._dice.uniform(0.2, LONGEST_OUTAGE_S)
 
     async def _engine(self, worker: Process) -> int:
         await until(lambda: engine_of(worker) is not None)

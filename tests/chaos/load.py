@@ -44,6 +44,11 @@ class Order:
     prompt: str
     expected: list[int]
     max_tokens: int
+    key: str
+
+
+# Sends an order to the router at a URL, and checks what comes.
+Kind = Callable[[str, Order, "Answer"], Awaitable[None]]
 
 
 class Wrong(Exception):
@@ -72,7 +77,8 @@ class Certifier:
         count = dice.randint(min_tokens, max_tokens)
         digest = None if adapter is None else self.digests[adapter]
         ids = self.tokenizer.encode(prompt).ids
-        return Order(adapter, prompt, certified_output(digest, ids, count, self._options), count)
+        expected = certified_output(digest, ids, count, self._options)
+        return Order(adapter, prompt, expected, count, f"{dice.getrandbits(128):032x}")
 
     def text(self, ids: list[int]) -> str:
         decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -103,7 +109,7 @@ class Clients:
             trust_env=False,
             limits=httpx.Limits(max_keepalive_connections=0, max_connections=None),
         )
-        self._kinds: list[Callable[[str, Order, Answer], Awaitable[None]]] = [
+        self._kinds: list[Kind] = [
             self._stream_ids,
             self._whole_ids,
             self._stream_text,
@@ -136,13 +142,23 @@ class Clients:
     async def _client(self, min_tokens: int, max_tokens: int) -> None:
         while not self._stopping:
             order = self._certifier.order(self._dice, min_tokens, max_tokens)
-            self.answers.append(await self._ask(order))
-            if self.answers[-1].result != "ok":
+            kind = self._dice.choice(self._kinds)
+            answer = await self._ask(order, kind)
+            self.answers.append(answer)
+            if answer.result == "broken":
+                self.answers.append(await self._ask_again(order, kind))
+
+    async def _ask_again(self, order: Order, kind: Kind) -> Answer:
+        """With the same key, until what the dead router claimed for it is free again."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                answer = await self._ask(order, kind)
+                if "idempotency_conflict" not in answer.detail:
+                    return answer
                 await asyncio.sleep(RETRY_S)
 
-    async def _ask(self, order: Order) -> Answer:
+    async def _ask(self, order: Order, kind: Kind) -> Answer:
         """At one router, which is chosen among those that accept connections."""
-        kind = self._dice.choice(self._kinds)
         while True:
             router = self._dice.choice(self._routers)
             answer = Answer(f"{kind.__name__[1:]} at {router.name}", time.monotonic())
@@ -194,7 +210,7 @@ class Clients:
         check(found["choices"][0]["text"], text[: text.find(stop)] if stop else text)
 
     async def _whole(self, url: str, body: dict[str, Any], order: Order) -> Any:
-        response = await self._http.post(url, json=body)
+        response = await self._http.post(url, json=body, headers=keyed(order))
         if response.status_code != 200:
             raise Failed(f"{response.status_code}: {response.text[:300]}")
         self._certifier.check_head(order, response)
@@ -202,7 +218,8 @@ class Clients:
 
     async def _events(self, url: str, body: dict[str, Any], order: Order, answer: Answer) -> Any:
         """A stream's JSON events; their arrivals are noted."""
-        async with self._http.stream("POST", url, json=body) as response:
+        headers = keyed(order)
+        async with self._http.stream("POST", url, json=body, headers=headers) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 raise Failed(f"{response.status_code}: {text[:300]}")
@@ -222,6 +239,10 @@ class Clients:
 
 class Failed(Exception):
     """An error that a client was told."""
+
+
+def keyed(order: Order) -> dict[str, str]:
+    return {"Idempotency-Key": order.key}
 
 
 def lorax(order: Order) -> dict[str, Any]:

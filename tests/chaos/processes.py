@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,7 @@ import psutil
 
 from launcher.demo import adapter_paths, model_path
 from server.worker import tether
+from tests.router.shared.redis_server import RedisServer
 
 READY_TIMEOUT_S = 60.0
 POLL_S = 0.02
@@ -92,17 +94,27 @@ class Process:
             self._process.wait()
 
 
-class Fleet:
-    """`workers` x `routers`, every router with every worker."""
+@dataclass(frozen=True)
+class Shape:
+    """Of a fleet. step_s: seconds that a step of an engine takes."""
 
-    def __init__(self, folder: Path, workers: int, routers: int, step_s: float) -> None:
+    workers: int = 3
+    routers: int = 2
+    step_s: float = 0.03
+
+
+class Fleet:
+    """`workers` x `routers`, every router with every worker; a Redis between the routers."""
+
+    def __init__(self, folder: Path, shape: "Shape", redis: RedisServer) -> None:
+        self.redis = redis
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")},
             "LORAPLEX_SECRET": secrets.token_urlsafe(16),
             "OMP_NUM_THREADS": "1",
         }
-        self.workers = [self._worker(folder, i, step_s) for i in range(workers)]
-        self.routers = [self._router(folder, i) for i in range(routers)]
+        self.workers = [self._worker(folder, i, shape.step_s) for i in range(shape.workers)]
+        self.routers = [self._router(folder, i) for i in range(shape.routers)]
         self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
 
     def _worker(self, folder: Path, number: int, step_s: float) -> Process:
@@ -117,6 +129,7 @@ class Fleet:
 
     def _router(self, folder: Path, number: int) -> Process:
         arguments = ["router", "--cache-dir", str(folder / f"router-{number}")]
+        arguments += ["--redis", self.redis.url]
         for worker in self.workers:
             arguments += ["--worker", f"ws://127.0.0.1:{worker.port}"]
         for name in adapter_paths():

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.chaos.campaign import Plan, run
+from tests.chaos.processes import Shape
 
 
 async def test_clients_see_pauses_and_nothing_else(tmp_path: Path) -> None:
@@ -12,8 +13,9 @@ async def test_clients_see_pauses_and_nothing_else(tmp_path: Path) -> None:
         "worker frozen": 1,
         "engine frozen": 1,
         "router killed": 2,
+        **{f"redis {how}": 1 for how in ("killed", "emptied", "frozen", "slow")},
     }
-    plan = Plan(faults, seed=1, workers=2, clients=10, calm_s=0.5)
+    plan = Plan(faults, seed=1, shape=Shape(workers=2), clients=10, calm_s=0.5)
     report = await run(plan, tmp_path)
     assert not report.problems()
     assert len(report.faults) == sum(faults.values())

@@ -197,6 +197,33 @@ async def test_a_lone_worker_may_be_silent(router: Running, worker: FakeWorker) 
     assert len(worker.requests) == 1
 
 
+async def test_streams_wait_for_the_return_of_the_only_engine(
+    router: Running, worker: FakeWorker
+) -> None:
+    """However often it is refused meanwhile, nothing is held against them."""
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        if request.attempt == 0 and index == 7:
+            await worker.announce(ready=False)
+            return "engine_lost"
+        return None
+
+    worker.script = lambda request: [*ids_of(TEXT), EOS]
+    worker.before_token = before_token
+    asking = asyncio.create_task(text_of(router, stream=True))
+
+    async def waits() -> bool:
+        return len(router.service.fleet.queue) == 1
+
+    await poll(waits)
+    assert not router.service.fleet.ready
+    await worker.announce(ready=True)
+    assert await asking == TEXT
+    assert [len(request.accepted_ids) for request in worker.requests] == [0, 7]
+
+
 async def test_the_resumed_go_first(tmp_path: Path) -> None:
     """Their clients have waited already. (The credit itself goes to whoever waits for it.)"""
     worker = FakeWorker()

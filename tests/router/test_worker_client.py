@@ -242,3 +242,28 @@ async def test_credits_are_kept(tmp_path: Path) -> None:
         assert {answer.status_code for answer in answers} == {200}
     assert most == 3
     assert len(worker.requests) == 18
+
+
+async def test_of_two_workers_with_one_name_the_later_is_believed(tmp_path: Path) -> None:
+    """The other is refused for as long as both are there; nothing is sent to it."""
+    old, new = FakeWorker(worker_id="same"), FakeWorker(worker_id="same")
+    new.epoch = old.epoch + 1
+    async with running_worker(old), running_router(tmp_path, old, new) as router:
+        answer = await router.client.post("/v1/completions", json=BODY)
+        assert answer.status_code == 200
+        assert len(old.requests) == 1
+        async with running_worker(new):
+
+            async def fenced() -> bool:
+                clients = router.service.fleet.clients
+                return [client.session is not None for client in clients] == [False, True]
+
+            await poll(fenced)
+            answer = await router.client.post("/v1/completions", json=BODY)
+            assert answer.status_code == 200
+            assert (len(old.requests), len(new.requests)) == (1, 1)
+
+            async def told() -> bool:
+                return "--worker-id" in (router.service.fleet.clients[0].problem or "")
+
+            await poll(told)

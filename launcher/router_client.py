@@ -33,6 +33,10 @@ def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None
     """The answer's JSON. Raises Failed."""
     try:
         answer = http.request(method, path, json=body)
+    except httpx.ConnectError as error:
+        raise Failed(
+            f"no router answers at {http.base_url} ({error}): start one, or say where it is (--url)"
+        ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Failed(f"{http.base_url}: {error}") from error
     try:

@@ -13,6 +13,7 @@ import msgspec
 
 from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
+from server.engine.witness import SlabWitness
 from server.protocol import TokenLogprob
 
 _Mark = bytes
@@ -26,6 +27,7 @@ class CertifyOptions(msgspec.Struct, frozen=True):
     """eos_percent: how often a token is the first end-of-sequence id (0 = never).
 
     step_s: seconds that a step takes. copy_polls: calls of `finished_copies` until a copy is over.
+    check_bytes: slabs are read, before and after their copy, and must be what they were before.
     """
 
     vocab_size: int = 512
@@ -33,6 +35,7 @@ class CertifyOptions(msgspec.Struct, frozen=True):
     eos_percent: int = 0
     step_s: float = 0.0
     copy_polls: int = 1
+    check_bytes: bool = False
 
 
 def _root(adapter: str | None) -> _Mark:
@@ -103,10 +106,18 @@ def _check(condition: bool, message: str) -> None:
 class CertifyingExecutor:
     """Keeps in each KV place the mark of all tokens up to it, and reads them back in every step."""
 
-    def __init__(self, limits: ExecutorLimits, options: CertifyOptions | None = None) -> None:
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        options: CertifyOptions | None = None,
+        host_arena: memoryview | None = None,
+    ) -> None:
         self.limits = limits
         self.summary: tuple[str, ...] = ("no model: tokens are certificates",)
         self.options = options or CertifyOptions(limits.vocab_size, limits.eos_token_ids)
+        self._witness: SlabWitness | None = None
+        if self.options.check_bytes and host_arena is not None:
+            self._witness = SlabWitness(host_arena)
         empty: list[_Mark | None] = [None] * limits.page_size
         self._kv = [list(empty) for _ in range(limits.num_pages)]
         self._holders: list[set[int]] = [set() for _ in range(limits.num_pages)]
@@ -256,6 +267,8 @@ class CertifyingExecutor:
         _check(0 <= copy.adapter_slot < self.limits.adapter_slots, f"no slot {copy.adapter_slot}")
         runs = copy.layout.runs
         _check(len(copy.host_extents) == len(copy.device_extents) == len(runs), "runs do not match")
+        problem = self._other_bytes(copy)
+        _check(problem is None, problem or "")
         target = _extents(copy)
         _check(len(target) == sum(runs), "the slab's runs overlap")
         _check(all(0 <= x < self.limits.arena_extents for x in target), "outside the arena")
@@ -275,10 +288,15 @@ class CertifyingExecutor:
             if polls > 1:
                 going.append((polls - 1, copy))
                 continue
-            self._slots[copy.adapter_slot] = (copy.layout.digest, frozenset(_extents(copy)))
-            done.append(CopyDone(copy.adapter_slot, copy.layout.digest))
+            problem = self._other_bytes(copy)
+            if problem is None:
+                self._slots[copy.adapter_slot] = (copy.layout.digest, frozenset(_extents(copy)))
+            done.append(CopyDone(copy.adapter_slot, copy.layout.digest, problem))
         self._copies = going
         return done
+
+    def _other_bytes(self, copy: AdapterCopy) -> str | None:
+        return None if self._witness is None else self._witness.problem(copy)
 
 
 def _extents(copy: AdapterCopy) -> set[int]:

@@ -157,7 +157,10 @@ class AdapterLoads:
         pins = frozenset(digests)
         self.arena.pin_only(pins)
         for digest in sorted(pins):
-            self._condemned.pop(digest, None)
+            if digest in self._condemned:
+                del self._condemned[digest]
+                resident = self.arena.stage(digest) == "ready"
+                self.settled.append(AdapterSettled(digest, resident, "the adapter is pinned"))
             if self.arena.stage(digest) == "absent":
                 self._wanted[digest] = None
 

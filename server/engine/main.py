@@ -104,7 +104,7 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
 def _build(options: argparse.Namespace, config: EngineConfig) -> Executor[Any]:
     arena = _map_arena(options.arena_fd, config.host_arena_bytes)
     if options.executor != "torch":
-        return _certifying(options.executor, config)
+        return _certifying(options.executor, config, arena)
     # Not at the top: a process without a model needs no torch.
     from server.model.executor import TorchExecutor
 
@@ -141,7 +141,7 @@ def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:
     )
 
 
-def _certifying(text: str, config: EngineConfig) -> CertifyingExecutor:
+def _certifying(text: str, config: EngineConfig, arena: memoryview) -> CertifyingExecutor:
     """For `certify` or `certify:{…}`. Vocabulary and context are the model's, if it is there."""
     name, _, given = text.partition(":")
     if name != "certify":
@@ -168,7 +168,7 @@ def _certifying(text: str, config: EngineConfig) -> CertifyingExecutor:
         arena_extents=config.adapter_memory // config.extent_bytes,
         extent_bytes=config.extent_bytes,
     )
-    return CertifyingExecutor(limits, options)
+    return CertifyingExecutor(limits, options, arena)
 
 
 if __name__ == "__main__":

@@ -193,8 +193,9 @@ class AdapterOrders:
             for settled in await asyncio.gather(*answers):
                 if settled.resident:
                     return settled.message or "it was loaded again meanwhile"
-        left = [digest for digest in digests if not await self._tier.evict(digest)]
-        return "it is being read in host memory" if left else None
+        for digest in digests:
+            await self._tier.evict(digest)
+        return None
 
     async def _ask(self, frame: PreloadAdapter | EvictAdapter) -> AdapterSettled:
         assert self._engine is not None

@@ -56,6 +56,8 @@ class EngineProcess:
 
     def send(self, frame: ToEngine) -> None:
         """Queue a frame. What a dead engine is sent is lost; `receive` tells of its death."""
+        if self._writer.is_closing():
+            return  # uvloop's transports raise when they are written to after their end
         body = encode(frame)
         self._writer.write(len(body).to_bytes(LENGTH_BYTES, "little") + body)
 

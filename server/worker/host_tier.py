@@ -124,17 +124,21 @@ class HostTier:
         layout = self._layouts.get(digest)
         return 0 if layout is None else layout.nbytes
 
-    async def evict(self, digest: str) -> bool:
-        """Free it, once it is staged if it is on its way. False: the engine reads it now."""
-        job = self._jobs.get(digest)
-        if job is not None:
-            await asyncio.wait([job])
-        is_free = not self._arena.leases(digest) and digest not in self._awaited
-        if self._arena.stage(digest) == "ready" and is_free:
-            self._arena.drop(digest)
-            self._forget_evicted()
-            self._room.set()
-        return self.stage(digest) == "absent"
+    async def evict(self, digest: str) -> None:
+        """Free it, once it is staged if it is on its way, and copied if the engine reads it."""
+        while True:
+            job = self._jobs.get(digest)
+            if job is not None and not job.done():
+                await asyncio.wait([job])
+            elif self._arena.stage(digest) == "absent":
+                return
+            elif not self._arena.leases(digest) and digest not in self._awaited:
+                self._arena.drop(digest)
+                self._forget_evicted()
+                self._room.set()
+            else:
+                self._room.clear()
+                await self._room.wait()
 
     def prefetch(self, digest: str) -> None:
         """Begin to stage it: the engine will ask for it soon. Failures show when it does."""
@@ -182,14 +186,15 @@ class HostTier:
 
     def _job(self, digest: str) -> asyncio.Task[None]:
         job = self._jobs.get(digest)
-        if job is None:
+        if job is None or job.done():  # what is over is taken out a turn of the loop later
             self._hints.pop(digest, None)
             job = self._jobs[digest] = asyncio.create_task(self._stage(digest))
             job.add_done_callback(lambda done: self._end_job(digest, done))
         return job
 
     def _end_job(self, digest: str, job: asyncio.Task[None]) -> None:
-        del self._jobs[digest]
+        if self._jobs[digest] is job:
+            del self._jobs[digest]
         self._room.set()
         if not job.cancelled():
             job.exception()  # whoever waits gets it; a prefetch has nobody who waits

@@ -172,3 +172,26 @@ def test_adapters_are_checked() -> None:
 def test_a_broken_copy_is_noticed(bad: AdapterCopy, word: str) -> None:
     with pytest.raises(ContractError, match=word):
         CertifyingExecutor(LIMITS).start_copy(bad)
+
+
+def test_other_bytes_of_a_slab_are_noticed_before_and_during_a_copy() -> None:
+    layout_of_a = copy("a").layout
+    extent = layout_of_a.extent_bytes
+    memory = bytearray(b"a" * 2 * extent + b"b" * 2 * extent)
+    options = CertifyOptions(100, (2, 3), check_bytes=True)
+    executor = CertifyingExecutor(LIMITS, options, memoryview(memory))
+
+    def at(digest: str, slot: int, *host: int) -> AdapterCopy:
+        return msgspec.structs.replace(
+            copy(digest, slot, (2 * slot, 2 * slot + 1)), host_extents=host
+        )
+
+    executor.start_copy(at("a", 0, 0, 1))
+    executor.start_copy(at("b", 1, 2, 3))
+    assert [done.error for done in executor.finished_copies()] == [None, None]
+    with pytest.raises(ContractError, match="bytes"):
+        executor.start_copy(at("a", 0, 2, 3))
+    executor.start_copy(at("a", 0, 0, 1))
+    memory[extent] = ord("x")
+    (done,) = executor.finished_copies()
+    assert "bytes" in str(done.error)

@@ -51,6 +51,23 @@ def test_an_eviction_waits_for_the_last_sequence() -> None:
     harness.assert_at_rest()
 
 
+def test_a_pin_ends_an_eviction_that_waits() -> None:
+    harness = Harness()
+    running = harness.submit(make_request([5, 6], 8, "a", ignore_eos=True))
+    while not harness.events.get(running):
+        harness.cycle()
+    harness.scheduler.loads.condemn("a")
+    harness.scheduler.loads.condemn("b")
+    harness.scheduler.loads.pin_only(["a", "b"])
+    harness.run()
+    assert harness.last(running).finish == "length"
+    assert harness.settled == [
+        AdapterSettled("a", True, "the adapter is pinned"),
+        AdapterSettled("b", False, "the adapter is pinned"),
+        AdapterSettled("b", True),
+    ]
+
+
 def test_the_pinned_are_not_evicted_and_what_does_not_fit_beside_them_is_refused() -> None:
     harness = Harness(limits(arena_extents=3, adapter_slots=3))
     harness.scheduler.loads.pin_only(["a"])

@@ -1,10 +1,12 @@
 """The host tier stages once, pins what the engine copies, and evicts the rest."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,17 +178,19 @@ async def test_evict_frees_what_nobody_reads_and_waits_for_what_comes(
     layout = disk.add("a")
     await tier.acquire("a")
     assert (tier.stage("a"), tier.slab_bytes("a")) == ("ready", layout.nbytes)
-    assert not await tier.evict("a"), "the engine reads it"
+    evicting = asyncio.create_task(tier.evict("a"))
+    await turns(20)
+    assert (evicting.done(), tier.stage("a")) == (False, "ready"), "the engine reads it"
     tier.release("a")
-    assert await tier.evict("a")
+    await asyncio.wait_for(evicting, 30)
     assert (tier.stage("a"), tier.slab_bytes("a"), tier.used_bytes) == ("absent", 0, 0)
-    assert await tier.evict("never here")
+    await tier.evict("never here")
     disk.gate.clear()
     tier.prefetch("a")
     assert tier.stage("a") == "loading"
     evicting = asyncio.create_task(tier.evict("a"))
     disk.gate.set()
-    assert await evicting
+    await asyncio.wait_for(evicting, 30)
     assert tier.stage("a") == "absent"
 
 
@@ -290,3 +294,54 @@ async def test_the_time_of_a_load_is_told_once(
     tier = HostTier(memory.view, arena, disk.open, threads, WorkerMetrics(), lambda: next(ticks))
     disk.add("a")
     assert [(await tier.acquire("a")).load_s for _ in range(2)] == [0.5, 0.0]
+
+
+class Inline(Executor):
+    """Runs at once, so that every order of the loop's steps can be tried."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.mark.timeout(60)  # a turn of the loop that does not end cannot be timed otherwise
+async def test_a_slab_that_is_evicted_as_it_comes_is_staged_again(
+    disk: Disk, memory: HostMemory
+) -> None:
+    metrics = WorkerMetrics()
+    for digest in "ab":
+        disk.add(digest, EXTENTS)
+    for before, after in itertools.product(range(2, 8), range(20)):
+        arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
+        tier = HostTier(memory.view, arena, disk.open, Inline(), metrics)
+        tier.prefetch("a")
+        await turns(before)
+        tier.prefetch("b")  # pushes it out when it is there
+        await turns(after)
+        assert (await tier.acquire("a")).layout.digest == "a"
+        arena.check_invariants()
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_an_eviction_ends_however_a_staging_does(
+    disk: Disk, memory: HostMemory, there: bool
+) -> None:
+    metrics = WorkerMetrics()
+    if there:
+        disk.add("a")
+    for before in range(30):
+        arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
+        tier = HostTier(memory.view, arena, disk.open, Inline(), metrics)
+        tier.prefetch("a")
+        await turns(before)
+        await asyncio.wait_for(tier.evict("a"), 30)
+        assert arena.stage("a") == "absent"
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)

@@ -18,15 +18,16 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from adapters.cancelling import cancellation_kept
+from adapters.bounded import bounded
 from router.shared.store import StoreDown
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 64
+# A call takes a fraction of a millisecond; a burst of calls must not become one of handshakes.
+MAX_CONNECTIONS = 8
 _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 2.0
-_PING_TIMEOUT_S = 2.0
+_SOCKET_TIMEOUT_S = 2.0
 _SENTINEL = "redis+sentinel://"
 _SCHEMES = ("redis://", "rediss://", "unix://", _SENTINEL)
 
@@ -48,9 +49,7 @@ class RedisLink:
         if not self.is_up:
             raise StoreDown("Redis does not answer")
         try:
-            with cancellation_kept():
-                async with asyncio.timeout(max(self._timeout_s, least_s)):
-                    return await work()
+            return await bounded(_awaited(work), max(self._timeout_s, least_s))
         except (RedisError, OSError, TimeoutError) as error:
             self._trip(error)
             raise StoreDown("Redis does not answer") from error
@@ -66,21 +65,21 @@ class RedisLink:
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError, TimeoutError):
-            async with asyncio.timeout(_PING_TIMEOUT_S):
-                await self.client.aclose()
+            await bounded(self.client.aclose(), _SOCKET_TIMEOUT_S)
 
     async def _until_back(self) -> None:
         delay = _FIRST_DELAY_S
         while True:
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             try:
-                with cancellation_kept():
-                    # What is there to be written to: a replica or one that is loading is not.
-                    async with asyncio.timeout(max(self._timeout_s, delay / 2)):
-                        await self.client.set("loraplex:ping", b"", px=1000)
+                await bounded(_awaited(self._write), max(self._timeout_s, delay / 2))
                 return
             except (RedisError, OSError, TimeoutError):
                 delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    async def _write(self) -> None:
+        """A replica, or one that is loading, is there to be read only: it is not back yet."""
+        await self.client.set("loraplex:ping", b"", px=1000)
 
     def _trip(self, error: BaseException) -> None:
         if not self.is_up:
@@ -91,13 +90,17 @@ class RedisLink:
         self._tripped.set()
 
 
+async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
+    return await work()
+
+
 def _client(url: str, password: str | None) -> Redis:
     if not url.startswith(_SCHEMES):
         raise ValueError(f"expected {', '.join(f'{scheme}…' for scheme in _SCHEMES)}")
     options: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
-        "socket_connect_timeout": _PING_TIMEOUT_S,
-        "socket_timeout": _PING_TIMEOUT_S,
+        "socket_connect_timeout": _SOCKET_TIMEOUT_S,
+        "socket_timeout": _SOCKET_TIMEOUT_S,
     }
     if password is not None:
         options["password"] = password

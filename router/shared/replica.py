@@ -55,7 +55,9 @@ class Replica(Generic[T]):
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        """Up to date now; callers at the same time share one look. Raises StoreDown."""
+        """Up to date with what was written before the call. Raises StoreDown."""
+        if self._refreshing is not None:  # it may have looked too early
+            await asyncio.shield(self._refreshing)
         if self._refreshing is None:
             self._refreshing = asyncio.create_task(self._refresh())
             self._refreshing.add_done_callback(self._refreshed)

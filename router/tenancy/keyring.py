@@ -1,6 +1,7 @@
 """The keys that are known here: those of the operator's file, and those made through the API."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -29,6 +30,8 @@ _decode = msgspec.json.Decoder(ApiKey).decode
 class Keyring:
     """clock: Unix seconds. is_up: whether the store answers, as far as is known.
 
+    is_shared: whether other routers make keys in it, too.
+
     closed: without the store no key is good, but those of the file.
 
     Reads are of this router's own copies; a write is in the store before it returns.
@@ -39,6 +42,7 @@ class Keyring:
         store: Store,
         file: Path | None,
         closed: bool,
+        is_shared: bool,
         is_up: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
@@ -51,6 +55,8 @@ class Keyring:
         self._tenants: dict[str, Tenant] = {}
         self._by_digest: dict[str, ApiKey] = {}
         self._looked_at = 0.0
+        self._looking = asyncio.Lock()
+        self._is_shared = is_shared
         self._is_up = is_up
         if file is not None:
             self._take(*_read_file(file))
@@ -70,8 +76,9 @@ class Keyring:
             )
         digest = digest_of(given)
         key = self._by_digest.get(digest)
-        if key is None and self._may_look():
-            key = await self._look(digest)
+        if key is None and self._is_shared:
+            await self._look()
+            key = self._by_digest.get(digest)
         found = None if key is None else _same(key, digest)
         if found is None and not self._is_up():
             raise RequestError("unavailable", "keys cannot be looked up now; try again soon")
@@ -144,17 +151,17 @@ class Keyring:
         except Conflict as error:
             raise RequestError("conflict", f"key {key_id!r} has just changed") from error
 
-    def _may_look(self) -> bool:
-        return self._is_up() and self._clock() - self._looked_at >= _LOOK_S
-
-    async def _look(self, digest: str) -> ApiKey | None:
-        """Another router may have made it just now."""
-        self._looked_at = self._clock()
-        try:
-            await self._made.refresh()
-        except StoreDown:
-            return None
-        return self._by_digest.get(digest)
+    async def _look(self) -> None:
+        """Another router may have made a key just now. Callers at the same time share one look."""
+        arrived = self._clock()
+        async with self._looking:
+            if not self._is_up() or self._looked_at >= arrived:
+                return
+            # Whoever guesses keys waits, and makes nobody look more often.
+            await asyncio.sleep(max(0.0, min(_LOOK_S, self._looked_at + _LOOK_S - arrived)))
+            self._looked_at = self._clock()
+            with contextlib.suppress(StoreDown):
+                await self._made.refresh()
 
     def _index(self) -> None:
         keys = [*self._made.values.values(), *self._written]

@@ -63,7 +63,8 @@ def make_tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tena
 
     store = sharing.store
     closed = config.key_outage == "closed"
-    keyring = Keyring(store, config.keys_file, closed, is_up, time.time)
+    is_shared = sharing.link is not None
+    keyring = Keyring(store, config.keys_file, closed, is_shared, is_up, time.time)
     admission = Admission(store, is_up, config.quota_outage, router_id)
     return Tenancy(needs_keys(config), keyring, Metering(store, admission), Audit(store))
 

@@ -8,14 +8,14 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from adapters.cancelling import cancellation_kept
+from adapters.bounded import bounded
 from adapters.worker_record import GROUP, LEASE_S, WorkerRecord, is_worker_url, signed
 from server.config import WorkerConfig
 from server.worker.address import AddressError
@@ -87,12 +87,10 @@ class Registry:
     async def _eval(self, script: str, *arguments: str | bytes | int) -> Any:
         return await self._redis.eval(script, len(self._keys), *self._keys, *arguments)
 
-    async def _try(self, work: Awaitable[None]) -> None:
+    async def _try(self, work: Coroutine[Any, Any, None]) -> None:
         problem = None
         try:
-            with cancellation_kept():
-                async with asyncio.timeout(_TIMEOUT_S):
-                    await work
+            await bounded(work, _TIMEOUT_S)
         except _Superseded:
             problem = f"another worker that began later is called {self._worker_id}"
         except (RedisError, OSError, TimeoutError) as error:

@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import json
+import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -359,3 +361,25 @@ async def test_keys_where_others_can_reach(tmp_path: Path, worker: FakeWorker) -
     async with running_router(tmp_path, worker, host="0.0.0.0", admin_key="admin") as router:
         assert (await router.client.post("/v1/completions", json=BODY)).status_code == 401
         assert (await complete(router, await create(router))).status_code == 200
+
+
+async def test_the_curl_lines_of_the_docs(guarded: Running) -> None:
+    page = (Path(__file__).parents[2] / "docs/tenancy.md").read_text()
+    address = str(guarded.client.base_url).removeprefix("http://").rstrip("/")
+    environ = {**os.environ, "LORAPLEX_ADMIN_KEY": "admin", "KEY": ""}
+    commands = [
+        f"curl {command}"
+        for block in re.findall(r"```sh\n(.*?)```", page, re.S)
+        for command in block.split("curl ")[1:]
+    ]
+    assert len(commands) == 5
+    for command in commands:
+        told = await asyncio.create_subprocess_shell(
+            command.replace("localhost:8080", address).replace("curl ", "curl -sS ", 1),
+            env=environ,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        answer = json.loads((await asyncio.wait_for(told.communicate(), 20))[0])
+        assert "error" not in answer, (command, answer)
+        if answer["object"] == "new_key" and not environ["KEY"]:
+            environ["KEY"] = answer["key"]

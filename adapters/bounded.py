@@ -1,0 +1,42 @@
+"""Waits no longer than it said, whatever the code it waits for makes of being cancelled."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    """The result of `work`. Raises TimeoutError when it is late.
+
+    Work that is late, or whose caller is cancelled, is cancelled and left to end by itself.
+
+    A client that is cancelled while it connects may go on until its own time is over, or answer
+    with an error of its own: `asyncio.timeout` would wait for it, and the cancellation be lost.
+    """
+    task = asyncio.create_task(work)
+    loop = asyncio.get_running_loop()
+    due = loop.time() + timeout_s
+    try:
+        done, _ = await asyncio.wait((task,), timeout=timeout_s)
+        if not done and loop.time() > due + timeout_s / 5:
+            # It was this loop that was late: the answer may lie there unread.
+            done, _ = await asyncio.wait((task,), timeout=timeout_s)
+    except asyncio.CancelledError:
+        _leave(task)
+        raise
+    if not done:
+        _leave(task)
+        raise TimeoutError
+    return task.result()
+
+
+def _leave(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    task.add_done_callback(_ended)
+
+
+def _ended(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled():
+        task.exception()  # nobody is there to be told

@@ -20,7 +20,7 @@ MAX_HEADERS = 128
 MAX_DISCARDED_BYTES = 64 << 20
 WRITE_STALL_S = 60.0
 # When the server stops: what a client has just sent on an idle connection is still answered.
-LINGER_S = 0.3
+LINGER_S = 1.0
 
 
 class _HeadTooLarge(Exception):
@@ -39,6 +39,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._door = door
         self._metrics = metrics
         self._address = ""
+        self._stopping = False
         self.parser: Any = PlainHttpParser(self)
         self._head_bytes = 0  # received of a head that is not complete
         self._parsed_bytes = 0  # of its fields
@@ -135,10 +136,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        if self._answering():
-            super().shutdown()
-        else:
-            self.loop.call_later(LINGER_S, super().shutdown)
+        self._stopping = True
+        self._end_soon()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._stopping:
+            self._end_soon()
+
+    def _end_soon(self) -> None:
+        """An answer that began before the stop did not say that its connection would end."""
+        self.loop.call_later(LINGER_S, self._end)
+
+    def _end(self) -> None:
+        if not self._answering():
+            self.transport.close()
 
     def _cut(self, why: str) -> None:
         self._metrics.connections_cut.labels(why).inc()

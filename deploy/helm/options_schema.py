@@ -20,6 +20,7 @@ SET_BY_CHART = {
         "adapter",
         "adapters-file",
         "cache-dir",
+        "drain-delay-s",
         "drain-timeout-s",
         "host",
         "hub-owner",
@@ -29,6 +30,8 @@ SET_BY_CHART = {
         "redis",
         "redis-prefix",
         "request-timeout-s",
+        "tls-cert",
+        "tls-key",
         "worker",
     },
     "workerOptions": {

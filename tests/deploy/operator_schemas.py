@@ -36,7 +36,13 @@ def thing(api: str, kind: str, spec: Schema) -> Schema:
 
 
 SELECTOR = table({"matchLabels": LABELS})
-ENDPOINTS = listing(table({"port": NAME, "path": TEXT, "interval": DURATION}))
+ENDPOINTS = listing(
+    table(
+        {"port": NAME, "path": TEXT, "interval": DURATION},
+        {"scheme": {"enum": ["http", "https"]}}
+        | {"tlsConfig": table({"insecureSkipVerify": {"type": "boolean"}})},
+    )
+)
 RULE = table(
     {"expr": {"type": "string", "minLength": 1}},
     {"alert": TEXT, "record": TEXT, "for": DURATION, "keep_firing_for": DURATION}

@@ -31,7 +31,7 @@ VALUES: Object = {
         {"name": name, "ref": f"local:{adapter_paths()[name]}"} for name in ("sql", "pirate")
     ],
     "requestTimeoutSeconds": REQUEST_TIMEOUT_S,
-    "router": {"replicas": 2, "preStopSeconds": 2, "minReadySeconds": 0},
+    "router": {"replicas": 2, "preStopSeconds": 1, "drainDelaySeconds": 1, "minReadySeconds": 0},
     # Workers drain for less than a stream takes: what is left goes on at another.
     "worker": {
         "replicas": 2,
@@ -115,7 +115,7 @@ class Load:
                     self.right[key] = await self._stream(http, *key)
 
     async def run(self, streams: int) -> None:
-        """Until `stop`."""
+        """Until `stop`. Half of the clients keep their connections, half make one each time."""
         await asyncio.gather(*(self._loop(number) for number in range(streams)))
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class Load:
 
     async def _loop(self, number: int) -> None:
         keys = itertools.cycle(sorted(self.right))
-        async with self._client(keep_alive=False) as http:
+        async with self._client(keep_alive=number % 2 == 0) as http:
             for key in itertools.islice(keys, number, None):
                 if self._stopping.is_set():
                     return

@@ -145,7 +145,8 @@ def timeouts(spec: Object, container: Object) -> tuple[float, float, float]:
     """Seconds: before SIGTERM, of the drain, until SIGKILL."""
     command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command")
     waits = float(command[1]) if command else 0.0
-    drain = float(flags(container)["drain-timeout-s"])
+    given = flags(container)
+    drain = float(given["drain-timeout-s"]) + float(given.get("drain-delay-s", 0))
     return waits, drain, spec["terminationGracePeriodSeconds"]
 
 

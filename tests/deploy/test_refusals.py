@@ -14,7 +14,7 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("small", {"images": {"router": {"repository": ""}}}, "images.router.repository is needed"),
     ("small", {"images": {"worker": {"repository": ""}}}, "images.worker.repository is needed"),
     ("small", {"router": {"drainSeconds": 30}}, "a request may take requestTimeoutSeconds (600)"),
-    ("small", {"router": {"terminationGracePeriodSeconds": 600}}, "need at least 620"),
+    ("small", {"router": {"terminationGracePeriodSeconds": 600}}, "needs at least 620"),
     ("small", {"worker": {"terminationGracePeriodSeconds": 30}}, "pool main: terminationGrace"),
     ("small", {"worker": {"drainSeconds": 60}}, "no second worker that could go on"),
     ("small", {"pools": [{"name": "a"}, {"name": "a"}]}, 'pools: "a" is there twice'),

@@ -34,7 +34,12 @@
 - "--cache-dir=/var/cache/loraplex"
 - "--adapters-file=/etc/loraplex/adapters/adapters.yaml"
 - "--request-timeout-s={{ $values.requestTimeoutSeconds }}"
+- "--drain-delay-s={{ $values.router.drainDelaySeconds }}"
 - "--drain-timeout-s={{ include "loraplex.drainSeconds" (dict "root" $ "of" $values.router) }}"
+{{- if $values.router.tlsSecretName }}
+- "--tls-cert=/etc/loraplex/tls/tls.crt"
+- "--tls-key=/etc/loraplex/tls/tls.key"
+{{- end }}
 {{- range $values.hubOwners }}
 - {{ printf "--hub-owner=%s" . | quote }}
 {{- end }}

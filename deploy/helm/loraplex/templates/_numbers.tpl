@@ -22,9 +22,14 @@
 {{- if kindIs "invalid" .of.drainSeconds -}}{{ .root.Values.requestTimeoutSeconds }}{{- else -}}{{ .of.drainSeconds }}{{- end -}}
 {{- end -}}
 
+{{/* From the beginning of a stop to its end, when everything takes as long as it may. dict: root, of */}}
+{{- define "loraplex.stopSeconds" -}}
+{{- add .of.preStopSeconds (.of.drainDelaySeconds | default 0) (include "loraplex.drainSeconds" .) -}}
+{{- end -}}
+
 {{/* dict: root, of */}}
 {{- define "loraplex.graceSeconds" -}}
-{{- $needed := add .of.preStopSeconds (include "loraplex.drainSeconds" .) 15 -}}
+{{- $needed := add (include "loraplex.stopSeconds" .) 15 -}}
 {{- if kindIs "invalid" .of.terminationGracePeriodSeconds -}}{{ $needed }}{{- else -}}{{ .of.terminationGracePeriodSeconds }}{{- end -}}
 {{- end -}}
 

@@ -107,9 +107,9 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
-{{/* dict: path, port, period, timeout, failures */}}
+{{/* dict: path, port, period, timeout, failures, scheme */}}
 {{- define "loraplex.probe" -}}
-httpGet: { path: {{ .path }}, port: {{ .port }} }
+httpGet: { path: {{ .path }}, port: {{ .port }}{{ with .scheme }}, scheme: {{ . }}{{ end }} }
 periodSeconds: {{ .period }}
 timeoutSeconds: {{ .timeout }}
 failureThreshold: {{ .failures }}

@@ -32,9 +32,9 @@
 {{- $drain := int (include "loraplex.drainSeconds" .) -}}
 {{- $grace := int (include "loraplex.graceSeconds" .) -}}
 {{- $request := int .root.Values.requestTimeoutSeconds -}}
-{{- $needed := add .of.preStopSeconds $drain 10 -}}
+{{- $needed := add (include "loraplex.stopSeconds" .) 10 -}}
 {{- if lt $grace (int $needed) -}}
-{{- fail (printf "%s: terminationGracePeriodSeconds is %d, but preStopSeconds (%d) and drainSeconds (%d) need at least %d: the rest would be killed" .where $grace (int .of.preStopSeconds) $drain $needed) -}}
+{{- fail (printf "%s: terminationGracePeriodSeconds is %d, but a stop may take %s s (preStopSeconds, drainDelaySeconds, drainSeconds) and needs at least %d: the rest would be killed" .where $grace (include "loraplex.stopSeconds" .) $needed) -}}
 {{- end -}}
 {{- if and (eq .where "router") (lt $drain $request) -}}
 {{- fail (printf "router: drainSeconds is %d, but a request may take requestTimeoutSeconds (%d): an update would cut it off" $drain $request) -}}

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.25
 SHUTDOWN_GRACE_S = 5.0
+# Loading a large model from a slow disk, and warming up; what takes longer hangs.
+START_TIMEOUT_S = 1800.0
 
 
 class EngineStartError(Exception):
@@ -55,7 +57,9 @@ class EngineSupervisor:
         start: Callable[[], Awaitable[EngineProcess]],
         listener: EngineListener,
         step_timeout_s: float,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
+        self._start_timeout_s = start_timeout_s
         self._start = start
         self._listener = listener
         self._step_timeout_s = step_timeout_s
@@ -93,9 +97,14 @@ class EngineSupervisor:
                 await self._lost(str(error), ready_at)
 
     async def _await_ready(self, engine: EngineProcess) -> EngineReady:
-        frame = await engine.receive()
-        while isinstance(frame, Alive):
-            frame = await engine.receive()
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                frame = await engine.receive()
+                while isinstance(frame, Alive):
+                    frame = await engine.receive()
+        except TimeoutError as error:
+            limit = self._start_timeout_s
+            raise EngineDied(f"it was not ready within {limit:g} s of its start") from error
         if isinstance(frame, EngineFailed):
             raise EngineStartError(frame.message)
         if not isinstance(frame, EngineReady):

@@ -103,6 +103,8 @@ class Dispatcher:
             async with self._until(started + self._limits.request_timeout_s):
                 model = self._base.require()
                 self._fleet.check_ready()
+                # Before any work is done for it: to refuse must be cheap.
+                self._check_room(call.tenant, max(1, len(call.prompts)) * call.best_of)
                 adapter = await self._resolve(call)
                 if adapter is not None:
                     held.callback(self._use.hold(adapter))

@@ -38,13 +38,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Order:
-    """What is asked for, and what must come."""
+    """What is asked for, and what must come. stop_at: where in the text a stop string is, 0 to 1.
+
+    Whoever asks again with the same key must ask for the same.
+    """
 
     adapter: str | None
     prompt: str
     expected: list[int]
     max_tokens: int
     key: str
+    stop_at: float
 
 
 # Sends an order to the router at a URL, and checks what comes.
@@ -78,7 +82,8 @@ class Certifier:
         digest = None if adapter is None else self.digests[adapter]
         ids = self.tokenizer.encode(prompt).ids
         expected = certified_output(digest, ids, count, self._options)
-        return Order(adapter, prompt, expected, count, f"{dice.getrandbits(128):032x}")
+        key = f"{dice.getrandbits(128):032x}"
+        return Order(adapter, prompt, expected, count, key, dice.uniform(0.5, 1.0))
 
     def text(self, ids: list[int]) -> str:
         decoded: str = self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -203,7 +208,7 @@ class Clients:
     async def _whole_text(self, url: str, order: Order, answer: Answer) -> None:
         """Up to a stop string out of the middle of the right answer."""
         text = self._certifier.text(order.expected)
-        begin = self._dice.randint(len(text) // 2, len(text))
+        begin = round(order.stop_at * len(text))
         stop = text[begin : begin + 9]
         body = openai(order) | ({"stop": [stop]} if stop else {})
         found = await self._whole(f"{url}/v1/completions", body, order)

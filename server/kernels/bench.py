@@ -13,14 +13,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import triton
 
+from server.kernels.add_norm import add_norm
 from server.kernels.configs import KernelConfigs, load_configs
-from server.kernels.delta import add_delta
+from server.kernels.decode_attention import (
+    DecodeBatchView,
+    DecodeItems,
+    DecodeScratch,
+    cut_contexts,
+    decode_attention,
+    max_items,
+)
 from server.kernels.expand import expand
+from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import shrink
+from server.kernels.silu import silu_mul
+from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.table import LoraTable
 from server.kernels.workspace import allocate_workspace
 
@@ -31,6 +43,8 @@ SITES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (4096, (14336, 14336)),
     (14336, (4096,)),
 )
+GATE_UP = 2
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE = 4096, 32, 8, 128, 16
 POINTS = (
     (1, 1), (8, 8), (32, 1), (32, 32), (64, 64), (128, 128), (256, 1), (256, 64), (256, 256),
 )  # fmt: skip
@@ -42,12 +56,8 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Milliseconds of one step's LoRA: alone, and what it adds to the base.
-
-    in_place_ms: to the GEMMs alone, shrink beside the GEMM and expand after it into its output.
-    beside_ms: to each GEMM and a kernel that reads its output, both halves beside the GEMM, and
-    that kernel adding the delta. budget_ms: what the better of the two may be.
-    """
+    """Milliseconds of one step's LoRA: alone (shrink and expand of every site), and what it adds to
+    the base: to each GEMM and the kernel that takes up its output, as the engine runs them."""
 
     B: int
     D: int
@@ -56,8 +66,7 @@ class Result:
     budget_ms: float
     alone_ms: float
     base_ms: float
-    in_place_ms: float
-    beside_ms: float
+    added_ms: float
 
 
 class Adapters:
@@ -89,7 +98,7 @@ class Adapters:
 
 
 class Step:
-    """One decode step's GEMMs and LoRA at a batch size."""
+    """One decode step's GEMMs, what takes up their output, and LoRA, at a batch size."""
 
     def __init__(self, batch: int, weights: list[torch.Tensor], configs: KernelConfigs) -> None:
         self.batch = batch
@@ -103,52 +112,36 @@ class Step:
         self.outputs = [
             torch.zeros(batch, sum(widths), dtype=DTYPE, device="cuda") for _, widths in SITES
         ]
+        self.hidden = torch.zeros_like(self.inputs[HIDDEN])
         self.deltas = [torch.zeros_like(y) for y in self.outputs]
-        self.consumed = [torch.zeros_like(y) for y in self.outputs]
-        self.no_adapters = LoraTable(LAYERS * len(SITES), 1, "cuda")
+        self.norm = torch.ones(HIDDEN, dtype=DTYPE, device="cuda")
+        self.attention = _Attention(batch)
         self.side = torch.cuda.Stream()
 
     def base(self) -> None:
-        """The GEMMs alone."""
         for index in range(len(self.weights)):
             self._gemm(index)
-
-    def base_consumed(self) -> None:
-        """Each GEMM with a kernel after it that reads its output, as every model has."""
-        for index in range(len(self.weights)):
-            self._gemm(index)
-            self._consume(index, None, None)
+            self._take_up(index, None)
 
     def alone(self, adapters: Adapters) -> None:
         route(self.slots, self.segments)
         for index in range(len(self.weights)):
             self._shrink(index, adapters)
-            self._expand(index, adapters, self.outputs, accumulate=True)
+            self._expand(index, adapters, self.outputs[index % len(SITES)], True)
 
-    def in_place(self, adapters: Adapters) -> None:
-        """Shrink on a side stream beside the GEMM, expand after both."""
+    def with_lora(self, adapters: Adapters) -> None:
+        """As `server.model.ops_cuda` does in a captured step of decodes."""
         route(self.slots, self.segments)
         main = torch.cuda.current_stream()
         for index in range(len(self.weights)):
             self.side.wait_stream(main)
             with torch.cuda.stream(self.side):
                 self._shrink(index, adapters)
+                if index % len(SITES) != GATE_UP:
+                    self._expand(index, adapters, self.deltas[index % len(SITES)], False)
             self._gemm(index)
             main.wait_stream(self.side)
-            self._expand(index, adapters, self.outputs, accumulate=True)
-
-    def beside(self, adapters: Adapters) -> None:
-        """Shrink and expand beside the GEMM, into a delta that the kernel after it adds."""
-        route(self.slots, self.segments)
-        main = torch.cuda.current_stream()
-        for index in range(len(self.weights)):
-            self.side.wait_stream(main)
-            with torch.cuda.stream(self.side):
-                self._shrink(index, adapters)
-                self._expand(index, adapters, self.deltas, accumulate=False)
-            self._gemm(index)
-            main.wait_stream(self.side)
-            self._consume(index, self.deltas[index % len(SITES)], adapters)
+            self._take_up(index, adapters.table)
 
     def assign(self, distinct: int) -> None:
         """Spread the batch's rows over adapters 0 .. distinct-1."""
@@ -164,20 +157,57 @@ class Step:
         config = self.configs.shrink("decode", self.batch, adapters.max_rank, k)
         shrink(self.inputs[k], adapters.table, index, self.segments, self.workspace, config)
 
-    def _expand(
-        self, index: int, adapters: Adapters, outputs: list[torch.Tensor], accumulate: bool
-    ) -> None:
+    def _expand(self, index: int, adapters: Adapters, y: torch.Tensor, accumulate: bool) -> None:
         _, widths = SITES[index % len(SITES)]
-        y = outputs[index % len(SITES)]
         config = self.configs.expand("decode", self.batch, adapters.max_rank, sum(widths))
         context = (adapters.table, index, self.segments, self.workspace, config)
         expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
 
-    def _consume(self, index: int, delta: torch.Tensor | None, adapters: Adapters | None) -> None:
-        _, widths = SITES[index % len(SITES)]
-        y, out = self.outputs[index % len(SITES)], self.consumed[index % len(SITES)]
-        table = self.no_adapters if adapters is None else adapters.table
-        add_delta(y, delta, out, widths, self.slots, table, index)
+    def _take_up(self, index: int, table: LoraTable | None) -> None:
+        site = index % len(SITES)
+        y = self.outputs[site]
+        if site == GATE_UP:
+            if table is None:
+                silu_mul(y, programmatic_launch=self.configs.programmatic_launch)
+            else:
+                pending = PendingLora(table, index, self.segments, self.workspace)
+                silu_mul_lora(y, pending, self.configs.fused("decode", self.batch))
+            return
+        delta = None
+        if table is not None:
+            delta = PendingDelta(table, index, self.slots, self.deltas[site])
+        if site == 0:
+            self.attention.run(y, delta, self.configs.programmatic_launch)
+        else:
+            early = self.configs.programmatic_launch
+            add_norm(y, delta, self.hidden, self.norm, 1e-6, programmatic_launch=early)
+
+
+class _Attention:
+    """Over contexts of one page."""
+
+    def __init__(self, batch: int) -> None:
+        items = np.zeros((2, max_items(batch)), dtype=np.int32)
+        piece = cut_contexts(np.full(batch, PAGE), items)
+        work = DecodeItems(
+            torch.from_numpy(items).cuda(), torch.tensor([piece], dtype=torch.int32, device="cuda")
+        )
+        rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+        positions = torch.full((batch,), PAGE - 1, device="cuda")
+        self.view = DecodeBatchView(rows, positions, rows[:, None].long(), work)
+        shape = (batch, PAGE, KV_HEADS, HEAD_DIM)
+        self.cache = (
+            torch.randn(shape, dtype=DTYPE, device="cuda"),
+            torch.randn(shape, dtype=DTYPE, device="cuda"),
+        )
+        self.cos_sin = torch.randn(PAGE, HEAD_DIM, device="cuda")
+        device = torch.device("cuda")
+        self.scratch = DecodeScratch(items.shape[1], batch, HEADS, HEAD_DIM, device)
+        self.out = torch.empty(batch, HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
+
+    def run(self, qkv: torch.Tensor, pending: PendingDelta | None, early: bool) -> None:
+        context = (self.view, self.cache, self.cos_sin, (None, 0.0), self.scratch, self.out)
+        decode_attention(qkv, pending, *context, programmatic_launch=early)
 
 
 def graph_ms(step: Callable[[], object], replays: int) -> float:
@@ -224,7 +254,6 @@ def measure(points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: in
     weights = make_weights()
     steps = {batch: Step(batch, weights, configs) for batch in sorted({b for b, _ in points})}
     base = {b: graph_ms(step.base, replays) for b, step in steps.items()}
-    consumed = {b: graph_ms(step.base_consumed, replays) for b, step in steps.items()}
     results = []
     for distinct in sorted({d for _, d in points}):
         for name in ranks:
@@ -234,10 +263,9 @@ def measure(points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: in
                 step = steps[batch]
                 step.assign(distinct)
                 alone = graph_ms(partial(step.alone, adapters), replays)
-                in_place = graph_ms(partial(step.in_place, adapters), replays) - base[batch]
-                beside = graph_ms(partial(step.beside, adapters), replays) - consumed[batch]
+                added = graph_ms(partial(step.with_lora, adapters), replays) - base[batch]
                 budget = BUDGET_FACTOR * floor + BUDGET_MS
-                times = (floor, budget, alone, base[batch], in_place, beside)
+                times = (floor, budget, alone, base[batch], added)
                 results.append(Result(batch, distinct, name, *(round(t, 4) for t in times)))
             del adapters
             torch.cuda.empty_cache()
@@ -245,10 +273,10 @@ def measure(points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: in
 
 
 def table(results: Sequence[Result]) -> str:
-    columns = ("floor", "alone", "in_place", "beside", "budget")
+    columns = ("floor", "alone", "added", "budget")
     lines = [f"{'(B, D)':>12} {'rank':>5} " + " ".join(f"{name:>9}" for name in columns)]
     for r in results:
-        verdict = "" if min(r.in_place_ms, r.beside_ms) <= r.budget_ms else "  over"
+        verdict = "" if r.added_ms <= r.budget_ms else "  over"
         times = " ".join(f"{getattr(r, name + '_ms'):9.2f}" for name in columns)
         lines.append(f"{f'({r.B}, {r.D})':>12} {r.r:>5} {times}{verdict}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
-A file holds three lists: `tile_rows`, `shrink` and `expand`. An entry applies where the batch has
-at most `max_rows` rows, the adapters at most `max_rank` (of one projection) and the site at most
+Its lists are `tile_rows`, `shrink`, `expand` and `fused`. An entry applies where the batch has at
+most `max_rows` rows, the adapters at most `max_rank` (of one projection) and the site at most
 `max_features` (input features for shrink, output features for expand); a bound left out is
 unbounded, and the first entry that applies wins. `default.json` serves every other architecture.
 """
@@ -90,6 +90,7 @@ class KernelConfigs:
         self.programmatic_launch = programmatic_launch
         self._shrink = [_entry(row) for row in table["shrink"]]
         self._expand = [_entry(row) for row in table["expand"]]
+        self._fused = [_entry(row) for row in table["fused"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
 
     def tile_rows(self, phase: Phase, rows: int) -> int:
@@ -106,12 +107,18 @@ class KernelConfigs:
 
     def expand(self, phase: Phase, rows: int, rank: int, out_features: int) -> ExpandConfig:
         """out_features: of all projections of the site together."""
-        v = _find(self._expand, phase, rows, rank, out_features)
+        return self._expansion(_find(self._expand, phase, rows, rank, out_features))
+
+    def _expansion(self, v: dict[str, int]) -> ExpandConfig:
         programs = self.processors * v["programs_per_processor"]
         limits = (v["num_warps"], v["num_stages"], v.get("max_registers"))
         return ExpandConfig(
             v["piece"], v["max_pieces"], *limits, programs, self.programmatic_launch
         )
+
+    def fused(self, phase: Phase, rows: int) -> ExpandConfig:
+        """Of the activation that expands on its way."""
+        return self._expansion(_find(self._fused, phase, rows, 0, 0))
 
     @property
     def max_split_k(self) -> int:
@@ -123,16 +130,16 @@ def load_configs(device: torch.device | str) -> KernelConfigs:
     """The tuned file of the device's architecture, else `default.json`."""
     device = torch.device(device)
     if device.type != "cuda":
-        return _read(DEFAULT_ARCH, _CPU_PROCESSORS, False)
+        return read_configs(DEFAULT_ARCH, _CPU_PROCESSORS, programmatic_launch=False)
     properties = torch.cuda.get_device_properties(device)
-    arch = f"sm{properties.major}{properties.minor}"
-    known = (_FOLDER / f"{arch}.json").is_file()
-    return _read(
-        arch if known else DEFAULT_ARCH, properties.multi_processor_count, properties.major >= 9
-    )
+    arch, processors = f"sm{properties.major}{properties.minor}", properties.multi_processor_count
+    return read_configs(arch, processors, programmatic_launch=properties.major >= 9)
 
 
-def _read(arch: str, processors: int, programmatic_launch: bool) -> KernelConfigs:
+def read_configs(arch: str, processors: int, *, programmatic_launch: bool) -> KernelConfigs:
+    """Of an architecture such as `sm90`, or `default.json` where it has no file."""
+    if not (_FOLDER / f"{arch}.json").is_file():
+        arch = DEFAULT_ARCH
     text = (_FOLDER / f"{arch}.json").read_text(encoding="utf-8")
     return KernelConfigs(arch, processors, programmatic_launch, json.loads(text))
 

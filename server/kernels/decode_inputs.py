@@ -1,43 +1,40 @@
-"""The first kernel of a decode step: from one packed upload to token ids, places and page lists."""
+"""The first kernel of a decode step: from one packed upload to token ids and places; page lists."""
 
 import torch
 import triton
 import triton.language as tl
 
+_SEQUENCES = 64  # of a program
+
 
 def gather_inputs(
     columns: torch.Tensor,
-    kv_indptr: torch.Tensor,
     tokens: torch.Tensor,
     page_table: torch.Tensor,
-    page_size: int,
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
     """columns: int32 `[5 or more, batch]`: a sequence's row, its position, its token (-1 =
     `tokens[row, position]`), a page granted in this step and its place in the row's page table
-    (-1 = none). kv_indptr: int32 `[batch + 1]`, bounds of the page lists.
+    (-1 = none).
 
     Writes tokens and pages that came along to `tokens` (int32 `[rows, n]`) and `page_table` (int64
-    `[rows, n]`). outputs: token ids int64, positions int64, KV slots int64 `[batch]`, and the page
-    lists int32. A row must not appear twice with something to write.
+    `[rows, n]`), and what the step computes on to token_ids and positions, int64 `[batch]`. A row
+    must not appear twice with something to write.
     """
     batch = columns.shape[1]
-    token_ids, positions, slots, page_lists = outputs
-    _gather_inputs_kernel[(batch,)](
+    _gather_inputs_kernel[(triton.cdiv(batch, _SEQUENCES),)](
         columns,
-        kv_indptr,
         tokens,
         page_table,
         token_ids,
         positions,
-        slots,
-        page_lists,
         columns.stride(0),
         tokens.stride(0),
         page_table.stride(0),
-        PAGE_SIZE=page_size,
-        BLOCK=128,
-        num_warps=4,
+        batch,
+        BLOCK=_SEQUENCES,
+        num_warps=2,
     )
 
 
@@ -54,47 +51,33 @@ def gather_pages(
         )
 
 
-@triton.jit(do_not_specialize=["stride_column", "stride_tokens", "stride_pages"])
+@triton.jit(do_not_specialize=["stride_column", "stride_tokens", "stride_pages", "batch"])
 def _gather_inputs_kernel(
     columns_ptr: tl.tensor,
-    kv_indptr_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    page_lists_ptr: tl.tensor,
     stride_column: tl.tensor,
     stride_tokens: tl.tensor,
     stride_pages: tl.tensor,
-    PAGE_SIZE: tl.constexpr,
+    batch: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    b = tl.program_id(0)
-    row = tl.load(columns_ptr + b).to(tl.int64)
-    position = tl.load(columns_ptr + stride_column + b)
-    given = tl.load(columns_ptr + 2 * stride_column + b)
-    granted = tl.load(columns_ptr + 3 * stride_column + b).to(tl.int64)
-    at = tl.load(columns_ptr + 4 * stride_column + b)
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = b < batch
+    row = tl.load(columns_ptr + b, mask=live, other=0).to(tl.int64)
+    position = tl.load(columns_ptr + stride_column + b, mask=live, other=0)
+    given = tl.load(columns_ptr + 2 * stride_column + b, mask=live, other=-1)
+    granted = tl.load(columns_ptr + 3 * stride_column + b, mask=live, other=0).to(tl.int64)
+    at = tl.load(columns_ptr + 4 * stride_column + b, mask=live, other=-1)
     token_ptr = tokens_ptr + row * stride_tokens + position
-    token = tl.load(token_ptr)
+    token = tl.load(token_ptr, mask=live & (given < 0), other=0)
     token = tl.where(given >= 0, given, token)
-    tl.store(token_ptr, token, mask=given >= 0)
-    tl.store(token_ids_ptr + b, token.to(tl.int64))
-    tl.store(positions_ptr + b, position.to(tl.int64))
-    pages = page_table_ptr + row * stride_pages
-    begin = tl.load(kv_indptr_ptr + b)
-    count = tl.load(kv_indptr_ptr + b + 1) - begin
-    for first in range(0, count, BLOCK):
-        j = first + tl.arange(0, BLOCK)
-        page = tl.load(pages + j, mask=j < count, other=0)
-        page = tl.where(j == at, granted, page)
-        tl.store(page_lists_ptr + begin + j, page.to(tl.int32), mask=j < count)
-    last = position // PAGE_SIZE
-    page = tl.load(pages + last)
-    page = tl.where(last == at, granted, page)
-    tl.store(slots_ptr + b, page * PAGE_SIZE + position % PAGE_SIZE)
-    tl.store(pages + at, granted, mask=at >= 0)
+    tl.store(token_ptr, token, mask=live & (given >= 0))
+    tl.store(token_ids_ptr + b, token.to(tl.int64), mask=live)
+    tl.store(positions_ptr + b, position.to(tl.int64), mask=live)
+    tl.store(page_table_ptr + row * stride_pages + at, granted, mask=live & (at >= 0))
 
 
 @triton.jit(do_not_specialize=["stride_pages"])

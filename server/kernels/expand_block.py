@@ -1,9 +1,9 @@
 """The arithmetic of expand: one block of columns for one row or one tile of rows."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
+
+from server.kernels.low_rank import load_v, product
 
 
 @triton.jit
@@ -78,12 +78,12 @@ def _expand_pieces(
 ) -> None:
     """Where the whole rank fits one step: v is read once, pieces of B and y are prefetched."""
     r = tl.arange(0, BLOCK_R)
-    v = _load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
+    v = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
     for begin in tl.range(col, end, PIECE, num_stages=STAGES):
         n = begin + tl.arange(0, PIECE)
         live = (n < end)[:, None] & (r < rank)[None, :]
         b = tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=live, other=0.0)
-        delta = scale * _product(v, b, BLOCK_M, PRECISION)
+        delta = scale * product(v, b, BLOCK_M, PRECISION)
         _write(y_rows, length, n, end, delta, BLOCK_M, ACCUMULATE)
 
 
@@ -118,49 +118,9 @@ def _expand_looped(
             r = k + tl.arange(0, BLOCK_R)
             live = (n < end)[:, None] & (r < rank)[None, :]
             b = tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=live, other=0.0)
-            v = _load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
-            acc += _product(v, b, BLOCK_M, PRECISION)
+            v = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
+            acc += product(v, b, BLOCK_M, PRECISION)
         _write(y_rows, length, n, end, scale * acc, BLOCK_M, ACCUMULATE)
-
-
-@triton.jit
-def _load_v(
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    r: tl.tensor,
-    length: tl.tensor,
-    rank: tl.tensor,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-) -> Any:
-    """Columns r of v, `[BLOCK_M, BLOCK_R]`, or `[BLOCK_R]` for one row: planes in order."""
-    if BLOCK_M == 1:
-        at = v_ptr + r
-        live = r < rank
-    else:
-        m = tl.arange(0, BLOCK_M)
-        at = v_ptr + m[:, None] * stride_v + r[None, :]
-        live = (m < length)[:, None] & (r < rank)[None, :]
-    v = tl.load(at, mask=live, other=0.0)
-    if MAX_SPLIT > 1:
-        planes = tl.where(live, splits, 0)
-        for base in range(1, splits, 4):
-            # Four loads in flight, few enough for the registers.
-            for split in tl.static_range(4):
-                part = at + (base + split) * stride_plane
-                v += tl.load(part, mask=planes > base + split, other=0.0)
-    return v
-
-
-@triton.jit
-def _product(v: tl.tensor, b: tl.tensor, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr) -> Any:
-    """`v b^T` in float32; one row is done in registers: a tensor core would idle on 15 of 16."""
-    if BLOCK_M == 1:
-        return tl.sum(b.to(tl.float32) * v[None, :], axis=1)
-    else:
-        return tl.dot(v.to(b.dtype), tl.trans(b), input_precision=PRECISION)
 
 
 @triton.jit

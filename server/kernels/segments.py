@@ -19,9 +19,9 @@ class Segments:
     """Rows grouped by adapter and cut into tiles of at most `tile_rows`. All tensors are int32.
 
     order `[rows]`: the batch row at each sorted position: rows of one slot are neighbours, in
-    batch order; rows without an adapter come last and are in no tile.
-    tiles `[max_tiles, 4]`: slot, first position, number of rows. num_tiles `[1]`: how many
-    of them are valid.
+    batch order; rows without an adapter come last. places `[rows]`: the position of each row.
+    tiles `[max_tiles, 4]`: slot, first position, number of rows; those of rows without an adapter
+    have slot -1 and come last. num_tiles `[2]`: how many have an adapter, how many there are.
     scratch `[rows]`: of the routing kernel.
     """
 
@@ -29,6 +29,7 @@ class Segments:
     tile_rows: int
     num_slots: int
     order: torch.Tensor
+    places: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
     scratch: torch.Tensor
@@ -39,8 +40,8 @@ class Segments:
 
 
 def max_tiles(rows: int, tile_rows: int, num_slots: int) -> int:
-    """The most tiles that any assignment of `num_slots` adapters to `rows` rows can need."""
-    return min(rows, rows // tile_rows + min(rows, num_slots))
+    """The most tiles that any assignment of `num_slots` adapters, or none, to `rows` rows needs."""
+    return min(rows, rows // tile_rows + min(rows, num_slots + 1))
 
 
 def allocate_segments(
@@ -56,7 +57,8 @@ def allocate_segments(
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     tiles = ints(max_tiles(rows, tile_rows, num_slots), TILE_WORDS)
-    return Segments(rows, tile_rows, num_slots, ints(rows), tiles, ints(1), ints(rows))
+    order, places, scratch = ints(rows), ints(rows), ints(rows)
+    return Segments(rows, tile_rows, num_slots, order, places, tiles, ints(2), scratch)
 
 
 def route(slots: torch.Tensor, segments: Segments) -> None:
@@ -80,6 +82,7 @@ def route(slots: torch.Tensor, segments: Segments) -> None:
     _route_kernel[(1,)](
         slots,
         segments.order,
+        segments.places,
         segments.tiles,
         segments.num_tiles,
         segments.scratch,
@@ -95,6 +98,7 @@ def route(slots: torch.Tensor, segments: Segments) -> None:
 def _route_kernel(
     slots_ptr: tl.tensor,
     order_ptr: tl.tensor,
+    places_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     num_tiles_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
@@ -123,34 +127,39 @@ def _route_kernel(
         group_size += tl.sum(same.to(tl.int32), axis=1)
         rank += tl.sum(earlier.to(tl.int32), axis=1)
     position = group_start + rank
-    is_head = (slot >= 0) & (rank % TILE_ROWS == 0)
+    is_head = (i < rows) & (rank % TILE_ROWS == 0)
     tl.store(order_ptr + position, i, mask=i < rows)
+    tl.store(places_ptr + i, position, mask=i < rows)
     tl.store(scratch_ptr + position, tl.where(is_head, group_size - rank, 0), mask=i < rows)
     tl.debug_barrier()
     left = tl.load(scratch_ptr + i, mask=i < rows, other=0)
     head = left > 0
     tile = tl.cumsum(head.to(tl.int32), axis=0) - 1
     row = tl.load(order_ptr + i, mask=head, other=0)
-    tl.store(tiles_ptr + tile * 4, tl.load(slots_ptr + row, mask=head, other=0), mask=head)
+    tile_slot = tl.load(slots_ptr + row, mask=head, other=-1)
+    tl.store(tiles_ptr + tile * 4, tile_slot, mask=head)
     tl.store(tiles_ptr + tile * 4 + 1, i, mask=head)
     tl.store(tiles_ptr + tile * 4 + 2, tl.minimum(left, TILE_ROWS), mask=head)
-    tl.store(num_tiles_ptr, tl.sum(head.to(tl.int32), axis=0))
+    tl.store(num_tiles_ptr, tl.sum((tile_slot >= 0).to(tl.int32), axis=0))
+    tl.store(num_tiles_ptr + 1, tl.sum(head.to(tl.int32), axis=0))
 
 
 def _route_torch(slots: torch.Tensor, segments: Segments) -> None:
     num_slots, size = segments.num_slots, segments.tile_rows
     keys = torch.where(slots >= 0, slots, num_slots).long()
-    segments.order.copy_(torch.sort(keys, stable=True).indices)
+    order = torch.sort(keys, stable=True).indices
+    segments.order.copy_(order)
+    every_row = torch.arange(segments.rows, dtype=torch.int32, device=slots.device)
+    segments.places.scatter_(0, order, every_row)
     counts = torch.zeros(num_slots + 1, dtype=torch.long, device=slots.device)
     counts.scatter_add_(0, keys, torch.ones_like(keys))
-    counts = counts[:num_slots]
     starts = torch.cumsum(counts, 0) - counts
     tiles = (counts + size - 1) // size
     ends = torch.cumsum(tiles, 0)
     index = torch.arange(segments.max_tiles, device=slots.device)
-    slot = torch.searchsorted(ends, index, right=True).clamp_(max=num_slots - 1)
+    slot = torch.searchsorted(ends, index, right=True).clamp_(max=num_slots)
     done = (index - (ends - tiles)[slot]) * size
-    segments.tiles[:, 0] = slot
+    segments.tiles[:, 0] = torch.where(slot < num_slots, slot, -1)
     segments.tiles[:, 1] = starts[slot] + done
     segments.tiles[:, 2] = (counts[slot] - done).clamp_(0, size)
-    segments.num_tiles.copy_(ends[-1:])
+    segments.num_tiles.copy_(ends[-2:])

@@ -5,17 +5,24 @@ A graph reads one packed upload, so it is valid for any sequences, contexts, ada
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from server.kernels.decode_attention import (
+    DecodeBatchView,
+    DecodeItems,
+    cut_contexts,
+    max_items,
+)
 from server.kernels.decode_inputs import gather_inputs
 from server.kernels.greedy import GreedyScratch, greedy_append
 from server.kernels.segments import route
-from server.model.attention_cuda import Attention, GraphAttention, PagedAttention, is_balanced
+from server.model.attention_cuda import Attention
 from server.model.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
 from server.model.decoder import Decoder
-from server.model.ops_cuda import MAX_DECODE_ROWS, CudaOps, CudaPlan, DeviceLora
+from server.model.ops_cuda import MAX_DECODE_ROWS, CudaOps, CudaPlan, DeviceLora, Product
 from server.model.rows import Rows
 
 # One more than uploads that can be on their way while the next is written.
@@ -28,6 +35,9 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
     top = min(max_rows, MAX_DECODE_ROWS)
     sizes = [1, 2, 4, *range(8, MAX_DECODE_ROWS + 1, 8)]
     return tuple(size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < top)
+
+
+T = TypeVar("T", np.ndarray, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +53,19 @@ class _Packed:
     """Where the parts of an upload of `size` rows lie, on the host and on the device alike."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.last_page_len = _align(NUM_COLUMNS * size)
-        self.kv_indptr = _align(self.last_page_len + size)
-        self.end = self.kv_indptr + size + 1
+        self.size, self.num_items = size, max_items(size)
+        self._items = _align(NUM_COLUMNS * size)
+        self._piece = _align(self._items + 2 * self.num_items)
+        self.end = self._piece + 1
 
-    def columns(self, packed: torch.Tensor) -> torch.Tensor:
-        return packed[: NUM_COLUMNS * self.size].view(NUM_COLUMNS, self.size)
+    def columns(self, packed: T) -> T:
+        return packed[: NUM_COLUMNS * self.size].reshape(NUM_COLUMNS, self.size)
+
+    def items(self, packed: T) -> T:
+        return packed[self._items : self._items + 2 * self.num_items].reshape(2, self.num_items)
+
+    def piece(self, packed: T) -> T:
+        return packed[self._piece : self.end]
 
 
 class DecodeGraphs:
@@ -57,38 +73,27 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder[CudaPlan, DeviceLora],
+        decoder: Decoder[CudaPlan, DeviceLora, Product],
         ops: CudaOps,
-        attention: PagedAttention,
         rows: Rows,
         sizes: tuple[int, ...],
     ) -> None:
         self.sizes = sizes
-        self._decoder, self._ops, self._attention, self._rows = decoder, ops, attention, rows
-        self._page_size = ops.cache.page_size
+        self._decoder, self._ops, self._rows = decoder, ops, rows
         most, device = sizes[-1], ops.device
         vocab, dtype = decoder.config.vocab_size, ops.cache.k.dtype
         self._logits = torch.empty(most, vocab, dtype=dtype, device=device)
         self._sampled = torch.empty(most, dtype=torch.int32, device=device)
-        self._token_ids, self._positions, self._slots = (
-            torch.zeros(most, dtype=torch.int64, device=device) for _ in range(3)
+        self._token_ids, self._positions = (
+            torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2)
         )
-        page_lists = most * rows.page_table.shape[1]
-        self._page_lists = torch.zeros(page_lists, dtype=torch.int32, device=device)
         self._scratch = GreedyScratch(most, device)
         widest = _Packed(most).end
         self._uploads = torch.zeros(_UPLOADS, widest, dtype=torch.int32, pin_memory=True)
         self._launched = 0
         self._packed = {s: torch.zeros(widest, dtype=torch.int32, device=device) for s in sizes}
-        self._plans = {size: self._attention_of(size) for size in sizes}
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-
-    def _attention_of(self, size: int) -> GraphAttention:
-        parts, packed = _Packed(size), self._packed[size]
-        indptr = packed[parts.kv_indptr : parts.end]
-        last = packed[parts.last_page_len : parts.last_page_len + size]
-        return GraphAttention(self._attention, indptr, last, self._page_lists)
 
     def capture(self, with_adapters: bool) -> None:
         """The graphs of one family, largest first so that the others fit in its memory."""
@@ -103,8 +108,8 @@ class DecodeGraphs:
             self._graphs[size, with_adapters] = graph
 
     def takes(self, batch: DecodeBatch) -> bool:
-        """Whether the batch can run in a graph, and would not be slower in it."""
-        if len(batch) > self.sizes[-1] or not is_balanced(batch.contexts):
+        """Whether the batch can run in a graph."""
+        if len(batch) > self.sizes[-1]:
             return False
         if not batch.has_adapters:
             return True
@@ -124,20 +129,13 @@ class DecodeGraphs:
         self._launched += 1
         upload = self._uploads[self._launched % _UPLOADS]
         host = upload.numpy()
-        columns = host[: NUM_COLUMNS * size].reshape(NUM_COLUMNS, size)
+        columns = parts.columns(host)
         columns[:, :n] = batch.columns
         columns[:, n:] = self._padding()
-        lengths = np.ones(size, dtype=np.int32)
-        lengths[:n] = batch.contexts
-        counts = -(-lengths // self._page_size)
-        last = lengths - (counts - 1) * self._page_size
-        host[parts.last_page_len : parts.last_page_len + size] = last
-        indptr = host[parts.kv_indptr : parts.end]
-        indptr[0] = 0
-        np.cumsum(counts, out=indptr[1:])
-        target = self._packed[size][: parts.end]
-        target.copy_(upload[: parts.end], non_blocking=True)
-        self._plans[size].plan(upload[parts.kv_indptr : parts.end], torch.from_numpy(lengths))
+        contexts = np.ones(size, dtype=np.int64)
+        contexts[:n] = batch.contexts
+        parts.piece(host)[0] = cut_contexts(contexts, parts.items(host))
+        self._packed[size][: parts.end].copy_(upload[: parts.end], non_blocking=True)
 
     def _padding(self) -> np.ndarray:
         return np.array([[self._rows.scratch], [0], [-1], [0], [-1], [-1], [-1]], dtype=np.int32)
@@ -145,26 +143,19 @@ class DecodeGraphs:
     def _step(self, size: int, with_adapters: bool) -> Callable[[], None]:
         parts, packed = _Packed(size), self._packed[size]
         columns = parts.columns(packed)
-        indptr = packed[parts.kv_indptr : parts.end]
-        outputs = (self._token_ids[:size], self._positions[:size], self._slots[:size])
-        lora = self._ops.allocate_lora(size, model_sites=False) if with_adapters else None
-        attention: Attention = self._plans[size].step
-        plan = CudaPlan(outputs[1], outputs[2], attention)
+        token_ids, positions = self._token_ids[:size], self._positions[:size]
+        lora = self._ops.decode_lora(columns[SLOT]) if with_adapters else None
         logits, sampled = self._logits[:size], self._sampled[:size]
         rows, head = self._rows, self._decoder.weights.lm_head
+        work = DecodeItems(parts.items(packed), parts.piece(packed))
+        view = DecodeBatchView(columns[ROW], positions, rows.page_table, work)
+        plan = CudaPlan(positions, None, Attention(size, view, None))
 
         def step() -> None:
-            gather_inputs(
-                columns,
-                indptr,
-                rows.tokens,
-                rows.page_table,
-                self._page_size,
-                (*outputs, self._page_lists),
-            )
+            gather_inputs(columns, rows.tokens, rows.page_table, token_ids, positions)
             if lora is not None:
                 route(columns[SLOT], lora.segments)
-            normed = self._decoder.forward(outputs[0], plan, lora)
+            normed = self._decoder.forward(token_ids, plan, lora)
             torch.mm(normed, head.T, out=logits)
             greedy_append(
                 logits, columns[ROW], columns[APPEND], rows.tokens, sampled, self._scratch

@@ -11,13 +11,14 @@ from server.model.weights import LayerWeights, ModelWeights
 
 P = TypeVar("P")
 L = TypeVar("L")
+Y = TypeVar("Y")
 
 
-class Decoder(Generic[P, L]):
+class Decoder(Generic[P, L, Y]):
     """Llama 2 and 3, Mistral, Qwen2, Qwen3: what differs is in the configuration."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, sites: SiteIndex, ops: Ops[P, L]
+        self, config: ModelConfig, weights: ModelWeights, sites: SiteIndex, ops: Ops[P, L, Y]
     ) -> None:
         self.config = config
         self.weights = weights
@@ -41,20 +42,17 @@ class Decoder(Generic[P, L]):
 
     def logits(self, normed: torch.Tensor, lora: L | None) -> torch.Tensor:
         """Some rows of `forward`'s result `[rows, hidden]` -> `[rows, vocab]`. lora: of them."""
-        return self.ops.linear(normed, self.weights.lm_head, None, lora, self.sites.lm_head)
+        return self.ops.logits(normed, self.weights.lm_head, lora, self.sites.lm_head)
 
     def _attention(
         self, layer: int, weights: LayerWeights, x: torch.Tensor, plan: P, lora: L | None
-    ) -> torch.Tensor:
+    ) -> Y:
         ops, site = self.ops, self.sites.layer(layer)
         qkv = ops.linear(x, weights.qkv, weights.qkv_bias, lora, site)
-        q = ops.rotate_store(plan, layer, qkv, weights.qk_norm)
-        attended = ops.attention(plan, layer, q)
+        attended = ops.attend(plan, layer, qkv, weights.qk_norm)
         return ops.linear(attended, weights.o, weights.o_bias, lora, site + 1)
 
-    def _mlp(
-        self, layer: int, weights: LayerWeights, x: torch.Tensor, lora: L | None
-    ) -> torch.Tensor:
+    def _mlp(self, layer: int, weights: LayerWeights, x: torch.Tensor, lora: L | None) -> Y:
         ops, site = self.ops, self.sites.layer(layer)
         gate_up = ops.linear(x, weights.gate_up, weights.gate_up_bias, lora, site + 2)
         inner = ops.silu_mul(gate_up)

@@ -60,7 +60,7 @@ class TorchExecutor:
             self.limits = parts.limits
             self._rows, self._table = parts.rows, parts.table
             built = build(parts, graph_batches)
-        self._decoder: Decoder[Any, Any] = built.decoder
+        self._decoder: Decoder[Any, Any, Any] = built.decoder
         self._graphs = built.graphs
         self.summary = (*parts.summary, f"operations: {built.backend}")
         self._parameters = RowSampling(

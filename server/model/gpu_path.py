@@ -41,7 +41,7 @@ class Parts:
 class Built:
     """graphs: DecodeGraphs, None where steps are computed as they come. backend: for a person."""
 
-    decoder: Decoder[Any, Any]
+    decoder: Decoder[Any, Any, Any]
     graphs: Any
     backend: str
 
@@ -84,7 +84,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
 
     limits, rows = parts.limits, parts.rows
     rows.page_table[rows.scratch] = limits.num_pages
-    attention = PagedAttention(parts.model, parts.cache)
+    attention = PagedAttention(parts.model, parts.cache, limits.max_rows)
     reach = (limits.max_context, limits.max_step_tokens)
     ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
     decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
@@ -92,7 +92,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
     for tokens in _WARM_TOKENS:
         _warm(decoder, rows, min(tokens, limits.max_context, limits.max_step_tokens), adapters)
     sizes = tuple(sorted(graph_batches or graph_sizes(limits.max_rows)))
-    graphs = DecodeGraphs(decoder, ops, attention, rows, sizes)
+    graphs = DecodeGraphs(decoder, ops, rows, sizes)
     graphs.capture(with_adapters=False)
     if adapters:
         graphs.capture(with_adapters=True)
@@ -104,7 +104,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
     return Built(decoder, graphs, backend)
 
 
-def _warm(decoder: Decoder[Any, Any], rows: Rows, tokens: int, adapters: bool) -> None:
+def _warm(decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, adapters: bool) -> None:
     """A mixed step on the scratch row: one decode, and a chunk of the rest."""
     num_new = np.array([1, tokens - 1][: min(tokens, 2)])
     positions = np.concatenate([np.arange(n) for n in num_new])

@@ -42,11 +42,13 @@ class StepLayout:
 
 P = TypeVar("P")
 L = TypeVar("L")
+Y = TypeVar("Y")
 
 
-class Ops(Protocol[P, L]):
-    """P: what `plan` prepares once a step for `rotate_store` and `attention` of every layer.
-    L: the adapters of a batch's tokens."""
+class Ops(Protocol[P, L, Y]):
+    """P: what `plan` prepares once a step for `attend` of every layer. L: the adapters of a batch's
+    tokens. Y: a product `[tokens, out]`, whose LoRA the operation that takes it may have to finish.
+    """
 
     def plan(self, layout: StepLayout) -> P: ...
 
@@ -67,8 +69,15 @@ class Ops(Protocol[P, L]):
         bias: torch.Tensor | None,
         lora: L | None,
         site: int,
+    ) -> Y:
+        """`x W^T + bias` plus the adapters' deltas at `site`: `[tokens, in]` -> `[tokens, out]`.
+        Taken up once, before the next product."""
+        ...
+
+    def logits(
+        self, x: torch.Tensor, weight: torch.Tensor, lora: L | None, site: int
     ) -> torch.Tensor:
-        """`x W^T + bias` plus the adapters' deltas at `site`: `[tokens, in]` -> `[tokens, out]`."""
+        """`linear` of the head, complete: `[rows, hidden]` -> `[rows, vocab]`."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -76,26 +85,20 @@ class Ops(Protocol[P, L]):
         ...
 
     def add_norm(
-        self, delta: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+        self, delta: Y, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of `hidden + delta`, `hidden + delta`); both arguments may be overwritten."""
         ...
 
-    def rotate_store(
-        self, plan: P, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Norm (if the model has one), rotate, and write k and v into their pages.
+    def attend(self, plan: P, layer: int, qkv: Y, qk_norm: torch.Tensor | None) -> torch.Tensor:
+        """Norm (if the model has one), rotate, write k and v into their pages, and attend over the
+        pages, causally: -> `[tokens, heads * head_dim]`.
 
         qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, may be overwritten; qk_norm `[heads +
-        kv_heads, head_dim]` -> q `[tokens, heads, head_dim]`.
+        kv_heads, head_dim]`. A layer with a window sees that many latest tokens, itself included.
         """
         ...
 
-    def attention(self, plan: P, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Causal, over the pages: q `[tokens, heads, head_dim]` -> `[tokens, heads * head_dim]`.
-        A layer with a window sees that many latest tokens, itself included."""
-        ...
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate_up: Y) -> torch.Tensor:
         """`silu(gate) * up` of `[tokens, 2 n]`, gate first -> `[tokens, n]`."""
         ...

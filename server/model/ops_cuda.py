@@ -7,11 +7,16 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from adapters.base import LAYER_SITES
+from server.kernels.add_norm import add_norm
 from server.kernels.configs import KernelConfigs, Phase, load_configs
 from server.kernels.expand import expand
+from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
 from server.kernels.segments import Segments, allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
+from server.kernels.silu import silu_mul
+from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.table import MAX_RANK
 from server.kernels.workspace import Workspace, allocate_workspace
 from server.model.attention_cuda import Attention, PagedAttention
@@ -19,6 +24,7 @@ from server.model.config import ModelConfig
 from server.model.lora import AdapterTable
 from server.model.ops import KVCache, StepLayout
 from server.model.rope import cos_sin, inverse_frequencies
+from server.model.transfers import to_device
 
 # Up to so many tokens LoRA is memory-bound: a program takes few rows, and inputs are split.
 MAX_DECODE_ROWS = 256
@@ -26,22 +32,37 @@ MAX_DECODE_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """positions, slots (page * page_size + offset): int64 `[tokens]`."""
+    """positions, slots (page * page_size + offset): int64 `[tokens]`; slots are needed by prompts
+    alone."""
 
     positions: torch.Tensor
-    slots: torch.Tensor
+    slots: torch.Tensor | None
     attention: Attention
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLora:
-    """Adapters of a batch, routed on the device. model_sites: whether one of them changes the
-    embedding or the head; then token_ids of the batch are gathered too."""
+    """Adapters of a batch, routed on the device by slots, int32 `[tokens]`.
 
+    model_sites: whether one of them changes the embedding or the head. decodes: every token is a
+    decode; what takes up a product then adds its LoRA too.
+    """
+
+    slots: torch.Tensor
     segments: Segments
     workspace: Workspace
     phase: Phase
     model_sites: bool
+    decodes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """y: `[tokens, out]`. lora, delta: what is not in y yet."""
+
+    y: torch.Tensor
+    lora: PendingLora | None = None
+    delta: PendingDelta | None = None
 
 
 class CudaOps:
@@ -88,17 +109,22 @@ class CudaOps:
     def lora(self, token_slots: np.ndarray) -> DeviceLora | None:
         if not token_slots.size or token_slots.max() < 0:
             return None
-        host = torch.from_numpy(token_slots.astype(np.int32)).pin_memory()
-        lora = self.allocate_lora(len(host), bool(self.table.changes_model(token_slots)))
-        route(host.to(self.device, non_blocking=True), lora.segments)
+        slots = to_device(token_slots.astype(np.int32), self.device)
+        lora = self._allocate(slots, bool(self.table.changes_model(token_slots)), decodes=False)
+        route(slots, lora.segments)
         return lora
 
-    def allocate_lora(self, rows: int, model_sites: bool) -> DeviceLora:
-        """For `rows` tokens; not routed yet."""
+    def decode_lora(self, slots: torch.Tensor) -> DeviceLora:
+        """Of a captured step of decodes, which routes slots itself; embedding and head stay the
+        base's."""
+        return self._allocate(slots, model_sites=False, decodes=True)
+
+    def _allocate(self, slots: torch.Tensor, model_sites: bool, decodes: bool) -> DeviceLora:
+        rows = len(slots)
         phase: Phase = "decode" if rows <= MAX_DECODE_ROWS else "prefill"
-        slots = self.table.device_table.num_slots
-        segments = allocate_segments(rows, self._configs.tile_rows(phase, rows), slots, self.device)
-        return DeviceLora(segments, self._workspaces[phase], phase, model_sites)
+        known, tile_rows = self.table.device_table.num_slots, self._configs.tile_rows(phase, rows)
+        segments = allocate_segments(rows, tile_rows, known, self.device)
+        return DeviceLora(slots, segments, self._workspaces[phase], phase, model_sites, decodes)
 
     # ---- operations
 
@@ -110,7 +136,7 @@ class CudaOps:
             ids = token_ids.to(torch.int32)
             table = self.table.device_table
             gather_embedding(ids, table, site, lora.segments, lora.workspace)
-            self._expand(y, lora, site, after_gemm=False)
+            self._expand(y, lora, site)
         return y
 
     def linear(
@@ -120,47 +146,81 @@ class CudaOps:
         bias: torch.Tensor | None,
         lora: DeviceLora | None,
         site: int,
-    ) -> torch.Tensor:
-        if lora is None or (site >= self.table.sites.embed and not lora.model_sites):
-            return functional.linear(x, weight, bias)
+    ) -> Product:
+        """With LoRA: shrink runs beside the product, and what it can, expand does too."""
+        if lora is None:
+            return Product(functional.linear(x, weight, bias))
+        table = self.table.device_table
+        is_gate_up = LAYER_SITES[site % len(LAYER_SITES)] == "gate_up"
+        delta = None
         main = torch.cuda.current_stream()
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            config = self._configs.shrink(lora.phase, len(x), MAX_RANK, x.shape[1])
-            table = self.table.device_table
-            shrink(x, table, site, lora.segments, lora.workspace, config)
+            self._shrink(x, lora, site)
+            if lora.decodes and not is_gate_up:
+                delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+                self._expand(delta, lora, site, accumulate=False)
         y = functional.linear(x, weight, bias)
         main.wait_stream(self._side)
-        self._expand(y, lora, site, after_gemm=True)
+        if is_gate_up:
+            return Product(y, lora=PendingLora(table, site, lora.segments, lora.workspace))
+        if delta is not None:
+            return Product(y, delta=PendingDelta(table, site, lora.slots, delta))
+        self._expand(y, lora, site)
+        return Product(y)
+
+    def logits(
+        self, x: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: int
+    ) -> torch.Tensor:
+        y = functional.linear(x, weight)
+        if lora is not None and lora.model_sites:
+            self._shrink(x, lora, site)
+            self._expand(y, lora, site)
         return y
 
-    def _expand(self, y: torch.Tensor, lora: DeviceLora, site: int, *, after_gemm: bool) -> None:
+    def _shrink(self, x: torch.Tensor, lora: DeviceLora, site: int) -> None:
+        config = self._configs.shrink(lora.phase, len(x), MAX_RANK, x.shape[1])
+        shrink(x, self.table.device_table, site, lora.segments, lora.workspace, config)
+
+    def _expand(
+        self, y: torch.Tensor, lora: DeviceLora, site: int, *, accumulate: bool = True
+    ) -> None:
         widths = self.table.sites.widths(site)
         config = self._configs.expand(lora.phase, len(y), MAX_RANK, sum(widths))
-        table = self.table.device_table
-        segments, workspace = lora.segments, lora.workspace
-        expand(y, widths, table, site, segments, workspace, config, after_gemm=after_gemm)
+        context = (self.table.device_table, site, lora.segments, lora.workspace, config)
+        expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         normed: torch.Tensor = flashinfer.rmsnorm(x, weight, epsilon)
         return normed
 
     def add_norm(
-        self, delta: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+        self, delta: Product, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        flashinfer.fused_add_rmsnorm(delta, hidden, weight, epsilon)
-        return delta, hidden
+        early = self._configs.programmatic_launch
+        add_norm(delta.y, delta.delta, hidden, weight, epsilon, programmatic_launch=early)
+        return delta.y, hidden
 
-    def rotate_store(
-        self, plan: CudaPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
+    def attend(
+        self, plan: CudaPlan, layer: int, qkv: Product, qk_norm: torch.Tensor | None
     ) -> torch.Tensor:
-        k, v = self.cache.k[layer], self.cache.v[layer]
-        epsilon = self.model.rms_norm_eps
-        return rope_append(qkv, self._cos_sin, plan.positions, plan.slots, k, v, qk_norm, epsilon)
+        y, attention = qkv.y, plan.attention
+        model, n = self.model, attention.num_decodes
+        out = y.new_empty(len(y), model.num_heads, model.head_dim)
+        if attention.decode is not None:
+            rotation = (self._cos_sin, qk_norm)
+            batch = attention.decode
+            self._attention.decode(batch, layer, y[:n], qkv.delta, rotation, out[:n])
+        if attention.prefill is not None and plan.slots is not None:
+            k, v = self.cache.k[layer], self.cache.v[layer]
+            places = (plan.positions[n:], plan.slots[n:])
+            q = rope_append(y[n:], self._cos_sin, *places, k, v, qk_norm, model.rms_norm_eps)
+            self._attention.prefill(attention.prefill, layer, q, out[n:])
+        return out.flatten(1)
 
-    def attention(self, plan: CudaPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
-        return self._attention.run(plan.attention, layer, q).flatten(1)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        activated: torch.Tensor = flashinfer.silu_and_mul(gate_up)
-        return activated
+    def silu_mul(self, gate_up: Product) -> torch.Tensor:
+        if gate_up.lora is not None:
+            phase: Phase = "decode" if len(gate_up.y) <= MAX_DECODE_ROWS else "prefill"
+            config = self._configs.fused(phase, len(gate_up.y))
+            return silu_mul_lora(gate_up.y, gate_up.lora, config)
+        return silu_mul(gate_up.y, programmatic_launch=self._configs.programmatic_launch)

@@ -154,6 +154,11 @@ class TorchOps:
             lora.add(site, x, y)
         return y
 
+    def logits(
+        self, x: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: int
+    ) -> torch.Tensor:
+        return self.linear(x, weight, None, lora, site)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
@@ -165,7 +170,12 @@ class TorchOps:
         hidden = hidden + delta
         return self.rms_norm(hidden, weight, epsilon), hidden
 
-    def rotate_store(
+    def attend(
+        self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._attention(plan, layer, self._rotate_store(plan, layer, qkv, qk_norm))
+
+    def _rotate_store(
         self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
     ) -> torch.Tensor:
         num_heads = self.model.num_heads
@@ -184,7 +194,7 @@ class TorchOps:
             cache.index_fill_(0, plan.fresh_pages, 0)
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, new)
 
-    def attention(self, plan: TorchPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def _attention(self, plan: TorchPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
         window = self.model.windows[layer]
         k, v = self.cache.k[layer], self.cache.v[layer]
         heads, head_dim = q.shape[1:]

@@ -2,18 +2,21 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.kernels.add_norm import add_norm
 from server.kernels.configs import load_configs
-from server.kernels.delta import add_delta
 from server.kernels.expand import expand
+from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.reference import lora_reference
 from server.kernels.segments import allocate_segments
 from server.kernels.shrink import gather_embedding, shrink
+from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.table import LoraTable
 from server.kernels.workspace import allocate_workspace
 from tests.kernels.batches import Adapters, assert_close, make_batch
@@ -25,6 +28,7 @@ interpreted = pytest.mark.skipif(
 CONFIGS = load_configs(CPU)
 SHRINK = CONFIGS.shrink("decode", 4, 64, 32)
 EXPAND = CONFIGS.expand("decode", 4, 64, 48)
+FUSED = CONFIGS.fused("decode", 4)
 
 
 @interpreted
@@ -75,8 +79,24 @@ def test_wrappers_check_their_arguments() -> None:
         expand(torch.zeros(5, 48), (48,), table, 0, wide, workspace, EXPAND)
     with pytest.raises(ValueError, match="token_ids"):
         gather_embedding(torch.zeros(4, dtype=torch.int64), table, 0, segments, workspace)
+    pending = PendingDelta(table, 0, torch.zeros(4, dtype=torch.int32), y.clone())
+
+    def norm(delta: PendingDelta) -> None:
+        add_norm(y, delta, y.clone(), y[0], 1e-5, programmatic_launch=False)
+
     with pytest.raises(ValueError, match="delta"):
-        add_delta(y, y[:, :8], y, (48,), torch.zeros(4, dtype=torch.int32), table, 0)
+        norm(replace(pending, delta=y[:, :8]))
+    with pytest.raises(ValueError, match="slots"):
+        add_norm(
+            y,
+            replace(pending, slots=pending.slots[:3]),
+            y.clone(),
+            y[0],
+            1e-5,
+            programmatic_launch=False,
+        )
+    with pytest.raises(ValueError, match="gate_up"):
+        silu_mul_lora(y[:3], PendingLora(table, 0, segments, workspace), FUSED)
 
 
 def test_table_checks_records() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from server.kernels.configs import Phase, load_configs
-from server.kernels.delta import add_delta
 from server.kernels.expand import expand
 from server.kernels.reference import embed_reference, lora_reference
 from server.kernels.segments import route
@@ -171,26 +170,6 @@ def test_embedding(device: torch.device) -> None:
     config = load_configs(device).expand("decode", 7, 100, 72)
     expand(y, (72,), adapters.table, SITE, batch.segments, batch.workspace, config)
     assert_close(y, expected, torch.float32)
-
-
-def test_delta_beside_the_base(device: torch.device) -> None:
-    """LoRA writes a delta of its own; where no adapter wrote, the delta's NaN is not read."""
-    torch.manual_seed(9)
-    widths = (64, 48, 40)
-    adapters = Adapters(torch.float32, device, 3)
-    adapters.put(0, 96, widths, (16, 0, 8))
-    adapters.put(1, 96, widths, (0, 3, 0))
-    slots = [0, -1, 1, 2, 0, 0]
-    batch = make_batch(6, adapters)
-    batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
-    x, y = torch.randn(6, 96, device=device), torch.randn(6, 152, device=device)
-    delta, out = torch.full_like(y, float("nan")), torch.full_like(y, float("nan"))
-    batch.run(delta, x, widths, adapters.table, accumulate=False)
-    add_delta(y, delta, out, widths, batch.slots, adapters.table, SITE)
-    expected = lora_reference(y, x, slots, adapters.weights, widths)
-    assert_close(out, expected, torch.float32)
-    add_delta(y, None, out, widths, batch.slots, adapters.table, SITE)
-    assert torch.equal(out, y)
 
 
 @pytest.mark.parametrize("split", [3, 5])

@@ -58,16 +58,12 @@ def test_gather_inputs(device: torch.device) -> None:
         dtype=torch.int32,
         device=device,
     )
-    indptr = torch.tensor([0, 3, 5, 6, 7], dtype=torch.int32, device=device)
-    ids, positions, slots = (torch.zeros(4, dtype=torch.int64, device=device) for _ in range(3))
-    lists = torch.zeros(8, dtype=torch.int32, device=device)
-    gather_inputs(columns, indptr, tokens, page_table, PAGE, (ids, positions, slots, lists))
+    ids, positions = (torch.zeros(4, dtype=torch.int64, device=device) for _ in range(2))
+    gather_inputs(columns, tokens, page_table, ids, positions)
     assert ids.tolist() == [38, 77, 40, 40]
     assert int(tokens[0, 5]) == 77
     assert positions.tolist() == [8, 5, 0, 0]
     assert page_table[3].tolist() == [109, 110, 9]
-    assert lists.tolist() == [109, 110, 9, 100, 101, 112, 112, 0]
-    assert slots.tolist() == [9 * PAGE, 101 * PAGE + 1, 112 * PAGE, 112 * PAGE]
 
 
 def test_gather_pages(device: torch.device) -> None:

@@ -29,71 +29,26 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
-class _Module:
-    """What lies below `plan`: checks that the host's lengths are those on the device."""
+class BatchPrefillWithPagedKVCacheWrapper:
+    def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None: ...
 
-    def __init__(self, wrapper: "_Wrapper") -> None:
-        self.wrapper = wrapper
-
-    def plan(self, *arguments: Any) -> str:
-        wrapper, kv_indptr, lengths = self.wrapper, arguments[4], arguments[5]
-        if wrapper.planned:
-            size = wrapper.page_size
-            last = lengths - (kv_indptr.diff() - 1) * size
-            assert wrapper._paged_kv_indptr_buf.equal(kv_indptr)
-            assert wrapper._paged_kv_last_page_len_buf.equal(last.int())
-        wrapper.planned = True
-        return "plan"
-
-
-class _Wrapper:
-    page_size: int
-
-    def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-        self.options = options
-        self.planned = False
-        self._paged_kv_indptr_buf: Any = options.get("paged_kv_indptr_buffer")
-        self._paged_kv_last_page_len_buf: Any = options.get("paged_kv_last_page_len_buffer")
-        self._indices: Any = options.get("paged_kv_indices_buffer")
-        self._cached_module = _Module(self)
-
-    def run(
-        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
-    ) -> None:
-        indptr = self._paged_kv_indptr_buf.tolist()
-        bounds = self.bounds(len(q))
-        for i, last in enumerate(self._paged_kv_last_page_len_buf.tolist()):
-            pages = self._indices[indptr[i] : indptr[i + 1]].long()
-            context = (len(pages) - 1) * self.page_size + last
-            rows = slice(bounds[i], bounds[i + 1])
-            out[rows] = _attend(q[rows], cache, pages, context)
-
-    def bounds(self, tokens: int) -> list[int]:
-        return list(range(tokens + 1))
-
-
-class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    def plan(self, indptr: Any, pages: Any, last: Any, *heads: int, **options: Any) -> None:
-        self.page_size = heads[3]
-        if not self.options.get("use_cuda_graph"):
-            self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf = indptr, last
-            self._indices = pages
-
-
-class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     def plan(
         self, qo_indptr: Any, indptr: Any, pages: Any, last: Any, *heads: int, **options: Any
     ) -> None:
         assert options["causal"]
-        self.page_size = heads[3]
-        self._qo_indptr = qo_indptr
-        self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf = indptr, last
-        self._indices = pages
+        self._page_size = heads[3]
+        self._bounds = qo_indptr.tolist()
+        self._indptr, self._indices, self._last = indptr.tolist(), pages, last.tolist()
 
-    def bounds(self, tokens: int) -> list[int]:
-        found: list[int] = self._qo_indptr.tolist()
-        assert found[-1] == tokens
-        return found
+    def run(
+        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+    ) -> None:
+        assert self._bounds[-1] == len(q)
+        for i, last in enumerate(self._last):
+            pages = self._indices[self._indptr[i] : self._indptr[i + 1]].long()
+            context = (len(pages) - 1) * self._page_size + last
+            rows = slice(self._bounds[i], self._bounds[i + 1])
+            out[rows] = _attend(q[rows], cache, pages, context)
 
 
 def _attend(
@@ -136,7 +91,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
         rmsnorm,
         fused_add_rmsnorm,
         silu_and_mul,
-        BatchDecodeWithPagedKVCacheWrapper,
         BatchPrefillWithPagedKVCacheWrapper,
     ):
         setattr(module, item.__name__, item)

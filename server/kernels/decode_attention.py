@@ -1,0 +1,229 @@
+"""Attention of one new token a sequence over paged keys and values, in one launch a layer.
+
+The kernel takes up LoRA's delta of q, k and v, norms and rotates q and k, writes the token's k and
+v into their page, and attends. Long contexts are cut into pieces of equal length (FlashDecoding,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the program that ends a sequence's last
+piece merges them, in order, so that results do not depend on who is last.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.attention_block import (
+    attend,
+    finish,
+    first_scores,
+    new_token,
+    store_token,
+)
+from server.kernels.pending import PendingDelta
+
+# Below so many tokens a piece costs more than it saves.
+MIN_PIECE = 256
+_PIECE_STEP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeItems:
+    """Pieces of contexts, one program for each and each kv head.
+
+    items: int32 `[2, max_items]`: sequence (-1 = no work) and which piece of it; those of one
+    sequence are neighbours. piece: int32 `[1]`, tokens of a piece.
+    """
+
+    items: torch.Tensor
+    piece: torch.Tensor
+
+
+def max_items(batch: int) -> int:
+    """Programs a kv head in a batch: one a sequence, and some for pieces of long contexts."""
+    return batch + 32 + batch // 2
+
+
+def cut_contexts(contexts: np.ndarray, items: np.ndarray) -> int:
+    """contexts: int `[batch]`, tokens that each sequence attends to, its new one included. Fills
+    items, int32 `[2, max_items(batch)]` as in DecodeItems, and returns the tokens of a piece."""
+    spare = items.shape[1] - len(contexts)
+    piece = max(MIN_PIECE, -(-int(contexts.sum()) // spare))
+    piece = -(-piece // _PIECE_STEP) * _PIECE_STEP
+    pieces = -(-contexts // piece)
+    total = int(pieces.sum())
+    items[0, :total] = np.repeat(np.arange(len(contexts)), pieces)
+    items[1, :total] = np.arange(total) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    items[0, total:] = -1
+    return int(piece)
+
+
+class DecodeScratch:
+    """Results of pieces, of up to `items` of them. All of one stream's launches may share it."""
+
+    def __init__(
+        self, items: int, batch: int, heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        self.sums = torch.empty(items, heads, head_dim, dtype=torch.float32, device=device)
+        self.weights = torch.empty(2, items, heads, dtype=torch.float32, device=device)
+        self.done = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatchView:
+    """Where a batch's sequences stand. rows: int32 `[batch]`, rows of the page table; positions:
+    int64 `[batch]` of the new tokens; page_table: int64 `[rows, pages a row]`."""
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    page_table: torch.Tensor
+    work: DecodeItems
+
+
+def decode_attention(
+    qkv: torch.Tensor,
+    pending: PendingDelta | None,
+    batch: DecodeBatchView,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    cos_sin: torch.Tensor,
+    norm: tuple[torch.Tensor | None, float],
+    scratch: DecodeScratch,
+    out: torch.Tensor,
+    *,
+    programmatic_launch: bool,
+) -> None:
+    """qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous; pending: LoRA of it, computed
+    beside it. cache: k and v, `[pages, page_size, kv_heads, head_dim]`, contiguous. cos_sin:
+    float32 `[positions, head_dim]`, cosines first. norm: weights `[heads + kv_heads, head_dim]` of
+    an RMS norm before the rotation, or None, and its epsilon. out: `[batch, heads, head_dim]`. One
+    kernel.
+    """
+    k_pages, v_pages = cache
+    page_size, kv_heads, head_dim = k_pages.shape[1:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    weights, epsilon = norm
+    block_n, num_warps = _shape(kv_heads * len(qkv), head_dim)
+    _decode_attention_kernel[(kv_heads, batch.work.items.shape[1])](
+        qkv,
+        qkv if pending is None else pending.delta,
+        qkv if pending is None else pending.slots,
+        qkv if pending is None else pending.table.ints,
+        0 if pending is None else pending.site,
+        0 if pending is None else pending.table.num_sites,
+        out,
+        cos_sin,
+        cos_sin if weights is None else weights,
+        epsilon,
+        k_pages,
+        v_pages,
+        batch.rows,
+        batch.positions,
+        batch.page_table,
+        batch.page_table.stride(0),
+        batch.work.items,
+        batch.work.items.stride(0),
+        batch.work.piece,
+        scratch.sums,
+        scratch.weights,
+        scratch.weights.stride(0),
+        scratch.done,
+        head_dim**-0.5 * 1.4426950408889634,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_N=block_n,
+        STAGES=2,
+        NORM=weights is not None,
+        LORA=pending is not None,
+        PDL=programmatic_launch,
+        num_warps=num_warps,
+        launch_pdl=programmatic_launch,
+    )
+
+
+def _shape(programs: int, head_dim: int) -> tuple[int, int]:
+    """Tokens a step, and warps: few programs keep much in flight each, many together."""
+    width = triton.next_power_of_2(head_dim)
+    if programs < 512:
+        return max(32, 16384 // width), 4
+    return max(32, (8192 if programs < 1024 else 4096) // width), 2
+
+
+@triton.jit(do_not_specialize=["epsilon", "stride_pages", "stride_items", "site", "num_sites"])
+def _decode_attention_kernel(
+    qkv_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    out_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    epsilon: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    stride_pages: tl.tensor,
+    items_ptr: tl.tensor,
+    stride_items: tl.tensor,
+    piece_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    stride_weights: tl.tensor,
+    done_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    LORA: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A program takes one piece of one sequence for the query heads of one kv head."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    HEADS: tl.constexpr = GROUP * KV_HEADS
+    seq = tl.load(items_ptr + item)
+    if seq >= 0:
+        number = tl.load(items_ptr + stride_items + item)
+        piece = tl.load(piece_ptr)
+        position = tl.load(positions_ptr + seq).to(tl.int32)
+        pages_ptr = page_table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_pages
+        slot = tl.load(slots_ptr + seq) if LORA else tl.full((), -1, tl.int32)
+        row = seq.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
+        q, new_k, new_v = new_token(
+            qkv_ptr + row, delta_ptr + row, ints_ptr + record * 16 + 8, slot, kv_head,
+            norm_ptr, epsilon,
+            cos_sin_ptr + position.to(tl.int64) * HEAD_DIM,
+            GROUP, KV_HEADS, HEAD_DIM, BLOCK_G, BLOCK_D, NORM, LORA,
+        )  # fmt: skip
+        begin = number * piece
+        is_last = begin + piece > position
+        page = tl.load(pages_ptr + position // PAGE_SIZE)
+        place = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+        store_token(k_ptr + place, v_ptr + place, new_k, new_v, is_last, HEAD_DIM, BLOCK_D)
+        top, total, acc = first_scores(q, new_k, new_v, is_last, scale_log2, BLOCK_G, BLOCK_D)
+        top, total, acc = attend(
+            q, top, total, acc, begin, tl.minimum(begin + piece, position), pages_ptr,
+            k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, scale_log2,
+            KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, STAGES,
+        )  # fmt: skip
+        finish(
+            top, total, acc, item, number, position // piece + 1, kv_head,
+            out_ptr + seq.to(tl.int64) * (HEADS * HEAD_DIM), sums_ptr, weights_ptr, stride_weights,
+            done_ptr + seq * HEADS, GROUP, HEADS, HEAD_DIM, BLOCK_G, BLOCK_D,
+        )  # fmt: skip

@@ -1,0 +1,149 @@
+"""Compile every kernel for a GPU that need not be there: `python -m tests.kernels.compile_all 90`.
+
+The wrappers are called on tensors of the CPU and in bfloat16, as they are on a GPU; a launch stops
+after its compilation. The interpreter that other tests use accepts more than the compiler does.
+"""
+
+import os
+import sys
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from server.kernels.add_norm import add_norm
+from server.kernels.configs import KernelConfigs, Phase, read_configs
+from server.kernels.decode_attention import (
+    DecodeBatchView,
+    DecodeItems,
+    DecodeScratch,
+    cut_contexts,
+    decode_attention,
+    max_items,
+)
+from server.kernels.decode_inputs import gather_inputs, gather_pages
+from server.kernels.expand import expand
+from server.kernels.greedy import GreedyScratch, greedy_append
+from server.kernels.pending import PendingDelta, PendingLora
+from server.kernels.rope_append import rope_append
+from server.kernels.segments import allocate_segments, route
+from server.kernels.shrink import gather_embedding, shrink
+from server.kernels.silu import silu_mul
+from server.kernels.silu_lora import silu_mul_lora
+from server.kernels.table import LoraTable
+from server.kernels.workspace import allocate_workspace
+
+CPU = torch.device("cpu")
+DTYPE = torch.bfloat16
+WIDTHS = (512, 128, 128)
+
+
+class _Target:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile_only(capability: int) -> list[str]:
+    """Names of the kernels that launches have compiled, as they come."""
+    compiled: list[str] = []
+    triton.runtime.driver.set_active(_Target(capability))
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if options.pop("maxnreg", None):
+            options["maxnreg"] = 128
+        compiled.append(self.__name__)
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    return compiled
+
+
+def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
+    table = LoraTable(2, 8, CPU)
+    segments = allocate_segments(rows, configs.tile_rows(phase, rows), 8, CPU)
+    workspace = allocate_workspace(rows, DTYPE, CPU, configs.max_split_k)
+    slots = torch.zeros(rows, dtype=torch.int32)
+    route(slots, segments)
+    x, y = torch.zeros(rows, 512, dtype=DTYPE), torch.zeros(rows, sum(WIDTHS), dtype=DTYPE)
+    shrink(x, table, 0, segments, workspace, configs.shrink(phase, rows, 256, 512))
+    context = (table, 0, segments, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
+    expand(y, WIDTHS, *context, accumulate=phase == "prefill", after_gemm=True)
+    pending = PendingLora(table, 0, segments, workspace)
+    silu_mul_lora(y, pending, configs.fused(phase, rows))
+    gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
+    silu_mul(y, programmatic_launch=configs.programmatic_launch)
+    if phase == "decode":
+        early = configs.programmatic_launch
+        delta = PendingDelta(table, 0, slots, y.clone())
+        for of in (None, delta):
+            add_norm(y, of, y.clone(), y[0].clone(), 1e-5, programmatic_launch=early)
+        attention(rows, delta, torch.zeros(10, 64, dtype=DTYPE), early)
+        attention(1, None, None, early)
+
+
+def attention(
+    rows: int, pending: PendingDelta | None, norm: torch.Tensor | None, early: bool
+) -> None:
+    heads, kv_heads, head_dim = 8, 2, 64
+    items = np.zeros((2, max_items(rows)), dtype=np.int32)
+    piece = cut_contexts(np.ones(rows, dtype=np.int64), items)
+    work = DecodeItems(torch.from_numpy(items), torch.tensor([piece], dtype=torch.int32))
+    view = DecodeBatchView(
+        torch.zeros(rows, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int64),
+        torch.zeros(4, 4, dtype=torch.int64),
+        work,
+    )
+    pages = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=DTYPE)
+    scratch = DecodeScratch(items.shape[1], rows, heads, head_dim, CPU)
+    qkv = torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=DTYPE)
+    out = torch.zeros(rows, heads, head_dim, dtype=DTYPE)
+    cos_sin = torch.zeros(8, head_dim)
+    context = (view, (pages[0], pages[1]), cos_sin, (norm, 1e-5), scratch, out)
+    decode_attention(qkv, pending, *context, programmatic_launch=early)
+
+
+def step() -> None:
+    columns = torch.zeros(7, 4, dtype=torch.int32)
+    tokens = torch.zeros(4, 8, dtype=torch.int32)
+    page_table = torch.zeros(4, 4, dtype=torch.int64)
+    ids, positions = (torch.zeros(4, dtype=torch.int64) for _ in range(2))
+    gather_inputs(columns, tokens, page_table, ids, positions)
+    gather_pages(ids, torch.zeros(5, dtype=torch.int32), page_table, torch.zeros(8).int())
+    logits = torch.zeros(4, 2048, dtype=DTYPE)
+    greedy_append(logits, columns[0], columns[1], tokens, columns[2], GreedyScratch(4, CPU))
+    k, v = torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
+    qkv, cos_sin = torch.zeros(4, 6 * 64, dtype=DTYPE), torch.zeros(8, 64)
+    for norm in (None, torch.zeros(4, 64, dtype=DTYPE)):
+        rope_append(qkv, cos_sin, positions, positions, k, v, norm, 1e-5)
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    compiled = _compile_only(capability)
+    configs = read_configs(f"sm{capability}", 132, programmatic_launch=capability >= 90)
+    lora(configs, "decode", 256)
+    lora(configs, "prefill", 300)
+    step()
+    print(*sorted(set(compiled)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Decode attention against the obvious loop in float64: rotation, append, pieces, LoRA's delta."""
+
+import numpy as np
+import pytest
+import torch
+
+from server.kernels.decode_attention import (
+    DecodeBatchView,
+    DecodeItems,
+    DecodeScratch,
+    cut_contexts,
+    decode_attention,
+    max_items,
+)
+from server.kernels.pending import PendingDelta
+from server.kernels.table import LoraTable
+
+PAGE = 16
+EPSILON = 1e-5
+
+
+class Case:
+    """Random sequences of given contexts (the new token included), pages in random order."""
+
+    def __init__(
+        self,
+        contexts: list[int],
+        shape: tuple[int, int, int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        torch.manual_seed(len(contexts))
+        self.contexts, (self.heads, self.kv_heads, self.head_dim) = contexts, shape
+        self.device, self.dtype = device, dtype
+        batch = len(contexts)
+        self.all_heads = self.heads + 2 * self.kv_heads
+        longest = max(contexts)
+        counts = [-(-n // PAGE) for n in contexts]
+        order = torch.randperm(sum(counts))
+        self.page_table = torch.full((batch + 1, -(-longest // PAGE)), 10**6)
+        used = 0
+        for row, count in enumerate(counts):
+            self.page_table[batch - row, :count] = order[used : used + count]
+            used += count
+        self.page_table = self.page_table.to(device)
+        size = (sum(counts), PAGE, self.kv_heads, self.head_dim)
+        self.k, self.v = (torch.randn(size).to(device, dtype) for _ in "kv")
+        self.qkv = torch.randn(batch, self.all_heads * self.head_dim).to(device, dtype)
+        inv_freq = 100.0 ** -torch.linspace(0, 1, self.head_dim // 2)
+        self.angles = (torch.arange(longest)[:, None] * inv_freq).to(device)
+        self.norm = torch.randn(self.heads + self.kv_heads, self.head_dim).to(device, dtype)
+        for row, n in enumerate(contexts):  # what lies beyond a context must not be read
+            pages = self.page_table[batch - row, : counts[row]]
+            for cache in (self.k, self.v):
+                flat = cache[pages].flatten(0, 1)
+                flat[n - 1 :] = float("nan")
+                cache[pages] = flat.view(-1, *size[1:])
+
+    def view(self) -> DecodeBatchView:
+        batch = len(self.contexts)
+        items = np.zeros((2, max_items(batch)), dtype=np.int32)
+        piece = cut_contexts(np.array(self.contexts), items)
+        work = DecodeItems(
+            torch.from_numpy(items).to(self.device),
+            torch.tensor([piece], dtype=torch.int32, device=self.device),
+        )
+        rows = torch.arange(batch, 0, -1, dtype=torch.int32, device=self.device)
+        positions = torch.tensor(self.contexts, device=self.device) - 1
+        return DecodeBatchView(rows, positions, self.page_table, work)
+
+    def run(self, norm: bool, pending: PendingDelta | None = None) -> torch.Tensor:
+        batch, view = len(self.contexts), self.view()
+        items = view.work.items.shape[1]
+        scratch = DecodeScratch(items, batch, self.heads, self.head_dim, self.device)
+        out = torch.full(
+            (batch, self.heads, self.head_dim), 7.0, dtype=self.dtype, device=self.device
+        )
+        cos_sin = torch.cat((self.angles.cos(), self.angles.sin()), dim=-1)
+        weights = (self.norm if norm else None, EPSILON)
+        for _ in range(2):  # the scratch must be as new after a launch
+            context = (view, (self.k, self.v), cos_sin, weights, scratch, out)
+            early = self.device.type == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
+            decode_attention(self.qkv, pending, *context, programmatic_launch=early)
+        assert not bool(scratch.done.any())
+        return out
+
+    def expected(self, norm: bool, delta: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Attention of each sequence, and the k and v it appends, in float64 on the CPU."""
+        qkv = self.qkv.double().cpu()
+        if delta is not None:
+            qkv = qkv + delta.double().cpu()
+        x = qkv.view(len(self.contexts), self.all_heads, self.head_dim)
+        qk, new_v = x[:, : -self.kv_heads], x[:, -self.kv_heads :]
+        if norm:
+            factor = torch.rsqrt(qk.square().mean(-1, keepdim=True) + EPSILON)
+            qk = qk * factor * self.norm.double().cpu()
+        positions = torch.tensor(self.contexts) - 1
+        angles = self.angles.double().cpu()[positions][:, None]
+        first, second = qk.chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        results = []
+        for row, n in enumerate(self.contexts):
+            pages = self.page_table[len(self.contexts) - row, : -(-n // PAGE)].cpu()
+            k, v = (c.double().cpu()[pages].flatten(0, 1)[: n - 1] for c in (self.k, self.v))
+            k = torch.cat((k, qk[row, self.heads :][None]))
+            v = torch.cat((v, new_v[row][None]))
+            group = self.heads // self.kv_heads
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            scores = torch.einsum("hd,nhd->hn", qk[row, : self.heads], k) * self.head_dim**-0.5
+            results.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), v))
+        self.new_k, self.new_v = qk[:, self.heads :], new_v
+        return results
+
+    def check(self, out: torch.Tensor, expected: list[torch.Tensor]) -> None:
+        exact = self.dtype == torch.float32
+        tolerance = 2e-5 if exact else 2e-2
+        torch.testing.assert_close(
+            out.double().cpu(), torch.stack(expected), atol=tolerance, rtol=tolerance
+        )
+        for row, n in enumerate(self.contexts):
+            page = self.page_table[len(self.contexts) - row, (n - 1) // PAGE]
+            for cache, new in ((self.k, self.new_k), (self.v, self.new_v)):
+                written = cache[page, (n - 1) % PAGE].double().cpu()
+                torch.testing.assert_close(written, new[row], atol=tolerance, rtol=tolerance)
+
+
+SHAPES = [(4, 2, 64), (14, 2, 64), (3, 3, 32), (8, 1, 48)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("norm", [False, True])
+def test_short_and_long_contexts(
+    device: torch.device, shape: tuple[int, int, int], norm: bool
+) -> None:
+    case = Case([1, 17, 300, 16, 1100], shape, device, torch.float32)
+    expected = case.expected(norm)
+    case.check(case.run(norm), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch", [1, 9, 256])
+def test_half_precision(batch: int, dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    contexts = [1 + 97 * i % 700 for i in range(batch - 1)] + [9000]
+    case = Case(contexts, (32, 8, 128), torch.device("cuda"), dtype)
+    expected = case.expected(False)
+    case.check(case.run(False), expected)
+
+
+@pytest.mark.parametrize("ranks", [(3, 0, 5), (0, 2, 0), (1, 1, 1)])
+def test_delta_is_added_where_an_adapter_touches(
+    device: torch.device, ranks: tuple[int, int, int]
+) -> None:
+    case = Case([5, 40, 260], (4, 2, 64), device, torch.float32)
+    widths = [4 * 64, 2 * 64, 2 * 64]
+    delta = torch.full_like(case.qkv, float("nan"))
+    start = 0
+    for width, rank in zip(widths, ranks, strict=True):
+        if rank:
+            delta[1, start : start + width] = torch.randn(width, device=device)
+        start += width
+    table = LoraTable(2, 2, device)
+    table.write(1, 1, 256, [512] * 3, ranks, [1.0] * 3)
+    table.upload(1)
+    slots = torch.tensor([-1, 1, 0], dtype=torch.int32, device=device)
+    expected = case.expected(False, delta.nan_to_num(0))
+    case.check(case.run(False, PendingDelta(table, 1, slots, delta)), expected)
+
+
+def test_pieces_cover_every_context_once() -> None:
+    rng = np.random.default_rng(7)
+    for batch in (1, 3, 64, 256):
+        for top in (1, 300, 20_000, 131_072):
+            contexts = rng.integers(1, top + 1, batch)
+            items = np.zeros((2, max_items(batch)), dtype=np.int32)
+            piece = cut_contexts(contexts, items)
+            used = items[:, items[0] >= 0]
+            assert sorted(map(tuple, used.T.tolist())) == [
+                (i, j) for i, n in enumerate(contexts) for j in range(-(-int(n) // piece))
+            ]
+            assert (items[0, used.shape[1] :] == -1).all()

@@ -38,6 +38,8 @@ class Edge:
         self._closing = closing
         self._metrics = metrics
         self._routes = routes
+        for route in routes:  # a rate needs a zero to rise from
+            metrics.requests.labels(route, "200")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

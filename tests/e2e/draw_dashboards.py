@@ -15,7 +15,7 @@ from PIL import Image
 from launcher.monitoring.dashboards import BOARDS
 from launcher.monitoring.panels import Board, Panel
 from tests.e2e.monitored import Fleet, load, monitored_fleet
-from tests.e2e.test_monitoring import as_grafana_asks, without_data
+from tests.e2e.test_monitoring import as_grafana_asks, expressions, without_data
 
 mpl.use("agg")
 from matplotlib import pyplot
@@ -35,7 +35,7 @@ def main() -> None:
             time.sleep(options.seconds / 2)
             fleet.kill_engine(0)
             time.sleep(options.seconds / 2)
-        print("without data:", without_data(fleet, True) or "none")
+        print("without data:", sorted(without_data(fleet, expressions(with_faults=True))))
         for board in BOARDS:
             draw(fleet, board, options.folder / f"{board.uid}.png", options.seconds)
 

@@ -28,8 +28,8 @@ from tests.e2e.serving import ROOT, free_port
 
 RULES = ROOT / "deploy/helm/loraplex/rules/loraplex.yaml"
 SCRAPE_S = 1
-RATE_WINDOW = "5s"
-READY_TIMEOUT_S = 60.0
+RATE_WINDOW = "15s"
+READY_TIMEOUT_S = 120.0
 STEP_S = 0.004
 # Room for some of the demo's adapters, so that they push each other off.
 ADAPTER_MEMORY = "3MiB"

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.pending import PendingDelta
+from server.kernels.launch import follow
+from server.kernels.pending import PendingDelta, delta_arguments
 
 
 def add_norm(
@@ -33,11 +34,7 @@ def add_norm(
         return
     _add_norm_kernel[(rows,)](
         y,
-        delta,
-        y if pending is None else pending.slots,
-        y if pending is None else pending.table.ints,
-        0 if pending is None else pending.site,
-        0 if pending is None else pending.table.num_sites,
+        *delta_arguments(y, pending),
         hidden,
         weight,
         epsilon,
@@ -66,9 +63,7 @@ def _add_norm_kernel(
     LORA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     inside = n < FEATURES

@@ -55,6 +55,40 @@ def new_token(
 
 
 @triton.jit
+def attend_piece(
+    q: tl.tensor,
+    new_k: tl.tensor,
+    new_v: tl.tensor,
+    begin: tl.tensor,
+    piece: tl.tensor,
+    position: tl.tensor,
+    pages_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    kv_head: tl.tensor,
+    scale_log2: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tuple[Any, Any, Any]:
+    """The piece's cached tokens; the last piece has the new token too, and keeps it."""
+    is_last = begin + piece > position
+    page = tl.load(pages_ptr + position // PAGE_SIZE)
+    place = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+    store_token(k_ptr + place, v_ptr + place, new_k, new_v, is_last, HEAD_DIM, BLOCK_D)
+    top, total, acc = first_scores(q, new_k, new_v, is_last, scale_log2, BLOCK_G, BLOCK_D)
+    return attend(
+        q, top, total, acc, begin, tl.minimum(begin + piece, position), pages_ptr,
+        k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, scale_log2,
+        KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
 def store_token(
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
@@ -180,7 +214,6 @@ def finish(
     out_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     weights_ptr: tl.tensor,
-    stride_weights: tl.tensor,
     done_ptr: tl.tensor,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -198,6 +231,7 @@ def finish(
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=live)
     else:
         at = item * HEADS + head
+        stride_weights = tl.num_programs(1) * HEADS  # scores of all items, then their sums
         tl.store(sums_ptr + at[:, None] * HEAD_DIM + d[None, :], acc, mask=live)
         tl.store(weights_ptr + at, top, mask=g < GROUP)
         tl.store(weights_ptr + stride_weights + at, total, mask=g < GROUP)

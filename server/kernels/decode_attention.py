@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 
 from server.kernels.attention_block import (
-    attend,
+    attend_piece,
     finish,
-    first_scores,
     new_token,
-    store_token,
 )
-from server.kernels.pending import PendingDelta
+from server.kernels.launch import follow
+from server.kernels.pending import PendingDelta, delta_arguments
 
 # Below so many tokens a piece costs more than it saves.
 MIN_PIECE = 256
@@ -65,7 +64,7 @@ class DecodeScratch:
         self, items: int, batch: int, heads: int, head_dim: int, device: torch.device
     ) -> None:
         self.sums = torch.empty(items, heads, head_dim, dtype=torch.float32, device=device)
-        self.weights = torch.empty(2, items, heads, dtype=torch.float32, device=device)
+        self.weights = torch.empty(2 * items * heads, dtype=torch.float32, device=device)
         self.done = torch.zeros(batch, heads, dtype=torch.int32, device=device)
 
 
@@ -105,11 +104,7 @@ def decode_attention(
     block_n, num_warps = _shape(kv_heads * len(qkv), head_dim)
     _decode_attention_kernel[(kv_heads, batch.work.items.shape[1])](
         qkv,
-        qkv if pending is None else pending.delta,
-        qkv if pending is None else pending.slots,
-        qkv if pending is None else pending.table.ints,
-        0 if pending is None else pending.site,
-        0 if pending is None else pending.table.num_sites,
+        *delta_arguments(qkv, pending),
         out,
         cos_sin,
         cos_sin if weights is None else weights,
@@ -121,11 +116,9 @@ def decode_attention(
         batch.page_table,
         batch.page_table.stride(0),
         batch.work.items,
-        batch.work.items.stride(0),
         batch.work.piece,
         scratch.sums,
         scratch.weights,
-        scratch.weights.stride(0),
         scratch.done,
         head_dim**-0.5 * 1.4426950408889634,
         GROUP=heads // kv_heads,
@@ -135,7 +128,6 @@ def decode_attention(
         BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_N=block_n,
-        STAGES=2,
         NORM=weights is not None,
         LORA=pending is not None,
         PDL=programmatic_launch,
@@ -152,7 +144,7 @@ def _shape(programs: int, head_dim: int) -> tuple[int, int]:
     return max(32, (8192 if programs < 1024 else 4096) // width), 2
 
 
-@triton.jit(do_not_specialize=["epsilon", "stride_pages", "stride_items", "site", "num_sites"])
+@triton.jit(do_not_specialize=["epsilon", "stride_pages", "site", "num_sites"])
 def _decode_attention_kernel(
     qkv_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -171,11 +163,9 @@ def _decode_attention_kernel(
     page_table_ptr: tl.tensor,
     stride_pages: tl.tensor,
     items_ptr: tl.tensor,
-    stride_items: tl.tensor,
     piece_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     weights_ptr: tl.tensor,
-    stride_weights: tl.tensor,
     done_ptr: tl.tensor,
     scale_log2: tl.tensor,
     GROUP: tl.constexpr,
@@ -185,45 +175,33 @@ def _decode_attention_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
     NORM: tl.constexpr,
     LORA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """A program takes one piece of one sequence for the query heads of one kv head."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)
     HEADS: tl.constexpr = GROUP * KV_HEADS
     seq = tl.load(items_ptr + item)
     if seq >= 0:
-        number = tl.load(items_ptr + stride_items + item)
-        piece = tl.load(piece_ptr)
+        number, piece = tl.load(items_ptr + tl.num_programs(1) + item), tl.load(piece_ptr)
         position = tl.load(positions_ptr + seq).to(tl.int32)
         pages_ptr = page_table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_pages
-        slot = tl.load(slots_ptr + seq) if LORA else tl.full((), -1, tl.int32)
+        slot = tl.load(slots_ptr + seq) if LORA else seq * 0 - 1
         row = seq.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
         record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
         q, new_k, new_v = new_token(
             qkv_ptr + row, delta_ptr + row, ints_ptr + record * 16 + 8, slot, kv_head,
-            norm_ptr, epsilon,
-            cos_sin_ptr + position.to(tl.int64) * HEAD_DIM,
+            norm_ptr, epsilon, cos_sin_ptr + position.to(tl.int64) * HEAD_DIM,
             GROUP, KV_HEADS, HEAD_DIM, BLOCK_G, BLOCK_D, NORM, LORA,
         )  # fmt: skip
-        begin = number * piece
-        is_last = begin + piece > position
-        page = tl.load(pages_ptr + position // PAGE_SIZE)
-        place = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-        store_token(k_ptr + place, v_ptr + place, new_k, new_v, is_last, HEAD_DIM, BLOCK_D)
-        top, total, acc = first_scores(q, new_k, new_v, is_last, scale_log2, BLOCK_G, BLOCK_D)
-        top, total, acc = attend(
-            q, top, total, acc, begin, tl.minimum(begin + piece, position), pages_ptr,
-            k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, scale_log2,
-            KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, STAGES,
+        top, total, acc = attend_piece(
+            q, new_k, new_v, number * piece, piece, position, pages_ptr, k_ptr, v_ptr, kv_head,
+            scale_log2, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_G, BLOCK_N, BLOCK_D, 2,
         )  # fmt: skip
         finish(
             top, total, acc, item, number, position // piece + 1, kv_head,
-            out_ptr + seq.to(tl.int64) * (HEADS * HEAD_DIM), sums_ptr, weights_ptr, stride_weights,
+            out_ptr + seq.to(tl.int64) * (HEADS * HEAD_DIM), sums_ptr, weights_ptr,
             done_ptr + seq * HEADS, GROUP, HEADS, HEAD_DIM, BLOCK_G, BLOCK_D,
         )  # fmt: skip

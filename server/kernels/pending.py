@@ -28,3 +28,13 @@ class PendingDelta:
     site: int
     slots: torch.Tensor
     delta: torch.Tensor
+
+
+def delta_arguments(
+    y: torch.Tensor, pending: PendingDelta | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+    """What a kernel that adds the delta to y reads; where there is none, stand-ins."""
+    if pending is None:
+        return y, y, y, 0, 0
+    table = pending.table
+    return pending.delta, pending.slots, table.ints, pending.site, table.num_sites

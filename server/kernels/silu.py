@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from server.kernels.launch import follow
+
 _BLOCK = 1024
 
 
@@ -32,9 +34,7 @@ def _silu_mul_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     gate = tl.load(y_ptr + row * 2 * INNER + n, mask=n < INNER, other=0.0).to(tl.float32)

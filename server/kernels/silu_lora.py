@@ -112,21 +112,11 @@ def _silu_kernel(
         slot, later_start, later_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         col = item % blocks * pieces * PIECE
         end = tl.minimum(INNER, col + pieces * PIECE)
-        v_ptr = planes_ptr + start * stride_v
-        if length == 1:
-            _silu_rows(
-                y_ptr, out_ptr, row.to(tl.int64), length, v_ptr, stride_v, stride_plane, splits,
-                b_gate, b_up, scales, ranks, col, end,
-                INNER, MAX_SPLIT, 1, PIECE, STAGES, PRECISION,
-            )  # fmt: skip
-        else:
-            m = tl.arange(0, BLOCK_M)
-            rows = tl.load(order_ptr + start + m, mask=m < length, other=0).to(tl.int64)
-            _silu_rows(
-                y_ptr, out_ptr, rows, length, v_ptr, stride_v, stride_plane, splits,
-                b_gate, b_up, scales, ranks, col, end,
-                INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION,
-            )  # fmt: skip
+        _silu_tile(
+            y_ptr, out_ptr, order_ptr + start, row, length, planes_ptr + start * stride_v, stride_v,
+            stride_plane, splits, b_gate, b_up, scales, ranks, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION,
+        )  # fmt: skip
         ranks, b_gate, b_up, row, scales = next_ranks, next_gate, next_up, next_row, next_scales
         start, length, next_start, next_length = next_start, next_length, later_start, later_length
 
@@ -147,6 +137,47 @@ def _load_pair(
     ranks = tl.load(words_ptr + record * 8 + 4, mask=slot >= 0, other=0)
     gate, up = tl.load(words_ptr + record * 8 + 1), tl.load(words_ptr + record * 8 + 2)
     return ranks, gate, up, tl.load(order_ptr + start), floats_ptr + record * 16 + 12
+
+
+@triton.jit
+def _silu_tile(
+    y_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    row: tl.tensor,
+    length: tl.tensor,
+    v_ptr: tl.tensor,
+    stride_v: tl.tensor,
+    stride_plane: tl.tensor,
+    splits: tl.tensor,
+    b_gate: tl.tensor,
+    b_up: tl.tensor,
+    scales_ptr: tl.tensor,
+    ranks: tl.tensor,
+    col: tl.tensor,
+    end: tl.tensor,
+    INNER: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """One row or many."""
+    if length == 1:
+        _silu_rows(
+            y_ptr, out_ptr, row.to(tl.int64), length, v_ptr, stride_v, stride_plane, splits,
+            b_gate, b_up, scales_ptr, ranks, col, end,
+            INNER, MAX_SPLIT, 1, PIECE, STAGES, PRECISION,
+        )  # fmt: skip
+    else:
+        m = tl.arange(0, BLOCK_M)
+        rows = tl.load(order_ptr + m, mask=m < length, other=0).to(tl.int64)
+        _silu_rows(
+            y_ptr, out_ptr, rows, length, v_ptr, stride_v, stride_plane, splits,
+            b_gate, b_up, scales_ptr, ranks, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit

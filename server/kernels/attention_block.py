@@ -81,11 +81,12 @@ def attend_piece(
     place = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
     store_token(k_ptr + place, v_ptr + place, new_k, new_v, is_last, HEAD_DIM, BLOCK_D)
     top, total, acc = first_scores(q, new_k, new_v, is_last, scale_log2, BLOCK_G, BLOCK_D)
-    return attend(
+    top, total, acc = attend(
         q, top, total, acc, begin, tl.minimum(begin + piece, position), pages_ptr,
         k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, scale_log2,
         KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_D, STAGES,
     )  # fmt: skip
+    return top, total, acc
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Keeps the options in the chart's values.schema.json as `loraplex` has them.
 
 To be run after a change of an option: `.venv/bin/python -m deploy.helm.options_schema`. Options
-that the chart sets itself, from values of their own, are not among those that may be written there.
+that the chart sets itself, from values of their own, are not among those that may be written there;
+nor are those by which workers enlist themselves, since a chart's routers know their workers' names.
 """
 
 import json
@@ -36,6 +37,7 @@ SET_BY_CHART = {
     },
     "workerOptions": {
         "adapter-disk",
+        "advertise",
         "cache-dir",
         "device",
         "drain-timeout-s",
@@ -45,6 +47,8 @@ SET_BY_CHART = {
         "model",
         "model-name",
         "port",
+        "redis",
+        "redis-prefix",
         "revision",
         "worker-id",
     },

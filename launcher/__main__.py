@@ -12,7 +12,7 @@ from adapters.logs import log_to_stderr
 from launcher import config, key_commands, lifecycle_commands, names
 from launcher.bench import commands as bench_commands
 from launcher.command_line import Parser, add_options
-from launcher.options import OptionError
+from launcher.options import OptionError, Values
 from router.config import RouterConfig
 from server.config import WorkerConfig
 
@@ -95,6 +95,7 @@ def _parser() -> Parser:
     router = commands.add_parser(
         "router", help="a router of a fleet", description=ROUTER, usage="loraplex router [OPTIONS]"
     )
+    router.add_argument("--one-of-several", action="store_true", help=argparse.SUPPRESS)
     add_options(router, config.ROUTER_OPTIONS)
     router.set_defaults(command=_router)
     worker = commands.add_parser(
@@ -177,20 +178,41 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    values = config.resolve(config.ROUTER_OPTIONS, arguments, environ)
+    chosen = config.build(RouterConfig, values)
+    try:
+        if chosen.router_processes > 1 and not arguments.one_of_several:
+            _routers(chosen, values, environ)
+        else:
+            _one_router(chosen)
+    except OSError as error:
+        fail(f"port {chosen.port} of {chosen.host} cannot be used: {error.strerror}", 1)
+
+
+def _routers(
+    chosen: RouterConfig, values: Mapping[str, Values], environ: Mapping[str, str]
+) -> None:
+    from launcher.processes import ChildFailed
+    from launcher.routers import run
+
+    try:
+        run(chosen, values, environ)
+    except ChildFailed as error:
+        fail(str(error), 1)
+
+
+def _one_router(chosen: RouterConfig) -> None:
     from router.main import run
     from router.model_card import CardError
     from router.service import ConfigError
     from router.tracing.request import request_id
 
     config.encode_inline()
-    chosen = config.build(RouterConfig, config.resolve(config.ROUTER_OPTIONS, arguments, environ))
     log_to_stderr(written=chosen.log_format, request_id=request_id)
     try:
         run(chosen)
     except (CardError, ConfigError) as error:
         fail(str(error), 1)
-    except OSError as error:
-        fail(f"port {chosen.port} of {chosen.host} cannot be used: {error.strerror}", 1)
 
 
 def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

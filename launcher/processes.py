@@ -20,6 +20,12 @@ _READ_BYTES = 1 << 16
 Say = Callable[[str], None]
 
 
+def say(text: str) -> None:
+    """Our own words among those of children."""
+    sys.stdout.write(f"loraplex: {text}\n")
+    sys.stdout.flush()
+
+
 class ChildFailed(Exception):
     """A child ended before it was ever ready; str() is a sentence for a person."""
 

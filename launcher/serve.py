@@ -6,7 +6,6 @@ import dataclasses
 import json
 import secrets
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import httpx
@@ -14,7 +13,7 @@ import httpx
 from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, child_environment
 from launcher.options import Option, OptionError, Values, render
 from launcher.plan import LOOPBACK, Plan, fields_of, plan
-from launcher.processes import Child, Say, Service, start_child
+from launcher.processes import Child, Say, Service, say, start_child
 from router.config import RouterConfig
 from router.tenancy.tenancy import ExposureError, check_exposure, needs_keys
 from server.config import WorkerConfig
@@ -143,11 +142,6 @@ async def _until_ready(http: httpx.AsyncClient, url: str) -> None:
             if (await http.get(f"{url}/health/ready")).status_code == 200:
                 return
         await asyncio.sleep(POLL_INTERVAL_S)
-
-
-def say(text: str) -> None:
-    sys.stdout.write(f"loraplex: {text}\n")
-    sys.stdout.flush()
 
 
 def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:

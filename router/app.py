@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Lifespan
 
 from router.answering import Parse
 from router.api import lorax, openai_chat, openai_completions
@@ -18,6 +18,7 @@ from router.api.errors import ErrorAnswer, dialect_of_path, error_answer
 from router.edge import Edge
 from router.generation import Cause, RequestError
 from router.http_body import CLIENT_GONE_STATUS, ClientGone
+from router.metrics_port import ByPort
 from router.operator_routes import OperatorRoutes
 from router.request_log import RequestLog
 from router.routes_adapters import AdapterRoutes
@@ -55,6 +56,23 @@ def build_app(service: Service) -> ASGIApp:
         async with service.run():
             yield
 
+    app: ASGIApp = _with_cors(_starlette(routes, errors, lifespan), service.config.cors_origins)
+    if service.config.metrics_port:
+        own = _starlette(_own_routes(info), errors)
+        app = ByPort(app, own, service.config.metrics_port)
+    dispatcher = service.dispatcher
+    return Edge(
+        app,
+        service.metrics,
+        frozenset(route.path for route in routes),
+        RequestLog(service.tracing, _GENERATION_PATHS, service.config.log_requests),
+        lambda: dispatcher.draining,
+    )
+
+
+def _starlette(
+    routes: list[Route], errors: "_Errors", lifespan: Lifespan[Starlette] | None = None
+) -> Starlette:
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
@@ -66,14 +84,7 @@ def build_app(service: Service) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False
-    dispatcher = service.dispatcher
-    return Edge(
-        _with_cors(app, service.config.cors_origins),
-        service.metrics,
-        frozenset(route.path for route in routes),
-        RequestLog(service.tracing, _GENERATION_PATHS, service.config.log_requests),
-        lambda: dispatcher.draining,
-    )
+    return app
 
 
 def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
@@ -119,7 +130,10 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
 def _adapter_routes(service: Service) -> list[Route]:
     adapters = AdapterRoutes(service)
     operator = OperatorRoutes(service)
-    guarded = operator.guarded
+
+    def guarded(endpoint: Endpoint) -> Endpoint:
+        return operator.guarded(adapters.by_one_process(endpoint))
+
     one = "/v1/adapters/{name}"
     return [
         *_key_routes(service, operator),
@@ -157,11 +171,22 @@ def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _get("/v1/models", info.models),
         _get("/v1/models/{name:path}", info.model),
         _get("/info", info.info),
+        *_health_routes(info),
+        _get("/metrics", info.metrics_of_port),
+        _get("/openapi.json", info.openapi),
+    ]
+
+
+def _own_routes(info: InfoRoutes) -> list[Route]:
+    """On the port of this process alone."""
+    return [*_health_routes(info), _get("/metrics", info.metrics)]
+
+
+def _health_routes(info: InfoRoutes) -> list[Route]:
+    return [
         _get("/health", info.health),
         _get("/health/live", info.live),
         _get("/health/ready", info.ready),
-        _get("/metrics", info.metrics),
-        _get("/openapi.json", info.openapi),
     ]
 
 

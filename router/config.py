@@ -6,6 +6,7 @@ from typing import Literal
 
 # The oldest proof of a caller's access that a request is accepted with.
 MAX_ADAPTER_TTL_S = 60.0
+MAX_ROUTER_PROCESSES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,22 @@ class RouterConfig:
     reuse_port: bool = field(
         default=False,
         metadata={"help": "share the port with other routers on this machine (SO_REUSEPORT)"},
+    )
+    router_processes: int = field(
+        default=1,
+        metadata={
+            "min": 1,
+            "max": MAX_ROUTER_PROCESSES,
+            "help": "router processes on the port, each on a core of its own; several need --redis",
+        },
+    )
+    metrics_port: int = field(
+        default=0,
+        metadata={
+            "max": 65535,
+            "help": "port for /metrics and /health alone; each of several processes takes the next"
+            " (0 = none)",
+        },
     )
     idempotency_ttl_s: float = field(
         default=3600.0,

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -17,11 +17,7 @@ from router.config import RouterConfig
 from router.http_protocol import BoundedHttpProtocol
 from router.service import ConfigError, Service
 
-_BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-# Of each connection: what the kernel keeps for a client that does not read, and how soon the
-# router notices that it does not.
-_SEND_BUFFER_BYTES = 128 << 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For the last words of answers that did not end in time.
 _LAST_WORDS_S = 5
@@ -32,10 +28,14 @@ class RouterServer(uvicorn.Server):
 
     Told to stop, it is not ready any more, goes on accepting for `drain_delay_s`, then finishes
     what runs for `drain_timeout_s`; what is left ends in an error that its client is told.
+    on_listening: called once every socket accepts.
     """
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(
+        self, app: ASGIApp, service: Service, on_listening: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(_server_config(app, service))
+        self._on_listening = on_listening
         self._dispatcher = service.dispatcher
         self._watch = service.watch
         self._delay_s = service.config.drain_delay_s
@@ -50,6 +50,11 @@ class RouterServer(uvicorn.Server):
 
     def _exit(self) -> None:
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._dispatcher.draining = True
@@ -107,13 +112,3 @@ def check_tls(config: RouterConfig) -> None:
             f"--tls-cert {config.tls_cert}, --tls-key {config.tls_key}: expected a certificate "
             f"chain and its unencrypted key in PEM: {error}"
         ) from error
-
-
-def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
-    """A socket that accepts from now on. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server(
-        (host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port
-    )
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-    return listener

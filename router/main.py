@@ -1,35 +1,60 @@
 """Runs one router process: an HTTP server, from its first line to a clean stop."""
 
+import socket
+from functools import partial
+
 from prometheus_client import CollectorRegistry
 
 from adapters.sources.hub import HubSource
 from router.app import build_app
 from router.config import RouterConfig
-from router.http_server import RouterServer, check_tls, listen
+from router.http_server import RouterServer, check_tls
+from router.listeners import LISTENING, listen, share, url_of
 from router.service import ConfigError, build_service
 
 
 def run(config: RouterConfig) -> None:
     """Serves until SIGTERM or SIGINT, then lets running answers finish for `drain_timeout_s`.
 
-    Ends the process with one sentence for a bad option, or an address that cannot be had.
+    Of several `router_processes` this is one; its `metrics_port` is its own. Ends the process with
+    one sentence for a bad option, or an address that cannot be had.
     """
     if not config.workers and not config.redis:
         raise SystemExit("loraplex: no workers: name some with --worker, or find them by --redis")
+    is_alone = config.router_processes == 1
     try:
         check_tls(config)
         service = build_service(config, CollectorRegistry(), HubSource())
-        listener = listen(config.host, config.port, config.reuse_port)
+        listener = _listener(config, is_alone)
+        own = [_metrics_listener(config)] if config.metrics_port else []
     except ConfigError as error:
         raise SystemExit(f"loraplex: {error}") from error
-    except OSError as error:
-        raise SystemExit(f"loraplex: {config.host}:{config.port}: {error.strerror}") from error
-    server = RouterServer(build_app(service), service)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    # The socket accepts from here on: what comes early waits until the application is up.
     scheme = "http" if config.tls_cert is None else "https"
-    print(f"router: listening on {scheme}://{shown}:{port}", flush=True)
-    server.run(sockets=[listener])
+    announce = partial(print, f"{LISTENING} {url_of(listener, scheme)}", flush=True)
+    if is_alone:
+        # The socket accepts from here on: what comes early waits until the application is up.
+        announce()
+    # Beside others it gets its share of connections when it can answer, not before.
+    server = RouterServer(build_app(service), service, (lambda: None) if is_alone else announce)
+    server.run(sockets=[listener, *own])
     if not server.started:
         raise SystemExit(3)
+
+
+def _listener(config: RouterConfig, is_alone: bool) -> socket.socket:
+    """Raises ConfigError."""
+    try:
+        if is_alone:
+            return listen(config.host, config.port, config.reuse_port)
+        return share(config.host, config.port)
+    except OSError as error:
+        raise ConfigError(f"{config.host}:{config.port}: {error.strerror}") from error
+
+
+def _metrics_listener(config: RouterConfig) -> socket.socket:
+    """Raises ConfigError."""
+    try:
+        return listen(config.host, config.metrics_port)
+    except OSError as error:
+        where = f"{config.host}:{config.metrics_port}"
+        raise ConfigError(f"--metrics-port: {where}: {error.strerror}") from error

@@ -20,8 +20,9 @@ from router.api.adapters import (
     parse_unload,
 )
 from router.api.body import decode_body
-from router.generation import Secret
+from router.generation import RequestError, Secret
 from router.http_body import read_json_body
+from router.operator_routes import Endpoint
 from router.registration import Registration
 from router.routes_info import json_response
 from router.service import Service
@@ -35,6 +36,23 @@ class AdapterRoutes:
     def __init__(self, service: Service) -> None:
         self._admin = service.admin
         self._service = service
+
+    def by_one_process(self, endpoint: Endpoint) -> Endpoint:
+        """A change is refused where other processes would not learn of it."""
+        count = self._service.config.router_processes
+        if count == 1:
+            return endpoint
+
+        async def answer(request: Request) -> Response:
+            if request.method not in ("GET", "HEAD"):
+                raise RequestError(
+                    "conflict",
+                    f"this router is {count} processes (--router-processes), of which one would "
+                    "learn of this: write adapters into --adapters-file, which all of them follow",
+                )
+            return await endpoint(request)
+
+        return answer
 
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":

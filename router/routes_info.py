@@ -49,6 +49,17 @@ class InfoRoutes:
         body, content_type = self._service.metrics.meters.render(accept)
         return Response(body, headers={"content-type": content_type})
 
+    async def metrics_of_port(self, request: Request) -> Response:
+        """Of the process, if the port is its alone: of others it knows nothing."""
+        count = self._service.config.router_processes
+        if count > 1:
+            raise RequestError(
+                "conflict",
+                f"{count} router processes share this port, and each counts for itself: scrape "
+                "the ports of --metrics-port, one for each process",
+            )
+        return await self.metrics(request)
+
     async def info(self, request: Request) -> Response:
         card = self._service.base.require().card
         config = self._service.config

@@ -2,7 +2,8 @@
 
 To be run after a change of an option: `.venv/bin/python -m deploy.helm.options_schema`. Options
 that the chart sets itself, from values of their own, are not among those that may be written there;
-nor are those by which workers enlist themselves, since a chart's routers know their workers' names.
+nor are those by which workers enlist themselves, since a chart's routers know their workers' names,
+nor several processes in a pod, since more routers are more pods.
 """
 
 import json
@@ -26,11 +27,13 @@ SET_BY_CHART = {
         "host",
         "hub-owner",
         "keys-file",
+        "metrics-port",
         "otlp-endpoint",
         "port",
         "redis",
         "redis-prefix",
         "request-timeout-s",
+        "router-processes",
         "tls-cert",
         "tls-key",
         "worker",

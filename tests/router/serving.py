@@ -16,7 +16,8 @@ from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
 from router.app import build_app
 from router.config import RouterConfig
-from router.http_server import RouterServer, listen
+from router.http_server import RouterServer
+from router.listeners import listen
 from router.service import Hub, Service, build_service
 from tests.router.fake_worker import SECRET, FakeWorker
 

@@ -1,0 +1,142 @@
+"""`loraplex router --router-processes N`: processes on one port, started, watched and stopped."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Mapping
+
+from launcher.config import ROUTER_OPTIONS, child_environment
+from launcher.options import MAX_PORT, OptionError, Values, render
+from launcher.processes import Child, Say, Service, say, start_child
+from router.config import RouterConfig
+from router.listeners import LISTENING, listen, share, url_of
+
+# Beyond what a router takes by its own options: its last words, and the end of its process.
+STOP_MARGIN_S = 8.0
+
+
+def check(config: RouterConfig) -> None:
+    """Raises OptionError for what several processes cannot have."""
+    count, metrics = config.router_processes, config.metrics_port
+    if not config.redis:
+        raise OptionError(
+            f"--router-processes {count} needs --redis: several processes share keys, quotas and "
+            "idempotency there"
+        )
+    if not metrics:
+        return
+    last = metrics + count - 1
+    if last > MAX_PORT or metrics <= config.port <= last:
+        raise OptionError(
+            f"--metrics-port {metrics}: {count} processes take the ports {metrics} to {last}, of "
+            f"which none may be --port {config.port} or beyond {MAX_PORT}"
+        )
+
+
+def reserve(config: RouterConfig) -> socket.socket:
+    """Holds the port for as long as the processes come and go. Raises OSError."""
+    if config.reuse_port:
+        return share(config.host, config.port)
+    # Whoever listens there already would get a part of the connections, and nobody an error.
+    with listen(config.host, config.port) as probe:
+        port: int = probe.getsockname()[1]
+    return share(config.host, port)
+
+
+class Routers:
+    """One run of all processes. The socket is not listened on here; it is closed in the end."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        held: socket.socket,
+        values: Mapping[str, Values],
+        environ: Mapping[str, str],
+    ) -> None:
+        self._config = config
+        self._held = held
+        self._values = {**values, "port": held.getsockname()[1]}
+        self._environ = environ
+        self._stop = asyncio.Event()
+        self._signals = 0
+        self._services = [self._service(number) for number in range(config.router_processes)]
+
+    def _service(self, number: int) -> Service:
+        def start(on_line: Say) -> Child:
+            def heard(line: str) -> None:
+                on_line(line)
+                if line.startswith(LISTENING):
+                    service.was_ready.set()
+
+            return self._start(number, heard)
+
+        service = Service(f"router-{number}", start, say)
+        return service
+
+    def _start(self, number: int, on_line: Say) -> Child:
+        first = self._config.metrics_port
+        values = {**self._values, "metrics_port": first + number if first else 0}
+        environ = child_environment(self._environ, ROUTER_OPTIONS, values)
+        arguments = ["router", "--one-of-several", *render(ROUTER_OPTIONS, values)]
+        return start_child(arguments, environ, on_line)
+
+    async def run(self) -> bool:
+        """Until a signal. False when it was stopped at once. Raises ChildFailed."""
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(signal_number, self._on_signal)
+        tasks: list[asyncio.Task[object]] = [
+            *(asyncio.create_task(service.run()) for service in self._services),
+            asyncio.create_task(self._stop.wait()),
+        ]
+        announcing = asyncio.create_task(self._announce())
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            announcing.cancel()
+            await self._stop_all()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, announcing, return_exceptions=True)
+            self._held.close()
+        for task in done:
+            task.result()
+        return self._signals < 2
+
+    async def _stop_all(self) -> None:
+        """Together: each finishes its own answers."""
+        config = self._config
+        limit_s = config.drain_delay_s + config.drain_timeout_s + STOP_MARGIN_S
+        await asyncio.gather(*(service.stop(limit_s) for service in self._services))
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            say("stopping; once more to stop at once")
+            self._stop.set()
+            return
+        for service in self._services:
+            service.kill()
+
+    async def _announce(self) -> None:
+        for service in self._services:
+            await service.was_ready.wait()
+        scheme = "http" if self._config.tls_cert is None else "https"
+        count = self._config.router_processes
+        say(f"{count} router processes listen on {url_of(self._held, scheme)}")
+
+
+def run(config: RouterConfig, values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
+    """Blocks until stopped. Raises OptionError, OSError, ChildFailed, KeyboardInterrupt."""
+    check(config)
+    if not asyncio.run(_run(config, reserve(config), values, environ)):
+        raise KeyboardInterrupt
+
+
+async def _run(
+    config: RouterConfig,
+    held: socket.socket,
+    values: Mapping[str, Values],
+    environ: Mapping[str, str],
+) -> bool:
+    return await Routers(config, held, values, environ).run()

@@ -1,0 +1,52 @@
+"""The sockets that a router accepts on, alone or with others; not what it answers there."""
+
+import socket
+
+# How a process begins the line that says where it is reached.
+LISTENING = "router: listening on"
+
+_BACKLOG = 2048
+# Of each connection: what the kernel keeps for a client that does not read.
+_SEND_BUFFER_BYTES = 128 << 10
+
+
+def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
+    """A socket that accepts from now on. Raises OSError."""
+    listener = socket.create_server(
+        (host, port), family=_family(host), backlog=_BACKLOG, reuse_port=reuse_port
+    )
+    return _bounded(listener)
+
+
+def share(host: str, port: int) -> socket.socket:
+    """A socket that holds the port with others, and gets its share only once it listens.
+
+    The kernel spreads connections over those that listen (socket(7), SO_REUSEPORT). Raises OSError.
+    """
+    family = _family(host)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:  # as `listen` has it
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    return _bounded(listener)
+
+
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}:{port}"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _bounded(listener: socket.socket) -> socket.socket:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    return listener

@@ -180,6 +180,8 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     values = config.resolve(config.ROUTER_OPTIONS, arguments, environ)
     chosen = config.build(RouterConfig, values)
+    if not chosen.workers and not chosen.redis:
+        raise OptionError("no workers: name some with --worker, or find them by --redis")
     try:
         if chosen.router_processes > 1 and not arguments.one_of_several:
             _routers(chosen, values, environ)

@@ -19,8 +19,6 @@ def run(config: RouterConfig) -> None:
     Of several `router_processes` this is one; its `metrics_port` is its own. Ends the process with
     one sentence for a bad option, or an address that cannot be had.
     """
-    if not config.workers and not config.redis:
-        raise SystemExit("loraplex: no workers: name some with --worker, or find them by --redis")
     is_alone = config.router_processes == 1
     try:
         check_tls(config)

@@ -18,8 +18,9 @@ lint: setup-dev
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
+# A file's tests share servers, so files are what the processes take.
 unit: setup-dev $(CLIENTS)/.ready programs
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile --durations=25
 
 # Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
 chaos: setup-dev programs

@@ -1,4 +1,4 @@
-"""A hundred requests for one cold adapter are one fetch, through a real router and worker."""
+"""A thousand requests for one cold adapter are one fetch, through a real router and worker."""
 
 import asyncio
 import contextlib
@@ -6,8 +6,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -16,7 +16,14 @@ from launcher.demo import adapter_paths
 from tests.adapters.stub_hub import StubHub, running_hub
 from tests.e2e.serving import Serving, start_serving
 
-CALLERS = 100
+CALLERS = 1000
+# Fewer, as a failure is remembered for some seconds only: all must have asked by then.
+CALLERS_OF_BROKEN = 100
+# Connections that one client opens at once. A pool of httpx takes time by the square of its
+# connections, so that many would be open for longer than a head may take (HEAD_TIMEOUT_S).
+OPENED_AT_ONCE = 50
+# Of them a tenant may have seven eighths wait.
+QUEUE = 2048
 TIMEOUT_S = 200.0
 # The source answers nobody until all callers wait, or so long: it would be given up otherwise.
 HOLD_S = 3.0
@@ -42,6 +49,7 @@ def server(hub: StubHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """Without a model: what counts is the way to it."""
     serving = start_serving(
         *("--cache-dir", str(tmp_path_factory.mktemp("cache")), "--executor", "certify"),
+        *("--max-queue", str(QUEUE)),
         log=tmp_path_factory.mktemp("serve") / "log",
         environ=os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": ""},
     )
@@ -52,65 +60,88 @@ def server(hub: StubHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         assert serving.process.wait(timeout=60) == 0, serving.log.read_text()[-4000:]
 
 
-@asynccontextmanager
-async def client_of(serving: Serving) -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=serving.url, limits=limits, timeout=TIMEOUT_S, trust_env=False
-    ) as client:
-        yield client
+class Answer(NamedTuple):
+    status: int
+    text: str
 
 
-async def ask(client: httpx.AsyncClient, adapter: str | None) -> int:
-    parameters = {"max_new_tokens": 1, **({"adapter_id": adapter} if adapter else {})}
-    answer = await client.post("/generate", json={"inputs": "SELECT", "parameters": parameters})
-    return answer.status_code
+class Callers:
+    """Each request has a connection of its own, as if it came from another client."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.url = serving.url
+        self._address = httpx.URL(serving.url)
+        self._opening = asyncio.Semaphore(OPENED_AT_ONCE)
+
+    async def ask(self, adapter: str | None) -> Answer:
+        parameters = {"max_new_tokens": 4, **({"adapter_id": adapter} if adapter else {})}
+        body = json.dumps({"inputs": "SELECT", "parameters": parameters}).encode()
+        head = (
+            "POST /generate HTTP/1.1\r\nhost: test\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        async with asyncio.timeout(TIMEOUT_S):
+            async with self._opening:
+                reader, writer = await asyncio.open_connection(
+                    self._address.host, self._address.port
+                )
+                writer.write(head.encode() + body)
+            answer = (await reader.read()).decode()
+            writer.close()
+        return Answer(int(answer.split(" ", 2)[1]), answer.partition("\r\n\r\n")[2])
+
+    async def statuses(self, *adapters: str | None) -> list[int]:
+        answers = await asyncio.gather(*map(self.ask, adapters))
+        return [answer.status for answer in answers]
+
+    async def held(self, count: int) -> None:
+        """Until so many requests are being answered, or HOLD_S."""
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HOLD_S):
+                    running = 0.0
+                    while running < count:
+                        text = (await client.get(f"{self.url}/metrics")).text
+                        found = re.search(r"^loraplex_requests_running (\S+)$", text, re.MULTILINE)
+                        assert found is not None
+                        running = float(found[1])
 
 
-async def held(client: httpx.AsyncClient, count: int) -> None:
-    """Until so many requests are being answered, or HOLD_S."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(HOLD_S):
-            running = 0.0
-            while running < count:
-                text = (await client.get("/metrics")).text
-                found = re.search(r"^loraplex_requests_running (\S+)$", text, re.MULTILINE)
-                assert found is not None
-                running = float(found[1])
-
-
-async def test_a_hundred_callers_of_a_cold_adapter_cause_one_fetch(
+async def test_a_thousand_callers_of_a_cold_adapter_cause_one_fetch(
     server: Serving, hub: StubHub
 ) -> None:
-    async with client_of(server) as client:
-        hub.gate.clear()
-        asked = [asyncio.create_task(ask(client, "org/cold")) for _ in range(CALLERS)]
-        try:
-            await held(client, CALLERS)
-            assert await ask(client, None) == 200, "the base does not wait for it"
-        finally:
-            hub.gate.set()
-        assert Counter(await asyncio.gather(*asked)) == {200: CALLERS}
+    callers = Callers(server)
+    hub.gate.clear()
+    asked = [asyncio.create_task(callers.ask("org/cold")) for _ in range(CALLERS)]
+    try:
+        await callers.held(CALLERS)
+        assert await callers.statuses(None) == [200], "the base does not wait for it"
+    finally:
+        hub.gate.set()
+    answers = Counter(await asyncio.gather(*asked))
+    assert answers == {await callers.ask("org/cold"): CALLERS}, "each as one alone"
+    assert {answer.status for answer in answers} == {200}
+    assert await callers.ask(None) not in answers
     assert (hub.downloads(WEIGHTS), hub.downloads(CONFIG)) == (1, 1)
 
 
 async def test_a_broken_adapter_fails_once_and_costs_others_nothing(
     server: Serving, hub: StubHub
 ) -> None:
-    async with client_of(server) as client:
-        before = hub.downloads(CONFIG)
-        hub.gate.clear()
-        asked = [asyncio.create_task(ask(client, "org/broken")) for _ in range(CALLERS)]
-        try:
-            await held(client, len(asked))
-            others = [ask(client, adapter) for adapter in (None, "sql", "json")]
-            assert await asyncio.gather(*others) == [200, 200, 200]
-        finally:
-            hub.gate.set()
-        assert Counter(await asyncio.gather(*asked)) == {422: len(asked)}
-        assert hub.downloads(CONFIG) == before + 1
-        assert await ask(client, "org/broken") == 422
-        fetched = hub.requests.copy()
-        assert await ask(client, "org/broken") == 422
-        assert hub.requests == fetched, "it was remembered"
-    assert hub.downloads(WEIGHTS) == 1, "the weights of a config that is refused are not fetched"
+    callers = Callers(server)
+    before = hub.downloads(CONFIG)
+    weights = hub.downloads(WEIGHTS)
+    hub.gate.clear()
+    asked = [asyncio.create_task(callers.ask("org/broken")) for _ in range(CALLERS_OF_BROKEN)]
+    try:
+        await callers.held(CALLERS_OF_BROKEN)
+        assert await callers.statuses(None, "sql", "json") == [200, 200, 200]
+    finally:
+        hub.gate.set()
+    assert Counter(a.status for a in await asyncio.gather(*asked)) == {422: CALLERS_OF_BROKEN}
+    assert hub.downloads(CONFIG) == before + 1
+    assert await callers.statuses("org/broken") == [422]
+    fetched = hub.requests.copy()
+    assert await callers.statuses("org/broken") == [422]
+    assert hub.requests == fetched, "it was remembered"
+    assert hub.downloads(WEIGHTS) == weights, "a refused config's weights are not fetched"

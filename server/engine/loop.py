@@ -218,10 +218,11 @@ class EngineLoop(Generic[T]):
                 log.error("a copy failed", exc_info=error)
                 failed = CopyDone(copy.adapter_slot, digest, "it could not be copied to the device")
                 self._scheduler.copy_done(failed, self._clock())
-        for digest in needed:
-            self._channel.send(NeedSlab(digest))
+        # In this order: one that was pushed out as soon as it came may be needed again.
         for digest in released:
             self._channel.send(SlabReleased(digest))
+        for digest in needed:
+            self._channel.send(NeedSlab(digest))
         self._settled += settled
 
     def _tell(self, collected: _Collected | None) -> None:

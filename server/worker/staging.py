@@ -37,7 +37,11 @@ class Staging:
         self._meter.wanted(digest)
         task = asyncio.create_task(self._stage(digest))
         self._tasks[digest] = task
-        task.add_done_callback(lambda _: self._tasks.pop(digest, None))
+        task.add_done_callback(lambda done: self._end(digest, done))
+
+    def _end(self, digest: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(digest) is task:  # else the next engine wants it, too
+            del self._tasks[digest]
 
     def released(self, frame: SlabReleased) -> None:
         self._orders.load_ends(frame.digest)

@@ -19,8 +19,8 @@ from tests.e2e.serving import Serving, start_serving
 CALLERS = 1000
 # Fewer, as a failure is remembered for some seconds only: all must have asked by then.
 CALLERS_OF_BROKEN = 100
-# Connections that one client opens at once. A pool of httpx takes time by the square of its
-# connections, so that many would be open for longer than a head may take (HEAD_TIMEOUT_S).
+# Connections that wait for their head at once: of a thousand opened together, the last says its
+# head long after it was accepted, on a busy machine later than the router waits for one.
 OPENED_AT_ONCE = 50
 # Of them a tenant may have seven eighths wait.
 QUEUE = 2048

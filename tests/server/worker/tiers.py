@@ -1,0 +1,379 @@
+"""Disk, host arena and device arena with the real code between them, moved by hand.
+
+The shell's part is `HostTier`, `Staging` and `AdapterOrders`, the engine's `EngineLoop` and
+`Scheduler`. Threads, the pipe, the copies and the clock do nothing by themselves: each step of
+each of them is one call here, so that any order of them can be tried.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from adapters.errors import AdapterError
+from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
+from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
+from server.engine.loop import EngineLoop
+from server.engine.messages import (
+    AbortSequence,
+    AdapterSettled,
+    FromEngine,
+    NeedSlab,
+    Shutdown,
+    SlabReleased,
+    SlabStaged,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+from server.engine.plan import StepPlan
+from server.engine.residency import AdapterArena, AdapterStage, Placement
+from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.protocol import AdapterOrder, AdapterReport, GenerateRequest, OrderAction, TokenEvent
+from server.worker.adapter_meter import AdapterMeter
+from server.worker.adapter_orders import AdapterOrders
+from server.worker.host_tier import HostTier
+from server.worker.metrics import WorkerMetrics
+from server.worker.staging import Staging
+from tests.server.worker.slabs import EXTENT, write_slab_file
+
+HOST_EXTENTS = 6
+ROUTER = 1
+
+
+class Job(NamedTuple):
+    """What a thread was given."""
+
+    future: "Future[Any]"
+    work: Callable[[], Any]
+    args: tuple[Any, ...]
+
+
+class Threads(Executor):
+    """Jobs are begun by nobody but `end`."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Job] = deque()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        self.jobs.append(Job(future, lambda: fn(*args, **kwargs), args))
+        return future
+
+    def end(self, at: int, error: Exception | None = None) -> None:
+        """The job number `at` is done, or fails."""
+        job = self.jobs[at]
+        del self.jobs[at]
+        if not job.future.set_running_or_notify_cancel():
+            return
+        try:
+            if error is not None:
+                raise error
+            result = job.work()
+        except Exception as raised:
+            job.future.set_exception(raised)
+        else:
+            job.future.set_result(result)
+
+
+class WatchedArena(AdapterArena):
+    """Checks whom each placement pushes out. What is wrong is kept, as it runs in a task.
+
+    all_pins: those too that are set aside. reading: what the engine copies.
+    """
+
+    def __init__(
+        self,
+        num_extents: int,
+        all_pins: Callable[[], Collection[str]],
+        reading: Callable[[], Collection[str]],
+        wrong: list[str],
+    ) -> None:
+        super().__init__(num_extents, EXTENT, num_extents)
+        self._all_pins = all_pins
+        self._reading = reading
+        self._wrong = wrong
+
+    def place(
+        self, digest: str, runs: Sequence[int], keep: Collection[str] = ()
+    ) -> Placement | None:
+        idle = {d for d in self.ready if not self.leases(d)}
+        before = {*self.ready, *self.loading}
+        pinned = {d: sum(n for _, n in self.spans(d)) for d in before & set(self._all_pins())}
+        placement = super().place(digest, runs, keep)
+        gone = before - {*self.ready, *self.loading}
+        if not gone <= idle:
+            self._wrong.append(f"{gone - idle} evicted while in use or half copied")
+        if gone.intersection((*keep, *self._reading())):
+            self._wrong.append(f"of {gone} one was awaited or read")
+        room = self.num_extents - sum(pinned.values())
+        if gone & set(pinned) and sum(runs) <= room:
+            self._wrong.append(f"of {gone} one was pinned, and there was room beside the pins")
+        return placement
+
+
+class DeviceExecutor(CertifyingExecutor):
+    """Copies end when they are told to. What is wrong is kept: the loop takes any exception for
+    the device's fault."""
+
+    def __init__(
+        self, limits: ExecutorLimits, options: CertifyOptions, host: memoryview, wrong: list[str]
+    ) -> None:
+        super().__init__(limits, options)
+        self._host = host
+        self._wrong = wrong
+        self.memory: list[str | None] = [None] * limits.arena_extents
+        self.copying: dict[str, AdapterCopy] = {}
+        self.ending: set[str] = set()
+        self.fail_next = False
+
+    def launch(self, plan: StepPlan) -> FakeTicket:
+        try:
+            return super().launch(plan)
+        except AssertionError as error:
+            self._wrong.append(str(error))
+            raise
+
+    def start_copy(self, copy: AdapterCopy) -> None:
+        self.copying[copy.layout.digest] = copy
+        self._fill(copy, None)
+        self.check_source(copy)
+        try:
+            super().start_copy(copy)
+        except AssertionError as error:
+            self._wrong.append(str(error))
+            raise
+
+    def finished_copies(self) -> list[CopyDone]:
+        held_back = [(n, c) for n, c in self._copies if c.layout.digest not in self.ending]
+        self._copies = [(n, c) for n, c in self._copies if c.layout.digest in self.ending]
+        done = []
+        for end in super().finished_copies():
+            copy = self.copying.pop(end.digest)
+            self.check_source(copy)
+            self.ending.remove(end.digest)
+            if self.fail_next:
+                self.fail_next = False
+                del self._slots[end.adapter_slot]
+                end = msgspec.structs.replace(end, error="copy failed")
+            else:
+                self._fill(copy, end.digest)
+            done.append(end)
+        self._copies += held_back
+        return done
+
+    def check_source(self, copy: AdapterCopy) -> None:
+        digest = copy.layout.digest
+        if any(not holds(self._host, x, digest) for x in copy.host_extents):
+            self._wrong.append(f"{digest} is copied from memory that holds something else")
+
+    def _fill(self, copy: AdapterCopy, digest: str | None) -> None:
+        for extent in copy.device_extents:
+            self.memory[extent] = digest
+
+
+def holds(memory: memoryview, extent: int, digest: str) -> bool:
+    return bytes(memory[extent * EXTENT : (extent + 1) * EXTENT]) == digest.encode() * EXTENT
+
+
+class Pipe:
+    """The engine's end takes all that has come, does one turn of its loop, and pauses."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[ToEngine] = deque()
+        self.outbox: deque[FromEngine] = deque()
+        self._turned = False
+
+    def receive(self, wait_s: float | None) -> ToEngine | None:
+        if self.inbox:
+            return self.inbox.popleft()
+        self._turned = not self._turned
+        return None if self._turned else Shutdown()
+
+    def send(self, message: FromEngine) -> None:
+        self.outbox.append(message)
+
+
+class Engine:
+    """One life of the engine process."""
+
+    def __init__(self, tiers: "Tiers") -> None:
+        self.pipe = Pipe()
+        self.executor = DeviceExecutor(tiers.limits, tiers.options, tiers.memory, tiers.wrong)
+        config = SchedulerConfig(max_loading=3, drain_after_s=0.05)
+        self.scheduler = Scheduler(tiers.limits, config)
+        self.loop = EngineLoop(self.executor, self.scheduler, self.pipe, 2, lambda: tiers.now)
+
+
+class Tiers:
+    """What `Worker` does with routers' and engine's frames, without sockets and processes."""
+
+    def __init__(self, folder: Path, limits: ExecutorLimits, options: CertifyOptions) -> None:
+        self.limits = limits
+        self.options = options
+        self.folder = folder
+        self.memory = memoryview(bytearray(HOST_EXTENTS * EXTENT))
+        self.now = 0.0
+        self.wrong: list[str] = []
+        self.threads = Threads()
+        self.jobs_until_failure: int | None = None
+        self.aio = asyncio.new_event_loop()
+        self.aio.set_exception_handler(lambda _, context: self.wrong.append(str(context)))
+        metrics = WorkerMetrics()
+        self.arena = WatchedArena(
+            HOST_EXTENTS,
+            lambda: self.orders.pins,
+            lambda: self.engine.executor.copying,
+            self.wrong,
+        )
+        self.tier = HostTier(
+            self.memory, self.arena, self._open, self.threads, metrics, lambda: self.now
+        )
+        self.orders = AdapterOrders(self.tier, self._on_disk, self.threads, lambda: self.now)
+        self.orders.attach(self)
+        self.staging = Staging(self.tier, self.orders, AdapterMeter(metrics), self.to_engine)
+        self.engine = Engine(self)
+        self.told: dict[str, SlabStaged] = {}  # to this engine, and not released
+        self.live: set[int] = set()
+        self.events: dict[int, list[TokenEvent]] = {}
+        self.reports: dict[str, list[AdapterReport]] = {}
+        self._resident: tuple[str, ...] = ()
+
+    # ---- disk
+
+    def store(self, digest: str, extents: int) -> None:
+        write_slab_file(self.folder / digest, digest, extents)
+
+    def forget(self, digest: str) -> None:
+        (self.folder / digest).unlink(missing_ok=True)
+
+    def _on_disk(self, digest: str) -> bool:
+        return (self.folder / digest).exists()
+
+    def _open(self, digest: str) -> Path:
+        if not self._on_disk(digest):
+            raise AdapterError("not_found", f"no {digest}")
+        return self.folder / digest
+
+    def end_job(self, at: int) -> None:
+        """It is done, or fails if its turn has come (`jobs_until_failure`)."""
+        error = None
+        on_the_way = bool(self.threads.jobs[at].args)  # those of orders have none, read no file
+        if self.jobs_until_failure is not None and on_the_way:
+            self.jobs_until_failure -= 1
+            if self.jobs_until_failure < 0:
+                self.jobs_until_failure = None
+                error = OSError("the disk failed")
+        self.threads.end(at, error)
+
+    # ---- EngineView
+
+    @property
+    def engine_is_up(self) -> bool:
+        return True
+
+    def device_stage(self, digest: str) -> AdapterStage:
+        return "ready" if digest in self._resident else "absent"
+
+    def to_engine(self, frame: ToEngine) -> None:
+        if isinstance(frame, SlabStaged):
+            assert frame.layout.digest not in self.told, "staged twice for one engine"
+            self.told[frame.layout.digest] = frame
+        self.engine.pipe.inbox.append(frame)
+
+    # ---- routers
+
+    def submit(self, key: int, request: GenerateRequest) -> None:
+        self.live.add(key)
+        self.to_engine(Submit(key, request))
+        if request.adapter is not None and self.device_stage(request.adapter) == "absent":
+            self.do(lambda: self.tier.prefetch(str(request.adapter)))
+
+    def abort(self, key: int) -> None:
+        self.to_engine(AbortSequence(key))
+
+    def order(self, order_id: str, action: OrderAction, *digests: str) -> None:
+        reports = self.reports.setdefault(order_id, [])
+        frame = AdapterOrder(order_id, action, digests)
+        self.do(lambda: self.orders.order(ROUTER, frame, reports.append))
+
+    def do(self, work: Callable[[], None]) -> None:
+        """In the event loop, without a turn of it."""
+
+        async def run() -> None:
+            work()
+
+        self.aio.run_until_complete(run())
+
+    def turns(self, count: int) -> None:
+        """Of the shell's event loop."""
+        for _ in range(count):
+            self.aio.run_until_complete(asyncio.sleep(0))
+
+    # ---- engine
+
+    def engine_turn(self) -> None:
+        self.now += 0.01
+        self.engine.loop.run()
+
+    def hear(self, count: int) -> None:
+        """The shell takes so many of the engine's frames."""
+        for _ in range(min(count, len(self.engine.pipe.outbox))):
+            frame = self.engine.pipe.outbox.popleft()
+            self.do(lambda frame=frame: self._hear(frame))  # type: ignore[misc]
+
+    def _hear(self, frame: FromEngine) -> None:
+        match frame:
+            case NeedSlab(digest):
+                self.staging.begin(digest)
+            case SlabReleased(digest):
+                self.told.pop(digest)
+                self.staging.released(frame)
+            case AdapterSettled():
+                self.orders.settled(frame)
+            case StepOutput():
+                self._resident = frame.stats.resident
+                for item in frame.events:
+                    self._deliver(item.key, item.event)
+
+    def _deliver(self, key: int, event: TokenEvent) -> None:
+        assert key in self.live, "an event after the terminal one"
+        self.events.setdefault(key, []).append(event)
+        if event.finish is not None:
+            self.live.remove(key)
+
+    def restart_engine(self) -> None:
+        """It dies, whatever it was doing; the shell hears of it, and another is ready."""
+        self.engine = Engine(self)
+        self.told.clear()
+        self._resident = ()
+        self.do(self._engine_lost)
+        self.do(self.orders.engine_ready)
+
+    def _engine_lost(self) -> None:
+        self.staging.engine_lost()
+        self.orders.engine_lost()
+        for key in sorted(self.live):
+            self._deliver(key, TokenEvent("r", 1, 0, 0, (), finish="error", error="engine_lost"))
+
+    # ---- everything at once
+
+    def round(self) -> None:
+        """All that can happen happens."""
+        for _ in range(len(self.threads.jobs)):
+            self.end_job(0)
+        self.turns(4)
+        self.engine.executor.ending.update(self.engine.executor.copying)
+        self.engine_turn()
+        self.hear(len(self.engine.pipe.outbox))
+        self.turns(4)
+
+    def close(self) -> None:
+        for task in asyncio.all_tasks(self.aio):
+            task.cancel()
+        self.turns(4)
+        self.aio.close()

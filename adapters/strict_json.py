@@ -17,8 +17,8 @@ class _Duplicates(ValueError):
 
 def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """The JSON object that `data` spells. Raises StrictJsonError and nothing else."""
-    # Every value comes after one of these; counting bounds the memory that parsing takes.
-    if sum(map(data.count, (b",", b":", b"[", b"{"))) > MAX_ITEMS:
+    # Counted before it is parsed, since that is what takes memory.
+    if _items(data) > MAX_ITEMS and _items(outside_strings(data)) > MAX_ITEMS:
         raise StrictJsonError(f"of more than {MAX_ITEMS} items")
     try:
         value = json.loads(
@@ -37,6 +37,17 @@ def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     if _deeper_than(value, max_depth):
         raise StrictJsonError(f"nested more than {max_depth} deep")
     return value
+
+
+def outside_strings(data: bytes) -> bytes:
+    """What of a JSON text lies outside of its strings, which may hold any number of commas."""
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b"".join(unescaped.split(b'"')[::2])
+
+
+def _items(data: bytes) -> int:
+    """Every value comes after one of these."""
+    return sum(map(data.count, (b",", b":", b"[", b"{")))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from adapters.strict_json import StrictJsonError, decode_object
+from adapters.strict_json import StrictJsonError, decode_object, outside_strings
 from router.generation import RequestError
 
 # What is cheap to send must not be dear to walk: arrays, objects and keys; values of any kind.
@@ -55,9 +55,7 @@ def check_size(body: bytes) -> None:
     """Counts what the JSON text holds before anything is built of it. Raises RequestError."""
     if len(body) <= MAX_PARTS or not _too_much(body):
         return
-    # Texts may hold any number of brackets and commas: look at what is outside of them.
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    fault = _too_much(b"".join(unescaped.split(b'"')[::2]))
+    fault = _too_much(outside_strings(body))
     if fault is not None:
         raise RequestError("invalid", f"the body holds more than {fault}")
 

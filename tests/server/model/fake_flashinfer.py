@@ -104,7 +104,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "stream", _use_stream)
     patch.setattr(torch.cuda, "synchronize", lambda: None)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
-    patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
 
 @contextlib.contextmanager

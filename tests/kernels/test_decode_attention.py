@@ -101,8 +101,8 @@ class Case:
         qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         results = []
         for row, n in enumerate(self.contexts):
-            pages = self.page_table[len(self.contexts) - row, : -(-n // PAGE)].cpu()
-            k, v = (c.double().cpu()[pages].flatten(0, 1)[: n - 1] for c in (self.k, self.v))
+            pages = self.page_table[len(self.contexts) - row, : -(-n // PAGE)]
+            k, v = (c[pages].flatten(0, 1)[: n - 1].double().cpu() for c in (self.k, self.v))
             k = torch.cat((k, qk[row, self.heads :][None]))
             v = torch.cat((v, new_v[row][None]))
             group = self.heads // self.kv_heads

@@ -202,7 +202,7 @@ class _Attention:
         )
         self.cos_sin = torch.randn(PAGE, HEAD_DIM, device="cuda")
         device = torch.device("cuda")
-        self.scratch = DecodeScratch(items.shape[1], batch, HEADS, HEAD_DIM, device)
+        self.scratch = DecodeScratch(batch, HEADS, HEAD_DIM, device)
         self.out = torch.empty(batch, HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
 
     def run(self, qkv: torch.Tensor, pending: PendingDelta | None, early: bool) -> None:

@@ -58,11 +58,10 @@ def cut_contexts(contexts: np.ndarray, items: np.ndarray) -> int:
 
 
 class DecodeScratch:
-    """Results of pieces, of up to `items` of them. All of one stream's launches may share it."""
+    """Results of pieces, of up to `batch` sequences. All of one stream's launches may share it."""
 
-    def __init__(
-        self, items: int, batch: int, heads: int, head_dim: int, device: torch.device
-    ) -> None:
+    def __init__(self, batch: int, heads: int, head_dim: int, device: torch.device) -> None:
+        items = max_items(batch)
         self.sums = torch.empty(items, heads, head_dim, dtype=torch.float32, device=device)
         self.weights = torch.empty(2 * items * heads, dtype=torch.float32, device=device)
         self.done = torch.zeros(batch, heads, dtype=torch.int32, device=device)
@@ -95,8 +94,10 @@ def decode_attention(
     beside it. cache: k and v, `[pages, page_size, kv_heads, head_dim]`, contiguous. cos_sin:
     float32 `[positions, head_dim]`, cosines first. norm: weights `[heads + kv_heads, head_dim]` of
     an RMS norm before the rotation, or None, and its epsilon. out: `[batch, heads, head_dim]`. One
-    kernel.
+    kernel. Raises ValueError for a batch that scratch has no room for.
     """
+    if len(qkv) > len(scratch.done) or batch.work.items.shape[1] > len(scratch.sums):
+        raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")
     k_pages, v_pages = cache
     page_size, kv_heads, head_dim = k_pages.shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads

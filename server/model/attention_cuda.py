@@ -57,14 +57,12 @@ class Attention:
 class PagedAttention:
     """Owns the scratch memory. One step at a time is planned; several may be in flight."""
 
-    def __init__(self, model: ModelConfig, cache: KVCache, max_rows: int) -> None:
-        """max_rows: the most decodes of a step."""
+    def __init__(self, model: ModelConfig, cache: KVCache, max_decodes: int) -> None:
+        """max_decodes: of a step, the padding of graphs included."""
         self.model = model
         self.cache = cache
         self.device = cache.k.device
-        self._scratch = DecodeScratch(
-            max_items(max_rows), max_rows, model.num_heads, model.head_dim, self.device
-        )
+        self._scratch = DecodeScratch(max_decodes, model.num_heads, model.head_dim, self.device)
         capability = torch.cuda.get_device_capability(self.device)
         self._programmatic_launch = capability >= (9, 0)
         self.prefill_backend = "fa3" if capability == (9, 0) else "fa2"

@@ -84,14 +84,14 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
 
     limits, rows = parts.limits, parts.rows
     rows.page_table[rows.scratch] = limits.num_pages
-    attention = PagedAttention(parts.model, parts.cache, limits.max_rows)
+    sizes = tuple(sorted(graph_batches or graph_sizes(limits.max_rows)))
+    attention = PagedAttention(parts.model, parts.cache, max(limits.max_rows, sizes[-1]))
     reach = (limits.max_context, limits.max_step_tokens)
     ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
     decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
     adapters = limits.adapter_slots > 0
     for tokens in _WARM_TOKENS:
         _warm(decoder, rows, min(tokens, limits.max_context, limits.max_step_tokens), adapters)
-    sizes = tuple(sorted(graph_batches or graph_sizes(limits.max_rows)))
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
     graphs.capture(with_adapters=False)
     if adapters:

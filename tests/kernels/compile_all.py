@@ -112,7 +112,7 @@ def attention(
         work,
     )
     pages = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=DTYPE)
-    scratch = DecodeScratch(items.shape[1], rows, heads, head_dim, CPU)
+    scratch = DecodeScratch(rows, heads, head_dim, CPU)
     qkv = torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=DTYPE)
     out = torch.zeros(rows, heads, head_dim, dtype=DTYPE)
     cos_sin = torch.zeros(8, head_dim)

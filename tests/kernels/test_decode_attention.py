@@ -68,10 +68,12 @@ class Case:
         positions = torch.tensor(self.contexts, device=self.device) - 1
         return DecodeBatchView(rows, positions, self.page_table, work)
 
-    def run(self, norm: bool, pending: PendingDelta | None = None) -> torch.Tensor:
+    def run(
+        self, norm: bool, pending: PendingDelta | None = None, room: int | None = None
+    ) -> torch.Tensor:
+        """room: sequences that scratch is made for; None = these."""
         batch, view = len(self.contexts), self.view()
-        items = view.work.items.shape[1]
-        scratch = DecodeScratch(items, batch, self.heads, self.head_dim, self.device)
+        scratch = DecodeScratch(room or batch, self.heads, self.head_dim, self.device)
         out = torch.full(
             (batch, self.heads, self.head_dim), 7.0, dtype=self.dtype, device=self.device
         )
@@ -182,3 +184,9 @@ def test_pieces_cover_every_context_once() -> None:
                 (i, j) for i, n in enumerate(contexts) for j in range(-(-int(n) // piece))
             ]
             assert (items[0, used.shape[1] :] == -1).all()
+
+
+def test_a_batch_that_scratch_has_no_room_for_is_refused() -> None:
+    case = Case([5, 40, 300], (4, 2, 64), torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match="scratch is for 2 sequences, the batch has 3"):
+        case.run(False, room=2)

@@ -120,7 +120,7 @@ def _attention(
     if libraries["flashinfer-python"] is None:
         detail = "not installed: attention in plain torch; run `pip install 'loraplex[gpu]'`"
         return Ability(name, False, detail)
-    return Ability(name, True, "paged attention by FlashInfer")
+    return Ability(name, True, "attention of prompts by FlashInfer")
 
 
 def _kernels(on_gpu: bool, libraries: dict[str, str | None]) -> Ability:

@@ -1,13 +1,13 @@
 """`loraplex router --router-processes N`: processes on one port, started, watched and stopped."""
 
 import asyncio
-import signal
 import socket
 from collections.abc import Mapping
 
 from launcher.config import ROUTER_OPTIONS, child_environment
 from launcher.options import MAX_PORT, OptionError, Values, render
 from launcher.processes import Child, Say, Service, say, start_child
+from launcher.until_signal import run_services
 from router.config import RouterConfig
 from router.listeners import LISTENING, listen, share, url_of
 
@@ -57,8 +57,6 @@ class Routers:
         self._held = held
         self._values = {**values, "port": held.getsockname()[1]}
         self._environ = environ
-        self._stop = asyncio.Event()
-        self._signals = 0
         self._services = [self._service(number) for number in range(config.router_processes)]
 
     def _service(self, number: int) -> Service:
@@ -82,41 +80,14 @@ class Routers:
 
     async def run(self) -> bool:
         """Until a signal. False when it was stopped at once. Raises ChildFailed."""
-        loop = asyncio.get_running_loop()
-        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(signal_number, self._on_signal)
-        tasks: list[asyncio.Task[object]] = [
-            *(asyncio.create_task(service.run()) for service in self._services),
-            asyncio.create_task(self._stop.wait()),
-        ]
-        announcing = asyncio.create_task(self._announce())
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            announcing.cancel()
-            await self._stop_all()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, announcing, return_exceptions=True)
-            self._held.close()
-        for task in done:
-            task.result()
-        return self._signals < 2
+        with self._held:
+            return await run_services(self._services, self._announce, self._stop_all)
 
     async def _stop_all(self) -> None:
         """Together: each finishes its own answers."""
         config = self._config
         limit_s = config.drain_delay_s + config.drain_timeout_s + STOP_MARGIN_S
         await asyncio.gather(*(service.stop(limit_s) for service in self._services))
-
-    def _on_signal(self) -> None:
-        self._signals += 1
-        if self._signals == 1:
-            say("stopping; once more to stop at once")
-            self._stop.set()
-            return
-        for service in self._services:
-            service.kill()
 
     async def _announce(self) -> None:
         for service in self._services:

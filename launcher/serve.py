@@ -5,19 +5,20 @@ import contextlib
 import dataclasses
 import json
 import secrets
-import signal
 from collections.abc import Callable, Mapping, Sequence
 
 import httpx
 
+from adapters.loopback import is_loopback
 from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, child_environment
 from launcher.options import Option, OptionError, Values, render
 from launcher.plan import LOOPBACK, Plan, fields_of, plan
 from launcher.processes import Child, Say, Service, say, start_child
+from launcher.until_signal import run_services
 from router.config import RouterConfig
 from router.tenancy.tenancy import ExposureError, check_exposure, needs_keys
 from server.config import WorkerConfig
-from server.worker.address import is_loopback, open_listener
+from server.worker.address import open_listener
 
 POLL_INTERVAL_S = 0.1
 STOP_MARGIN_S = 10.0
@@ -50,8 +51,6 @@ class Serve:
             ),
         )
         self._environ = environ
-        self._stop = asyncio.Event()
-        self._signals = 0
         self.worker = Service("worker", self._start_worker, say)
         self.router = Service("router", self._start_router, say)
 
@@ -85,38 +84,13 @@ class Serve:
 
     async def run(self) -> bool:
         """Until a signal. False when it was stopped at once. Raises ChildFailed."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal)
-        tasks = [
-            asyncio.create_task(self.worker.run()),
-            asyncio.create_task(self.router.run()),
-            asyncio.create_task(self._stop.wait()),
-        ]
-        announcing = asyncio.create_task(self._announce())
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            announcing.cancel()
-            # The router first: it finishes its answers while the worker still computes.
-            await self.router.stop(self._plan.router.drain_timeout_s + STOP_MARGIN_S)
-            await self.worker.stop(self._plan.worker.drain_timeout_s + STOP_MARGIN_S)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, announcing, return_exceptions=True)
-            self._listener.close()
-        for task in done:
-            task.result()
-        return self._signals < 2
+        with self._listener:
+            return await run_services((self.worker, self.router), self._announce, self._stop_all)
 
-    def _on_signal(self) -> None:
-        self._signals += 1
-        if self._signals == 1:
-            say("stopping; once more to stop at once")
-            self._stop.set()
-        else:
-            self.router.kill()
-            self.worker.kill()
+    async def _stop_all(self) -> None:
+        """The router first: it finishes its answers while the worker still computes."""
+        await self.router.stop(self._plan.router.drain_timeout_s + STOP_MARGIN_S)
+        await self.worker.stop(self._plan.worker.drain_timeout_s + STOP_MARGIN_S)
 
     async def _announce(self) -> None:
         async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:

@@ -2,8 +2,8 @@
 
 import hashlib
 import hmac
-import ipaddress
 
+from adapters.loopback import is_loopback
 from router.config import RouterConfig
 from router.generation import RequestError
 
@@ -41,15 +41,6 @@ class AdminGate:
                 "requests from web pages need an admin key: start the router with "
                 "--admin-key-file or LORAPLEX_ADMIN_KEY",
             )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _digest(key: str) -> bytes:

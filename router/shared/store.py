@@ -10,7 +10,6 @@ import msgspec
 
 from router.tenancy.quota import Ask, Verdict
 
-MAX_VALUE_BYTES = 4 << 20
 MAX_ROWS = 1 << 14
 MAX_COUNTERS = 1 << 14
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from router.admin_gate import is_loopback
+from adapters.loopback import is_loopback
 from router.config import RouterConfig
 from router.shared.sharing import Sharing
 from router.shared.store import StoreDown

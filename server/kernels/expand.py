@@ -42,7 +42,7 @@ def expand(
 
     accumulate: False writes instead of adding, for a delta that the kernel after the base's GEMM
     adds (`add_delta`); both halves of LoRA can then run beside that GEMM.
-    after_gemm: the kernel before it on this stream is the base's GEMM or the site's shrink; expand
+    after_gemm: what it reads was written by the kernel before it on this stream, or earlier; expand
     starts while that one drains and waits for it in time (programmatic dependent launch).
     """
     check_rows("y", y, segments, workspace)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from server.kernels.low_rank import load_v, product
+from server.kernels.low_rank import load_b, load_v, product
 
 
 @triton.jit
@@ -81,8 +81,7 @@ def _expand_pieces(
     v = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
     for begin in tl.range(col, end, PIECE, num_stages=STAGES):
         n = begin + tl.arange(0, PIECE)
-        live = (n < end)[:, None] & (r < rank)[None, :]
-        b = tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=live, other=0.0)
+        b = load_b(b_ptr, rank, n, r, end)
         delta = scale * product(v, b, BLOCK_M, PRECISION)
         _write(y_rows, length, n, end, delta, BLOCK_M, ACCUMULATE)
 
@@ -116,8 +115,7 @@ def _expand_looped(
             acc = tl.zeros((BLOCK_M, PIECE), tl.float32)
         for k in tl.range(0, rank, BLOCK_R, num_stages=1):
             r = k + tl.arange(0, BLOCK_R)
-            live = (n < end)[:, None] & (r < rank)[None, :]
-            b = tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=live, other=0.0)
+            b = load_b(b_ptr, rank, n, r, end)
             v = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
             acc += product(v, b, BLOCK_M, PRECISION)
         _write(y_rows, length, n, end, scale * acc, BLOCK_M, ACCUMULATE)

@@ -1,5 +1,7 @@
 """`silu(gate) * up` of a product without LoRA."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -39,5 +41,10 @@ def _silu_mul_kernel(
     row = tl.program_id(1).to(tl.int64)
     gate = tl.load(y_ptr + row * 2 * INNER + n, mask=n < INNER, other=0.0).to(tl.float32)
     up = tl.load(y_ptr + row * 2 * INNER + INNER + n, mask=n < INNER, other=0.0).to(tl.float32)
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    out = silu_times(gate, up)
     tl.store(out_ptr + row * INNER + n, out.to(out_ptr.dtype.element_ty), mask=n < INNER)
+
+
+@triton.jit
+def silu_times(gate: tl.tensor, up: tl.tensor) -> Any:
+    return gate / (1.0 + tl.exp(-gate)) * up

@@ -14,6 +14,7 @@ from server.kernels.configs import ExpandConfig
 from server.kernels.low_rank import load_b, load_v, low_rank, product
 from server.kernels.pending import PendingLora
 from server.kernels.shrink import load_tile
+from server.kernels.silu import silu_times
 
 
 def silu_mul_lora(
@@ -282,7 +283,7 @@ def _silu_pieces(
         up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
         gate += product(v0, load_b(b0_ptr, rank0, n, r, end), BLOCK_M, PRECISION)
         up += product(v1, load_b(b1_ptr, rank1, n, r, end), BLOCK_M, PRECISION)
-        tl.store(out_ptr + out_at, _activated(gate, up).to(out_ptr.dtype.element_ty), mask=live)
+        tl.store(out_ptr + out_at, silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -318,7 +319,7 @@ def _silu_any_rank(
             v_ptr, stride_v, stride_plane, splits, length, b0_ptr, b1_ptr, rank0, rank1, n, end,
             MAX_SPLIT, BLOCK_M, PIECE, PRECISION,
         )  # fmt: skip
-        out = _activated(gate + scale0 * delta0, up + scale1 * delta1)
+        out = silu_times(gate + scale0 * delta0, up + scale1 * delta1)
         tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live)
 
 
@@ -338,8 +339,3 @@ def _places(
         live = (tl.arange(0, BLOCK_M) < length)[:, None] & (n < end)[None, :]
         row = rows[:, None]
         return row * (2 * INNER) + n[None, :], row * INNER + n[None, :], live
-
-
-@triton.jit
-def _activated(gate: tl.tensor, up: tl.tensor) -> Any:
-    return gate / (1.0 + tl.exp(-gate)) * up

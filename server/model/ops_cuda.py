@@ -65,6 +65,10 @@ class Product:
     delta: PendingDelta | None = None
 
 
+def _phase(rows: int) -> Phase:
+    return "decode" if rows <= MAX_DECODE_ROWS else "prefill"
+
+
 class CudaOps:
     """Implements `server.model.ops.Ops` in bfloat16 and float16 with float32 accumulation."""
 
@@ -121,7 +125,7 @@ class CudaOps:
 
     def _allocate(self, slots: torch.Tensor, model_sites: bool, decodes: bool) -> DeviceLora:
         rows = len(slots)
-        phase: Phase = "decode" if rows <= MAX_DECODE_ROWS else "prefill"
+        phase = _phase(rows)
         known, tile_rows = self.table.device_table.num_slots, self._configs.tile_rows(phase, rows)
         segments = allocate_segments(rows, tile_rows, known, self.device)
         return DeviceLora(slots, segments, self._workspaces[phase], phase, model_sites, decodes)
@@ -220,7 +224,7 @@ class CudaOps:
 
     def silu_mul(self, gate_up: Product) -> torch.Tensor:
         if gate_up.lora is not None:
-            phase: Phase = "decode" if len(gate_up.y) <= MAX_DECODE_ROWS else "prefill"
-            config = self._configs.fused(phase, len(gate_up.y))
+            rows = len(gate_up.y)
+            config = self._configs.fused(_phase(rows), rows)
             return silu_mul_lora(gate_up.y, gate_up.lora, config)
         return silu_mul(gate_up.y, programmatic_launch=self._configs.programmatic_launch)

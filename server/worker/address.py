@@ -1,7 +1,8 @@
 """Where a process may listen, and the socket for it."""
 
-import ipaddress
 import socket
+
+from adapters.loopback import is_loopback
 
 # A peer that takes no byte for so long is cut off by TCP itself.
 PEER_TIMEOUT_MS = 30_000
@@ -19,15 +20,6 @@ def check_exposure(host: str, secret: str) -> None:
         f"host {host} can be reached from other machines: set a secret "
         "(LORAPLEX_SECRET or --secret-file), or listen on 127.0.0.1"
     )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def open_listener(host: str, port: int, listen_fd: int | None = None) -> socket.socket:

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from adapters.loopback import is_loopback
 from adapters.manifest import AdapterManifest
-from router.admin_gate import is_loopback
 from router.config import RouterConfig
 from server.protocol import AdapterLoad, ErrorCode, GenerateRequest
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker

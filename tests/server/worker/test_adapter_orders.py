@@ -6,19 +6,16 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from adapters.ref import AdapterRef
 from server import protocol
-from tests.adapter_folders import write_adapter
 from tests.server.worker.shell import (
     LONG,
     TIMEOUT_S,
     Router,
     Shell,
-    base,
     connected,
     request,
-    running,
 )
+from tests.server.worker.small_memory import admit_all, running_small
 
 ADAPTERS = 12
 RESIDENT = 6
@@ -27,25 +24,8 @@ ABSENT = "0" * 64
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """Device memory for six adapters, host memory for four."""
-    root = tmp_path_factory.mktemp("adapters")
-    for number in range(ADAPTERS):
-        write_adapter(root / f"a{number}", base(), rank=1, seed=number)
-    with running(
-        tmp_path_factory.mktemp("shell"),
-        *("--adapter-root", str(root)),
-        *("--host-adapter-memory", "256KiB", "--adapter-memory", "384KiB"),
-    ) as shell:
+    with running_small(tmp_path_factory, ADAPTERS) as shell:
         yield shell
-
-
-async def admit_all(router: Router) -> list[str]:
-    await router.send(
-        *(protocol.AdapterLoad(f"a{n}", AdapterRef("local", f"a{n}")) for n in range(ADAPTERS))
-    )
-    states = await router.until_loaded(ADAPTERS)
-    digests = {state.load_id: state.manifest.digest for state in states if state.manifest}
-    return [digests[f"a{number}"] for number in range(ADAPTERS)]
 
 
 async def use(router: Router, name: str, *digests: str) -> None:
@@ -57,7 +37,7 @@ async def use(router: Router, name: str, *digests: str) -> None:
 
 async def test_load_tells_every_tier_and_evict_frees_them(shell: Shell) -> None:
     async with connected(shell) as router:
-        digests = await admit_all(router)
+        digests = await admit_all(router, ADAPTERS)
         before = await router.order("before", "status", digests[0], ABSENT)
         assert [(t.disk, t.host, t.device) for t in before.tiers] == [
             (True, "absent", "absent"),
@@ -82,7 +62,7 @@ async def test_load_tells_every_tier_and_evict_frees_them(shell: Shell) -> None:
 
 async def test_a_hint_brings_an_adapter_to_host_memory(shell: Shell) -> None:
     async with connected(shell) as router:
-        digests = await admit_all(router)
+        digests = await admit_all(router, ADAPTERS)
         hinted = digests[5]
         assert (await router.order("evict", "evict", hinted)).error is None
         await router.send(protocol.AdapterPrefetch((ABSENT, hinted, hinted)))
@@ -97,7 +77,7 @@ async def test_a_hint_brings_an_adapter_to_host_memory(shell: Shell) -> None:
 
 async def test_eviction_waits_for_those_who_use_it(shell: Shell) -> None:
     async with connected(shell) as router:
-        digests = await admit_all(router)
+        digests = await admit_all(router, ADAPTERS)
         await router.send(request("long", LONG, digests[1]))
         await router.until_started("long")
         await router.send(protocol.AdapterOrder("evict", "evict", (digests[1],)))
@@ -122,7 +102,7 @@ async def test_pins_survive_pressure_and_the_engine_and_end_with_their_router(
 ) -> None:
     async with connected(shell, "other") as other:
         async with connected(shell) as router:
-            digests = await admit_all(router)
+            digests = await admit_all(router, ADAPTERS)
             pinned, *rest = digests
             await router.send(protocol.AdapterPins((pinned,)))
             await resident(router, pinned)

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from adapters.ref import AdapterRef
 from server import protocol
 from server.engine.messages import AdapterPlaced
 from server.engine.residency import Span
 from server.worker.inspector import DevicePlaces
-from tests.adapter_folders import write_adapter
-from tests.server.worker.shell import LONG, Router, Shell, base, connected, request, running
+from tests.server.worker.shell import LONG, Shell, connected, request
+from tests.server.worker.small_memory import admit_all, running_small
 
 ADAPTERS = 9
 RESIDENT = 6
@@ -18,25 +17,8 @@ RESIDENT = 6
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """Device memory for six adapters, host memory for four."""
-    root = tmp_path_factory.mktemp("adapters")
-    for number in range(ADAPTERS):
-        write_adapter(root / f"a{number}", base(), rank=1, seed=number)
-    with running(
-        tmp_path_factory.mktemp("shell"),
-        *("--adapter-root", str(root)),
-        *("--host-adapter-memory", "256KiB", "--adapter-memory", "384KiB"),
-    ) as shell:
+    with running_small(tmp_path_factory, ADAPTERS) as shell:
         yield shell
-
-
-async def admit_all(router: Router) -> list[str]:
-    await router.send(
-        *(protocol.AdapterLoad(f"a{n}", AdapterRef("local", f"a{n}")) for n in range(ADAPTERS))
-    )
-    states = await router.until_loaded(ADAPTERS)
-    digests = {state.load_id: state.manifest.digest for state in states if state.manifest}
-    return [digests[f"a{number}"] for number in range(ADAPTERS)]
 
 
 def check_arenas(picture: protocol.WorkerPicture) -> None:
@@ -61,7 +43,7 @@ async def test_the_picture_follows_loads_evictions_and_use(shell: Shell) -> None
         empty = await router.inspect()
         assert empty.places == () or not on_device(empty)
         assert (empty.extent_bytes > 0, empty.page_size > 0) == (True, True)
-        digests = await admit_all(router)
+        digests = await admit_all(router, ADAPTERS)
         for number, digest in enumerate(digests):  # nine go through the room of six
             await router.send(request(f"r{number}", 4, digest))
             await router.until_finished(f"r{number}")

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.base import BaseSpec, ModuleShape
+from adapters.loopback import is_loopback
 from adapters.manifest import SlabDtype
 from adapters.ref import AdapterRef
 from server.protocol import Abort, AdapterLoad, GenerateRequest, SamplingParams
-from server.worker.address import AddressError, check_exposure, is_loopback
+from server.worker.address import AddressError, check_exposure
 from server.worker.device import CudaDevice, DeviceError, TorchBuild, choose_device
 from server.worker.recovery import Backoff, StallWatch, Verdict
 from server.worker.sizing import MAX_EXTENT, MIN_EXTENT, choose_dtype, choose_extent_bytes

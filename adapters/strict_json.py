@@ -21,9 +21,7 @@ def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     if _items(data) > MAX_ITEMS and _items(outside_strings(data)) > MAX_ITEMS:
         raise StrictJsonError(f"of more than {MAX_ITEMS} items")
     try:
-        value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant
-        )
+        value = _DECODER.decode(data.decode("utf-8"))
     except RecursionError:
         raise StrictJsonError("nested too deeply") from None
     except _Duplicates as error:
@@ -63,6 +61,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
 def _deeper_than(value: object, max_depth: int) -> bool:

@@ -57,7 +57,7 @@ class Answerer:
         start = self._start(call, charge, len(body))
         if not call.stream:
             return await until_disconnect(request, _whole(start, api_request.formatter, call))
-        generation = await until_disconnect(request, start, Generation.close)
+        generation = await until_disconnect(request, start)
         try:
             formatter = api_request.formatter(generation.head)
             headers = _head_headers(generation, call)

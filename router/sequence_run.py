@@ -172,7 +172,8 @@ class SequenceRun:
 
     async def _place(self, delay_s: float, probe: bool) -> None:
         """Brings the current attempt to a worker. What it raises is the request's failure."""
-        await asyncio.sleep(delay_s)
+        if delay_s:
+            await asyncio.sleep(delay_s)
         if probe:
             self._on_probation = await self._context.retries.probation.acquire()
         try:

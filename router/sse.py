@@ -17,30 +17,32 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 T = TypeVar("T")
 
 
-async def until_disconnect(
-    request: Request, work: Awaitable[T], discard: Callable[[T], None] | None = None
-) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises ClientGone.
-
-    discard: frees a result that came too late to be returned.
-    """
-    task = asyncio.ensure_future(work)
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientGone."""
+    task = asyncio.current_task()
+    assert task is not None
+    cancelling = task.cancelling()
     watch = asyncio.create_task(_disconnected(request.receive))
-    delivered = False
+    has_left = False
+
+    def leave(_: "asyncio.Task[None]") -> None:
+        nonlocal has_left
+        has_left = True
+        task.cancel()
+
+    watch.add_done_callback(leave)
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        delivered = True
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        # Another's cancellation, that came at the same time, goes on.
+        if has_left and task.cancelling() == cancelling + 1:
+            raise ClientGone from None
+        raise
     finally:
-        await _cancel(task, watch)
-        if discard is not None and not delivered and _succeeded(task):
-            discard(task.result())
-
-
-def _succeeded(task: "asyncio.Future[Any]") -> bool:
-    return not task.cancelled() and task.exception() is None
+        watch.remove_done_callback(leave)
+        watch.cancel()
+        if has_left:
+            task.uncancel()
 
 
 class EventStream(Response):

@@ -6,6 +6,8 @@ so text is their concatenation, decoded incrementally; an invalid sequence becom
 
 import codecs
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 class Detokenizer:
     """The text of one sequence of tokens, given each token's bytes."""
@@ -13,7 +15,7 @@ class Detokenizer:
     __slots__ = ("_decoder",)
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Utf8Decoder("replace")
 
     def push(self, data: bytes) -> str:
         """The text that `data` completes; at most 3 bytes are held back."""

@@ -8,7 +8,10 @@ from router.registration import Origin
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """A registration that somebody wants. replace: also if the name means something else now."""
+    """A registration that somebody wants. replace: also if the name means something else now.
+
+    by: who wants it, for the history.
+    """
 
     name: str
     ref: AdapterRef
@@ -16,3 +19,4 @@ class Wish(msgspec.Struct, frozen=True):
     pin: bool = False
     token: Secret | None = None
     replace: bool = False
+    by: str = ""

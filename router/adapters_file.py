@@ -49,7 +49,7 @@ class FileContents(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What to do. errors: entries that contradict what somebody else registered."""
+    """What to do. errors: entries that contradict what --adapter declares."""
 
     register: tuple[Wish, ...] = ()
     pin: tuple[str, ...] = ()
@@ -86,7 +86,10 @@ def read(data: bytes, default_source: str) -> FileContents:
 
 
 def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
-    """From what is registered to what the file says. What the file never named is left alone."""
+    """From what is registered to what the file says. What the file never named is left alone.
+
+    It takes a name over that was registered through the API.
+    """
     if not contents.is_readable:
         return Plan()
     present = {registration.name: registration for registration in registrations}
@@ -96,13 +99,14 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
     errors: dict[str, str] = {}
     for name, wanted in contents.wanted.items():
         there = present.get(name)
-        if there is None or (there.ref != wanted.ref and there.origin == "file"):
+        if there is None or there.origin == "api" or _is_new(there, wanted):
             replace = there is not None
-            register.append(Wish(name, wanted.ref, "file", wanted.pin, replace=replace))
+            by = "the adapters file"
+            register.append(Wish(name, wanted.ref, "file", wanted.pin, None, replace, by))
         elif there.ref != wanted.ref:
-            errors[name] = f"the name is registered with another reference, by {_by(there)}"
+            errors[name] = "the name is declared with another reference, by --adapter"
         elif there.origin != "file" and there.pinned != wanted.pin:
-            errors[name] = f"whether it is pinned is left to {_by(there)}, which registered it"
+            errors[name] = "whether it is pinned is left to --adapter, which declares it"
         elif there.origin == "file" and there.in_service and there.pinned != wanted.pin:
             (pin if wanted.pin else unpin).append(name)
     named = contents.wanted.keys() | contents.errors.keys()
@@ -128,5 +132,5 @@ def _read_entry(entry: Any, wanted: dict[str, Wanted], default_source: str) -> s
     return None
 
 
-def _by(registration: Registration) -> str:
-    return "--adapter" if registration.origin == "option" else "the API"
+def _is_new(there: Registration, wanted: Wanted) -> bool:
+    return there.origin == "file" and there.ref != wanted.ref

@@ -62,7 +62,7 @@ class AdaptersFile:
 
     async def poll(self) -> None:
         """Does what is to be done if the file has changed, or something failed a while ago."""
-        if not self._admin.can_admit:
+        if not self._admin.workers.ready:
             return
         stamp = await asyncio.to_thread(_stamp, self._path)
         now = self._clock()

@@ -1,62 +1,188 @@
-"""Where registrations are kept. In memory here; the protocol is what another store would offer."""
+"""What registered names mean: what this router's operator declared, and what routers share.
 
+A declaration (`--adapter`, the adapters file) is each router's own and says what a name means; the
+shared table adds what was done to it since. Other names are the table's alone.
+"""
+
+import contextlib
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+
+import msgspec
 
 from adapters.errors import AdapterError
+from adapters.ref import AdapterRef
+from router.generation import Secret
 from router.registration import Registration
+from router.shared.replica import Conflict, Replica
+from router.shared.store import MAX_ROWS, Store, StoreDown, TableFull
 
-MAX_REGISTRATIONS = 1 << 14
+logger = logging.getLogger(__name__)
+
+TABLE = "adapters"
 MAX_DELETED = 4096
+_RETRY_S = 2.0
+_decode = msgspec.json.Decoder(Registration).decode
 
 
-class AliasStore(Protocol):
-    """By name. Reads are on every request's way: they do not wait."""
+class Aliases:
+    """Reads are of this router's own copy and do not wait; a write is in the store when it returns.
+
+    is_shared: whether other routers read the table. Credentials of registrations never go there.
+    """
+
+    def __init__(
+        self, store: Store, is_shared: bool, declared: Iterable[Registration] = ()
+    ) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self.is_shared = is_shared
+        self._rows = Replica(store, TABLE, self._read, self._changed, _is_deleted)
+        self._declared = {registration.name: registration for registration in declared}
+        self._dropped: OrderedDict[str, Registration] = OrderedDict()
+        self._tokens: dict[str, tuple[AdapterRef, Secret]] = {}
+        # What this router alone knows of a row, as long as the row is the same.
+        self._noted: dict[str, tuple[Registration, Registration]] = {}
+        self._all: list[Registration] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the table was read: until then names are missing that may be there."""
+        return self._rows.is_loaded or not self.is_shared
+
+    async def run(self) -> None:
+        """Follows the store until cancelled."""
+        await self._rows.run()
+
+    async def refresh(self) -> None:
+        """Raises StoreDown."""
+        await self._rows.refresh()
 
     def get(self, name: str) -> Registration | None:
         """Also one that has been deleted."""
-        ...
+        declared, row = self._declared.get(name), self._rows.values.get(name)
+        if row is None or not _counts(row, declared):
+            return declared or self._dropped.get(name)
+        noted = self._noted.get(name)
+        found = noted[1] if noted is not None and noted[0] is row else row
+        if declared is not None and declared.origin == "file" and found.pinned != declared.pinned:
+            return msgspec.structs.replace(found, pinned=declared.pinned)
+        return found
 
-    def put(self, registration: Registration) -> None:
-        """Raises AdapterError when there are too many."""
-        ...
+    def declared(self, name: str) -> Registration | None:
+        return self._declared.get(name)
 
     def all(self) -> list[Registration]:
         """By name, without the deleted."""
-        ...
+        if self._all is None:
+            names = sorted(self._declared.keys() | self._rows.values.keys())
+            found = (self.get(name) for name in names)
+            self._all = [one for one in found if one is not None and one.state != "deleted"]
+        return self._all
 
+    def pinned(self) -> list[Registration]:
+        """Those that stay on the device."""
+        held = (*self._declared.values(), *self._rows.values.values())
+        names = {registration.name for registration in held if registration.pinned}
+        found = (self.get(name) for name in sorted(names))
+        return [one for one in found if one is not None and one.pinned]
 
-class MemoryAliases:
-    """An AliasStore that lasts as long as the process."""
+    def note(self, registration: Registration) -> None:
+        """What this router found out by itself: nobody else is told."""
+        name, row = registration.name, self._rows.values.get(registration.name)
+        declared = self._declared.get(name)
+        if row is not None and _counts(row, declared):
+            self._noted[name] = (row, registration)
+        elif declared is not None:
+            self._declared[name] = registration
+        self._changed()
 
-    def __init__(self, registrations: Iterable[Registration] = ()) -> None:
-        self._live: dict[str, Registration] = {}
-        self._deleted: OrderedDict[str, Registration] = OrderedDict()
-        for registration in registrations:
-            self.put(registration)
-
-    def get(self, name: str) -> Registration | None:
-        return self._live.get(name) or self._deleted.get(name)
-
-    def put(self, registration: Registration) -> None:
+    def declare(self, registration: Registration) -> None:
+        """Raises AdapterError when there are too many."""
         name = registration.name
-        if registration.state == "deleted":
-            self._live.pop(name, None)
-            self._deleted[name] = registration
-            if len(self._deleted) > MAX_DELETED:
-                self._deleted.popitem(last=False)
-            return
-        if name not in self._live and len(self._live) >= MAX_REGISTRATIONS:
+        if name not in self._declared and len(self._declared) >= MAX_ROWS:
+            raise _too_many()
+        self._dropped.pop(name, None)
+        self._declared[name] = registration
+        self._changed()
+
+    async def drop(self, registration: Registration) -> None:
+        """It is declared no more. registration: as it is remembered, deleted."""
+        name = registration.name
+        self._declared.pop(name, None)
+        self._dropped[name] = registration
+        if len(self._dropped) > MAX_DELETED:
+            self._dropped.popitem(last=False)
+        self._changed()
+        row = self._rows.values.get(name)
+        if row is not None and row.origin != "api":  # counts for nobody who declares it no more
+            with contextlib.suppress(StoreDown, TableFull, Conflict):
+                await self._rows.write(name, None)
+
+    async def write(self, registration: Registration) -> None:
+        """Raises AdapterError (unavailable, conflict) and then has changed nothing."""
+        name, token = registration.name, registration.token
+        if token is not None and self.is_shared:
             raise AdapterError(
-                "unavailable", f"at most {MAX_REGISTRATIONS} adapters can be registered"
+                "conflict",
+                "a registration's own token is kept by one router and cannot be shared through "
+                "Redis: give the routers HF_TOKEN, which opens registered adapters",
             )
-        self._deleted.pop(name, None)
-        self._live[name] = registration
+        before = self._tokens.pop(name, None)
+        if token is not None:
+            self._tokens[name] = (registration.ref, token)
+        row = msgspec.structs.replace(registration, token=None)
+        try:
+            await self._rows.write(name, msgspec.json.encode(row))
+        except (StoreDown, TableFull, Conflict) as error:
+            self._tokens.pop(name, None)
+            if before is not None:
+                self._tokens[name] = before
+            raise _refusal(name, error) from error
 
-    def all(self) -> list[Registration]:
-        return [self._live[name] for name in sorted(self._live)]
+    def _read(self, value: bytes) -> Registration | None:
+        try:
+            row = _decode(value)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            logger.error("the store has an adapter that cannot be read")
+            return None
+        ref, token = self._tokens.get(row.name, (None, None))
+        return msgspec.structs.replace(row, token=token) if ref == row.ref else row
+
+    def _changed(self) -> None:
+        self._all = None
+        self._noted = {
+            name: noted
+            for name, noted in self._noted.items()
+            if self._rows.values.get(name) is noted[0]
+        }
+        self.on_change()
 
 
-def names_in_service(aliases: AliasStore) -> list[str]:
+def names_in_service(aliases: Aliases) -> list[str]:
     return [registration.name for registration in aliases.all() if registration.in_service]
+
+
+def _counts(row: Registration, declared: Registration | None) -> bool:
+    """What was done to a declared name counts as long as the declaration means the same."""
+    if declared is None:
+        return row.origin == "api"
+    is_same = row.origin == declared.origin and row.ref == declared.ref
+    return is_same and row.state != "deleted"
+
+
+def _is_deleted(registration: Registration) -> bool:
+    return registration.state == "deleted"
+
+
+def _too_many() -> AdapterError:
+    return AdapterError("unavailable", f"at most {MAX_ROWS} adapters can be registered")
+
+
+def _refusal(name: str, error: Exception) -> AdapterError:
+    if isinstance(error, StoreDown):
+        message = "adapters cannot be changed now: no Redis; what is registered goes on"
+        return AdapterError("unavailable", message, (), _RETRY_S)
+    if isinstance(error, TableFull):
+        return _too_many()
+    return AdapterError("conflict", f"adapter {name!r} has just been changed by somebody else")

@@ -131,9 +131,7 @@ def _adapter_routes(service: Service) -> list[Route]:
     adapters = AdapterRoutes(service)
     operator = OperatorRoutes(service)
 
-    def guarded(endpoint: Endpoint) -> Endpoint:
-        return operator.guarded(adapters.by_one_process(endpoint))
-
+    guarded = operator.guarded
     one = "/v1/adapters/{name}"
     return [
         *_key_routes(service, operator),

@@ -16,10 +16,11 @@ from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.merge_recipe import sole_member
 from adapters.ref import AdapterRef, format_ref
-from router.aliases import AliasStore
+from router.aliases import Aliases
 from router.config import MAX_ADAPTER_TTL_S
 from router.generation import AdapterChoice, MergedChoice, Secret
-from router.registration import Content, Registration, check_served, seen
+from router.registration import Registration, check_served, seen
+from router.rollout import Content
 from router.served import Merge, Origin, ServedAdapter, changed, has_changed, merge_of
 
 MAX_CACHED = 4096
@@ -35,7 +36,7 @@ _Key = tuple[Origin, str]
 class CatalogRules:
     """What the operator allows. aliases: opened with their own token, or with `hub_token`."""
 
-    aliases: AliasStore
+    aliases: Aliases
     hub_owners: tuple[str, ...]
     hub_token: Secret | None
     share_hub_token: bool
@@ -50,6 +51,9 @@ class CatalogRules:
             is_hub = alias.ref.source == "hub"
             return alias.ref, self.credential(alias) or (choice.token if is_hub else None)
         if choice.ref.source == "alias":
+            if not self.aliases.is_known:
+                unread = "registered adapters are not known yet: no Redis; try again soon"
+                raise AdapterError("unavailable", unread, (), 2.0)
             raise AdapterError("not_found", f"no adapter is registered as {choice.adapter_id!r}")
         self.check_owner(choice.ref)
         if choice.ref.source != "hub":
@@ -125,7 +129,7 @@ class Catalog:
         if alias.digest != served.digest:
             assert isinstance(served.origin, AdapterRef)
             content = Content(served.origin, served.manifest)
-            self.rules.aliases.put(seen(alias, content, self._unix_time()))
+            self.rules.aliases.note(seen(alias, content, self._unix_time()))
         return msgspec.structs.replace(served, alias=alias.name)
 
     async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
@@ -194,7 +198,7 @@ class Catalog:
             return
         if alias is not None and alias.state == "ready":
             problem = "a worker could not fetch its content again; refresh it if it has changed"
-            self.rules.aliases.put(msgspec.structs.replace(alias, error=problem))
+            self.rules.aliases.note(msgspec.structs.replace(alias, error=problem))
             return
         ref, token = self.rules.target(choice)
         self._outcomes.pop((ref, _fingerprint(token)), None)

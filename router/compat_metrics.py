@@ -11,7 +11,7 @@ from functools import partial
 
 from adapters.meters import NO_LABELS, Meters, Row
 from router.adapter_use import AdapterUse
-from router.aliases import AliasStore
+from router.aliases import Aliases
 from router.base_model import BaseModel
 from router.fleet import Fleet
 from server.protocol import WorkerStatus
@@ -24,7 +24,7 @@ _MODEL = {"model_name": ()}
 class CompatMetrics:
     """Gauges are read at each scrape; nothing is kept."""
 
-    def __init__(self, base: BaseModel, fleet: Fleet, aliases: AliasStore, use: AdapterUse) -> None:
+    def __init__(self, base: BaseModel, fleet: Fleet, aliases: Aliases, use: AdapterUse) -> None:
         self._base = base
         self._fleet = fleet
         self._aliases = aliases

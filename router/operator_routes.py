@@ -16,6 +16,11 @@ from router.tenancy.records import AuditRecord
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
+def who(request: Request) -> str:
+    """Who asks, as far as is known, for people."""
+    return "api" if request.client is None else f"api {request.client.host}"
+
+
 class OperatorRoutes:
     """`guarded` wraps each of them. An endpoint may set `request.state.target` and `.tenant`."""
 

@@ -8,11 +8,12 @@ from typing import Literal
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef
+from adapters.ref import AdapterRef, format_ref
 from router.generation import Secret
+from router.rollout import Content, Rollout
 
 MAX_HISTORY = 32
+MAX_NOTE = 300
 
 Origin = Literal["option", "api", "file"]
 AliasState = Literal[
@@ -22,6 +23,7 @@ AliasState = Literal[
     "unloaded",  # out of service and out of the workers' memory, until it is loaded
     "deleted",  # kept so that requests are told
 ]
+Action = Literal["register", "refresh", "rollout", "promote", "rollback"]
 Event = Literal["admit", "refresh", "pin", "unload", "drained", "delete"]
 
 _IN_SERVICE: tuple[AliasState, ...] = ("registered", "ready")
@@ -49,25 +51,27 @@ _HINTS: dict[AliasState, str] = {
 }
 
 
-class Content(msgspec.Struct, frozen=True):
-    """What a reference turned out to be. ref: with its commit, for sources that have one."""
+class Change(msgspec.Struct, frozen=True):
+    """What a name meant from then on, and who wanted it so.
 
-    ref: AdapterRef
-    manifest: AdapterManifest
-
-
-class DigestRecord(msgspec.Struct, frozen=True):
-    """since: Unix seconds."""
+    digest, ref: the content that it means, and where it lay, with its commit if it has one.
+    since: Unix seconds. before: the digest before. note: what else there is to say.
+    """
 
     digest: str
     since: int
+    action: Action = "register"
+    by: str = ""
+    ref: str = ""
+    before: str | None = None
+    note: str = ""
 
 
 class Registration(msgspec.Struct, frozen=True):
     """token: opens the reference at its source; it never leaves this process but to a worker.
 
     content: set once known; it is served as it is while `ready`. history: oldest first, the last
-    is the present one. error: what went wrong last.
+    is the present one. error: what went wrong last. rollout: other versions beside `content`.
     """
 
     name: str
@@ -77,8 +81,9 @@ class Registration(msgspec.Struct, frozen=True):
     token: Secret | None = None
     state: AliasState = "registered"
     content: Content | None = None
-    history: tuple[DigestRecord, ...] = ()
+    history: tuple[Change, ...] = ()
     error: str | None = None
+    rollout: Rollout | None = None
 
     @property
     def digest(self) -> str | None:
@@ -89,9 +94,24 @@ class Registration(msgspec.Struct, frozen=True):
         return self.state in _IN_SERVICE
 
     @property
-    def pin(self) -> str | None:
-        """The digest that it keeps on the device."""
-        return self.digest if self.pinned and self.state == "ready" else None
+    def digests(self) -> frozenset[str]:
+        """All that requests may get by this name, now or soon."""
+        own = () if self.content is None else (self.content.digest,)
+        versions = () if self.rollout is None else self.rollout.versions
+        return frozenset((*own, *(v.digest for v in versions if v.live or v.weight)))
+
+    @property
+    def pinned_contents(self) -> tuple[Content, ...]:
+        """What it keeps on the device."""
+        if not self.pinned or self.state != "ready" or self.content is None:
+            return ()
+        versions = () if self.rollout is None else self.rollout.versions
+        return (self.content, *(v.content for v in versions if v.live or v.weight))
+
+    def chosen(self, sticky: str) -> Content | None:
+        """The content for one caller."""
+        version = None if self.rollout is None else self.rollout.choose(sticky)
+        return self.content if version is None else version.content
 
 
 def check_served(registration: Registration) -> None:
@@ -116,12 +136,30 @@ def move(registration: Registration, event: Event) -> Registration:
     return msgspec.structs.replace(registration, state=state)
 
 
-def seen(registration: Registration, content: Content, now: float) -> Registration:
+def seen(
+    registration: Registration,
+    content: Content,
+    now: float,
+    action: Action = "register",
+    by: str = "",
+) -> Registration:
     """It means this content now; its state stays. now: Unix seconds."""
-    history = registration.history
-    if not history or history[-1].digest != content.manifest.digest:
-        history = (*history, DigestRecord(content.manifest.digest, int(now)))[-MAX_HISTORY:]
-    return msgspec.structs.replace(registration, content=content, history=history, error=None)
+    known = registration.history
+    after = msgspec.structs.replace(registration, content=content, error=None)
+    is_new = not known or known[-1].digest != content.digest
+    return noted(after, now, action, by) if is_new else after
+
+
+def noted(
+    registration: Registration, now: float, action: Action, by: str, note: str = ""
+) -> Registration:
+    """With a line more in its history; the oldest goes when there are too many."""
+    content, known = registration.content, registration.history
+    assert content is not None
+    before = known[-1].digest if known else None
+    ref = format_ref(content.ref)
+    change = Change(content.digest, int(now), action, by, ref, before, note[:MAX_NOTE])
+    return msgspec.structs.replace(registration, history=(*known, change)[-MAX_HISTORY:])
 
 
 def conflicts(existing: Registration, ref: AdapterRef, replace: bool) -> None:

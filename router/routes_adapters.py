@@ -3,8 +3,8 @@
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from router.adapter_admin import Tiers
 from router.adapter_wish import Wish
+from router.adapter_workers import Tiers
 from router.api.adapters import (
     DEFAULT_WAIT_S,
     AdapterList,
@@ -20,9 +20,9 @@ from router.api.adapters import (
     parse_unload,
 )
 from router.api.body import decode_body
-from router.generation import RequestError, Secret
+from router.generation import Secret
 from router.http_body import read_json_body
-from router.operator_routes import Endpoint
+from router.operator_routes import who
 from router.registration import Registration
 from router.routes_info import json_response
 from router.service import Service
@@ -37,28 +37,11 @@ class AdapterRoutes:
         self._admin = service.admin
         self._service = service
 
-    def by_one_process(self, endpoint: Endpoint) -> Endpoint:
-        """A change is refused where other processes would not learn of it."""
-        count = self._service.config.router_processes
-        if count == 1:
-            return endpoint
-
-        async def answer(request: Request) -> Response:
-            if request.method not in ("GET", "HEAD"):
-                raise RequestError(
-                    "conflict",
-                    f"this router is {count} processes (--router-processes), of which one would "
-                    "learn of this: write adapters into --adapters-file, which all of them follow",
-                )
-            return await endpoint(request)
-
-        return answer
-
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":
             return await self._register(request)
         registrations = self._admin.all()
-        tiers = await self._admin.tiers(r.digest for r in registrations if r.digest)
+        tiers = await self._admin.workers.tiers(r.digest for r in registrations if r.digest)
         file = self._service.adapters_file
         problems = [] if file is None else file.problems
         return json_response(AdapterList([self._object(r, tiers) for r in registrations], problems))
@@ -66,6 +49,7 @@ class AdapterRoutes:
     async def one(self, request: Request) -> Response:
         name = request.path_params["name"]
         if request.method == "DELETE":
+            self._admin.check_free(name, "file", "option")
             return json_response(Deleted((await self._admin.delete(name)).name))
         return await self._told(self._admin.get(name))
 
@@ -73,10 +57,10 @@ class AdapterRoutes:
         return await self._told(await self._admin.load(request.path_params["name"]))
 
     async def pin(self, request: Request) -> Response:
-        return await self._told(await self._admin.pin(request.path_params["name"]))
+        return await self._told(await self._admin.pin(self._unpinned_by_file(request)))
 
     async def unpin(self, request: Request) -> Response:
-        return await self._told(await self._admin.unpin(request.path_params["name"]))
+        return await self._told(await self._admin.unpin(self._unpinned_by_file(request)))
 
     async def unload(self, request: Request) -> Response:
         """200 when all is freed, 202 while requests still run."""
@@ -85,7 +69,8 @@ class AdapterRoutes:
         return await self._told(registration, 202 if registration.state == "unloading" else 200)
 
     async def refresh(self, request: Request) -> Response:
-        old, registration = await self._admin.refresh(request.path_params["name"])
+        name = request.path_params["name"]
+        old, registration = await self._admin.refresh(name, who(request))
         shown = await self._shown(registration)
         new = registration.digest
         return json_response(Refreshed(old, new, old != new, shown))
@@ -96,7 +81,7 @@ class AdapterRoutes:
         request.state.target = body.lora_name
         source = self._service.config.default_source
         ref = parse_target(body.lora_path, "lora_path", source)
-        wish = Wish(body.lora_name, ref, "api", replace=body.load_inplace)
+        wish = Wish(body.lora_name, ref, "api", replace=body.load_inplace, by=who(request))
         await self._admin.register(wish)
         await self._admin.load(body.lora_name)
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
@@ -105,6 +90,7 @@ class AdapterRoutes:
     async def unload_lora(self, request: Request) -> Response:
         body, _ = decode_body(await read_json_body(request, MAX_BODY_BYTES), UnloadLoraBody)
         request.state.target = body.lora_name
+        self._admin.check_free(body.lora_name, "file", "option")
         await self._admin.unload(body.lora_name, DEFAULT_WAIT_S)
         await self._admin.delete(body.lora_name)
         text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
@@ -115,14 +101,22 @@ class AdapterRoutes:
         body, ref = parse_register(raw, self._service.config.default_source)
         request.state.target = body.name
         token = None if body.token is None else Secret(body.token)
-        wish = Wish(body.name, ref, "api", body.pin, token, body.replace)
+        wish = Wish(body.name, ref, "api", body.pin, token, body.replace, who(request))
         return await self._told(await self._admin.register(wish))
+
+    def _unpinned_by_file(self, request: Request) -> str:
+        """The name. Raises AdapterError where the adapters file says whether it is pinned."""
+        name = str(request.path_params["name"])
+        self._admin.check_free(name, "file")
+        return name
 
     async def _told(self, registration: Registration, status: int = 200) -> Response:
         return json_response(await self._shown(registration), status)
 
     async def _shown(self, registration: Registration) -> AdapterObject:
-        tiers = await self._admin.tiers([registration.digest] if registration.digest else [])
+        tiers = await self._admin.workers.tiers(
+            [registration.digest] if registration.digest else []
+        )
         return self._object(registration, tiers)
 
     def _object(self, registration: Registration, tiers: Tiers) -> AdapterObject:

@@ -1,6 +1,7 @@
 """Builds a router's parts from its config, and runs those that live."""
 
 import asyncio
+import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -17,8 +18,9 @@ from adapters.meters import Meters, watch_loop_lag
 from adapters.ref import AdapterRef, parse_ref
 from router.adapter_admin import AdapterAdmin
 from router.adapter_use import AdapterUse
+from router.adapter_workers import AdapterWorkers
 from router.adapters_watch import AdaptersFile
-from router.aliases import MemoryAliases
+from router.aliases import Aliases
 from router.answering import Answerer
 from router.base_model import BaseModel
 from router.catalog import Catalog, CatalogRules
@@ -39,6 +41,7 @@ from router.policy.waiting import WaitingQueue
 from router.registration import Registration
 from router.sequence_run import Retries
 from router.shared.sharing import Sharing, make_sharing
+from router.shared.store import StoreDown
 from router.state_metrics import watch_sharing, watch_state
 from router.tenancy.keys_file import KeysFileError
 from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
@@ -103,6 +106,7 @@ class Service:
         tasks = [
             asyncio.create_task(self.fleet.run()),
             asyncio.create_task(watch_loop_lag(self.metrics.loop_lag_s.observe)),
+            asyncio.create_task(self.catalog.rules.aliases.run()),
         ]
         if self.sharing.link is not None:
             discovery = Discovery(self.sharing.store, self.fleet, self.config.secret)
@@ -111,6 +115,8 @@ class Service:
             tasks.append(asyncio.create_task(self.adapters_file.run()))
         try:
             async with self.sharing.run(), self.tenancy.run():
+                with contextlib.suppress(StoreDown):  # then it goes on as soon as there is one
+                    await self.catalog.rules.aliases.refresh()
                 await self._first_worker()
                 yield
         finally:
@@ -153,14 +159,16 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         config.worker_silence_s,
         metrics.handed_over.inc,
     )
-    catalog = Catalog(_rules(config), _Pinner(hub).pin, fleet.load_adapter, _now, time.time)
+    catalog = _catalog(config, sharing, fleet, hub)
     sandbox = TemplateSandbox()
     limits = DispatchLimits(
         *(config.max_requests, config.max_stream_buffer, config.request_timeout_s),
         share_prefixes=config.share_prefixes,
     )
     use = AdapterUse(time.time)
-    admin = AdapterAdmin(catalog, fleet, use, base.is_named, config.adapter_timeout_s)
+    workers = AdapterWorkers(catalog, fleet, config.adapter_timeout_s)
+    admin = AdapterAdmin(catalog, workers, use, base.is_named)
+    fleet.on_connect = admin.worker_connected
     dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use, _retries(config))
     errors = ToldErrors(metrics)
     answerer = Answerer(
@@ -195,6 +203,11 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
             config.max_body_bytes,
         ),
     )
+
+
+def _catalog(config: RouterConfig, sharing: Sharing, fleet: Fleet, hub: Hub) -> Catalog:
+    rules = _rules(config, sharing)
+    return Catalog(rules, _Pinner(hub).pin, fleet.load_adapter, _now, time.time)
 
 
 def _tracing(config: RouterConfig) -> Tracing:
@@ -277,16 +290,17 @@ class _Pinner:
         return await loop.run_in_executor(self._threads, self._hub.resolve, ref, token)
 
 
-def _rules(config: RouterConfig) -> CatalogRules:
+def _rules(config: RouterConfig, sharing: Sharing) -> CatalogRules:
+    declared = [_alias(text, config) for text in config.adapters]
     rules = CatalogRules(
-        aliases=MemoryAliases(_alias(text, config) for text in config.adapters),
+        aliases=Aliases(sharing.store, sharing.link is not None, declared),
         hub_owners=config.hub_owners,
         hub_token=Secret(config.hub_token) if config.hub_token else None,
         share_hub_token=config.share_hub_token,
         ttl_s=config.adapter_ttl_s,
         timeout_s=config.adapter_timeout_s,
     )
-    for registration in rules.aliases.all():
+    for registration in declared:
         try:
             rules.check_owner(registration.ref)
         except AdapterError as error:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import get_args
 
 from adapters.meters import Row
-from router.aliases import AliasStore
+from router.aliases import Aliases
 from router.catalog import Catalog
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
@@ -45,7 +45,7 @@ def watch_state(
     _watch_adapters(metrics, catalog.rules.aliases)
 
 
-def _watch_adapters(metrics: RouterMetrics, aliases: AliasStore) -> None:
+def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
     """Labels are registered names, as many as `top_adapters` shows; besides `_base`, `_other`."""
     top = metrics.top_adapters
 
@@ -80,7 +80,7 @@ def _watch_adapters(metrics: RouterMetrics, aliases: AliasStore) -> None:
     )
 
 
-def _infos(aliases: AliasStore, names: Iterable[str]) -> Iterator[Row]:
+def _infos(aliases: Aliases, names: Iterable[str]) -> Iterator[Row]:
     for name in names:
         registration = aliases.get(name)
         if registration is not None:

@@ -51,11 +51,16 @@ class UnloadLoraBody(msgspec.Struct, frozen=True):
     lora_name: Name
 
 
-class DigestObject(msgspec.Struct, frozen=True):
-    """since: Unix seconds."""
+class ChangeObject(msgspec.Struct, frozen=True):
+    """What a name meant from `since` (Unix seconds) on. ref: with its commit. before: a digest."""
 
     digest: str
     since: int
+    action: str
+    by: str
+    ref: str
+    before: str | None
+    note: str
 
 
 class WorkerAdapter(msgspec.Struct, frozen=True):
@@ -96,7 +101,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     nbytes: int | None = None
     running: int = 0
     last_used: float | None = None
-    history: list[DigestObject] = []
+    history: list[ChangeObject] = []
     workers: list[WorkerAdapter] = []
     object: Literal["adapter"] = "adapter"
 
@@ -188,9 +193,17 @@ def adapter_object(
         nbytes=None if manifest is None else manifest.nbytes,
         running=running,
         last_used=last_used,
-        history=[DigestObject(record.digest, record.since) for record in registration.history],
+        history=change_objects(registration),
         workers=[_worker(worker, workers[worker]) for worker in sorted(workers)],
     )
+
+
+def change_objects(registration: Registration) -> list[ChangeObject]:
+    """Oldest first."""
+    return [
+        ChangeObject(c.digest, c.since, c.action, c.by, c.ref, c.before, c.note)
+        for c in registration.history
+    ]
 
 
 def _worker(worker: str, tiers: AdapterTiers) -> WorkerAdapter:

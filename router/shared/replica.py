@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 from router.shared.store import Row, Store, StoreDown, TableFull, life_of
 
 REFRESH_S = 1.0
+# The version of a table that was written before it was read: whatever is there has another life.
+_UNREAD = "unread"
 
 T = TypeVar("T")
 
@@ -23,7 +25,8 @@ class Conflict(Exception):
 class Replica(Generic[T]):
     """decode: a row's bytes to what it means, None for bytes that mean nothing (any more).
 
-    on_change: called after each change, also one made here.
+    on_change: called after each change, also one made here. is_spare: values that may go, as
+    deleted ones do, when the table is full. A row that did not change keeps its value's identity.
     """
 
     def __init__(
@@ -32,15 +35,19 @@ class Replica(Generic[T]):
         table: str,
         decode: Callable[[bytes], T | None],
         on_change: Callable[[], None] = lambda: None,
+        is_spare: Callable[[T], bool] = lambda value: False,
     ) -> None:
         self.is_loaded = False
         self._store = store
         self._table = table
         self._decode = decode
         self._on_change = on_change
+        self._is_spare = is_spare
         self._version = ""
         self._rows: dict[str, Row] = {}
         self._values: dict[str, T] = {}
+        # Written here while the table was being read: what was read may be older.
+        self._just_written: dict[str, Row] = {}
         self._refreshing: asyncio.Task[None] | None = None
 
     @property
@@ -70,6 +77,8 @@ class Replica(Generic[T]):
         if not await self._put(key, row):
             await self.refresh()
             raise Conflict
+        self._version = self._version or _UNREAD
+        self._just_written[key] = row
         self._set(key, row)
         self._on_change()
 
@@ -77,12 +86,13 @@ class Replica(Generic[T]):
         try:
             return await self._store.put(self._table, key, row)
         except TableFull:
-            deleted = [name for name, there in self._rows.items() if not there.value]
-            if not deleted:
+            spare = [name for name, there in self._rows.items() if self._may_go(name, there)]
+            if not spare:
                 raise
-            await self._store.forget(self._table, deleted)
-            for name in deleted:
+            await self._store.forget(self._table, spare)
+            for name in spare:
                 del self._rows[name]
+                self._values.pop(name, None)
             return await self._store.put(self._table, key, row)
 
     async def _refresh(self) -> None:
@@ -92,13 +102,27 @@ class Replica(Generic[T]):
         if life_of(version) != life_of(self._version) and self._rows:
             for key, row in list(self._rows.items()):
                 await self._store.put(self._table, key, row)
+        self._just_written.clear()
         table = await self._store.read(self._table)
         self._version = table.version
-        self._rows, self._values = {}, {}
-        for key, row in table.rows.items():
-            self._set(key, row)
+        rows = dict(table.rows)
+        for key, row in self._just_written.items():
+            if key not in rows or rows[key].revision < row.revision:
+                rows[key] = row
+        for key in self._rows.keys() - rows.keys():
+            self._values.pop(key, None)
+        before, self._rows = self._rows, {}
+        for key, row in rows.items():
+            if before.get(key) == row:
+                self._rows[key] = row
+            else:
+                self._set(key, row)
         self.is_loaded = True
         self._on_change()
+
+    def _may_go(self, key: str, row: Row) -> bool:
+        value = self._values.get(key)
+        return not row.value if value is None else self._is_spare(value)
 
     def _set(self, key: str, row: Row) -> None:
         self._rows[key] = row

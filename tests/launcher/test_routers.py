@@ -224,13 +224,8 @@ def test_a_second_signal_stops_at_once(processes: Processes) -> None:
 
 
 def test_what_is_of_one_process_alone(processes: Processes) -> None:
-    """Changes of adapters and metrics are refused on the shared port; the own one has no API."""
+    """Metrics are refused on the shared port; the own one has no API."""
     with httpx.Client(base_url=processes.url, trust_env=False) as http:
-        refused = http.post("/v1/adapters", json={"name": "a", "ref": "hub:org/a"})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
-        assert "--adapters-file" in refused.json()["error"]["message"]
-        assert http.delete("/v1/adapters/a").status_code == 409
-        assert http.get("/v1/adapters").status_code == 200
         scraped = http.get("/metrics")
         assert scraped.status_code == 409
         assert "--metrics-port" in scraped.text

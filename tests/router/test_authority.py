@@ -14,11 +14,12 @@ from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef, parse_ref
 from adapters.sources.hub import HubSource
-from router.aliases import MemoryAliases
+from router.aliases import Aliases
 from router.catalog import Catalog, CatalogRules
 from router.config import MAX_ADAPTER_TTL_S
 from router.generation import AdapterChoice, MergedChoice, Secret
 from router.served import Origin
+from router.shared.memory_store import MemoryStore
 from tests.adapters.stub_hub import StubHub, running_hub
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import Running, running_router
@@ -53,7 +54,7 @@ class Clocked:
         self.loads = 0
         self.during_load: Callable[[], None] = lambda: None
         source = HubSource(hub.endpoint)
-        rules = CatalogRules(MemoryAliases(()), (), None, False, TTL_S, 60.0)
+        rules = CatalogRules(Aliases(MemoryStore(lambda: 0.0), False), (), None, False, TTL_S, 60.0)
 
         async def pin(ref: AdapterRef, token: Secret | None) -> AdapterRef:
             return await asyncio.to_thread(source.resolve, ref, token)

@@ -81,7 +81,8 @@ async def test_register_by_parts(router: Running, worker: FakeWorker) -> None:
         ({"name": "x", "ref": "org/missing"}, 404, "no repository"),
         ({"name": "x", "ref": "org/private"}, 401, "private"),
         ({"name": "x", "ref": "org/down"}, 503, "does not answer"),
-        ({"name": "pirate", "ref": "org/other"}, 409, "replace"),
+        ({"name": "pirate", "ref": "org/other"}, 409, "declared by --adapter"),
+        ({"name": "pirate", "ref": "org/other", "replace": True}, 409, "declared by --adapter"),
         ({"name": "fake-base", "ref": "org/one"}, 409, "base model"),
     ],
 )
@@ -231,6 +232,33 @@ async def test_a_pin_that_finds_no_room_is_refused(router: Running, worker: Fake
     assert "leave no room" in answer.json()["error"]["message"]
     assert (await call(router, "GET", "/mine")).json()["pinned"] is False
     assert not worker.pins
+
+
+async def test_what_is_declared_is_changed_where_it_is_declared(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    file = tmp_path / "adapters.yaml"
+    file.write_text("adapters: [{name: mine, ref: org/one}]")
+    options: dict[str, Any] = {"adapters": ("pirate=hub:org/pirate",), "adapters_file": file}
+    async with running_router(tmp_path, worker, **options) as router:
+
+        async def applied() -> bool:
+            return (await call(router, "GET", "/mine")).status_code == 200
+
+        await poll(applied)
+        refused = [
+            await call(router, "DELETE", "/mine"),
+            await call(router, "POST", "/mine/pin"),
+            await call(router, "DELETE", "/pirate"),
+            await register(router, "mine", "org/two", replace=True),
+        ]
+        assert [answer.status_code for answer in refused] == [409] * 4
+        assert "the adapters file: change it there" in refused[0].text
+        for name in ("mine", "pirate"):
+            assert (await call(router, "POST", f"/{name}/refresh")).status_code == 200
+            assert (await call(router, "POST", f"/{name}/unload")).json()["state"] == "unloaded"
+            assert (await register(router, name, f"org/{name}")).status_code in (200, 409)
+            assert (await call(router, "POST", f"/{name}/load")).json()["state"] == "ready"
 
 
 async def test_shapes_of_vllm(router: Running, worker: FakeWorker) -> None:

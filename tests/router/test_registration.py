@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
-from router.aliases import MAX_DELETED, MAX_REGISTRATIONS, MemoryAliases, names_in_service
 from router.registration import (
     MAX_HISTORY,
     AliasState,
-    Content,
     Event,
     Registration,
     check_served,
@@ -19,6 +17,7 @@ from router.registration import (
     move,
     seen,
 )
+from router.rollout import Content
 from tests.router.fake_worker import make_manifest
 
 REF = AdapterRef("hub", "org/one")
@@ -108,8 +107,9 @@ def test_only_what_is_ready_is_pinned(events: list[Event], pinned: bool) -> None
             registration = move(registration, event)
         except AdapterError:
             continue
-        expected = registration.digest if pinned and registration.state == "ready" else None
-        assert registration.pin == expected
+        kept = [content.digest for content in registration.pinned_contents]
+        expected = [registration.digest] if pinned and registration.state == "ready" else []
+        assert kept == expected
 
 
 def test_a_name_means_one_reference_unless_told() -> None:
@@ -120,26 +120,3 @@ def test_a_name_means_one_reference_unless_told() -> None:
     with pytest.raises(AdapterError) as caught:
         conflicts(ALIAS, other, replace=False)
     assert caught.value.code == "conflict"
-
-
-def test_the_table_forgets_neither_too_soon_nor_never() -> None:
-    aliases = MemoryAliases([ALIAS])
-    aliases.put(msgspec.structs.replace(ALIAS, name="two", state="unloaded"))
-    assert names_in_service(aliases) == ["one"]
-    aliases.put(in_state("deleted"))
-    one = aliases.get("one")
-    assert one is not None
-    assert one.state == "deleted"
-    assert [r.name for r in aliases.all()] == ["two"]
-    for number in range(MAX_DELETED):
-        aliases.put(Registration(f"n{number}", REF, "api", state="deleted"))
-    assert aliases.get("one") is None
-    aliases.put(ALIAS)
-    assert aliases.get("one") == ALIAS
-
-
-def test_the_table_is_bounded() -> None:
-    aliases = MemoryAliases(Registration(f"n{n}", REF, "api") for n in range(MAX_REGISTRATIONS))
-    aliases.put(Registration("n1", REF, "file"))
-    with pytest.raises(AdapterError, match="at most"):
-        aliases.put(ALIAS)

@@ -2,7 +2,7 @@
 
 from router.shared.memory_store import MemoryStore
 from router.shared.replica import Replica
-from router.shared.store import Row
+from router.shared.store import Row, Table
 
 
 def replica(store: MemoryStore) -> Replica[str]:
@@ -40,3 +40,45 @@ async def test_a_lost_table_is_filled_by_whoever_comes_with_the_newest() -> None
     for there in (one, two):
         assert dict(there.values) == {"b": "2", "c": "3"}
     assert (await store.read("t")).rows["a"] == Row(2, b"")
+
+
+async def test_a_table_that_was_lost_before_it_was_read_is_filled_again() -> None:
+    store = Lossy(lambda: 0.0)
+    one = replica(store)
+    await one.refresh()
+    await one.write("a", b"1")
+    store._tables.clear()
+    await one.refresh()
+    assert (await store.read("t")).rows == {"a": Row(1, b"1")}
+
+
+async def test_what_is_written_while_the_table_is_read_stays() -> None:
+    class Slow(MemoryStore):
+        async def read(self, table: str) -> Table:
+            found = await super().read(table)
+            await one.write("a", b"new")
+            return found
+
+    store = Slow(lambda: 0.0)
+    fast = MemoryStore(lambda: 0.0)
+    store._tables = fast._tables
+    one = replica(fast)
+    await one.refresh()
+    one._store = store
+    await fast.put("t", "b", Row(1, b"other"))
+    store.version = fast.version  # type: ignore[method-assign]
+    store.put = fast.put  # type: ignore[method-assign]
+    await one.refresh()
+    assert dict(one.values) == {"a": "new", "b": "other"}
+
+
+async def test_unchanged_rows_keep_their_values_identity() -> None:
+    store = MemoryStore(lambda: 0.0)
+    one = Replica(store, "t", lambda value: [value])
+    await store.put("t", "a", Row(1, b"1"))
+    await one.refresh()
+    first = one.values["a"]
+    await store.put("t", "b", Row(1, b"2"))
+    await one.refresh()
+    assert one.values["a"] is first
+    assert one.values["b"] == [b"2"]

@@ -1,0 +1,124 @@
+"""Versions of one registered name side by side, and which of them a request gets. Pure.
+
+Shares are drawn by weighted rendezvous hashing: a caller stays with its version, and a weight that
+is raised only takes callers, one that is lowered only gives some away.
+"""
+
+import math
+from hashlib import blake2b
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from adapters.manifest import AdapterManifest
+from adapters.ref import AdapterRef, format_ref
+
+MAX_VERSIONS = 8
+MAX_WEIGHT = 100
+_HASH_BITS = 64
+
+Weight = Annotated[int, Meta(ge=0, le=MAX_WEIGHT)]
+VersionState = Literal[
+    "warming",  # its share, or more of it, waits until enough workers have it on their devices
+    "serving",
+    "rolled_back",  # a guard or an operator took its share away
+    "idle",  # without a share
+]
+
+
+class Content(msgspec.Struct, frozen=True):
+    """What a reference turned out to be. ref: with its commit, for sources that have one."""
+
+    ref: AdapterRef
+    manifest: AdapterManifest
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+
+class Guards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a version goes back by itself; None of a limit = it is not looked at.
+
+    window_s: what is looked at. min_requests: of a version, before it is judged.
+    max_error_increase: how far its share of failed requests may lie above the old version's.
+    max_latency_ratio: its p95 of the time to the first token, and of the time a token, over the
+    old version's.
+    """
+
+    window_s: Annotated[int, Meta(ge=10, le=3600)] = 300
+    min_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 50
+    max_error_increase: Annotated[float, Meta(ge=0, le=1)] | None = 0.05
+    max_latency_ratio: Annotated[float, Meta(ge=1, le=1000)] | None = 2.0
+
+
+class Version(msgspec.Struct, frozen=True):
+    """A version beside the one that serves. weight: wanted; live: in force.
+
+    why: why it was rolled back, or what keeps it from being warm.
+    """
+
+    ref: AdapterRef
+    content: Content
+    weight: Weight
+    live: Weight = 0
+    rolled_back: bool = False
+    why: str | None = None
+
+    @property
+    def digest(self) -> str:
+        return self.content.digest
+
+    @property
+    def state(self) -> VersionState:
+        if self.rolled_back:
+            return "rolled_back"
+        if self.weight > self.live:
+            return "warming"
+        return "serving" if self.live else "idle"
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """id: what callers' draws depend on, so the next rollout tries other callers first.
+
+    weight, live: of the old version, which serves when all weights are 0.
+    """
+
+    id: str
+    versions: tuple[Version, ...]
+    weight: Weight
+    live: Weight
+    guards: Guards | None = Guards()
+
+    @property
+    def is_warming(self) -> bool:
+        return any(version.state == "warming" for version in self.versions)
+
+    def version(self, digest: str) -> Version | None:
+        return next((v for v in self.versions if v.digest == digest), None)
+
+    def share(self, digest: str) -> float:
+        """Of a version, of all requests, once its wanted weight is in force."""
+        total = self.weight + sum(version.weight for version in self.versions)
+        found = self.version(digest)
+        return 0.0 if found is None or not total else found.weight / total
+
+    def choose(self, sticky: str) -> Version | None:
+        """None = the old version. sticky: what callers keep from request to request."""
+        chosen: Version | None = None
+        best = _score(self.id, "", sticky, self.live)
+        for version in self.versions:
+            score = _score(self.id, format_ref(version.ref), sticky, version.live)
+            if score < best:
+                chosen, best = version, score
+        return chosen
+
+
+def _score(rollout: str, version: str, sticky: str, weight: int) -> float:
+    """The least one wins: exponential draws at the rates of the weights."""
+    if not weight:
+        return math.inf
+    text = f"{rollout}\0{version}\0{sticky}".encode("utf-8", "surrogatepass")
+    drawn = int.from_bytes(blake2b(text, digest_size=_HASH_BITS // 8).digest())
+    return -math.log((drawn + 0.5) / 2**_HASH_BITS) / weight

@@ -19,7 +19,7 @@ from router.base_model import BaseModel
 from router.dispatch import Dispatcher
 from router.generation import AnswerHead, GenerationCall, PromptInfo, RequestError
 from router.generation_run import Generation, Part
-from router.http_body import read_json_body
+from router.http_body import BodyLimits, read_json_body
 from router.sse import EventStream, until_disconnect
 from router.tenancy.keys import Caller
 from router.tenancy.metering import Charge
@@ -41,13 +41,13 @@ class Answerer:
     dispatcher: Dispatcher
     tenancy: Tenancy
     registered: Registered
-    max_body_bytes: int
+    body_limits: BodyLimits
     errors: ToldErrors
 
     async def answer(self, request: Request, parse: Parse) -> Response:
         """Raises RequestError for what fails before the first byte; ClientGone."""
         caller = await self.tenancy.identify(request.headers.get("authorization"))
-        body = await read_json_body(request, self.max_body_bytes)
+        body = await read_json_body(request, self.body_limits)
         if self.base.text is None:  # without a model's names nothing can be told of the body
             until = self.dispatcher.until_ready(caller.tenant, len(body), "chat")
             await until_disconnect(request, until)

@@ -59,6 +59,30 @@ class RouterConfig:
     max_body_bytes: int = field(
         default=4 << 20, metadata={"min": 1, "help": "largest request body", "unit": "bytes"}
     )
+    head_timeout_s: float = field(
+        default=10.0,
+        metadata={
+            "min": 0.1,
+            "help": "longest time from a connection, or a request's first byte, to the end of its"
+            " head; also for a TLS handshake",
+        },
+    )
+    body_timeout_s: float = field(
+        default=30.0,
+        metadata={"min": 0.1, "help": "longest time from a request's head to its body's end"},
+    )
+    idle_timeout_s: float = field(
+        default=75.0,
+        metadata={
+            "min": 1,
+            "help": "how long a connection without a request is kept; more than a proxy in front"
+            " keeps its own",
+        },
+    )
+    reader_timeout_s: float = field(
+        default=60.0,
+        metadata={"min": 0.1, "help": "longest time for which a client may leave an answer unread"},
+    )
     max_queue: int = field(
         default=1024, metadata={"min": 1, "help": "sequences waiting for a worker"}
     )
@@ -94,6 +118,10 @@ class RouterConfig:
     )
     max_stream_buffer: int = field(
         default=1024, metadata={"min": 1, "help": "token events a slow reader may fall behind"}
+    )
+    max_stream_buffer_bytes: int = field(
+        default=8 << 20,
+        metadata={"min": 1, "help": "their memory, of all choices together", "unit": "bytes"},
     )
     hub_token: str = field(
         default="",

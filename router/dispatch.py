@@ -17,12 +17,13 @@ from router.failures import FAILURES, NoWorker, RequestQuarantined, Stopping, re
 from router.fleet import Fleet
 from router.generation import AnswerHead, Api, GenerationCall, RequestError
 from router.generation_run import Generation, PromptTask
+from router.inbox import Inbox
 from router.metrics import RouterMetrics
 from router.policy.queue_limits import QueueFull
 from router.prompts import Prompt, build_prompts, resolve_sampling
 from router.request_log import note_call
 from router.request_meter import RequestMeter
-from router.sequence_run import Inbox, Retries, RunContext, fingerprint
+from router.sequence_run import Retries, RunContext, fingerprint
 from router.served import ServedAdapter
 from router.tenancy.metering import Charge
 from router.tenancy.quota import UNSTATED_TOKENS
@@ -40,6 +41,7 @@ class DispatchLimits:
 
     max_requests: int
     max_stream_buffer: int
+    max_stream_buffer_bytes: int
     request_timeout_s: float
     share_prefixes: bool
 
@@ -116,7 +118,8 @@ class Dispatcher:
             self._check_room(call.tenant, len(prompts) * call.best_of)
         except FAILURES as error:
             raise request_error(error, call.api) from error
-        inbox = Inbox(self._limits.max_stream_buffer * call.best_of * len(prompts))
+        limits, choices = self._limits, call.best_of * len(prompts)
+        inbox = Inbox(limits.max_stream_buffer * choices, limits.max_stream_buffer_bytes)
         self._inboxes.add(inbox)
         held.callback(self._inboxes.discard, inbox)
         context = RunContext(

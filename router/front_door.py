@@ -1,9 +1,32 @@
-"""Who may hold a connection: caps in all and per address. Pure."""
+"""Who may hold a connection, and for how long: caps in all and per address; deadlines. Pure."""
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Literal
 
 Cap = Literal["total", "address"]
+# Why a connection was ended by us.
+Cut = Literal[
+    "handshake_failed",
+    "head_late",
+    "head_too_large",
+    "not_http",
+    "not_read",
+    "body_late",
+    "body_not_wanted",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """In seconds. head: of a TLS handshake, and of a request's head. body: from there to its end.
+
+    reader: for which an answer may be left unread.
+    """
+
+    head_s: float
+    body_s: float
+    reader_s: float
 
 
 class FrontDoor:

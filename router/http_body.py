@@ -1,12 +1,12 @@
 """A request's body: read within limits of bytes and time, whatever the client sends."""
 
 import asyncio
+from dataclasses import dataclass
 
 from starlette.requests import Request
 
 from router.generation import RequestError
 
-BODY_TIMEOUT_S = 30.0
 CLIENT_GONE_STATUS = 499  # as nginx counts it
 
 
@@ -14,12 +14,21 @@ class ClientGone(Exception):
     """The client left: nobody is there to answer."""
 
 
-async def read_json_body(request: Request, max_bytes: int) -> bytes:
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """timeout_s: from the end of the head to the end of the body."""
+
+    max_bytes: int
+    timeout_s: float
+
+
+async def read_json_body(request: Request, limits: BodyLimits) -> bytes:
     """The body of a request that carries JSON. Raises RequestError, ClientGone."""
+    max_bytes, timeout_s = limits.max_bytes, limits.timeout_s
     _check_headers(request, max_bytes)
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
@@ -31,7 +40,7 @@ async def read_json_body(request: Request, max_bytes: int) -> bytes:
                     return bytes(body)
     except TimeoutError as error:
         raise RequestError(
-            "body_timeout", f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+            "body_timeout", f"the body did not arrive within {timeout_s:g} s"
         ) from error
 
 

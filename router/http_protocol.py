@@ -1,6 +1,7 @@
 """HTTP/1.1 on a socket, with the limits that uvicorn's protocol lacks.
 
-A client that sends its head too slowly or too large, or that stops reading its answer, is cut off.
+A client that sends its head or body too slowly or too large, or that stops reading its answer, is
+cut off.
 """
 
 import asyncio
@@ -10,15 +11,16 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from router.front_door import FrontDoor
+from router.front_door import Cut, Deadlines, FrontDoor
 from router.http_parser import PlainHttpParser
 from router.metrics import RouterMetrics
 
-HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_DISCARDED_BYTES = 64 << 20
-WRITE_STALL_S = 60.0
+# Beyond it an answer waits for its reader, who must take so much in `Deadlines.reader_s`.
+MAX_UNREAD_BYTES = 64 << 10
+_LEAST_READ_BYTES = 16 << 10
 # When the server stops: what a client has just sent on an idle connection is still answered.
 LINGER_S = 1.0
 
@@ -32,12 +34,25 @@ class _BadHost(Exception):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. Its answers to what is not HTTP are JSON, too."""
+    """One connection. Its answers to what is not HTTP are JSON, too.
 
-    def __init__(self, door: FrontDoor, metrics: RouterMetrics, *args: Any, **kwargs: Any) -> None:
+    admitted: it has its place at the door already, and was counted.
+    """
+
+    def __init__(
+        self,
+        door: FrontDoor,
+        deadlines: Deadlines,
+        metrics: RouterMetrics,
+        admitted: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._door = door
+        self._deadlines = deadlines
         self._metrics = metrics
+        self._admitted = admitted
         self._address = ""
         self._stopping = False
         self.parser: Any = PlainHttpParser(self)
@@ -48,12 +63,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_too_large = False
         self._discarded_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._metrics.connections.inc()
+        transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
         self._address = self.client[0] if self.client else ""
+        if self._admitted:
+            self._await_head()
+            return
+        self._metrics.connections.inc()
         cap = self._door.enter(self._address)
         if cap is None:
             self._await_head()
@@ -67,7 +87,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._door.leave(self._address)
         _stop(self._head_timer)
-        _stop(self._write_timer)
+        _stop(self._body_timer)
+        _stop(self._read_timer)
         self.parser.close()
         super().connection_lost(exc)
 
@@ -80,8 +101,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._await_head()
         super().data_received(data)
         too_large = self._in_head and self._head_bytes > MAX_HEAD_BYTES
-        if too_large and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if too_large:
             self._refuse_head()
+        elif not self._in_head and self._body_timer is None:
+            self._await_body()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -119,6 +144,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_head = True
+        _stop(self._body_timer)
+        self._body_timer = None
 
     def send_400_response(self, msg: str) -> None:
         if self._head_too_large:
@@ -129,10 +156,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(WRITE_STALL_S, self._cut, "not_read")
+        self._await_reader()
 
     def resume_writing(self) -> None:
-        _stop(self._write_timer)
+        _stop(self._read_timer)
         super().resume_writing()
 
     def shutdown(self) -> None:
@@ -152,12 +179,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._answering():
             self.transport.close()
 
-    def _cut(self, why: str) -> None:
+    def _cut(self, why: Cut) -> None:
         self._metrics.connections_cut.labels(why).inc()
         self.transport.abort()
 
     def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_late)
+        self._head_timer = self.loop.call_later(self._deadlines.head_s, self._head_late)
 
     def _head_late(self) -> None:
         self._head_timer = None
@@ -168,6 +195,27 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             self._metrics.connections_cut.labels("head_late").inc()
             self._refuse(b"408 Request Timeout", "the request head did not arrive in time")
+
+    def _await_body(self) -> None:
+        self._body_timer = self.loop.call_later(self._deadlines.body_s, self._body_late)
+
+    def _body_late(self) -> None:
+        """Who waits for the body tells its client so; nobody waits for it once it is answered."""
+        if self._answering():
+            self._await_body()
+        else:
+            self._cut("body_late")
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        timeout_s = self._deadlines.reader_s
+        self._read_timer = self.loop.call_later(timeout_s, self._check_reader, unread)
+
+    def _check_reader(self, unread: int) -> None:
+        if unread - self.transport.get_write_buffer_size() < _LEAST_READ_BYTES:
+            self._cut("not_read")
+        else:
+            self._await_reader()
 
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

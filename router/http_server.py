@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,10 +13,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from router.config import RouterConfig
+from router.front_door import Deadlines
 from router.http_protocol import BoundedHttpProtocol
+from router.listeners import limit_unread
 from router.service import ConfigError, Service
+from router.tls import TlsAcceptor, server_context
 
-_KEEP_ALIVE_S = 75
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For the last words of answers that did not end in time.
 _LAST_WORDS_S = 5
@@ -40,6 +41,8 @@ class RouterServer(uvicorn.Server):
         self._watch = service.watch
         self._delay_s = service.config.drain_delay_s
         self._limit_s = service.config.drain_timeout_s
+        self._service = service
+        self._accepting: list[asyncio.Task[None]] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._dispatcher.draining:
@@ -52,12 +55,37 @@ class RouterServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        for listener in sockets or ():
+            limit_unread(listener, self._service.config.reader_timeout_s)
+        acceptor = self._tls_acceptor()
+        await super().startup(sockets if acceptor is None else [])
+        if acceptor is not None and self.started:
+            for listener in sockets or ():
+                listener.listen(self.config.backlog)
+                self._accepting.append(asyncio.create_task(acceptor.accept(listener)))
         if self.started:
             self._on_listening()
 
+    def _tls_acceptor(self) -> TlsAcceptor | None:
+        service, config = self._service, self._service.config
+        if config.tls_cert is None or config.tls_key is None:
+            return None
+        return TlsAcceptor(
+            server_context(config.tls_cert, config.tls_key),
+            service.front_door,
+            _deadlines(config),
+            service.metrics,
+            lambda: self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            ),
+        )
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._dispatcher.draining = True
+        for accepting in self._accepting:
+            accepting.cancel()
         self._watch.close()  # what would never end by itself
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._limit_s, self._dispatcher.give_up)
@@ -80,7 +108,13 @@ class RouterServer(uvicorn.Server):
 
 def _server_config(app: ASGIApp, service: Service) -> uvicorn.Config:
     config = service.config
-    protocol: Any = partial(BoundedHttpProtocol, service.front_door, service.metrics)
+    protocol: Any = partial(
+        BoundedHttpProtocol,
+        service.front_door,
+        _deadlines(config),
+        service.metrics,
+        config.tls_cert is not None,
+    )
     return uvicorn.Config(
         app,
         http=protocol,
@@ -90,11 +124,13 @@ def _server_config(app: ASGIApp, service: Service) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # any number will do
         timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)) + _LAST_WORDS_S,
-        ssl_certfile=config.tls_cert,
-        ssl_keyfile=config.tls_key,
     )
+
+
+def _deadlines(config: RouterConfig) -> Deadlines:
+    return Deadlines(config.head_timeout_s, config.body_timeout_s, config.reader_timeout_s)
 
 
 def check_tls(config: RouterConfig) -> None:
@@ -104,9 +140,7 @@ def check_tls(config: RouterConfig) -> None:
     if config.tls_cert is None or config.tls_key is None:
         return
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            config.tls_cert, config.tls_key, password=""
-        )
+        server_context(config.tls_cert, config.tls_key)
     except OSError as error:  # SSLError is one
         raise ConfigError(
             f"--tls-cert {config.tls_cert}, --tls-key {config.tls_key}: expected a certificate "

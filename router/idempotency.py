@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from router.generation import RequestError
-from router.http_body import read_json_body
+from router.http_body import BodyLimits, read_json_body
 from router.shared.store import Store, StoreDown
 from router.sse import EventStream, until_disconnect
 
@@ -66,17 +66,17 @@ class _Flight:
 class Idempotency:
     """identify: raises RequestError for a caller who may not come in (any more).
 
-    owner: this router's id. ttl_s: how long answers are kept. max_body_bytes: of a request.
+    owner: this router's id. ttl_s: how long answers are kept. body_limits: of a request.
     """
 
     def __init__(
-        self, store: Store, identify: Identify, owner: str, ttl_s: float, max_body_bytes: int
+        self, store: Store, identify: Identify, owner: str, ttl_s: float, body_limits: BodyLimits
     ) -> None:
         self._store = store
         self._identify = identify
         self._owner = owner
         self._ttl_s = ttl_s
-        self._max_body_bytes = max_body_bytes
+        self._body_limits = body_limits
         self._flights: dict[str, _Flight] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()
 
@@ -90,7 +90,7 @@ class Idempotency:
             raise RequestError("invalid", "Idempotency-Key: expected 1 to 255 visible characters")
         authorization = request.headers.get("authorization")
         await self._identify(authorization)
-        body = await read_json_body(request, self._max_body_bytes)
+        body = await read_json_body(request, self._body_limits)
         name = _name(authorization or "", key)
         mark = hashlib.sha256(request.url.path.encode() + b"\0" + body).digest()
         while (flight := self._flights.get(name)) is not None:

@@ -37,6 +37,15 @@ def share(host: str, port: int) -> socket.socket:
     return _bounded(listener)
 
 
+def limit_unread(listener: socket.socket, timeout_s: float) -> None:
+    """Its connections end when what was sent lies unread for so long, also after the last answer.
+
+    The kernel does it, so that nobody who reads nothing keeps a socket that is being closed.
+    """
+    milliseconds = max(1, round(timeout_s * 1000))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

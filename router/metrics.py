@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry
 
 from adapters.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
-from router.front_door import Cap
+from router.front_door import Cap, Cut
 from router.generation import Cause
 from router.policy.placement import Reason
 from router.top_adapters import TopAdapters
@@ -54,7 +54,7 @@ class RouterMetrics:
         self.connections_cut = meters.counter(
             "connections_cut",
             "Connections that the router ended: their clients were too slow, or spoke no HTTP",
-            {"why": ("head_late", "head_too_large", "not_http", "not_read", "body_not_wanted")},
+            {"why": get_args(Cut)},
         )
         self.given_up = meters.counter(
             "generations_given_up", "Generations whose client left before the answer was whole"

@@ -21,7 +21,7 @@ from router.api.adapters import (
 )
 from router.api.body import decode_body
 from router.generation import Secret
-from router.http_body import read_json_body
+from router.http_body import BodyLimits, read_json_body
 from router.operator_routes import who
 from router.registration import Registration
 from router.routes_info import json_response
@@ -36,6 +36,7 @@ class AdapterRoutes:
     def __init__(self, service: Service) -> None:
         self._admin = service.admin
         self._service = service
+        self._body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
 
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":
@@ -64,7 +65,7 @@ class AdapterRoutes:
 
     async def unload(self, request: Request) -> Response:
         """200 when all is freed, 202 while requests still run."""
-        wait_s = parse_unload(await read_json_body(request, MAX_BODY_BYTES))
+        wait_s = parse_unload(await read_json_body(request, self._body_limits))
         registration = await self._admin.unload(request.path_params["name"], wait_s)
         return await self._told(registration, 202 if registration.state == "unloading" else 200)
 
@@ -76,7 +77,7 @@ class AdapterRoutes:
         return json_response(Refreshed(old, new, old != new, shown))
 
     async def load_lora(self, request: Request) -> Response:
-        body, _ = decode_body(await read_json_body(request, MAX_BODY_BYTES), LoadLoraBody)
+        body, _ = decode_body(await read_json_body(request, self._body_limits), LoadLoraBody)
         check_name(body.lora_name, "lora_name")
         request.state.target = body.lora_name
         source = self._service.config.default_source
@@ -88,7 +89,7 @@ class AdapterRoutes:
         return PlainTextResponse(text)
 
     async def unload_lora(self, request: Request) -> Response:
-        body, _ = decode_body(await read_json_body(request, MAX_BODY_BYTES), UnloadLoraBody)
+        body, _ = decode_body(await read_json_body(request, self._body_limits), UnloadLoraBody)
         request.state.target = body.lora_name
         self._admin.check_free(body.lora_name, "file", "option")
         await self._admin.unload(body.lora_name, DEFAULT_WAIT_S)
@@ -97,7 +98,7 @@ class AdapterRoutes:
         return PlainTextResponse(text)
 
     async def _register(self, request: Request) -> Response:
-        raw = await read_json_body(request, MAX_BODY_BYTES)
+        raw = await read_json_body(request, self._body_limits)
         body, ref = parse_register(raw, self._service.config.default_source)
         request.state.target = body.name
         token = None if body.token is None else Secret(body.token)

@@ -21,7 +21,7 @@ from router.api.keys import (
     parse_rotate,
 )
 from router.generation import RequestError
-from router.http_body import read_json_body
+from router.http_body import BodyLimits, read_json_body
 from router.operator_routes import OperatorRoutes
 from router.routes_info import json_response
 from router.service import Service
@@ -37,11 +37,12 @@ class KeyRoutes:
 
     def __init__(self, service: Service) -> None:
         self._keys: Keyring = service.tenancy.keyring
+        self._body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
 
     async def collection(self, request: Request) -> Response:
         if request.method == "GET":
             return json_response(KeyList([key_object(key) for key in self._keys.all()]))
-        body = await read_json_body(request, MAX_BODY_BYTES)
+        body = await read_json_body(request, self._body_limits)
         wanted = parse_create(body, f"key-{secrets.token_hex(6)}")
         _tell(request, wanted)
         made, key = await self._keys.create(wanted)
@@ -55,12 +56,12 @@ class KeyRoutes:
             await self._keys.delete(key_id)
             return json_response(DeletedKey(key_id))
         if request.method == "PATCH":
-            changes = parse_change(await read_json_body(request, MAX_BODY_BYTES))
+            changes = parse_change(await read_json_body(request, self._body_limits))
             key = await self._keys.change(key_id, changes)
         return json_response(key_object(key))
 
     async def rotate(self, request: Request) -> Response:
-        grace_s = parse_rotate(await read_json_body(request, MAX_BODY_BYTES))
+        grace_s = parse_rotate(await read_json_body(request, self._body_limits))
         made, key = await self._keys.rotate(request.path_params["id"], grace_s)
         _tell(request, made)
         return json_response(NewKeyObject(key, key_object(made)))

@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.models import parse_tokenize
-from router.http_body import read_json_body
+from router.http_body import BodyLimits, read_json_body
 from router.prompts import in_thread_if
 from router.service import Service
 
@@ -13,11 +13,13 @@ from router.service import Service
 class TokenizeRoute:
     def __init__(self, service: Service) -> None:
         self._service = service
+        config = service.config
+        self._body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s)
 
     async def tokenize(self, request: Request) -> Response:
         """LoRAX's shape: a list of {id, text, start, stop}."""
         await self._service.tenancy.identify(request.headers.get("authorization"))
-        body = await read_json_body(request, self._service.config.max_body_bytes)
+        body = await read_json_body(request, self._body_limits)
         text, add_special_tokens = parse_tokenize(body)
         model = self._service.base.require()
         spans = await in_thread_if(len(text), lambda: model.spans(text, add_special_tokens))

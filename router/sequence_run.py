@@ -10,19 +10,15 @@ import hashlib
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 from adapters.errors import AdapterError
-from router.failures import (
-    ReaderTooSlow,
-    RequestQuarantined,
-    SequenceFailed,
-)
+from router.failures import RequestQuarantined, SequenceFailed
 from router.fleet import Fleet
+from router.inbox import Inbox
 from router.metrics import RouterMetrics
 from router.policy.attempts import Attempts, Quarantine, RetryBudget
 from router.policy.cost import Bill
@@ -44,51 +40,6 @@ _BUSY_DELAY_S = 0.05
 _LONGEST_BUSY_DELAY_S = 1.0
 # Of a sequence that waits: a list's entry and a Python int.
 _BYTES_A_TOKEN = 36
-
-
-class Inbox:
-    """Token events of one request's sequences, for its one reader. Bounded in events."""
-
-    def __init__(self, max_events: int) -> None:
-        self._max_events = max_events
-        self._events: deque[tuple[int, TokenEvent]] = deque()
-        self._failure: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, slot: int, event: TokenEvent) -> None:
-        if self._failure is not None:
-            return
-        if len(self._events) >= self._max_events:
-            self._events.clear()
-            self.fail(ReaderTooSlow())
-            return
-        self._events.append((slot, event))
-        self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        """The first failure ends the request; events that came before it are still read."""
-        if self._failure is None:
-            self._failure = error
-            self._wake()
-
-    async def take(self) -> list[tuple[int, TokenEvent]]:
-        """All events that are there, at least one. Raises the failure after the last of them."""
-        while not self._events:
-            if self._failure is not None:
-                raise self._failure
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-    @property
-    def failed(self) -> bool:
-        return self._failure is not None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Retries:

@@ -32,6 +32,7 @@ from router.fleet import Fleet
 from router.fleet_watch import FleetWatch
 from router.front_door import FrontDoor
 from router.generation import Secret
+from router.http_body import BodyLimits
 from router.idempotency import Idempotency
 from router.metrics import RouterMetrics
 from router.model_card import CardError, CardStore, read_card
@@ -161,20 +162,16 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     )
     catalog = _catalog(config, sharing, fleet, hub)
     sandbox = TemplateSandbox()
-    limits = DispatchLimits(
-        *(config.max_requests, config.max_stream_buffer, config.request_timeout_s),
-        share_prefixes=config.share_prefixes,
-    )
+    limits = _dispatch_limits(config)
     use = AdapterUse(time.time)
     workers = AdapterWorkers(catalog, fleet, config.adapter_timeout_s)
     admin = AdapterAdmin(catalog, workers, use, base.is_named)
     fleet.on_connect = admin.worker_connected
     dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use, _retries(config))
     errors = ToldErrors(metrics)
+    body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s)
     answerer = Answerer(
-        *(base, dispatcher, tenancy, catalog.rules.registered_name),
-        max_body_bytes=config.max_body_bytes,
-        errors=errors,
+        *(base, dispatcher, tenancy, catalog.rules.registered_name, body_limits, errors)
     )
     watch_state(metrics, fleet, catalog, dispatcher)
     watch_sharing(metrics, sharing, tenancy)
@@ -200,8 +197,18 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
             tenancy.identify,
             router_id,
             config.idempotency_ttl_s,
-            config.max_body_bytes,
+            body_limits,
         ),
+    )
+
+
+def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
+    return DispatchLimits(
+        config.max_requests,
+        config.max_stream_buffer,
+        config.max_stream_buffer_bytes,
+        config.request_timeout_s,
+        config.share_prefixes,
     )
 
 

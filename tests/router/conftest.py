@@ -1,10 +1,19 @@
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from tests.router.fake_worker import FakeWorker, running_worker
 from tests.router.serving import Running, running_router
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """As routers run: its TLS and its flow control are not asyncio's."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -111,7 +112,7 @@ async def running_router(
 
         await poll(started)
         port = listener.getsockname()[1]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        async with _client(port, config.tls_cert) as client:
             running = Running(service, hub, client)
             if workers and wait:
                 await running.until_ready()
@@ -119,6 +120,20 @@ async def running_router(
     finally:
         server.handle_exit(signal.SIGTERM, None)
         await serving
+
+
+def _client(port: int, tls_cert: Path | None) -> httpx.AsyncClient:
+    if tls_cert is None:
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20)
+    context = trusting(tls_cert)
+    return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", timeout=20, verify=context)
+
+
+def trusting(cert: Path) -> ssl.SSLContext:
+    """A client's context for a server with this self-signed certificate, whatever its name."""
+    context = ssl.create_default_context(cafile=str(cert))
+    context.check_hostname = False
+    return context
 
 
 def events_of(text: str) -> list[Any]:

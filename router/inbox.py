@@ -1,0 +1,76 @@
+"""Token events of one request on their way to its reader, bounded in number and memory."""
+
+import asyncio
+from collections import deque
+
+from router.failures import ReaderTooSlow
+from server.protocol import TokenEvent
+
+# What CPython takes for an event with one token, for each further token, and for an alternative.
+_EVENT_BYTES = 512
+_TOKEN_BYTES = 36
+_ALTERNATIVE_BYTES = 120
+
+
+def memory_of(event: TokenEvent) -> int:
+    """Bytes, about; without the prompt's logprobs, which come once and were asked for."""
+    nbytes = _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids)
+    for token in event.logprobs or ():
+        nbytes += _ALTERNATIVE_BYTES * (1 + len(token.top))
+    return nbytes
+
+
+class Inbox:
+    """Token events of one request's sequences, for its one reader.
+
+    Who falls further behind than `max_events` or `max_bytes` fails with ReaderTooSlow. A single
+    event is always taken.
+    """
+
+    def __init__(self, max_events: int, max_bytes: int) -> None:
+        self._max_events = max_events
+        self._max_bytes = max_bytes
+        self._nbytes = 0
+        self._events: deque[tuple[int, TokenEvent]] = deque()
+        self._failure: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, slot: int, event: TokenEvent) -> None:
+        if self._failure is not None:
+            return
+        self._nbytes += memory_of(event)
+        if self._events and self._is_full():
+            self._events.clear()
+            self.fail(ReaderTooSlow())
+            return
+        self._events.append((slot, event))
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """The first failure ends the request; events that came before it are still read."""
+        if self._failure is None:
+            self._failure = error
+            self._wake()
+
+    async def take(self) -> list[tuple[int, TokenEvent]]:
+        """All events that are there, at least one. Raises the failure after the last of them."""
+        while not self._events:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        events = list(self._events)
+        self._events.clear()
+        self._nbytes = 0
+        return events
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def _is_full(self) -> bool:
+        return len(self._events) >= self._max_events or self._nbytes > self._max_bytes
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

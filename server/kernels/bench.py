@@ -35,6 +35,7 @@ from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.table import LoraTable
 from server.kernels.workspace import allocate_workspace
+from server.model.products import Products
 
 LAYERS = 32
 SITES: tuple[tuple[int, tuple[int, ...]], ...] = (
@@ -100,9 +101,16 @@ class Adapters:
 class Step:
     """One decode step's GEMMs, what takes up their output, and LoRA, at a batch size."""
 
-    def __init__(self, batch: int, weights: list[torch.Tensor], configs: KernelConfigs) -> None:
+    def __init__(
+        self,
+        batch: int,
+        weights: list[torch.Tensor],
+        configs: KernelConfigs,
+        products: Products,
+    ) -> None:
         self.batch = batch
         self.weights = weights
+        self.products = products
         self.configs = configs
         self.slots = torch.full((batch,), -1, dtype=torch.int32, device="cuda")
         tile_rows = configs.tile_rows("decode", batch)
@@ -150,7 +158,7 @@ class Step:
     def _gemm(self, index: int) -> None:
         k, _ = SITES[index % len(SITES)]
         out = self.outputs[index % len(SITES)]
-        torch.mm(self.inputs[k], self.weights[index].T, out=out)
+        self.products.linear(self.inputs[k], self.weights[index], out=out)
 
     def _shrink(self, index: int, adapters: Adapters) -> None:
         k, _ = SITES[index % len(SITES)]
@@ -252,7 +260,9 @@ def measure(points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: in
     configs = load_configs("cuda")
     bandwidth = copy_bandwidth()
     weights = make_weights()
-    steps = {batch: Step(batch, weights, configs) for batch in sorted({b for b, _ in points})}
+    batches, products = sorted({b for b, _ in points}), Products()
+    products.measure(batches, [weights[site :: len(SITES)] for site in range(len(SITES))])
+    steps = {batch: Step(batch, weights, configs, products) for batch in batches}
     base = {b: graph_ms(step.base, replays) for b, step in steps.items()}
     results = []
     for distinct in sorted({d for _, d in points}):

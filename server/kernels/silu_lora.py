@@ -58,8 +58,10 @@ def silu_mul_lora(
         MAX_PIECES=config.max_pieces,
         STAGES=config.num_stages,
         PRECISION="ieee" if gate_up.dtype == torch.float32 else "tf32",
+        PDL=config.programmatic_launch,
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
+        launch_pdl=config.programmatic_launch,
     )
     return out
 
@@ -88,12 +90,12 @@ def _silu_kernel(
     MAX_PIECES: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """An item is (tile of rows, some pieces of columns); programs take items round robin."""
     # A chain of loads leads to an item's weights: its head is fetched an item or two ahead.
     PIECES: tl.constexpr = (INNER + PIECE - 1) // PIECE
     tiles = tl.load(num_tiles_ptr + 1)
-    splits = tl.load(splits_ptr)
     pieces = tl.minimum(MAX_PIECES, tl.maximum(1, tl.cdiv(PIECES * tiles, target_items)))
     blocks = tl.cdiv(PIECES, pieces)
     items = tiles * blocks
@@ -105,6 +107,9 @@ def _silu_kernel(
     )
     ahead = item + step
     slot, next_start, next_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    splits = tl.load(splits_ptr)
     for item in range(tl.program_id(0), items, step):
         next_ranks, next_gate, next_up, next_row, next_scales = _load_pair(
             words_ptr, floats_ptr, order_ptr, slot, next_start, site, num_sites

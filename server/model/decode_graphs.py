@@ -156,7 +156,7 @@ class DecodeGraphs:
             if lora is not None:
                 route(columns[SLOT], lora.segments)
             normed = self._decoder.forward(token_ids, plan, lora)
-            torch.mm(normed, head.T, out=logits)
+            self._ops.products.linear(normed, head, out=logits)
             greedy_append(
                 logits, columns[ROW], columns[APPEND], rows.tokens, sampled, self._scratch
             )

@@ -92,6 +92,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
     adapters = limits.adapter_slots > 0
     for tokens in _WARM_TOKENS:
         _warm(decoder, rows, min(tokens, limits.max_context, limits.max_step_tokens), adapters)
+    ops.products.measure(sizes, _products(parts.weights))
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
     graphs.capture(with_adapters=False)
     if adapters:
@@ -102,6 +103,18 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
         f" {sizes[-1]} sequences"
     )
     return Built(decoder, graphs, backend)
+
+
+def _products(weights: ModelWeights) -> list[list[torch.Tensor]]:
+    """The weights of each product of a step, those of several layers together."""
+    layers = weights.layers
+    return [
+        [layer.qkv for layer in layers],
+        [layer.o for layer in layers],
+        [layer.gate_up for layer in layers],
+        [layer.down for layer in layers],
+        [weights.lm_head],
+    ]
 
 
 def _warm(decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, adapters: bool) -> None:

@@ -23,6 +23,7 @@ from server.model.attention_cuda import Attention, PagedAttention
 from server.model.config import ModelConfig
 from server.model.lora import AdapterTable
 from server.model.ops import KVCache, StepLayout
+from server.model.products import Products
 from server.model.rope import cos_sin, inverse_frequencies
 from server.model.transfers import to_device
 
@@ -88,6 +89,7 @@ class CudaOps:
         self._attention = attention
         self.device = cache.k.device
         self._configs: KernelConfigs = load_configs(self.device)
+        self.products = Products()
         self._side = torch.cuda.Stream(self.device)
         inv_freq = inverse_frequencies(model.rope, model.head_dim, self.device)
         places = torch.arange(max_context, device=self.device)
@@ -153,7 +155,7 @@ class CudaOps:
     ) -> Product:
         """With LoRA: shrink runs beside the product, and what it can, expand does too."""
         if lora is None:
-            return Product(functional.linear(x, weight, bias))
+            return Product(self.products.linear(x, weight, bias))
         table = self.table.device_table
         is_gate_up = LAYER_SITES[site % len(LAYER_SITES)] == "gate_up"
         delta = None
@@ -164,7 +166,7 @@ class CudaOps:
             if lora.decodes and not is_gate_up:
                 delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
                 self._expand(delta, lora, site, accumulate=False)
-        y = functional.linear(x, weight, bias)
+        y = self.products.linear(x, weight, bias)
         main.wait_stream(self._side)
         if is_gate_up:
             return Product(y, lora=PendingLora(table, site, lora.segments, lora.workspace))
@@ -176,7 +178,7 @@ class CudaOps:
     def logits(
         self, x: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: int
     ) -> torch.Tensor:
-        y = functional.linear(x, weight)
+        y = self.products.linear(x, weight)
         if lora is not None and lora.model_sites:
             self._shrink(x, lora, site)
             self._expand(y, lora, site)

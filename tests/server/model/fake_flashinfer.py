@@ -99,6 +99,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for name in ("empty", "zeros"):
         patch.setattr(torch, name, _unpinned(getattr(torch, name)))
     patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(torch.cuda, "Stream", lambda device=None: _Stream())
     patch.setattr(torch.cuda, "current_stream", _Stream)
     patch.setattr(torch.cuda, "stream", _use_stream)

@@ -59,7 +59,7 @@ class Pair:
 
 def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     """Build the GPU path, and note the batch of every step that a graph took."""
-    from server.model import decode_graphs, gpu_path
+    from server.model import decode_graphs, gpu_path, products
 
     taken: list[int] = []
 
@@ -77,6 +77,7 @@ def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     patch.setattr(decode_graphs.DecodeGraphs, "capture", capture)
     patch.setattr(decode_graphs.DecodeGraphs, "launch", noted)
     patch.setattr(gpu_path, "_WARM_TOKENS", ())
+    patch.setattr(products, "_time", lambda *_: 1.0)
     patch.setattr(executor_module, "build", gpu_path._build_fast)
     return taken
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 ABOUT = """\
 Measure. `decode` and `prefill` run the engine in this process on random weights; `lora-kernels`
 times LoRA alone and over the base; `placement` compares placement policies on simulated fleets,
-`fairness` floods them; `router` measures a router before a worker without an engine; `serve` loads
-a running server.
+`fairness` floods them; `router` measures a router before a worker without an engine; `overload`
+asks a fleet of processes for more than it can do; `serve` loads a running server.
 
   loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
   loraplex bench placement --adapters 512,1024,4096 --shape zipf --shape drift
@@ -48,6 +48,7 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     router.add_argument("--tokens", type=int, default=128, help="of each stream")
     router.add_argument("--requests", type=int, default=4000, help="that are not streamed")
     router.set_defaults(run=run_router)
+    _add_overload(actions.add_parser("overload", help="a fleet asked for more than it can do"))
     serve = actions.add_parser("serve", help="load on a running server")
     _add_load(serve)
     serve.set_defaults(run=run_serve)
@@ -146,6 +147,40 @@ def run_router(arguments: argparse.Namespace) -> None:
         print(json.dumps(cost))
     else:
         print("\n".join(f"{name:20} {value:10.2f}" for name, value in cost.items()))
+
+
+def _add_overload(parser: Parser) -> None:
+    parser.add_argument(
+        "--times", action="append", type=float, help="of what it can do; default: 2, 10"
+    )
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=16, help="sequences at once of a worker")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--step-ms", type=float, default=50.0, help="of a decode step")
+    parser.add_argument("--queue-s", type=float, default=1.0, help="of work that may wait")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of overload")
+    parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, help="of a good answer")
+    parser.add_argument("--recovery-s", type=float, default=10.0, help="until all is as before")
+    parser.set_defaults(run=run_overload)
+
+
+def run_overload(arguments: argparse.Namespace) -> None:
+    import uvloop
+
+    from launcher.bench.overload import Scene, measure, table
+
+    times = arguments.times or [2.0, 10.0]
+    scene = Scene(
+        *(arguments.workers, arguments.rows, arguments.tokens, arguments.step_ms / 1e3),
+        *(arguments.queue_s, arguments.seconds, arguments.slo_ttft_ms / 1e3),
+        arguments.recovery_s,
+    )
+    if min(scene.workers, scene.rows, scene.tokens) < 1 or scene.seconds < 2:
+        raise SystemExit("loraplex: expected --workers, --rows, --tokens >= 1 and --seconds >= 2")
+    if min(scene.step_s, scene.queue_s, scene.slo_s, scene.recovery_s, *times) <= 0:
+        raise SystemExit("loraplex: times must be more than 0")
+    result = uvloop.run(measure(scene, times))  # the generator's CPU time is taken from the fleet
+    print(json.dumps(asdict(result)) if arguments.json else table(result))
 
 
 def _add_load(parser: Parser) -> None:

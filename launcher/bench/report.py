@@ -12,6 +12,7 @@ class Outcome:
 
     first_use: no earlier request of the run named its adapter. token_s: when each event came.
     output_tokens: as the server counted them. error: status or exception, None = complete.
+    retry_after_s: what a refusal said.
     """
 
     adapter: str | None
@@ -22,6 +23,7 @@ class Outcome:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
+    retry_after_s: float | None = None
 
     @property
     def ttft_s(self) -> float:

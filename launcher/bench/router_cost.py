@@ -123,16 +123,18 @@ async def routed(step_s: float) -> AsyncIterator[tuple[int, int]]:
         line = await asyncio.wait_for(worker.stdout.readline(), _START_S)
         url = f"ws://{LOOPBACK}:{int(line)}"
         async with running("launcher", "router", "--worker", url, "--port", str(port)) as router:
-            await _until_ready(f"http://{LOOPBACK}:{port}/health/ready")
+            await until_ready(f"http://{LOOPBACK}:{port}", 1)
             await ask_many(port, _WARM_UP, 4, 4)
             yield router.pid, port
 
 
-async def _until_ready(url: str) -> None:
-    async with asyncio.timeout(_START_S), httpx.AsyncClient() as client:
+async def until_ready(url: str, workers: int) -> None:
+    """Until the router there has so many workers. Raises TimeoutError."""
+    async with asyncio.timeout(_START_S), httpx.AsyncClient(trust_env=False) as client:
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if (await client.get(url)).status_code == 200:
+                answer = await client.get(f"{url}/info")
+                if answer.status_code == 200 and answer.json()["workers_ready"] >= workers:
                     return
             await asyncio.sleep(0.1)
 

@@ -69,6 +69,7 @@ async def send(target: Target, call: Call, outcome: Outcome) -> None:
             count_tokens(outcome, answer)
         else:
             outcome.error = str(answer.status)
+            outcome.retry_after_s = answer.retry_after_s
     except (OSError, TimeoutError, httptools.HttpParserError) as error:
         outcome.error = type(error).__name__
     outcome.end_s = loop.time()

@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -16,20 +17,24 @@ class StreamProtocol(asyncio.Protocol):
         self.parser = httptools.HttpResponseParser(self)
         self.done: asyncio.Future[None] = clock.create_future()
         self.status = 0
+        self.retry_after_s: float | None = None
         self.event_s: list[float] = []
         self.last_events: list[bytes] = []
         self.buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.write(self.request)
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio's
+        self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.finish(error)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after":
+            self.retry_after_s = float(value)
 
     def on_body(self, body: bytes) -> None:
         self.status = self.parser.get_status_code()

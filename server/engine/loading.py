@@ -20,6 +20,7 @@ from server.engine.sequence import Order, Sequence
 ORDER = attrgetter("order")
 # What nobody waits for comes after all that somebody waits for.
 _LAST = Order(1 << 62, 0)
+_PINNED = "the adapter is pinned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,9 @@ class AdapterLoads:
         self.released: list[str] = []
         self.settled: list[AdapterSettled] = []
         self.refused: list[tuple[str, str]] = []  # digests with waiters, and why not
-        self._wanted: dict[str, None] = {}  # in order
-        self._condemned: dict[str, None] = {}
+        # Both in order, with the orders that each answers; of what is pinned there may be none.
+        self._wanted: dict[str, list[int]] = {}
+        self._condemned: dict[str, list[int]] = {}
         self._parked: dict[str, list[Sequence]] = {}
         self._asked: set[str] = set()
         self._staged: dict[str, Staged] = {}
@@ -157,27 +159,25 @@ class AdapterLoads:
         pins = frozenset(digests)
         self.arena.pin_only(pins)
         for digest in sorted(pins):
-            if digest in self._condemned:
-                del self._condemned[digest]
-                resident = self.arena.stage(digest) == "ready"
-                self.settled.append(AdapterSettled(digest, resident, "the adapter is pinned"))
+            self._settle(self._condemned.pop(digest, ()), _PINNED)
             if self.arena.stage(digest) == "absent":
-                self._wanted[digest] = None
+                self._wanted.setdefault(digest, [])
 
-    def preload(self, digest: str) -> None:
-        self._condemned.pop(digest, None)
+    def preload(self, order: int, digest: str) -> None:
+        """It overtakes evictions that still wait."""
+        self._settle(self._condemned.pop(digest, ()), "it was loaded again meanwhile")
         if self.arena.stage(digest) == "ready":
-            self.settled.append(AdapterSettled(digest, True))
+            self._settle([order])
         else:
-            self._wanted[digest] = None
+            self._wanted.setdefault(digest, []).append(order)
 
-    def condemn(self, digest: str) -> None:
-        """It is dropped as soon as no sequence needs it."""
+    def condemn(self, order: int, digest: str) -> None:
+        """It is dropped as soon as no sequence needs it. That overtakes preloads under way."""
         if digest in self.arena.pins:
-            self.settled.append(AdapterSettled(digest, True, "the adapter is pinned"))
+            self._settle([order], _PINNED)
             return
-        self._wanted.pop(digest, None)
-        self._condemned[digest] = None
+        self._settle(self._wanted.pop(digest, ()), "it was evicted meanwhile")
+        self._condemned.setdefault(digest, []).append(order)
 
     def drop_condemned(self, sequences: Iterable[Sequence]) -> None:
         """sequences: all that are not over."""
@@ -189,16 +189,16 @@ class AdapterLoads:
                 continue
             if self.arena.stage(digest) == "ready":
                 self.arena.drop(digest)
-            del self._condemned[digest]
-            self.settled.append(AdapterSettled(digest, False))
+            self._settle(self._condemned.pop(digest))
 
     def _asked_for(self, digest: str) -> bool:
         return digest in self._parked or digest in self._wanted
 
     def _end_want(self, digest: str, problem: str | None) -> None:
-        if digest in self._wanted:
-            del self._wanted[digest]
-            self.settled.append(AdapterSettled(digest, problem is None, problem))
+        self._settle(self._wanted.pop(digest, ()), problem)
+
+    def _settle(self, orders: Iterable[int], error: str | None = None) -> None:
+        self.settled += [AdapterSettled(order, error) for order in orders]
 
     # ---- once a plan
 

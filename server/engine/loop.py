@@ -136,10 +136,10 @@ class EngineLoop(Generic[T]):
                 scheduler.slab_missing(digest, text)
             case PinAdapters(digests):
                 scheduler.loads.pin_only(digests)
-            case PreloadAdapter(digest):
-                scheduler.loads.preload(digest)
-            case EvictAdapter(digest):
-                scheduler.loads.condemn(digest)
+            case PreloadAdapter(order, digest):
+                scheduler.loads.preload(order, digest)
+            case EvictAdapter(order, digest):
+                scheduler.loads.condemn(order, digest)
 
     def _idle_s(self) -> float | None:
         """How long nothing can happen unless a message comes; None = for ever."""

@@ -46,14 +46,22 @@ class PinAdapters(msgspec.Struct, frozen=True, array_like=True, tag="pa"):
 
 
 class PreloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="pl"):
-    """Bring it to the device though no sequence asks for it. Answered by AdapterSettled."""
+    """Bring it to the device though no sequence asks for it. Answered by AdapterSettled.
 
+    order: the shell's own number for it.
+    """
+
+    order: int
     digest: str
 
 
 class EvictAdapter(msgspec.Struct, frozen=True, array_like=True, tag="ea"):
-    """Free it on the device as soon as no sequence needs it. Answered by AdapterSettled."""
+    """Free it on the device as soon as no sequence needs it. Answered by AdapterSettled.
 
+    order: as above.
+    """
+
+    order: int
     digest: str
 
 
@@ -102,11 +110,10 @@ class SlabReleased(msgspec.Struct, frozen=True, array_like=True, tag="sr"):
 
 
 class AdapterSettled(msgspec.Struct, frozen=True, array_like=True, tag="at"):
-    """A preload, pin or eviction is over. resident: on the device now. message: why it failed."""
+    """A preload or an eviction is over. error: why it was not carried out."""
 
-    digest: str
-    resident: bool
-    message: str | None = None
+    order: int
+    error: str | None = None
 
 
 class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):

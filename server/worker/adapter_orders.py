@@ -4,7 +4,7 @@ It decides nothing about room: that is `AdapterArena`'s policy, in the engine an
 """
 
 import asyncio
-import contextlib
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -25,6 +25,7 @@ from server.worker.host_tier import HostTier
 MAX_ORDERS = 1024
 MAX_REMEMBERED = 1 << 16
 _NEWEST = 0.2  # weight of the newest load in the mean rate
+_LOST = "the engine was lost"
 
 Report = Callable[[AdapterReport], None]
 
@@ -67,7 +68,8 @@ class AdapterOrders:
         self._clock = clock
         self._engine: EngineView | None = None
         self._pins: dict[int, frozenset[str]] = {}  # by connection
-        self._waiting: dict[str, list[asyncio.Future[AdapterSettled]]] = {}
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[str | None]] = {}  # by number; why not
         self._tasks: dict[asyncio.Task[None], int] = {}
         self._notes: OrderedDict[str, _Note] = OrderedDict()
         self.load_bytes_s = 0.0  # a running mean over adapters that came to the device
@@ -114,13 +116,13 @@ class AdapterOrders:
 
     def engine_lost(self) -> None:
         """Its device memory is gone with it."""
-        for digest in list(self._waiting):
-            self.settled(AdapterSettled(digest, False, "the engine was lost"))
+        for order in list(self._answers):
+            self.settled(AdapterSettled(order, _LOST))
 
     def settled(self, settled: AdapterSettled) -> None:
-        for future in self._waiting.pop(settled.digest, ()):
-            if not future.done():
-                future.set_result(settled)
+        answer = self._answers.pop(settled.order, None)
+        if answer is not None and not answer.done():
+            answer.set_result(settled.error)
 
     def used(self, digest: str) -> None:
         self._note(digest).used_at = self._clock()
@@ -177,11 +179,7 @@ class AdapterOrders:
         assert self._engine is not None
         if not self._engine.engine_is_up:
             return "the engine is being started"
-        answers = [self._ask(PreloadAdapter(digest)) for digest in digests]
-        for settled in await asyncio.gather(*answers):
-            if not settled.resident:
-                return settled.message or "it was evicted meanwhile"
-        return None
+        return next(filter(None, await self._ask(PreloadAdapter, digests)), None)
 
     async def _evict(self, digests: Collection[str]) -> str | None:
         assert self._engine is not None
@@ -189,25 +187,29 @@ class AdapterOrders:
         if pinned:
             return "a router has it pinned"
         if self._engine.engine_is_up:
-            answers = [self._ask(EvictAdapter(digest)) for digest in digests]
-            for settled in await asyncio.gather(*answers):
-                if settled.resident:
-                    return settled.message or "it was loaded again meanwhile"
+            for error in await self._ask(EvictAdapter, digests):
+                if error not in (None, _LOST):
+                    return error
         for digest in digests:
             await self._tier.evict(digest)
         return None
 
-    async def _ask(self, frame: PreloadAdapter | EvictAdapter) -> AdapterSettled:
+    async def _ask(
+        self, kind: type[PreloadAdapter] | type[EvictAdapter], digests: Collection[str]
+    ) -> list[str | None]:
+        """Why the engine could not, for each; sent at once, while it is known to be up."""
         assert self._engine is not None
-        answer: asyncio.Future[AdapterSettled] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault(frame.digest, [])
-        waiting.append(answer)
-        self._engine.to_engine(frame)
+        loop = asyncio.get_running_loop()
+        asked: dict[int, asyncio.Future[str | None]] = {}
+        for digest in digests:
+            order = next(self._numbers)
+            asked[order] = self._answers[order] = loop.create_future()
+            self._engine.to_engine(kind(order, digest))
         try:
-            return await answer
+            return await asyncio.gather(*asked.values())
         finally:
-            with contextlib.suppress(ValueError):
-                waiting.remove(answer)
+            for order in asked:
+                self._answers.pop(order, None)
 
     def _tiers(self, digest: str, on_disk: bool) -> AdapterTiers:
         assert self._engine is not None

@@ -3,32 +3,37 @@
 from server.engine.messages import AdapterSettled
 from tests.server.engine.harness import Harness, limits, make_request
 
+EVICTED = "it was evicted meanwhile"
+LOADED = "it was loaded again meanwhile"
+PINNED = "the adapter is pinned"
+
 
 def test_a_preload_comes_to_the_device_and_tells() -> None:
     harness = Harness()
-    harness.scheduler.loads.preload("a")
+    harness.scheduler.loads.preload(1, "a")
+    harness.scheduler.loads.preload(2, "a")
     harness.run()
-    assert harness.settled == [AdapterSettled("a", True)]
-    harness.scheduler.loads.preload("a")
+    assert harness.settled == [AdapterSettled(1), AdapterSettled(2)]
+    harness.scheduler.loads.preload(3, "a")
     harness.drain()
-    assert harness.settled[1:] == [AdapterSettled("a", True)], "it is there already"
+    assert harness.settled[2:] == [AdapterSettled(3)], "it is there already"
     harness.assert_at_rest()
 
 
 def test_a_preload_that_fails_says_why_and_is_not_asked_for_again() -> None:
     harness = Harness(auto_stage=False)
-    harness.scheduler.loads.preload("a")
+    harness.scheduler.loads.preload(1, "a")
     harness.cycle()
     harness.miss("a", "not on disk")
     harness.run()
-    assert harness.settled == [AdapterSettled("a", False, "not on disk")]
+    assert harness.settled == [AdapterSettled(1, "not on disk")]
     assert not harness.needed
 
 
 def test_preloads_come_after_those_that_somebody_waits_for() -> None:
     harness = Harness(auto_stage=False)
     harness.scheduler.loads.max_loading = 1
-    harness.scheduler.loads.preload("wanted")
+    harness.scheduler.loads.preload(1, "wanted")
     harness.submit(make_request([5, 6], 2, "waited for"))
     harness.cycle()
     assert harness.needed == ["waited for"]
@@ -40,15 +45,31 @@ def test_an_eviction_waits_for_the_last_sequence() -> None:
     harness.cycle()
     harness.cycle()
     second = harness.submit(make_request([5, 7], 8, "a", ignore_eos=True))
-    harness.scheduler.loads.condemn("a")
+    harness.scheduler.loads.condemn(1, "a")
     while not (harness.events.get(first) and harness.last(first).finish):
         harness.cycle()
         assert not harness.settled
     harness.run()
     assert harness.last(second).finish == "length"
-    assert harness.settled == [AdapterSettled("a", False)]
+    assert harness.settled == [AdapterSettled(1)]
     assert harness.scheduler.arena.stage("a") == "absent"
     harness.assert_at_rest()
+
+
+def test_of_a_preload_and_an_eviction_the_later_is_carried_out() -> None:
+    harness = Harness()
+    loads = harness.scheduler.loads
+    loads.preload(1, "a")
+    harness.cycle()
+    loads.condemn(2, "a")
+    harness.run()
+    assert harness.settled == [AdapterSettled(1, EVICTED), AdapterSettled(2)]
+    assert harness.scheduler.arena.stage("a") == "absent"
+    loads.condemn(3, "b")
+    loads.preload(4, "b")
+    harness.run()
+    assert harness.settled[2:] == [AdapterSettled(3, LOADED), AdapterSettled(4)]
+    assert harness.scheduler.arena.stage("b") == "ready"
 
 
 def test_a_pin_ends_an_eviction_that_waits() -> None:
@@ -56,15 +77,21 @@ def test_a_pin_ends_an_eviction_that_waits() -> None:
     running = harness.submit(make_request([5, 6], 8, "a", ignore_eos=True))
     while not harness.events.get(running):
         harness.cycle()
-    harness.scheduler.loads.condemn("a")
-    harness.scheduler.loads.condemn("b")
-    harness.scheduler.loads.pin_only(["a", "b"])
+    loads = harness.scheduler.loads
+    loads.condemn(1, "a")
+    loads.preload(2, "b")
+    loads.condemn(3, "b")
+    loads.pin_only(["a", "b"])
+    loads.preload(4, "b")
+    loads.condemn(5, "b")
     harness.run()
     assert harness.last(running).finish == "length"
     assert harness.settled == [
-        AdapterSettled("a", True, "the adapter is pinned"),
-        AdapterSettled("b", False, "the adapter is pinned"),
-        AdapterSettled("b", True),
+        AdapterSettled(2, EVICTED),
+        AdapterSettled(1, PINNED),
+        AdapterSettled(3, PINNED),
+        AdapterSettled(5, PINNED),
+        AdapterSettled(4),
     ]
 
 
@@ -72,12 +99,9 @@ def test_the_pinned_are_not_evicted_and_what_does_not_fit_beside_them_is_refused
     harness = Harness(limits(arena_extents=3, adapter_slots=3))
     harness.scheduler.loads.pin_only(["a"])
     harness.run()
-    harness.scheduler.loads.condemn("a")
+    harness.scheduler.loads.condemn(1, "a")
     harness.drain()
-    assert harness.settled == [
-        AdapterSettled("a", True),
-        AdapterSettled("a", True, "the adapter is pinned"),
-    ]
+    assert harness.settled == [AdapterSettled(1, PINNED)]
     key = harness.submit(make_request([5], 2, "large"))  # two extents, one is left
     harness.run()
     assert harness.last(key).error == "adapter_unavailable"

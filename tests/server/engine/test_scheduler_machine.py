@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.requests: dict[int, GenerateRequest] = {}
         self.aborted: set[int] = set()
+        self.orders = 0
 
     @initialize(
         depth=st.sampled_from([1, 2, 3]),
@@ -99,7 +100,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(digest=st.sampled_from([*RUNS, "unheard"]), order=st.sampled_from(["preload", "condemn"]))
     def order(self, digest: str, order: str) -> None:
         loads = self.harness.scheduler.loads
-        loads.preload(digest) if order == "preload" else loads.condemn(digest)
+        give = loads.preload if order == "preload" else loads.condemn
+        give(self.orders, digest)
+        self.orders += 1
 
     @rule(pins=st.sets(st.sampled_from(sorted(RUNS)), max_size=1))
     def pin(self, pins: set[str]) -> None:
@@ -119,6 +122,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness.run()
         assert all(self.is_ready(digest) for digest in pinned), "a pinned adapter was evicted"
         self.harness.assert_at_rest()
+        answered = sorted(settled.order for settled in self.harness.settled)
+        assert answered == list(range(self.orders)), "each order is answered once"
         for key, request in self.requests.items():
             self.check_answer(key, request)
 

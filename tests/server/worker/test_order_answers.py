@@ -1,0 +1,65 @@
+"""Each order hears of itself, whatever else was ordered for the same adapter meanwhile."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.engine.fake import CertifyOptions
+from tests.server.engine.harness import limits
+from tests.server.worker.slabs import EXTENT
+from tests.server.worker.tiers import ROUTER, Tiers
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    device = limits(arena_extents=4, adapter_slots=2, extent_bytes=EXTENT)
+    tiers = Tiers(tmp_path, device, CertifyOptions(device.vocab_size, device.eos_token_ids))
+    tiers.store("a", 1)
+    yield tiers
+    tiers.close()
+    assert tiers.wrong == []
+
+
+def outcome(tiers: Tiers, order_id: str) -> str | None:
+    """The one report's error, once all has come to rest."""
+    for _ in range(20):
+        tiers.round()
+    (report,) = tiers.reports[order_id]
+    return report.error
+
+
+def test_an_eviction_does_not_hear_of_the_load_before_it(tiers: Tiers) -> None:
+    tiers.order("first", "load", "a")
+    assert outcome(tiers, "first") is None
+    tiers.order("second", "load", "a")
+    tiers.turns(2)
+    tiers.engine_turn()  # its answer is on the way
+    tiers.order("evict", "evict", "a")
+    assert outcome(tiers, "evict") is None
+    assert outcome(tiers, "second") is None
+    assert tiers.engine.scheduler.arena.stage("a") == "absent"
+
+
+def test_a_load_does_not_hear_of_the_pin_before_it(tiers: Tiers) -> None:
+    tiers.order("evict", "evict", "a")
+    tiers.turns(2)
+    tiers.do(lambda: tiers.orders.pin(ROUTER, ["a"]))
+    tiers.engine_turn()  # the eviction's refusal is on the way
+    tiers.order("load", "load", "a")
+    assert outcome(tiers, "load") is None
+    assert outcome(tiers, "evict") == "the adapter is pinned"
+    assert tiers.engine.scheduler.arena.stage("a") == "ready"
+
+
+def test_an_eviction_is_carried_out_by_the_loss_of_the_engine(tiers: Tiers) -> None:
+    tiers.order("first", "load", "a")
+    assert outcome(tiers, "first") is None
+    tiers.order("evict", "evict", "a")
+    tiers.turns(2)
+    tiers.order("load", "load", "a")
+    tiers.turns(2)
+    tiers.restart_engine()
+    assert outcome(tiers, "evict") is None
+    assert outcome(tiers, "load") == "the engine was lost"
+    assert tiers.tier.stage("a") == "absent"

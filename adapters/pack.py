@@ -5,6 +5,7 @@ whose offsets the layout gives. Memory stays bounded by the largest tensor.
 """
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapters.base import SITE_PROJECTIONS, BaseSpec
+from adapters.disk import hold, publish_file
 from adapters.floats import all_finite, read_floats, write_floats
 from adapters.header import TensorInfo
 from adapters.layout import SLAB_ITEM_BYTES, a_matrix, b_matrices
@@ -54,29 +56,61 @@ def write_slab(
     findings.raise_if_any()
 
 
-def read_slab_layout(path: Path) -> SlabLayout:
-    """The layout of a slab file. Raises SlabError, or another OSError."""
-    with path.open("rb") as file:
-        return _read_prefix(file)[0]
+class SlabFile:
+    """A slab open for reading: its bytes stay, whatever is removed or replaced meanwhile, and no
+    `adapters.disk.release` counts it as room until it is closed.
 
-
-def copy_runs(path: Path, target: memoryview, first_extents: Sequence[int]) -> SlabLayout:
-    """Copies a slab's payload into an arena of extents, run by run, without parsing it.
-
-    target: the arena's bytes, writable. first_extents: for each run of the layout, the number of
-    the arena's extent where it goes. Raises SlabError (a short file too) or another
-    OSError.
+    path: where it lies.
     """
-    with path.open("rb", buffering=0) as file:
-        layout, payload = _read_prefix(file)
+
+    def __init__(self, path: Path) -> None:
+        """Raises SlabError (a short file too), or another OSError."""
+        self.path = path
+        self._hold = hold(path)
+        try:
+            self.layout, self._payload = _read_prefix(self._hold.fd)
+            nbytes = os.fstat(self._hold.fd).st_size
+            if nbytes < self._payload + self.layout.nbytes:
+                raise SlabError(f"the slab ends after {nbytes} bytes")
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._hold.close()
+
+    def copy_runs(self, target: memoryview, first_extents: Sequence[int]) -> None:
+        """Copies the payload into an arena of extents, run by run, without parsing it.
+
+        target: the arena's bytes, writable. first_extents: for each run of the layout, the number
+        of the arena's extent where it goes. Raises OSError.
+        """
+        layout = self.layout
         if len(first_extents) != len(layout.runs):
             raise ValueError(f"{len(first_extents)} places for {len(layout.runs)} runs")
-        position = payload
+        position = self._payload
         for run, first in zip(layout.runs, first_extents, strict=True):
             start, nbytes = first * layout.extent_bytes, run * layout.extent_bytes
-            _read_exactly(file.fileno(), target[start : start + nbytes], position, nbytes)
+            _read_exactly(self._hold.fd, target[start : start + nbytes], position, nbytes)
             position += nbytes
-    return layout
+
+    def save(self, target: Path) -> None:
+        """Copies the whole file to `target`. Raises OSError."""
+        with open(self._hold.fd, "rb", closefd=False) as file, target.open("wb") as out:
+            file.seek(0)
+            shutil.copyfileobj(file, out)
+
+    def publish(self, target: Path) -> None:
+        """Makes a staged file appear as `target`; it cannot be evicted before its first reader.
+
+        Raises OSError; then it is closed.
+        """
+        try:
+            publish_file(self.path, target)
+        except OSError:
+            self.close()
+            raise
+        self.path = target
 
 
 def _read_exactly(fd: int, target: memoryview, position: int, nbytes: int) -> None:
@@ -101,13 +135,14 @@ def _payload_start(layout_bytes: int) -> int:
     return -(-(_PREFIX_BYTES + layout_bytes) // PAGE) * PAGE
 
 
-def _read_prefix(file: Any) -> tuple[SlabLayout, int]:
-    prefix = file.read(_PREFIX_BYTES)
+def _read_prefix(fd: int) -> tuple[SlabLayout, int]:
+    """The layout, and where the payload begins."""
+    prefix = os.pread(fd, _PREFIX_BYTES, 0)
     size = int.from_bytes(prefix[len(_MAGIC) :], "little")
     if prefix[: len(_MAGIC)] != _MAGIC or size > _MAX_LAYOUT_BYTES:
         raise SlabError("not a slab file")
     try:
-        layout = msgspec.msgpack.decode(file.read(size), type=SlabLayout)
+        layout = msgspec.msgpack.decode(os.pread(fd, size, _PREFIX_BYTES), type=SlabLayout)
     except msgspec.DecodeError as error:
         raise SlabError(f"the slab's layout cannot be read: {error}") from error
     if layout.version != LAYOUT_VERSION:

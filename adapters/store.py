@@ -8,8 +8,8 @@ import hashlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,6 @@ import msgspec
 from adapters.adapter_files import fetched_bytes, small_files
 from adapters.base import BaseSpec
 from adapters.disk import (
-    Hold,
     disk_errors,
     hold,
     mark_used,
@@ -32,7 +31,7 @@ from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype
 from adapters.merge_job import MergeJob, write_job
 from adapters.merge_plan import plan_merge
 from adapters.merge_recipe import MergeRecipe
-from adapters.pack import SlabError, read_slab_layout, write_slab
+from adapters.pack import SlabError, SlabFile, write_slab
 from adapters.peft_format import CONFIG_FILE
 from adapters.quota import Quota
 from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name
@@ -144,11 +143,8 @@ class AdapterStore:
 
     def manifest(self, digest: str) -> AdapterManifest:
         """Of an admitted adapter."""
-        with disk_errors():
-            manifest = self._read_manifest(digest) if _DIGEST.fullmatch(digest) else None
-        if manifest is None:
-            raise AdapterError("not_found", f"adapter {digest[:12]} is not in the store")
-        return manifest
+        with disk_errors(), self._held(digest) as manifest:
+            return _present(manifest, digest)
 
     def has(self, digest: str) -> bool:
         """Whether it is here. It does not count as a use."""
@@ -158,16 +154,27 @@ class AdapterStore:
 
     def slab(
         self, digest: str, dtype: SlabDtype, extent_bytes: int, tp_rank: int = 0, tp_size: int = 1
-    ) -> Path:
-        """An admitted adapter's slab file (`adapters.pack`), packed now if need be."""
+    ) -> SlabFile:
+        """An admitted adapter's slab, packed now if need be; the caller closes it."""
         if (tp_rank, tp_size) != (0, 1):
             raise ValueError("slabs are not sharded: tp_size must be 1")
-        manifest = self.manifest(digest)
         key = f"{digest}-{dtype}-{extent_bytes}-{tp_rank}of{tp_size}-v{LAYOUT_VERSION}.slab"
         target = self._slabs / key
-        return self._packings.run(
-            target, "", lambda: self._pack(manifest, dtype, extent_bytes, target)
-        )
+        mine: list[SlabFile] = []
+
+        def pack() -> Path:
+            mine.append(self._pack(manifest, dtype, extent_bytes, target))
+            return target
+
+        with disk_errors(), self._held(digest) as known:
+            manifest = _present(known, digest)
+            while True:
+                self._packings.run(target, "", pack)
+                if mine:
+                    return mine[0]
+                # Another packed it; it may be gone before it is opened here: then once more.
+                with suppress(FileNotFoundError, SlabError):
+                    return SlabFile(target)
 
     def _admit_current(
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
@@ -197,16 +204,15 @@ class AdapterStore:
             return manifest
 
     def _merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
-        with disk_errors():
-            known = self._read_manifest(recipe.digest)
+        with disk_errors(), ExitStack() as held:
+            known = self._known(recipe.digest)
             if known is not None:
-                rejudge(self._content / known.digest, self._base, self._limits)
                 return known
-            members = [self._member(member.digest) for member in recipe.members]
-            with ExitStack() as held:
-                for member in members:
-                    held.enter_context(closing(self._hold(member)))
-                return self._make(recipe, members, run)
+            members = [
+                _member(held.enter_context(self._held(member.digest)), member.digest)
+                for member in recipe.members
+            ]
+            return self._make(recipe, members, run)
 
     def _make(
         self,
@@ -228,13 +234,6 @@ class AdapterStore:
             )
             self._keep(folder, manifest)
         return manifest
-
-    def _member(self, digest: str) -> AdapterManifest:
-        try:
-            return self.manifest(digest)
-        except AdapterError as error:
-            message = f"{error.message} any more; try again"
-            raise AdapterError("unavailable", message, (), 1.0) from error
 
     def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> None:
         """Small files first: most of what cannot be served is known before the weights come."""
@@ -282,12 +281,24 @@ class AdapterStore:
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             (folder / name).rename(staged / name)
         (staged / _MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
-        if target.exists() and self._read_manifest(manifest.digest) is None:
-            shutil.rmtree(target)
+        with self._held(manifest.digest) as known:
+            if known is None and target.exists():
+                shutil.rmtree(target)
         publish_folder(staged, target)
 
+    @contextmanager
+    def _held(self, digest: str) -> Iterator[AdapterManifest | None]:
+        """Stored content, safe from eviction meanwhile. None: it is not here, or was damaged."""
+        found = bool(_DIGEST.fullmatch(digest))
+        with ExitStack() as held:
+            if found:
+                try:
+                    held.enter_context(closing(hold(self._content / digest)))
+                except FileNotFoundError:
+                    found = False
+            yield self._read_manifest(digest) if found else None
+
     def _read_manifest(self, digest: str) -> AdapterManifest | None:
-        """None when the content is not here, or was damaged."""
         folder = self._content / digest
         try:
             manifest = msgspec.json.decode(
@@ -302,15 +313,19 @@ class AdapterStore:
         return manifest
 
     def _recall(self, ref: AdapterRef) -> AdapterManifest | None:
-        """What is known of a pinned reference, judged again under the limits of today."""
+        """What is known of a pinned reference."""
         try:
             known = msgspec.json.decode(self._ref_file(ref).read_bytes(), type=_Remembered)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
-        manifest = self._read_manifest(known.digest) if known.ref == ref else None
-        if manifest is not None:
-            rejudge(self._content / manifest.digest, self._base, self._limits)
-        return manifest
+        return self._known(known.digest) if known.ref == ref else None
+
+    def _known(self, digest: str) -> AdapterManifest | None:
+        """Of stored content, judged again under the limits of today."""
+        with self._held(digest) as manifest:
+            if manifest is not None:
+                rejudge(self._content / digest, self._base, self._limits)
+            return manifest
 
     def _remember(self, ref: AdapterRef, digest: str, folder: Path) -> None:
         staged = folder / "ref.json"
@@ -336,43 +351,38 @@ class AdapterStore:
 
     def _pack(
         self, manifest: AdapterManifest, dtype: SlabDtype, extent_bytes: int, target: Path
-    ) -> Path:
+    ) -> SlabFile:
+        """manifest: of content that is held."""
         with disk_errors():
-            if _is_slab(target):
+            with suppress(FileNotFoundError, SlabError):
+                slab = SlabFile(target)
                 mark_used(target)
-                return target
-            with closing(self._hold(manifest)):
-                self._write_slab(manifest, dtype, extent_bytes, target)
-            return target
+                return slab
+            adapter = self._intact(manifest)
+            layout = make_layout(adapter, self._base, manifest.digest, dtype, extent_bytes)
+            self._quota.check(layout.nbytes)
+            with self._quota.room(layout.nbytes), staging_folder(self._staging) as folder:
+                weights = self._content / manifest.digest / WEIGHTS_FILE
+                write_slab(weights, adapter, self._base, layout, folder / "slab")
+                slab = SlabFile(folder / "slab")
+                slab.publish(target)
+                return slab
 
-    def _hold(self, manifest: AdapterManifest) -> Hold:
-        """Of stored content, against its eviction."""
-        try:
-            return hold(self._content / manifest.digest)
-        except FileNotFoundError:
-            message = f"adapter {manifest.digest[:12]} is not in the store"
-            raise AdapterError("not_found", message) from None
 
-    def _write_slab(
-        self, manifest: AdapterManifest, dtype: SlabDtype, extent_bytes: int, target: Path
-    ) -> None:
-        adapter = self._intact(manifest)
-        layout = make_layout(adapter, self._base, manifest.digest, dtype, extent_bytes)
-        self._quota.check(layout.nbytes)
-        with self._quota.room(layout.nbytes), staging_folder(self._staging) as folder:
-            weights = self._content / manifest.digest / WEIGHTS_FILE
-            write_slab(weights, adapter, self._base, layout, folder / "slab")
-            publish_file(folder / "slab", target)
+def _present(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
+    if manifest is None:
+        raise AdapterError("not_found", f"adapter {digest[:12]} is not in the store")
+    return manifest
+
+
+def _member(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
+    """Of a merge: what is not here any more can be fetched again."""
+    if manifest is None:
+        message = f"adapter {digest[:12]} is not in the store any more; try again"
+        raise AdapterError("unavailable", message, (), 1.0)
+    return manifest
 
 
 def _is_commit(ref: AdapterRef) -> bool:
     """Of the Hub, where whoever pins has been authorised. Other sources allow at each resolve."""
     return ref.source == "hub" and is_pinned(ref)
-
-
-def _is_slab(path: Path) -> bool:
-    try:
-        layout = read_slab_layout(path)
-    except (FileNotFoundError, SlabError):
-        return False
-    return path.stat().st_size >= layout.nbytes

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -125,7 +124,8 @@ def _pack(
     store: AdapterStore, manifest: AdapterManifest, base: BaseSpec, arguments: argparse.Namespace
 ) -> None:
     extent_bytes = choose_extent_bytes(base, arguments.dtype, PACK_ARENA_BYTES)
-    shutil.copyfile(store.slab(manifest.digest, arguments.dtype, extent_bytes), arguments.out)
+    with contextlib.closing(store.slab(manifest.digest, arguments.dtype, extent_bytes)) as slab:
+        slab.save(Path(arguments.out))
 
 
 def _say_stage(stage: str) -> None:

@@ -14,13 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import closing
-from pathlib import Path
 from typing import NamedTuple
 
-from adapters.disk import hold
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
-from adapters.pack import SlabError, copy_runs, read_slab_layout
+from adapters.pack import SlabFile
 from server.engine.eviction import EvictionReason
 from server.engine.residency import AdapterArena, AdapterStage, Placement, Span
 from server.worker.metrics import WorkerMetrics
@@ -65,7 +63,7 @@ class HostTier:
         self,
         memory: memoryview,
         arena: AdapterArena,
-        open_slab: Callable[[str], Path],
+        open_slab: Callable[[str], SlabFile],
         threads: Executor,
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
@@ -214,24 +212,24 @@ class HostTier:
     async def _bring(self, digest: str) -> None:
         loop = asyncio.get_running_loop()
         try:
-            path = await loop.run_in_executor(self._threads, self._open_slab, digest)
-            with closing(await loop.run_in_executor(self._threads, hold, path)):
-                layout = await loop.run_in_executor(self._threads, read_slab_layout, path)
-                extents = await self._place(digest, layout)
+            slab = await loop.run_in_executor(self._threads, self._open_slab, digest)
+            with closing(slab):
+                extents = await self._place(digest, slab.layout)
                 started = self._clock()
                 try:
-                    await loop.run_in_executor(self._threads, self._copy, path, layout, extents)
+                    copy = slab.copy_runs
+                    await loop.run_in_executor(self._threads, copy, self._memory, extents)
                 except BaseException:
                     self._arena.drop(digest)
                     raise
         except AdapterError as error:
             raise SlabUnavailable(error.message) from error
-        except (OSError, SlabError) as error:
+        except OSError as error:
             log.error("adapter %.12s cannot be read: %s", digest, error)
             raise SlabUnavailable("its packed weights cannot be read from disk") from error
         load_s = self._clock() - started
         self._arena.finish(digest, load_s)
-        self._layouts[digest] = layout
+        self._layouts[digest] = slab.layout
         self._load_s[digest] = load_s
 
     async def _place(self, digest: str, layout: SlabLayout) -> tuple[int, ...]:
@@ -260,9 +258,6 @@ class HostTier:
             return arena.place(digest, layout.runs, self._awaited)
         finally:
             arena.pin_only(pins)
-
-    def _copy(self, path: Path, layout: SlabLayout, extents: tuple[int, ...]) -> None:
-        copy_runs(path, self._memory, extents)
 
     def _forget_evicted(self) -> None:
         for digest in [d for d in self._layouts if self._arena.stage(d) == "absent"]:

@@ -17,7 +17,6 @@ from adapters.floats import read_floats
 from adapters.judge import rejudge
 from adapters.merge_job import run_job
 from adapters.merge_recipe import MergeMember, MergeRecipe, MergeStrategy, make_recipe
-from adapters.pack import read_slab_layout
 from adapters.ref import AdapterRef
 from adapters.sources.local import LocalSource
 from adapters.store import AdapterStore
@@ -25,6 +24,7 @@ from adapters.validate import AdapterLimits
 from adapters.weights import open_weights
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, violation_codes
+from tests.slab_files import closed, read_layout
 
 BASE = small_base()
 LIMITS = AdapterLimits(max_lora_rank=32)
@@ -155,7 +155,7 @@ def test_the_same_recipe_makes_the_same_content(tmp_path: Path, strategy: MergeS
 def test_a_merge_packs_like_any_adapter(store: Store) -> None:
     pairs = [(store.publish(f"m{i}", seed=i, rank=2 + i), 0.5) for i in range(2)]
     digest = store.merge(*pairs, strategy="ties")
-    layout = read_slab_layout(store.store.slab(digest, "bfloat16", 4096))
+    layout = read_layout(closed(store.store.slab(digest, "bfloat16", 4096)))
     assert layout.digest == digest
     assert {site.ranks for site in layout.sites} == {(3, 0, 3)}
 
@@ -186,7 +186,7 @@ def test_damaged_content_is_made_again(store: Store) -> None:
     assert refusal(lambda: store.store.slab(digest, "float32", 4096)) is not None
     assert store.merge(*pairs) == digest
     later = AdapterStore(store.root / "store", BASE, {}, LIMITS)
-    assert later.slab(digest, "float32", 4096).exists()
+    assert closed(later.slab(digest, "float32", 4096)).exists()
 
 
 def fails(folder: Path) -> None:

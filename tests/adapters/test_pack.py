@@ -1,5 +1,7 @@
 """Slab files: the numbers in them, and reading them back run by run."""
 
+import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,11 @@ import numpy as np
 import pytest
 
 from adapters.base import SITE_PROJECTIONS
+from adapters.disk import release
 from adapters.judge import judge_folder
 from adapters.layout import SLAB_ITEM_BYTES, a_matrix, b_matrices, make_layout
 from adapters.manifest import SlabDtype, SlabLayout
-from adapters.pack import PAGE, SlabError, copy_runs, read_slab_layout, write_slab
+from adapters.pack import PAGE, SlabError, SlabFile, write_slab
 from adapters.validate import AdapterLimits
 from tests.adapter_folders import (
     ALL_PROJECTIONS,
@@ -23,6 +26,7 @@ from tests.adapter_folders import (
     write_config,
 )
 from tests.adapters.refusals import violation_codes
+from tests.slab_files import read_layout, read_payload
 
 BASE = small_base(num_layers=3)
 EXTENT = 2048
@@ -37,11 +41,9 @@ def packed(folder: Path, dtype: SlabDtype, extent: int = EXTENT) -> Path:
     return target
 
 
-def payload_of(path: Path, layout: SlabLayout) -> bytes:
-    memory = bytearray(layout.nbytes)
-    firsts = [sum(layout.runs[:index]) for index in range(len(layout.runs))]
-    copy_runs(path, memoryview(memory), firsts)
-    return bytes(memory)
+def places(layout: SlabLayout) -> list[int]:
+    """The runs one after the other."""
+    return [sum(layout.runs[:index]) for index in range(len(layout.runs))]
 
 
 def matrix(
@@ -75,8 +77,8 @@ def test_every_tensor_is_where_the_layout_says(
     write_config(folder, config)
     (folder / "adapter_model.safetensors").write_bytes(safetensors_bytes(tensors, stored))
     path = packed(folder, dtype)
-    layout = read_slab_layout(path)
-    payload = payload_of(path, layout)
+    layout = read_layout(path)
+    payload = read_payload(path)
     assert {site.layer for site in layout.sites} == {-1, 0, 2}
     item = SLAB_ITEM_BYTES[dtype]
     for site in layout.sites:
@@ -107,23 +109,24 @@ def _path(layer: int, name: str) -> str:
 
 def test_untargeted_projections_have_rank_0(tmp_path: Path) -> None:
     path = packed(write_adapter(tmp_path / "a", BASE, targets=["v_proj"], rank=2), "float32")
-    layout = read_slab_layout(path)
+    layout = read_layout(path)
     assert [site.ranks for site in layout.sites] == [(0, 0, 2)] * BASE.num_layers
     assert [site.b_offsets[:2] for site in layout.sites] == [(0, 0)] * BASE.num_layers
 
 
 def test_runs_may_be_placed_apart(tmp_path: Path) -> None:
     path = packed(write_adapter(tmp_path / "a", BASE, targets=EVERYTHING, rank=20), "float32", 4096)
-    layout = read_slab_layout(path)
+    layout = read_layout(path)
     assert max(layout.runs) > 1
-    payload = payload_of(path, layout)
+    payload = read_payload(path)
     total = sum(layout.runs)
     memory = bytearray(b"\xee") * (2 * total * 4096)
     firsts, position = [], 2 * total
     for run in layout.runs:
         position -= run
         firsts.append(position)
-    copy_runs(path, memoryview(memory), firsts)
+    with closing(SlabFile(path)) as slab:
+        slab.copy_runs(memoryview(memory), firsts)
     done = 0
     for run, first in zip(layout.runs, firsts, strict=True):
         nbytes = run * 4096
@@ -136,7 +139,7 @@ def test_payload_starts_on_a_page_and_packing_is_deterministic(tmp_path: Path) -
     folder = write_adapter(tmp_path / "a", BASE)
     first = packed(folder, "bfloat16")
     data = first.read_bytes()
-    assert (len(data) - read_slab_layout(first).nbytes) % PAGE == 0
+    assert (len(data) - read_layout(first).nbytes) % PAGE == 0
     first.unlink()
     assert packed(folder, "bfloat16").read_bytes() == data
 
@@ -152,15 +155,39 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
 
 def test_damaged_slabs_are_errors_of_the_file(tmp_path: Path) -> None:
     path = packed(write_adapter(tmp_path / "a", BASE), "float32")
-    layout, data = read_slab_layout(path), path.read_bytes()
-    memory = memoryview(bytearray(layout.nbytes))
-    firsts = list(range(len(layout.runs)))
+    data = path.read_bytes()
     for damaged in (b"", data[:10], b"X" + data[1:], data[:16] + b"\xc1" + data[17:], data[:-1]):
         path.write_bytes(damaged)
         with pytest.raises(SlabError):
-            copy_runs(path, memory, firsts)
+            SlabFile(path)
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="places"):
-        copy_runs(path, memory, firsts[:-1])
-    with pytest.raises(ValueError, match="ends within"):
-        copy_runs(path, memory[:-1], firsts)
+    with closing(SlabFile(path)) as slab:
+        memory = memoryview(bytearray(slab.layout.nbytes))
+        firsts = places(slab.layout)
+        with pytest.raises(ValueError, match="places"):
+            slab.copy_runs(memory, firsts[:-1])
+        with pytest.raises(ValueError, match="ends within"):
+            slab.copy_runs(memory[:-1], firsts)
+        os.truncate(path, len(data) - 1)
+        with pytest.raises(SlabError):
+            slab.copy_runs(memory, firsts)
+
+
+def test_an_open_slab_is_read_whatever_becomes_of_its_name(tmp_path: Path) -> None:
+    path = packed(write_adapter(tmp_path / "made" / "a", BASE), "float32")
+    store = tmp_path / "store"
+    store.mkdir()
+    path = path.rename(store / "slab")
+    data, payload = path.read_bytes(), read_payload(path)
+    with closing(SlabFile(path)) as slab:
+        release(len(data), [store])
+        assert path.exists(), "what is open is in use"
+        path.unlink()
+        path.write_bytes(b"something else")
+        memory = bytearray(slab.layout.nbytes)
+        slab.copy_runs(memoryview(memory), places(slab.layout))
+        slab.save(tmp_path / "saved")
+    assert bytes(memory) == payload
+    assert (tmp_path / "saved").read_bytes() == data
+    release(1, [store])
+    assert not path.exists()

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from adapters.disk import hold
+from adapters.disk import Hold, hold, release
 from adapters.errors import AdapterError
+from adapters.judge import rejudge
+from adapters.layout import make_layout
 from adapters.manifest import AdapterManifest
-from adapters.pack import read_slab_layout
 from adapters.quota import HEADROOM_BYTES
 from adapters.ref import AdapterRef, RefSource
 from adapters.sources.local import LocalSource
@@ -25,6 +27,7 @@ from adapters.store import AdapterStore
 from adapters.validate import AdapterLimits
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, violation_codes
+from tests.slab_files import closed, read_layout, read_payload
 
 BASE = small_base()
 WEIGHTS = "adapter_model.safetensors"
@@ -93,7 +96,7 @@ def test_a_restart_fetches_nothing(hub: FakeHub, tmp_path: Path) -> None:
     hub.fetches.clear()
     again = store_of(hub, tmp_path)
     assert again.admit(PINNED, None) == again.manifest(manifest.digest) == manifest
-    assert again.slab(manifest.digest, "float32", 4096).exists()
+    assert closed(again.slab(manifest.digest, "float32", 4096)).exists()
     assert hub.fetches == []
     assert hub.resolved == 0
 
@@ -157,9 +160,9 @@ def test_one_packing_for_all_who_ask_at_once(
         jobs = [pool.submit(store.slab, digest, "bfloat16", 4096) for _ in range(CALLERS)]
         assert started.wait(60)
         go.set()
-        paths = {job.result(60) for job in jobs}
+        paths = {closed(job.result(60)) for job in jobs}
     assert len(paths) == len(packed) == 1
-    layout = read_slab_layout(paths.pop())
+    layout = read_layout(paths.pop())
     assert (layout.digest, layout.base_digest) == (digest, BASE.digest)
     assert (layout.dtype, layout.extent_bytes) == ("bfloat16", 4096)
 
@@ -168,13 +171,13 @@ def test_slabs_of_other_shapes_are_other_files(hub: FakeHub, tmp_path: Path) -> 
     store = store_of(hub, tmp_path)
     digest = store.admit(PINNED, None).digest
     made = {
-        store.slab(digest, "float32", 4096),
-        store.slab(digest, "bfloat16", 4096),
-        store.slab(digest, "bfloat16", 8192),
+        closed(store.slab(digest, "float32", 4096)),
+        closed(store.slab(digest, "bfloat16", 4096)),
+        closed(store.slab(digest, "bfloat16", 8192)),
     }
     assert len(made) == 3
     before = {path: path.stat().st_ino for path in made}
-    store.slab(digest, "bfloat16", 8192)
+    closed(store.slab(digest, "bfloat16", 8192))
     assert {path: path.stat().st_ino for path in made} == before
     with pytest.raises(ValueError, match="tp_size"):
         store.slab(digest, "float32", 4096, tp_rank=1, tp_size=2)
@@ -294,7 +297,7 @@ def test_damaged_content_is_fetched_again(damage: str, hub: FakeHub, tmp_path: P
         path.write_bytes(b"{}")
     store = store_of(hub, tmp_path)
     assert store.admit(PINNED, None) == manifest
-    assert store.slab(manifest.digest, "float32", 4096).exists()
+    assert closed(store.slab(manifest.digest, "float32", 4096)).exists()
     assert hub.fetches.count(WEIGHTS) == 2
 
 
@@ -311,7 +314,7 @@ def test_a_flipped_bit_is_never_packed(hub: FakeHub, tmp_path: Path) -> None:
     assert error.code == "unavailable"
     later = store_of(hub, tmp_path)
     assert later.admit(PINNED, None) == manifest
-    assert later.slab(manifest.digest, "float32", 4096).exists()
+    assert closed(later.slab(manifest.digest, "float32", 4096)).exists()
 
 
 def test_limits_of_today_hold_for_content_of_yesterday(hub: FakeHub, tmp_path: Path) -> None:
@@ -363,6 +366,77 @@ def test_what_is_in_use_is_not_taken(hub: FakeHub, tmp_path: Path) -> None:
     write_adapter(hub.folder, BASE, seed=2)
     third = store.admit(AdapterRef("hub", "org/a", "c" * 40), None).digest
     assert [path.name for path in (home(tmp_path) / "content").iterdir()] == [third]
+
+
+def test_a_slab_is_not_taken_from_who_was_given_it(hub: FakeHub, tmp_path: Path) -> None:
+    """Whatever is packed between its opening and its reading."""
+    store = store_of(hub, tmp_path, AdapterLimits(max_store_bytes=1 << 16))
+    digest = store.admit(PINNED, None).digest
+    slabs = home(tmp_path) / "slabs"
+    with closing(store.slab(digest, "float32", 4096)) as slab:
+        release(1 << 40, (slabs,))
+        assert read_payload(slab.path)
+    release(1 << 40, (slabs,))
+    assert list(slabs.iterdir()) == []
+
+
+def test_a_slab_that_another_packed_and_that_is_gone_again_is_packed_again(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    run, turns = store._packings.run, []
+
+    def share(target: Path, credential: str, pack: Callable[[], Path]) -> Path:
+        """The first time another's packing, evicted before it is opened here."""
+        turns.append(target)
+        return target if len(turns) == 1 else run(target, credential, pack)
+
+    monkeypatch.setattr(store._packings, "run", share)
+    assert read_layout(closed(store.slab(digest, "float32", 4096))).digest == digest
+    assert len(turns) == 2
+
+
+def test_content_is_not_taken_from_who_looks_at_it(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest is read first; until all is read it must stay."""
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    content = home(tmp_path) / "content"
+    for name, real in (("rejudge", rejudge), ("make_layout", make_layout)):
+
+        def look(*arguments: Any, real: Any = real) -> Any:
+            release(1 << 40, (content,))
+            return real(*arguments)
+
+        monkeypatch.setattr(f"adapters.store.{name}", look)
+    assert store.admit(PINNED, None).digest == digest
+    assert store.recall(PINNED) is not None
+    closed(store.slab(digest, "float32", 4096))
+    assert hub.fetches.count(WEIGHTS) == 1
+    assert (content / digest).exists()
+
+
+def test_content_that_leaves_while_it_is_wanted_may_come_again_at_once(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it was not there is not remembered."""
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    content = home(tmp_path) / "content"
+
+    def late(path: Path) -> Hold:
+        release(1 << 40, (content,))
+        return hold(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("adapters.store.hold", late)
+        error = refusal(lambda: store.slab(digest, "float32", 4096))
+    assert error is not None
+    assert error.code == "not_found"
+    assert store.admit(PINNED, None).digest == digest
+    closed(store.slab(digest, "float32", 4096))
 
 
 def test_room_is_made_before_the_weights_come(hub: FakeHub, tmp_path: Path) -> None:
@@ -431,7 +505,8 @@ def test_several_stores_share_a_root(hub: FakeHub, tmp_path: Path) -> None:
     stores = [store_of(hub, tmp_path) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda store: store.admit(PINNED, None), stores))
-        paths = list(pool.map(lambda store: store.slab(found[0].digest, "float32", 4096), stores))
+        digest = found[0].digest
+        paths = list(pool.map(lambda store: closed(store.slab(digest, "float32", 4096)), stores))
     assert len(set(found)) == len(set(paths)) == 1
     assert hub.fetches.count(WEIGHTS) == 4
     assert list((home(tmp_path) / "staging").iterdir()) == []

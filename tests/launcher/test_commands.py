@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from adapters.pack import read_slab_layout
 from launcher.__main__ import main
 from launcher.info import MachineFacts, gather, to_text
 from tests.adapter_folders import write_adapter
 from tests.server.worker.shell import BASE_NAME, base, write_model
+from tests.slab_files import read_layout
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -84,7 +84,7 @@ def test_pull_and_pack(
     assert code == 0
     assert pulled == packed
     assert "fetching" not in err, "it was in the store"
-    layout = read_slab_layout(slab)
+    layout = read_layout(slab)
     assert layout.dtype == "float16"
     assert layout.digest in packed
 

@@ -9,11 +9,12 @@ from peft import PeftModel
 from adapters.header import header_size, parse_header
 from adapters.layout import make_layout
 from adapters.manifest import SlabDtype, SlabLayout
-from adapters.pack import copy_runs, write_slab
+from adapters.pack import write_slab
 from adapters.peft_format import parse_config
 from adapters.validate import AdapterLimits, validate
 from adapters.violations import Findings
 from server.model.config import ModelConfig, base_spec
+from tests.slab_files import read_payload
 
 
 def pack(
@@ -40,7 +41,4 @@ def pack(
         layout = make_layout(lora, base, adapter.ljust(64, "0"), dtype, extent_bytes)
         slab = folder / "slab"
         write_slab(weights, lora, base, layout, slab)
-        payload = bytearray(layout.nbytes)
-        places = [sum(layout.runs[:i]) for i in range(len(layout.runs))]
-        copy_runs(slab, memoryview(payload), places)
-    return layout, bytes(payload)
+        return layout, read_payload(slab)

@@ -24,6 +24,7 @@ import msgspec
 import psutil
 
 from adapters.ref import AdapterRef
+from router.policy.attempts import MAX_ADAPTER_FAILURES
 from server import protocol
 from tests.adapter_folders import write_adapter
 from tests.server.worker.churn_client import ChurnClient, Findings, churn_client
@@ -221,6 +222,7 @@ class Churn:
         abort: bool,
     ) -> None:
         """As a router does: a lost engine or an adapter that left the disk costs nothing."""
+        gone = 0
         for attempt in range(TRIES):
             event = await client.generate(asked, abort)
             accepted = client.accepted(asked)
@@ -231,6 +233,9 @@ class Churn:
                 assert name is not None
                 if asked.adapter != name.digests[0]:
                     return  # a former content that is nowhere any more
+                gone += 1
+                if gone > MAX_ADAPTER_FAILURES:
+                    break
                 await self._admit(client, name)
                 if asked.adapter != name.digests[0]:
                     return
@@ -242,7 +247,7 @@ class Churn:
             asked = msgspec.structs.replace(
                 asked, request_id=f"{asked.request_id}.{attempt}", accepted_ids=accepted
             )
-        self.findings.wrong.append(f"{asked.request_id} was tried {TRIES} times")
+        self.findings.wrong.append(f"{asked.request_id}: in the end {event.error}: {event.message}")
 
     def _note(self, kind: str, error: str | None, *known: str) -> None:
         """Counts a refusal that may be, and keeps any other as a finding."""

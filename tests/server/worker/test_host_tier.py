@@ -13,11 +13,12 @@ import pytest
 
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
-from adapters.pack import read_slab_layout
+from adapters.pack import SlabFile
 from server.engine.residency import AdapterArena
 from server.worker.host_tier import MAX_HINTS, HostMemory, HostTier, SlabUnavailable
 from server.worker.metrics import WorkerMetrics
 from tests.server.worker.slabs import EXTENT, write_slab_file
+from tests.slab_files import read_layout
 
 EXTENTS = 4
 
@@ -34,15 +35,15 @@ class Disk:
     def add(self, digest: str, extents: int = 1) -> SlabLayout:
         path = self.folder / digest
         write_slab_file(path, digest, extents)
-        return read_slab_layout(path)
+        return read_layout(path)
 
-    def open(self, digest: str) -> Path:
+    def open(self, digest: str) -> SlabFile:
         self.opened.append(digest)
         assert self.gate.wait(30)
         path = self.folder / digest
         if not path.exists():
             raise AdapterError("not_found", f"no {digest}")
-        return path
+        return SlabFile(path)
 
 
 @pytest.fixture
@@ -306,6 +307,20 @@ class Inline(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
+
+
+async def test_a_slab_that_leaves_the_disk_once_it_is_open_is_staged(
+    tier: HostTier, disk: Disk
+) -> None:
+    disk.add("a", EXTENTS)
+    disk.add("b")
+    await tier.acquire("a")
+    waiting = asyncio.create_task(tier.acquire("b"))
+    await until(lambda: "b" in disk.opened)
+    await turns(20)
+    (disk.folder / "b").unlink()
+    tier.release("a")
+    assert (await asyncio.wait_for(waiting, 30)).layout.digest == "b"
 
 
 @pytest.mark.timeout(60)  # a turn of the loop that does not end cannot be timed otherwise

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,6 +26,12 @@ VERSIONS = 8
 MAX_ROUNDS = 300
 NAMES = st.sampled_from(sorted(SIZES))
 ROUNDS = st.integers(1, 3)
+ACTIONS = st.sampled_from(["load", "evict", "tiers"])
+
+
+class Ordered(NamedTuple):
+    action: OrderAction
+    digest: str
 
 
 class TiersMachine(RuleBasedStateMachine):
@@ -35,7 +42,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.versions = dict.fromkeys(SIZES, 0)
         self.requests: dict[int, GenerateRequest] = {}
-        self.orders = 0
+        self.orders: list[Ordered] = []
+        self.heard: set[str] = set()  # orders whose report was looked at
+        self.ever_pinned: set[str] = set()
+        self.restarts: list[int] = []  # how many orders there were by then
         self.pinned_on_device: set[str] = set()
 
     @initialize(extents=st.integers(4, 5), slots=st.integers(2, 3), polls=st.integers(1, 2))
@@ -80,12 +90,15 @@ class TiersMachine(RuleBasedStateMachine):
     def pin(self, names: set[str]) -> None:
         """And unpin what is not among them."""
         digests = [self.digest(name) for name in sorted(names)]
+        self.ever_pinned.update(digests)
         self.tiers.do(lambda: self.tiers.orders.pin(ROUTER, digests))
 
-    @rule(name=NAMES, age=st.integers(0, 1), action=st.sampled_from(["load", "evict", "tiers"]))
-    def order(self, name: str, age: int, action: OrderAction) -> None:
-        self.orders += 1
-        self.tiers.order(f"o{self.orders}", action, self.digest(name, age))
+    @rule(name=NAMES, age=st.integers(0, 1), action=ACTIONS, same=st.booleans())
+    def order(self, name: str, age: int, action: OrderAction, same: bool) -> None:
+        """same: as the last order, which may be under way."""
+        digest = self.orders[-1].digest if same and self.orders else self.digest(name, age)
+        self.orders.append(Ordered(action, digest))
+        self.tiers.order(str(len(self.orders) - 1), action, digest)
 
     @rule(name=NAMES)
     def refresh(self, name: str) -> None:
@@ -107,6 +120,16 @@ class TiersMachine(RuleBasedStateMachine):
         else:
             self.tiers.forget(self.digest(name, age))
 
+    @precondition(lambda self: self.on_their_way())
+    @rule(data=st.data())
+    def content_on_its_way(self, data: st.DataObject) -> None:
+        """It leaves the disk while it is being staged."""
+        self.tiers.forget(data.draw(st.sampled_from(self.on_their_way())))
+
+    def on_their_way(self) -> list[str]:
+        digests = [self.digest(name, age) for name in sorted(SIZES) for age in (0, 1)]
+        return [digest for digest in digests if self.tiers.tier.stage(digest) == "loading"]
+
     @precondition(lambda self: self.tiers.threads.jobs)
     @rule(data=st.data())
     def job(self, data: st.DataObject) -> None:
@@ -114,7 +137,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(after=st.integers(0, 5))
     def disk_will_fail(self, after: int) -> None:
-        """In opening, holding, reading the layout or the bytes."""
+        """In opening a slab or reading its bytes."""
         self.tiers.jobs_until_failure = after
 
     @precondition(lambda self: self.tiers.engine.executor.copying)
@@ -154,6 +177,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule()
     def restart_engine(self) -> None:
         self.tiers.restart_engine()
+        self.restarts.append(len(self.orders))
         self.pinned_on_device.clear()
 
     # ---- what must hold whenever nothing is in the middle of a call
@@ -166,6 +190,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.what_is_ready_is_whole()
             self.what_is_leased_stays()
             self.what_is_pinned_stays_on_the_device()
+            self.orders_fail_for_a_reason()
 
     def nothing_was_wrong(self) -> None:
         assert self.tiers.wrong == []
@@ -206,6 +231,39 @@ class TiersMachine(RuleBasedStateMachine):
         here = arena.pins & {*arena.ready}
         assert self.pinned_on_device & arena.pins <= here
         self.pinned_on_device = set(here)
+
+    def orders_fail_for_a_reason(self) -> None:
+        """For one that came after them, or for what became of the engine, the disk or the room."""
+        for number, ordered in enumerate(self.orders):
+            reports = self.tiers.reports[str(number)]
+            if str(number) in self.heard or not reports:
+                continue
+            self.heard.add(str(number))
+            error, since = reports[0].error, self.orders[number + 1 :]
+            if error is None:
+                continue
+            reason = f"{ordered} of {self.orders}: {error}"
+            if error == "it was evicted meanwhile":
+                assert ordered.action == "load", reason
+                assert Ordered("evict", ordered.digest) in since, reason
+            elif error == "it was loaded again meanwhile":
+                assert ordered.action == "evict", reason
+                assert Ordered("load", ordered.digest) in since, reason
+            elif error in ("the adapter is pinned", "a router has it pinned"):
+                assert ordered.action == "evict", reason
+                assert ordered.digest in self.ever_pinned, reason
+            elif error == "the engine was lost":
+                assert ordered.action == "load", reason
+                assert any(at > number for at in self.restarts), reason
+            else:
+                assert ordered.action == "load", reason
+                assert self.may_not_come(ordered.digest, error), reason
+
+    def may_not_come(self, digest: str, message: str) -> bool:
+        """Whether that may be why an adapter does not come to the device."""
+        if message == f"no {digest}" or "of adapter memory" in message:
+            return True
+        return (message, digest) in self.tiers.broken
 
     # ---- the end
 
@@ -273,6 +331,8 @@ class TiersMachine(RuleBasedStateMachine):
         if last.finish == "length":
             assert tokens == whole
         assert last.error in (None, "adapter_unavailable", "deadline", "engine_lost")
+        if last.error == "adapter_unavailable":
+            assert self.may_not_come(request.adapter or "", last.message or ""), last
 
 
 TiersMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from adapters.errors import AdapterError
+from adapters.pack import SlabFile
 from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.loop import EngineLoop
@@ -43,14 +44,16 @@ from tests.server.worker.slabs import EXTENT, write_slab_file
 
 HOST_EXTENTS = 6
 ROUTER = 1
+UNREADABLE = "its packed weights cannot be read from disk"
+UNCOPIED = "copy failed"
 
 
 class Job(NamedTuple):
-    """What a thread was given."""
+    """What a thread was given. digest: of the slab that it opens or reads; "" for other work."""
 
     future: "Future[Any]"
     work: Callable[[], Any]
-    args: tuple[Any, ...]
+    digest: str
 
 
 class Threads(Executor):
@@ -61,7 +64,9 @@ class Threads(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         future: Future[Any] = Future()
-        self.jobs.append(Job(future, lambda: fn(*args, **kwargs), args))
+        slab = getattr(fn, "__self__", None)
+        digest = slab.layout.digest if isinstance(slab, SlabFile) else "".join(args)
+        self.jobs.append(Job(future, lambda: fn(*args, **kwargs), digest))
         return future
 
     def end(self, at: int, error: Exception | None = None) -> None:
@@ -120,13 +125,12 @@ class DeviceExecutor(CertifyingExecutor):
     """Copies end when they are told to. What is wrong is kept: the loop takes any exception for
     the device's fault."""
 
-    def __init__(
-        self, limits: ExecutorLimits, options: CertifyOptions, host: memoryview, wrong: list[str]
-    ) -> None:
-        super().__init__(limits, options)
-        self._host = host
-        self._wrong = wrong
-        self.memory: list[str | None] = [None] * limits.arena_extents
+    def __init__(self, tiers: "Tiers") -> None:
+        super().__init__(tiers.limits, tiers.options)
+        self._host = tiers.memory
+        self._wrong = tiers.wrong
+        self._broken = tiers.broken
+        self.memory: list[str | None] = [None] * tiers.limits.arena_extents
         self.copying: dict[str, AdapterCopy] = {}
         self.ending: set[str] = set()
         self.fail_next = False
@@ -158,8 +162,9 @@ class DeviceExecutor(CertifyingExecutor):
             self.ending.remove(end.digest)
             if self.fail_next:
                 self.fail_next = False
+                self._broken.add((UNCOPIED, end.digest))
                 del self._slots[end.adapter_slot]
-                end = msgspec.structs.replace(end, error="copy failed")
+                end = msgspec.structs.replace(end, error=UNCOPIED)
             else:
                 self._fill(copy, end.digest)
             done.append(end)
@@ -203,7 +208,7 @@ class Engine:
 
     def __init__(self, tiers: "Tiers") -> None:
         self.pipe = Pipe()
-        self.executor = DeviceExecutor(tiers.limits, tiers.options, tiers.memory, tiers.wrong)
+        self.executor = DeviceExecutor(tiers)
         config = SchedulerConfig(max_loading=3, drain_after_s=0.05)
         self.scheduler = Scheduler(tiers.limits, config)
         self.loop = EngineLoop(self.executor, self.scheduler, self.pipe, 2, lambda: tiers.now)
@@ -221,6 +226,7 @@ class Tiers:
         self.wrong: list[str] = []
         self.threads = Threads()
         self.jobs_until_failure: int | None = None
+        self.broken: set[tuple[str, str]] = set()  # which failure was brought about, and for whom
         self.aio = asyncio.new_event_loop()
         self.aio.set_exception_handler(lambda _, context: self.wrong.append(str(context)))
         metrics = WorkerMetrics()
@@ -254,19 +260,20 @@ class Tiers:
     def _on_disk(self, digest: str) -> bool:
         return (self.folder / digest).exists()
 
-    def _open(self, digest: str) -> Path:
+    def _open(self, digest: str) -> SlabFile:
         if not self._on_disk(digest):
             raise AdapterError("not_found", f"no {digest}")
-        return self.folder / digest
+        return SlabFile(self.folder / digest)
 
     def end_job(self, at: int) -> None:
         """It is done, or fails if its turn has come (`jobs_until_failure`)."""
         error = None
-        on_the_way = bool(self.threads.jobs[at].args)  # those of orders have none, read no file
-        if self.jobs_until_failure is not None and on_the_way:
+        digest = self.threads.jobs[at].digest
+        if self.jobs_until_failure is not None and digest:
             self.jobs_until_failure -= 1
             if self.jobs_until_failure < 0:
                 self.jobs_until_failure = None
+                self.broken.add((UNREADABLE, digest))
                 error = OSError("the disk failed")
         self.threads.end(at, error)
 

@@ -1,8 +1,9 @@
-"""`loraplex adapter list|register|load|pin|…`: the lifecycle API of a running router."""
+"""`loraplex adapter list|register|load|rollout|…`: the lifecycle API of a running router."""
 
 import argparse
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -15,6 +16,13 @@ ACTIONS = {
     "unload": "take them out of service; frees memory when running requests are over",
     "refresh": "resolve their references again",
     "delete": "forget the names; requests that use them get 410",
+}
+# As in the API's `guards`.
+GUARDS = {
+    "window_s": int,
+    "min_requests": int,
+    "max_error_increase": float,
+    "max_latency_ratio": float,
 }
 _COLUMNS = ("NAME", "STATE", "PINNED", "DIGEST", "RANKS", "BYTES", "ON DEVICE", "REFERENCE")
 
@@ -29,7 +37,7 @@ def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argpar
     register.add_argument("--pin", action="store_true", help="keep it on every device")
     register.add_argument("--replace", action="store_true", help="even if the name is taken")
     register.add_argument("--token-file", metavar="PATH", help="file with the source's credential")
-    parsers = {"list": listing, "register": register}
+    parsers = {"list": listing, "register": register, **_rollout_parsers(actions)}
     for name, text in ACTIONS.items():
         parser = actions.add_parser(name, help=text)
         parser.add_argument("names", metavar="NAME", nargs="+")
@@ -37,6 +45,35 @@ def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argpar
     for parser in parsers.values():
         add_router_options(parser)
     return parsers
+
+
+def _rollout_parsers(
+    actions: "argparse._SubParsersAction[Any]",
+) -> dict[str, argparse.ArgumentParser]:
+    rollout = actions.add_parser("rollout", help="versions of a name side by side: tell or set")
+    rollout.add_argument("name", metavar="NAME")
+    rollout.add_argument(
+        "versions", metavar="REF=WEIGHT", nargs="*", type=_version, help="of 100; the rest stays"
+    )
+    rollout.add_argument("--end", action="store_true", help="all to the old version")
+    rollout.add_argument("--no-guards", action="store_true", help="take nothing back by itself")
+    for option, kind in GUARDS.items():
+        rollout.add_argument(f"--{option.replace('_', '-')}", type=kind, help="of the guards")
+    promote = actions.add_parser("promote", help="the name means its new version from now on")
+    back = actions.add_parser("rollback", help="take versions back, or a name to what it meant")
+    history = actions.add_parser("history", help="what a name meant, newest first")
+    for parser in (promote, back, history):
+        parser.add_argument("name", metavar="NAME")
+    for parser in (promote, back):
+        parser.add_argument("--digest", help="of the version that is meant, or how it begins")
+    return {"rollout": rollout, "promote": promote, "rollback": back, "history": history}
+
+
+def _version(text: str) -> dict[str, Any]:
+    reference, _, weight = text.rpartition("=")
+    if not reference or not weight.isascii() or not weight.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected REF=WEIGHT, such as org/name@v2=5")
+    return {"reference": reference, "weight": int(weight)}
 
 
 def run(arguments: argparse.Namespace, admin_key: str, token: str | None = None) -> int:
@@ -64,6 +101,8 @@ def _requests(
         body = {"name": arguments.name, "ref": arguments.ref}
         flags = {"pin": arguments.pin, "replace": arguments.replace}
         yield "POST", "/v1/adapters", {**body, **flags, "token": token}
+    elif action in ("rollout", "promote", "rollback", "history"):
+        yield _rollout_request(arguments)
     else:
         for name in arguments.names:
             path = f"/v1/adapters/{quote(name, safe='')}"
@@ -73,18 +112,73 @@ def _requests(
                 yield "POST", f"{path}/{action}", None
 
 
+def _rollout_request(arguments: argparse.Namespace) -> tuple[str, str, dict[str, Any] | None]:
+    action = arguments.action
+    path = f"/v1/adapters/{quote(arguments.name, safe='')}/{action}"
+    if action == "history":
+        return "GET", path, None
+    if action != "rollout":
+        return "POST", path, {} if arguments.digest is None else {"digest": arguments.digest}
+    if arguments.end:
+        return "DELETE", path, None
+    if not arguments.versions:
+        return "GET", path, None
+    body: dict[str, Any] = {"versions": arguments.versions}
+    guards = {name: getattr(arguments, name) for name in GUARDS}
+    given = {name: value for name, value in guards.items() if value is not None}
+    if arguments.no_guards or given:
+        body["guards"] = None if arguments.no_guards else given
+    return "POST", path, body
+
+
 def _text(arguments: argparse.Namespace, told: list[Any]) -> str:
     if arguments.action == "delete":
         return "".join(f"{one['id']} deleted\n" for one in told)
     if arguments.action == "refresh":
         return "".join(_refreshed(one) for one in told)
+    if arguments.action == "history":
+        return "".join(f"{line}\n" for one in told for line in _history(one["data"]))
+    if arguments.action == "rollout" and told and told[0].get("object") != "adapter":
+        return "".join(f"{line}\n" for one in told for line in _versions(one))
     adapters: list[dict[str, Any]] = []
     for one in told:
         adapters += one["data"] if one["object"] == "list" else [one]
     notes = [f"{a['id']}: {a['error']}" for a in adapters if a["error"]]
     notes += [problem for one in told for problem in one.get("file_errors", [])]
+    for one in adapters:
+        if one.get("rollout"):
+            notes += [f"{one['id']}: {line}" for line in _versions(one["rollout"])]
     lines = [*table([_COLUMNS, *map(_row, adapters)]), *notes]
     return "".join(f"{line}\n" for line in lines) if adapters or notes else ""
+
+
+def _versions(rollout: dict[str, Any]) -> list[str]:
+    measured = {one["digest"]: one for one in rollout["measured"] or ()}
+    header = ("VERSION", "WEIGHT", "LIVE", "STATE", "REQUESTS", "FAILED", "FIRST TOKEN P95", "WHY")
+    rows = [header]
+    for version in rollout["versions"]:
+        seen = measured.get(version["digest"], {})
+        first_s = seen.get("first_token_p95_s")
+        rows.append(
+            (
+                f"{_short(version['digest'])} {version['reference']}",
+                *(str(version["weight"]), str(version["live_weight"]), version["state"]),
+                *(str(seen.get("requests", "-")), str(seen.get("failed", "-"))),
+                "-" if first_s is None else f"{first_s:.3g} s",
+                version["why"] or "-",
+            )
+        )
+    return table(rows)
+
+
+def _history(changes: list[dict[str, Any]]) -> list[str]:
+    rows = [("WHEN", "ACTION", "BY", "DIGEST", "BEFORE", "REFERENCE", "NOTE")]
+    for change in changes:
+        when = datetime.fromtimestamp(change["since"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        texts = (change["action"], change["by"] or "-", _short(change["digest"]))
+        rest = (_short(change["before"]), change["ref"] or "-", change["note"] or "-")
+        rows.append((when, *texts, *rest))
+    return table(rows)
 
 
 def _refreshed(one: dict[str, Any]) -> str:

@@ -74,6 +74,10 @@ class AdapterAdmin:
             raise AdapterError("gone", f"adapter {name!r} has been deleted")
         return registration
 
+    def is_registered(self, name: str) -> bool:
+        registration = self._aliases.get(name)
+        return registration is not None and registration.state != "deleted"
+
     def all(self) -> list[Registration]:
         return self._aliases.all()
 
@@ -154,7 +158,7 @@ class AdapterAdmin:
                 if before.pinned and after.digest != before.digest:
                     await self.workers.bring(content, self.token(before))
             except AdapterError as error:
-                self._aliases.note(msgspec.structs.replace(before, error=error.message))
+                self._aliases.note(before, msgspec.structs.replace(before, error=error.message))
                 raise
             return before.digest, await self.commit(before, after)
 

@@ -5,6 +5,7 @@ import msgspec
 from adapters.ref import AdapterRef
 from router.generation import Secret
 from router.registration import Origin
+from router.rollout import Guards
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -19,4 +20,15 @@ class Wish(msgspec.Struct, frozen=True):
     pin: bool = False
     token: Secret | None = None
     replace: bool = False
+    by: str = ""
+
+
+class RolloutWish(msgspec.Struct, frozen=True):
+    """Versions of a name and their weights, also its present one's if it is named.
+
+    guards: None = no version goes back by itself; unset = as they are, or the usual ones.
+    """
+
+    versions: tuple[tuple[AdapterRef, int], ...]
+    guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
     by: str = ""

@@ -75,9 +75,9 @@ class AdapterWorkers:
             done += len(homes) - len(failed)
             problems += failed
 
-    def copies(self, digest: str) -> int:
-        """Workers that have it on the device, as far as they told."""
-        return sum(digest in session.view.resident for session in self._fleet.sessions)
+    def holding(self, digest: str) -> list[str]:
+        """Ids of workers that have it on the device, as far as they told."""
+        return sorted(s.worker_id for s in self._fleet.sessions if digest in s.view.resident)
 
     @property
     def count(self) -> int:

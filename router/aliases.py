@@ -87,9 +87,11 @@ class Aliases:
         found = (self.get(name) for name in sorted(names))
         return [one for one in found if one is not None and one.pinned]
 
-    def note(self, registration: Registration) -> None:
-        """What this router found out by itself: nobody else is told."""
+    def note(self, before: Registration, registration: Registration) -> None:
+        """What this router found out by itself: nobody else is told. before: as `get` gave it."""
         name, row = registration.name, self._rows.values.get(registration.name)
+        if self.get(name) is not before:
+            return  # it is about what is no more
         declared = self._declared.get(name)
         if row is not None and _counts(row, declared):
             self._noted[name] = (row, registration)

@@ -142,6 +142,10 @@ def _adapter_routes(service: Service) -> list[Route]:
         _post(f"{one}/unpin", guarded(adapters.unpin)),
         _post(f"{one}/unload", guarded(adapters.unload)),
         _post(f"{one}/refresh", guarded(adapters.refresh)),
+        Route(f"{one}/rollout", guarded(adapters.rollout), methods=["GET", "POST", "DELETE"]),
+        _post(f"{one}/promote", guarded(adapters.promote)),
+        _post(f"{one}/rollback", guarded(adapters.rollback)),
+        _get(f"{one}/history", guarded(adapters.history)),
         _post("/v1/load_lora_adapter", guarded(adapters.load_lora)),
         _post("/v1/unload_lora_adapter", guarded(adapters.unload_lora)),
     ]

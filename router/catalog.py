@@ -110,14 +110,19 @@ class Catalog:
         self._outcomes: OrderedDict[_Key, _Outcome] = OrderedDict()
         self._resolving: dict[_Key, asyncio.Task[_Outcome]] = {}
 
-    async def resolve(self, choice: AdapterChoice | MergedChoice) -> ServedAdapter:
-        """The adapter behind the caller's words. Raises AdapterError."""
+    async def resolve(
+        self, choice: AdapterChoice | MergedChoice, sticky: str = ""
+    ) -> ServedAdapter:
+        """The adapter behind the caller's words. Raises AdapterError.
+
+        sticky: what decides which version of a name this caller gets, see `Rollout`.
+        """
         if isinstance(choice, MergedChoice):
-            return await self._resolve_merge(choice)
+            return await self._resolve_merge(choice, sticky)
         ref, token = self.rules.target(choice)
         alias = self.rules.registration(choice)
         if alias is not None and alias.state == "ready":
-            return self._served(choice, alias)
+            return self._served(choice, alias, sticky)
         served = await self._serve(choice.adapter_id, ref, token)
         # The name may have been given another meaning, or none, while this was waited for.
         self.rules.target(choice)
@@ -125,11 +130,11 @@ class Catalog:
         if alias is None:
             return served
         if alias.state == "ready" or alias.ref != ref:
-            return await self.resolve(choice)
+            return await self.resolve(choice, sticky)
         if alias.digest != served.digest:
             assert isinstance(served.origin, AdapterRef)
             content = Content(served.origin, served.manifest)
-            self.rules.aliases.note(seen(alias, content, self._unix_time()))
+            self.rules.aliases.note(alias, seen(alias, content, self._unix_time()))
         return msgspec.structs.replace(served, alias=alias.name)
 
     async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
@@ -143,10 +148,10 @@ class Catalog:
         assert outcome.manifest is not None
         return ServedAdapter(adapter_id, outcome.origin, token, outcome.manifest)
 
-    async def _resolve_merge(self, choice: MergedChoice) -> ServedAdapter:
+    async def _resolve_merge(self, choice: MergedChoice, sticky: str) -> ServedAdapter:
         """Every member is authorised for this caller before anything is made of them."""
         authorised = self._clock()
-        members = await self._members(choice)
+        members = await self._members(choice, sticky)
         merge = merge_of(choice, members)
         sole = sole_member(merge.recipe)
         for member in members:
@@ -155,7 +160,7 @@ class Catalog:
         try:
             served = await self._serve(choice.adapter_id, merge, None)
             if self._is_stale(authorised):
-                await self._members(choice)
+                await self._members(choice, sticky)
             return served
         except AdapterError as error:
             if has_changed(error):
@@ -164,18 +169,19 @@ class Catalog:
                 raise changed() from error
             raise
 
-    async def _members(self, choice: MergedChoice) -> list[ServedAdapter]:
-        tasks = [asyncio.ensure_future(self._member(choice, i)) for i in range(len(choice.members))]
+    async def _members(self, choice: MergedChoice, sticky: str) -> list[ServedAdapter]:
+        count = len(choice.members)
+        tasks = [asyncio.ensure_future(self._member(choice, i, sticky)) for i in range(count)]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _member(self, choice: MergedChoice, index: int) -> ServedAdapter:
+    async def _member(self, choice: MergedChoice, index: int, sticky: str) -> ServedAdapter:
         member = choice.members[index]
         try:
-            return await self.resolve(member)
+            return await self.resolve(member, sticky)
         except AdapterError as error:
             message = f"`merged_adapters.ids[{index}]` ({member.adapter_id}): {error.message}"
             raise AdapterError(
@@ -198,7 +204,7 @@ class Catalog:
             return
         if alias is not None and alias.state == "ready":
             problem = "a worker could not fetch its content again; refresh it if it has changed"
-            self.rules.aliases.note(msgspec.structs.replace(alias, error=problem))
+            self.rules.aliases.note(alias, msgspec.structs.replace(alias, error=problem))
             return
         ref, token = self.rules.target(choice)
         self._outcomes.pop((ref, _fingerprint(token)), None)
@@ -221,11 +227,14 @@ class Catalog:
         assert outcome.manifest is not None
         return Content(outcome.origin, outcome.manifest)
 
-    def _served(self, choice: AdapterChoice, alias: Registration) -> ServedAdapter:
-        content = alias.content
+    def _served(self, choice: AdapterChoice, alias: Registration, sticky: str) -> ServedAdapter:
+        content = alias.chosen(sticky)
         assert content is not None
-        token = self.rules.credential(alias)
-        return ServedAdapter(choice.adapter_id, content.ref, token, content.manifest, alias.name)
+        rollout = "" if alias.rollout is None else alias.rollout.id
+        return ServedAdapter(
+            *(choice.adapter_id, content.ref, self.rules.credential(alias), content.manifest),
+            *(alias.name, rollout),
+        )
 
     async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:
         task = self._resolving.get(key)

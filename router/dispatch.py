@@ -19,10 +19,12 @@ from router.generation import AnswerHead, Api, GenerationCall, RequestError
 from router.generation_run import Generation, PromptTask
 from router.inbox import Inbox
 from router.metrics import RouterMetrics
+from router.policy.guards import Outcome
 from router.policy.queue_limits import QueueFull
 from router.prompts import Prompt, build_prompts, resolve_sampling
 from router.request_log import note_call
 from router.request_meter import RequestMeter
+from router.rollout import sticky_value
 from router.sequence_run import Retries, RunContext, fingerprint
 from router.served import ServedAdapter
 from router.tenancy.metering import Charge
@@ -107,11 +109,10 @@ class Dispatcher:
                 self._fleet.check_ready()
                 # Before any work is done for it: to refuse must be cheap.
                 self._check_room(call.tenant, max(1, len(call.prompts)) * call.best_of)
-                adapter = await self._resolve(call)
+                adapter = await self._resolve(call, charge)
                 if adapter is not None:
                     held.callback(self._use.hold(adapter))
-                template = None if adapter is None else adapter.manifest.chat_template
-                prompts = await build_prompts(call, model, template, self._sandbox)
+                prompts = await self._build_prompts(call, model, adapter)
             call = _with_ranking(call)
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
             self._check_quarantine(adapter, prompts, samplings)
@@ -192,13 +193,25 @@ class Dispatcher:
             raise RequestError("invalid", f"at most {most} sequences a request, got {sequences}")
         queue.check_room(tenant, sequences, 0, asyncio.get_running_loop().time())
 
-    async def _resolve(self, call: GenerationCall) -> ServedAdapter | None:
+    async def _build_prompts(
+        self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
+    ) -> list[Prompt]:
+        template = None if adapter is None else adapter.manifest.chat_template
+        try:
+            return await build_prompts(call, model, template, self._sandbox)
+        except RequestError as error:
+            if adapter is not None and adapter.rollout and error.cause == "template_error":
+                self._metrics.outcomes.add(adapter.rollout, adapter.digest, Outcome(True))
+            raise
+
+    async def _resolve(self, call: GenerationCall, charge: Charge) -> ServedAdapter | None:
         if call.adapter is None:
             return None
+        sticky = sticky_value(call.tenant, call.user, charge.key_id, charge.request_id)
         started = asyncio.get_running_loop().time()
         outcome = "failed"
         try:
-            adapter = await self._catalog.resolve(call.adapter)
+            adapter = await self._catalog.resolve(call.adapter, sticky)
             outcome = "ready"
             return adapter
         finally:

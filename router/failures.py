@@ -47,6 +47,10 @@ FAILURES = (
 )
 
 
+# Of these no adapter is the cause.
+EXCUSED = (QueueFull, NoWorker, ReaderTooSlow, Stopping)
+
+
 def request_error(error: Exception, api: Api) -> RequestError:
     """What the caller is told of a failure anywhere between the queue and a worker."""
     if isinstance(error, AdapterError):

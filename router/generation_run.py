@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from router.api.lorax_answer import Timings
-from router.failures import FAILURES, DeadlinePassed, request_error
+from router.failures import EXCUSED, FAILURES, DeadlinePassed, request_error
 from router.generation import (
     AnswerHead,
     ChoiceResult,
@@ -113,7 +113,7 @@ class Generation:
             try:
                 events = await self._context.inbox.take()
             except FAILURES as error:
-                self._meter.fails()
+                self._meter.fails(excused=isinstance(error, EXCUSED))
                 raise request_error(error, self._call.api) from error
             parts: list[Part] = []
             for slot, event in events:

@@ -11,6 +11,8 @@ from adapters.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
 from router.front_door import Cap, Cut
 from router.generation import Cause
 from router.policy.placement import Reason
+from router.rollout import RolledBackBy
+from router.rollout_tally import Outcomes
 from router.top_adapters import TopAdapters
 from server.protocol import ErrorCode
 
@@ -27,6 +29,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry, max_adapters: int) -> None:
         self.meters = Meters(registry, "loraplex_")
         self.top_adapters = TopAdapters(max_adapters)
+        self.outcomes = Outcomes()
         self._declare_requests()
         self._declare_tokens()
         self._declare_placement()
@@ -123,6 +126,11 @@ class RouterMetrics:
             "From naming an adapter to its digest, kept answers included, by outcome",
             LATENCY_BUCKETS_S,
             {"outcome": ("ready", "failed")},
+        )
+        self.rollbacks = meters.counter(
+            "adapter_rollbacks",
+            "Versions of adapters that were taken back, by a guard or by an operator",
+            {"by": get_args(RolledBackBy)},
         )
 
     def request(self, route: str, status: int) -> None:

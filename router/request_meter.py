@@ -1,8 +1,10 @@
 """Measures one request from its start to its end: latencies, tokens, its adapter's share."""
 
 from collections.abc import Callable
+from typing import Literal
 
 from router.metrics import RouterMetrics, Start
+from router.policy.guards import Outcome
 from router.served import ServedAdapter
 from router.top_adapters import BASE, COUNTS, OTHER
 from router.tracing.request import in_hand
@@ -43,6 +45,10 @@ class RequestMeter:
         self._name = BASE if adapter is None else adapter.alias or OTHER
         self._request = in_hand()
         self._num_generated = 0
+        self._adapter = adapter
+        self._outcome: Literal["ok", "failed", "excused"] = "ok"
+        self._decode_s = 0.0
+        self._num_decoded = 0
         if adapter is not None:
             self._request.notes["loraplex.adapter.digest"] = adapter.digest
 
@@ -90,18 +96,33 @@ class RequestMeter:
         if times.num_tokens > 1:
             decode_s = times.last_at - times.first_at
             self._metrics.output_token_s.observe(decode_s / (times.num_tokens - 1))
+            self._decode_s += decode_s
+            self._num_decoded += times.num_tokens - 1
 
     def ends(self) -> None:
         """The answer is whole."""
         self._metrics.request_s.observe(self.elapsed_s, self._request.exemplar)
 
-    def fails(self) -> None:
+    def fails(self, *, excused: bool) -> None:
+        """excused: whatever adapter it had would have failed."""
         self._top.count(self._name, _ERRORS)
+        self._outcome = "excused" if excused else "failed"
 
     def is_given_up(self) -> None:
         self._metrics.given_up.inc()
         self._request.error = "client_gone"
 
+    def _told(self) -> Outcome:
+        """Who left before the first token has waited for so long at least."""
+        if self._outcome == "failed":
+            return Outcome(True)
+        token_s = self._decode_s / self._num_decoded if self._num_decoded else None
+        first_token_s = self.elapsed_s if self.first_token_s is None else self.first_token_s
+        return Outcome(False, first_token_s, token_s)
+
     def closes(self) -> None:
         """However it ended."""
+        adapter = self._adapter
+        if adapter is not None and adapter.rollout and self._outcome != "excused":
+            self._metrics.outcomes.add(adapter.rollout, adapter.digest, self._told())
         self._request.notes["gen_ai.usage.output_tokens"] = self._num_generated

@@ -19,6 +19,7 @@ MAX_WEIGHT = 100
 _HASH_BITS = 64
 
 Weight = Annotated[int, Meta(ge=0, le=MAX_WEIGHT)]
+RolledBackBy = Literal["guard", "operator"]
 VersionState = Literal[
     "warming",  # its share, or more of it, waits until enough workers have it on their devices
     "serving",
@@ -56,13 +57,14 @@ class Guards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Version(msgspec.Struct, frozen=True):
     """A version beside the one that serves. weight: wanted; live: in force.
 
-    why: why it was rolled back, or what keeps it from being warm.
+    since: from when on it is judged, Unix seconds. why: why it was rolled back.
     """
 
     ref: AdapterRef
     content: Content
     weight: Weight
     live: Weight = 0
+    since: int = 0
     rolled_back: bool = False
     why: str | None = None
 
@@ -113,6 +115,13 @@ class Rollout(msgspec.Struct, frozen=True):
             if score < best:
                 chosen, best = version, score
         return chosen
+
+
+def sticky_value(tenant: str, user: str | None, key_id: str, request_id: str) -> str:
+    """What decides a request's version: its user, else its key, else nothing that lasts."""
+    if user:
+        return f"user\0{tenant}\0{user}"
+    return f"key\0{key_id}" if key_id else f"request\0{request_id}"
 
 
 def _score(rollout: str, version: str, sticky: str, weight: int) -> float:

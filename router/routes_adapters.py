@@ -16,16 +16,21 @@ from router.api.adapters import (
     adapter_object,
     check_name,
     parse_register,
+    parse_rollout,
     parse_target,
     parse_unload,
+    rollout_wish,
 )
 from router.api.body import decode_body
+from router.api.rollouts import AdapterHistory, change_objects, parse_digest, rollout_object
 from router.generation import Secret
 from router.http_body import BodyLimits, read_json_body
 from router.operator_routes import who
 from router.registration import Registration
+from router.rollout_moves import running
 from router.routes_info import json_response
 from router.service import Service
+from router.shared.store import StoreDown
 
 MAX_BODY_BYTES = 64 << 10
 
@@ -35,6 +40,7 @@ class AdapterRoutes:
 
     def __init__(self, service: Service) -> None:
         self._admin = service.admin
+        self._rollouts = service.rollouts
         self._service = service
         self._body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
 
@@ -76,6 +82,40 @@ class AdapterRoutes:
         new = registration.digest
         return json_response(Refreshed(old, new, old != new, shown))
 
+    async def rollout(self, request: Request) -> Response:
+        """Tells of it, sets it, or ends it."""
+        name = request.path_params["name"]
+        if request.method == "DELETE":
+            return await self._told(await self._rollouts.end(name, who(request)))
+        if request.method == "POST":
+            raw = await read_json_body(request, self._body_limits)
+            wish = parse_rollout(raw, self._service.config.default_source, who(request))
+            return await self._told(await self._rollouts.roll_out(name, wish))
+        registration = self._admin.get(name)
+        running(registration)
+        try:
+            measured = await self._service.keeper.measured(registration)
+        except StoreDown:
+            measured = None
+        resident = self._admin.workers.holding
+        return json_response(rollout_object(registration, measured, resident))
+
+    async def promote(self, request: Request) -> Response:
+        digest = parse_digest(await read_json_body(request, self._body_limits))
+        name = request.path_params["name"]
+        return await self._told(await self._rollouts.promote(name, digest, who(request)))
+
+    async def rollback(self, request: Request) -> Response:
+        """Of a rollout, while one has shares; else to what the name meant before."""
+        digest = parse_digest(await read_json_body(request, self._body_limits))
+        name, by = request.path_params["name"], who(request)
+        return await self._told(await self._rollouts.back(name, digest, by))
+
+    async def history(self, request: Request) -> Response:
+        registration = self._admin.get(request.path_params["name"])
+        changes = change_objects(registration)[::-1]
+        return json_response(AdapterHistory(registration.name, changes))
+
     async def load_lora(self, request: Request) -> Response:
         body, _ = decode_body(await read_json_body(request, self._body_limits), LoadLoraBody)
         check_name(body.lora_name, "lora_name")
@@ -102,8 +142,17 @@ class AdapterRoutes:
         body, ref = parse_register(raw, self._service.config.default_source)
         request.state.target = body.name
         token = None if body.token is None else Secret(body.token)
-        wish = Wish(body.name, ref, "api", body.pin, token, body.replace, who(request))
-        return await self._told(await self._admin.register(wish))
+        by = who(request)
+        wish = Wish(body.name, ref, "api", body.pin, token, body.replace, by)
+        if body.versions is None:
+            return await self._told(await self._admin.register(wish))
+        source = self._service.config.default_source
+        rollout = rollout_wish(body.versions, body.guards, source, by)
+        if not self._admin.is_registered(body.name):
+            registration = await self._admin.register(wish)
+            if len(body.versions) == 1:
+                return await self._told(registration)
+        return await self._told(await self._rollouts.roll_out(body.name, rollout))
 
     def _unpinned_by_file(self, request: Request) -> str:
         """The name. Raises AdapterError where the adapters file says whether it is pinned."""

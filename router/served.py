@@ -40,7 +40,8 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     """An adapter that this caller may use now.
 
     origin: a pinned reference, or a merge. token: what opens the reference at its source.
-    alias: the registered name that it was named by.
+    alias: the registered name that it was named by. rollout: of that name, under which this
+    version was chosen; "" = none.
     """
 
     adapter_id: str
@@ -48,6 +49,7 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     token: Secret | None
     manifest: AdapterManifest
     alias: str | None = None
+    rollout: str = ""
 
     @property
     def digest(self) -> str:

@@ -40,6 +40,9 @@ from router.policy.attempts import Quarantine, RetryBudget
 from router.policy.queue_limits import QueueLimits
 from router.policy.waiting import WaitingQueue
 from router.registration import Registration
+from router.rollout_keeper import RolloutKeeper
+from router.rollout_tally import RolloutTally
+from router.rollouts import Rollouts
 from router.sequence_run import Retries
 from router.shared.sharing import Sharing, make_sharing
 from router.shared.store import StoreDown
@@ -69,6 +72,8 @@ class Service:
     base: BaseModel
     catalog: Catalog
     admin: AdapterAdmin
+    rollouts: Rollouts
+    keeper: RolloutKeeper
     adapters_file: AdaptersFile | None
     fleet: Fleet
     dispatcher: Dispatcher
@@ -108,6 +113,7 @@ class Service:
             asyncio.create_task(self.fleet.run()),
             asyncio.create_task(watch_loop_lag(self.metrics.loop_lag_s.observe)),
             asyncio.create_task(self.catalog.rules.aliases.run()),
+            asyncio.create_task(self.keeper.run()),
         ]
         if self.sharing.link is not None:
             discovery = Discovery(self.sharing.store, self.fleet, self.config.secret)
@@ -164,9 +170,9 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     sandbox = TemplateSandbox()
     limits = _dispatch_limits(config)
     use = AdapterUse(time.time)
-    workers = AdapterWorkers(catalog, fleet, config.adapter_timeout_s)
-    admin = AdapterAdmin(catalog, workers, use, base.is_named)
-    fleet.on_connect = admin.worker_connected
+    admin = _admin(config, catalog, fleet, use, base)
+    rollouts = Rollouts(admin, lambda by: metrics.rollbacks.labels(by).inc())
+    keeper = _keeper(rollouts, catalog, sharing, tenancy, metrics, router_id)
     dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use, _retries(config))
     errors = ToldErrors(metrics)
     body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s)
@@ -176,15 +182,15 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     watch_state(metrics, fleet, catalog, dispatcher)
     watch_sharing(metrics, sharing, tenancy)
     if config.metrics_compat:
-        compat = CompatMetrics(base, fleet, catalog.rules.aliases, use)
-        compat.declare(Meters(registry, COMPAT_PREFIX))
+        aliases, compat = catalog.rules.aliases, Meters(registry, COMPAT_PREFIX)
+        CompatMetrics(base, fleet, aliases, use).declare(compat)
     door = FrontDoor(config.max_connections, config.max_connections_per_address)
     metrics.meters.watch("connections_open", "Connections of clients", lambda: door.open)
-    card = _saved_card(config)
     file = _adapters_file(config, admin, fleet.names_known)
     return Service(
-        *(config, base, catalog, admin, file, fleet, dispatcher, answerer, metrics, sandbox),
-        saved_card=card,
+        *(config, base, catalog, admin, rollouts, keeper, file),
+        *(fleet, dispatcher, answerer, metrics, sandbox),
+        saved_card=_saved_card(config),
         router_id=router_id,
         sharing=sharing,
         tenancy=tenancy,
@@ -215,6 +221,28 @@ def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
 def _catalog(config: RouterConfig, sharing: Sharing, fleet: Fleet, hub: Hub) -> Catalog:
     rules = _rules(config, sharing)
     return Catalog(rules, _Pinner(hub).pin, fleet.load_adapter, _now, time.time)
+
+
+def _admin(
+    config: RouterConfig, catalog: Catalog, fleet: Fleet, use: AdapterUse, base: BaseModel
+) -> AdapterAdmin:
+    workers = AdapterWorkers(catalog, fleet, config.adapter_timeout_s)
+    admin = AdapterAdmin(catalog, workers, use, base.is_named)
+    fleet.on_connect = admin.worker_connected
+    return admin
+
+
+def _keeper(
+    rollouts: Rollouts,
+    catalog: Catalog,
+    sharing: Sharing,
+    tenancy: Tenancy,
+    metrics: RouterMetrics,
+    router_id: str,
+) -> RolloutKeeper:
+    tally = RolloutTally(sharing.store, metrics.outcomes, time.time)
+    aliases, audit = catalog.rules.aliases, tenancy.audit.record
+    return RolloutKeeper(sharing.store, router_id, aliases, rollouts, tally, audit, time.time)
 
 
 def _tracing(config: RouterConfig) -> Tracing:

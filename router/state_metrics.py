@@ -11,6 +11,7 @@ from router.catalog import Catalog
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
+from router.rollout import VersionState
 from router.shared.sharing import Sharing
 from router.tenancy.admission import MODES
 from router.tenancy.quota import Reason as QuotaReason
@@ -40,6 +41,13 @@ def watch_state(
         "adapters_registered",
         "Names of adapters in service",
         lambda: sum(alias.in_service for alias in catalog.rules.aliases.all()),
+    )
+    meters.rows(
+        "adapter_versions",
+        "gauge",
+        "Versions of adapters in rollouts, by state",
+        {"state": get_args(VersionState)},
+        lambda: _versions(catalog.rules.aliases),
     )
     _watch_workers(metrics, fleet)
     _watch_adapters(metrics, catalog.rules.aliases)
@@ -78,6 +86,15 @@ def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
         {"adapter": (), "state": (), "rank": (), "pinned": ()},
         lambda: _infos(aliases, top.shown),
     )
+
+
+def _versions(aliases: Aliases) -> Iterator[Row]:
+    counts = dict.fromkeys(get_args(VersionState), 0)
+    for registration in aliases.all():
+        if registration.rollout is not None:
+            for version in registration.rollout.versions:
+                counts[version.state] += 1
+    return (((state,), count) for state, count in counts.items())
 
 
 def _infos(aliases: Aliases, names: Iterable[str]) -> Iterator[Row]:

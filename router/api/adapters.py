@@ -7,9 +7,20 @@ from msgspec import Meta
 
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, RefSource, format_ref, parse_ref
+from router.adapter_wish import RolloutWish
 from router.api.body import decode_body, require
+from router.api.rollouts import (
+    ChangeObject,
+    RolloutBody,
+    RolloutObject,
+    VersionBody,
+    Versions,
+    change_objects,
+    rollout_object,
+)
 from router.generation import RequestError
 from router.registration import Registration
+from router.rollout import Guards
 from server.protocol import AdapterTiers, TierStage
 
 DEFAULT_WAIT_S = 30.0
@@ -19,7 +30,10 @@ Name = Annotated[str, Meta(min_length=1, max_length=96)]
 
 
 class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`ref`, or `source` with `id` and `revision`. token: opens it there; kept in memory."""
+    """`ref`, or `source` with `id` and `revision`, or `versions`. token: opens it there.
+
+    versions, guards: see RolloutBody; of a name that is new, the first version is its own.
+    """
 
     name: Name
     ref: str | None = None
@@ -29,6 +43,8 @@ class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pin: bool = False
     token: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     replace: bool = False
+    versions: Versions | None = None
+    guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
 
 
 class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,18 +65,6 @@ class UnloadLoraBody(msgspec.Struct, frozen=True):
     """vLLM's."""
 
     lora_name: Name
-
-
-class ChangeObject(msgspec.Struct, frozen=True):
-    """What a name meant from `since` (Unix seconds) on. ref: with its commit. before: a digest."""
-
-    digest: str
-    since: int
-    action: str
-    by: str
-    ref: str
-    before: str | None
-    note: str
 
 
 class WorkerAdapter(msgspec.Struct, frozen=True):
@@ -103,6 +107,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     last_used: float | None = None
     history: list[ChangeObject] = []
     workers: list[WorkerAdapter] = []
+    rollout: RolloutObject | None = None
     object: Literal["adapter"] = "adapter"
 
 
@@ -133,6 +138,10 @@ def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, Adap
     """Raises RequestError."""
     request, _ = decode_body(body, RegisterBody)
     check_name(request.name, "name")
+    if request.versions is not None:
+        is_alone = request.ref is None and request.id is None and request.source is None
+        require(is_alone, "give it, or ref, or source and id", "versions")
+        return request, parse_target(request.versions[0].reference, "versions", default_source)
     if request.ref is not None:
         others = (request.source, request.id, request.revision)
         require(others == (None, None, None), "give it, or source, id and revision", "ref")
@@ -141,6 +150,27 @@ def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, Adap
     revision = f"@{request.revision}" if request.revision is not None else ""
     text = f"{request.source or default_source}:{request.id}{revision}"
     return request, parse_target(text, "id", default_source)
+
+
+def parse_rollout(body: bytes, default_source: str, by: str) -> RolloutWish:
+    """Raises RequestError."""
+    request, _ = decode_body(body, RolloutBody)
+    return rollout_wish(request.versions, request.guards, default_source, by)
+
+
+def rollout_wish(
+    versions: list[VersionBody],
+    guards: Guards | None | msgspec.UnsetType,
+    default_source: str,
+    by: str,
+) -> RolloutWish:
+    """Raises RequestError."""
+    refs = [
+        parse_target(version.reference, f"versions[{number}].reference", default_source)
+        for number, version in enumerate(versions)
+    ]
+    weights = [version.weight for version in versions]
+    return RolloutWish(tuple(zip(refs, weights, strict=True)), guards, by)
 
 
 def check_name(name: str, param: str) -> None:
@@ -195,15 +225,8 @@ def adapter_object(
         last_used=last_used,
         history=change_objects(registration),
         workers=[_worker(worker, workers[worker]) for worker in sorted(workers)],
+        rollout=rollout_object(registration),
     )
-
-
-def change_objects(registration: Registration) -> list[ChangeObject]:
-    """Oldest first."""
-    return [
-        ChangeObject(c.digest, c.since, c.action, c.by, c.ref, c.before, c.note)
-        for c in registration.history
-    ]
 
 
 def _worker(worker: str, tiers: AdapterTiers) -> WorkerAdapter:

@@ -40,6 +40,7 @@ from router.api.models import (
 )
 from router.api.openai_chat import ChatBody, ChatChunk, ChatCompletion
 from router.api.openai_completions import Completion, CompletionsBody
+from router.api.rollouts import AdapterHistory, DigestBody, RolloutBody, RolloutObject
 
 _REF = "#/components/schemas/{name}"
 # Errors that a GET without a body can meet.
@@ -123,6 +124,12 @@ _LIFECYCLE = (
         UnloadBody,
     ),
     _admin(f"{_ONE}/refresh", "post", "Resolve its reference again", Refreshed),
+    _admin(f"{_ONE}/rollout", "get", "Its versions, and how they do", RolloutObject),
+    _admin(f"{_ONE}/rollout", "post", "Set versions and their weights", AdapterObject, RolloutBody),
+    _admin(f"{_ONE}/rollout", "delete", "End it: the old version has everything", AdapterObject),
+    _admin(f"{_ONE}/promote", "post", "The name means this version", AdapterObject, DigestBody),
+    _admin(f"{_ONE}/rollback", "post", "Back to the version before", AdapterObject, DigestBody),
+    _admin(f"{_ONE}/history", "get", "What it meant, newest first", AdapterHistory),
     _admin("/v1/load_lora_adapter", "post", "Register and load (vLLM)", str, LoadLoraBody),
     _admin("/v1/unload_lora_adapter", "post", "Unload and delete (vLLM)", str, UnloadLoraBody),
 )

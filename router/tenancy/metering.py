@@ -144,6 +144,11 @@ class Charge:
     def tenant(self) -> str:
         return self._caller.tenant
 
+    @property
+    def key_id(self) -> str:
+        """ "" = no key was needed."""
+        return self._caller.key_id
+
     async def admit(self, head: AnswerHead, prompt_tokens: int, output_tokens: int) -> None:
         """output_tokens: the most that may come. Raises RequestError."""
         self._head = head

@@ -106,6 +106,85 @@ def test_what_is_asked(
     assert ("x: bad" in printed) == (arguments == ["list"])
 
 
+VERSIONS = [{"reference": "org/one@v2", "weight": 5}]
+ROLLOUT: dict[str, Any] = {
+    "id": "r", "guards": None,
+    "versions": [
+        {"reference": "hub:org/one", "digest": "d" * 64, "weight": 95, "live_weight": 100,
+         "state": "serving", "why": None, "resident_on": []},
+        {"reference": "hub:org/one@v2", "digest": "e" * 64, "weight": 5, "live_weight": 0,
+         "state": "warming", "why": None, "resident_on": []},
+    ],
+    "measured": [{"digest": "d" * 64, "requests": 70, "failed": 1, "first_token_p95_s": 0.1234,
+                  "token_p95_s": None}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        (["one", "org/one@v2=5"], ("POST", "rollout", {"versions": VERSIONS})),
+        (
+            ["one", "org/one@v2=5", "--max-latency-ratio", "3", "--min-requests", "9"],
+            (
+                *("POST", "rollout"),
+                {"versions": VERSIONS, "guards": {"max_latency_ratio": 3.0, "min_requests": 9}},
+            ),
+        ),
+        (
+            ["one", "org/one@v2=5", "--no-guards"],
+            ("POST", "rollout", {"versions": VERSIONS, "guards": None}),
+        ),
+        (["one", "--end"], ("DELETE", "rollout", None)),
+    ],
+)
+def test_rollouts_are_set(
+    stub: StubRouter, arguments: list[str], asked: tuple[str, str, Any], capsys: Any
+) -> None:
+    stub.answer = (200, {**ADAPTER, "rollout": {**ROLLOUT, "measured": None}})
+    assert command(stub, "rollout", *arguments) == 0
+    method, action, body = asked
+    assert [told[:3] for told in stub.asked] == [(method, f"/v1/adapters/one/{action}", body)]
+    printed = capsys.readouterr().out
+    assert "one   ready  yes" in printed
+    assert "eeeeeeeeeeee hub:org/one@v2  5       0     warming" in printed
+
+
+@pytest.mark.parametrize("action", ["promote", "rollback"])
+def test_promoted_and_taken_back(stub: StubRouter, action: str) -> None:
+    assert command(stub, action, "one") == 0
+    assert command(stub, action, "one", "--digest", "e" * 8) == 0
+    path = f"/v1/adapters/one/{action}"
+    asked = [told[:3] for told in stub.asked]
+    assert asked == [("POST", path, {}), ("POST", path, {"digest": "e" * 8})]
+
+
+def test_rollouts_and_history_are_told(stub: StubRouter, capsys: Any) -> None:
+    stub.answer = (200, ROLLOUT)
+    assert command(stub, "rollout", "one") == 0
+    assert stub.asked[0][:2] == ("GET", "/v1/adapters/one/rollout")
+    first = capsys.readouterr().out.splitlines()[1]
+    assert first.split() == [
+        *("dddddddddddd", "hub:org/one", "95", "100", "serving", "70", "1", "0.123", "s", "-"),
+    ]
+    change = {"digest": "e" * 64, "since": 0, "action": "promote", "by": "api 10.0.0.1",
+              "ref": "hub:org/one@abc", "before": "d" * 64, "note": ""}  # fmt: skip
+    stub.answer = (200, {"id": "one", "data": [change], "object": "list"})
+    assert command(stub, "history", "one") == 0
+    told = capsys.readouterr().out.splitlines()[1]
+    assert told.startswith(
+        "1970-01-01T00:00:00Z  promote  api 10.0.0.1  eeeeeeeeeeee  dddddddddddd"
+    )
+
+
+@pytest.mark.parametrize("version", ["org/one", "org/one@v2=", "=5", "org/one=five"])
+def test_a_version_wants_a_weight(version: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["adapter", "rollout", "one", version])
+    assert left.value.code == 2
+    assert "REF=WEIGHT" in capsys.readouterr().err
+
+
 def test_the_key_file_wins_and_the_token_is_read(stub: StubRouter, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("from the file\n")
     (tmp_path / "token").write_text("hf_secret\n")

@@ -135,7 +135,7 @@ async def test_what_a_router_notes_lasts_until_somebody_changes_it(store: Store)
     for name in ("one", "mine"):
         found = aliases.get(name)
         assert found is not None
-        aliases.note(msgspec.structs.replace(found, error="odd"))
+        aliases.note(found, msgspec.structs.replace(found, error="odd"))
     await aliases.refresh()
     assert [r.error for r in aliases.all()] == ["odd", "odd"]
     await Aliases(store, True).refresh()

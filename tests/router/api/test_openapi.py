@@ -64,10 +64,16 @@ def test_errors_have_their_shape() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: f"{o.method} {o.path}")
 async def test_every_operation_exists(router: Running, operation: Operation) -> None:
-    path = operation.path.replace("{name}", "pirate")
+    path = operation.path.replace("{name}", "mine")
+    if "{name}" in operation.path:
+        registered = {"name": "mine", "ref": "org/one"}
+        await router.client.post("/v1/adapters", json=registered)
     if "{id}" in path:
         made = await router.client.post("/v1/keys", content=b"{}")
         path = path.replace("{id}", made.json()["data"]["id"])
+    if path.endswith("/rollout"):
+        versions = [{"reference": "org/new", "weight": 5}]
+        await router.client.post(path, json={"versions": versions})
     wants_a_body = operation.request is not None and not operation.accepted
     sends = operation.method in ("post", "patch")
     content = b"[]" if wants_a_body else b"{}" if sends else None

@@ -1,0 +1,85 @@
+"""Whether a new version does worse than the old one beside it. Pure.
+
+Latencies are counted in buckets of 10 %, which add up over routers and over time.
+"""
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from router.rollout import Guards
+
+_BASE = math.log(1.1)
+_SHORTEST_S = 1e-4
+QUANTILE = 0.95
+
+# Differences as small as these are noise, whatever their ratio.
+_FIRST_TOKEN_NOISE_S, _TOKEN_NOISE_S = 0.02, 0.002
+
+# Bucket -> how many.
+Histogram = dict[int, int]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Of one request. token_s: a token after the first; None where there was none."""
+
+    failed: bool
+    first_token_s: float | None = None
+    token_s: float | None = None
+
+
+class Measured(msgspec.Struct):
+    """What requests of one version were like."""
+
+    requests: int = 0
+    failed: int = 0
+    first_token: Histogram = {}
+    token: Histogram = {}
+
+    @property
+    def error_rate(self) -> float:
+        return self.failed / self.requests if self.requests else 0.0
+
+
+def bucket_of(seconds: float) -> int:
+    return round(math.log(max(seconds, _SHORTEST_S)) / _BASE)
+
+
+def quantile(histogram: Mapping[int, int], share: float = QUANTILE) -> float | None:
+    """Seconds, within 5 %; None of nothing."""
+    rest = math.ceil(share * sum(histogram.values()))
+    for bucket in sorted(histogram):
+        rest -= histogram[bucket]
+        if rest <= 0:
+            return math.exp(bucket * _BASE)
+    return None
+
+
+def breach(guards: Guards, old: Measured, new: Measured) -> str | None:
+    """Why the new version must go back, for people; None = it may stay, or it is too early.
+
+    Without requests of the old version all of the new one's errors count, and its latency is not
+    judged.
+    """
+    if new.requests < guards.min_requests:
+        return None
+    limit = guards.max_error_increase
+    if limit is not None and new.error_rate - old.error_rate > limit:
+        return (
+            f"{new.error_rate:.1%} of its {new.requests} requests failed, "
+            f"{old.error_rate:.1%} of the old version's {old.requests}"
+        )
+    for what, noise_s, ours, theirs in (
+        ("time to first token", _FIRST_TOKEN_NOISE_S, new.first_token, old.first_token),
+        ("time a token", _TOKEN_NOISE_S, new.token, old.token),
+    ):
+        if min(sum(ours.values()), sum(theirs.values())) >= guards.min_requests:
+            slow, usual = quantile(ours), quantile(theirs)
+            if _is_slower(guards.max_latency_ratio, noise_s, slow or 0.0, usual or 0.0):
+                return f"its p95 {what} is {slow:.3g} s, the old version's {usual:.3g} s"
+    return None
+
+
+def _is_slower(limit: float | None, noise_s: float, new_s: float, old_s: float) -> bool:
+    return limit is not None and new_s > max(limit * old_s, old_s + noise_s)

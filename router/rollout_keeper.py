@@ -1,0 +1,133 @@
+"""Moves rollouts on: warms what waits for its share, and takes back what does worse.
+
+One router of those that share a store does it for all, by a lease; whatever two of them might do at
+the same time is told apart by the table's revisions.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from adapters.errors import AdapterError
+from router.aliases import Aliases
+from router.policy.guards import Measured, breach
+from router.registration import Registration
+from router.rollout_tally import RolloutTally
+from router.rollouts import GUARD, Rollouts
+from router.shared.store import Store, StoreDown
+from router.tenancy.records import AuditRecord
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+LEASE_S = 5.0
+_RETRY_S = 2.0
+_KEY = "rollouts:keeper"
+
+
+class RolloutKeeper:
+    """clock: Unix seconds. audit: hears of what is done without an operator."""
+
+    def __init__(
+        self,
+        store: Store,
+        router_id: str,
+        aliases: Aliases,
+        rollouts: Rollouts,
+        tally: RolloutTally,
+        audit: Callable[[AuditRecord], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._me = router_id.encode()
+        self._aliases = aliases
+        self._rollouts = rollouts
+        self._tally = tally
+        self._audit = audit
+        self._clock = clock
+        self._warming: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                with contextlib.suppress(StoreDown):
+                    await self.step()
+        finally:
+            for task in self._warming.values():
+                task.cancel()
+            await asyncio.gather(*self._warming.values(), return_exceptions=True)
+
+    async def step(self) -> None:
+        """Raises StoreDown."""
+        await self._tally.flush()
+        rolling = [r for r in self._aliases.all() if r.rollout is not None and r.state == "ready"]
+        if not rolling or not await self._leads():
+            return
+        for registration in rolling:
+            if registration.name not in self._warming:
+                self._start_warming(registration)
+            await self._judge(registration)
+
+    async def measured(self, registration: Registration) -> dict[str, Measured]:
+        """By digest, of the guards' window. Raises StoreDown."""
+        rollout = registration.rollout
+        if rollout is None:
+            return {}
+        window_s = 300 if rollout.guards is None else rollout.guards.window_s
+        digests = {v.digest: v.since for v in rollout.versions}
+        digests[registration.digest or ""] = 0
+        return {
+            digest: await self._tally.read(rollout.id, digest, window_s, since)
+            for digest, since in digests.items()
+        }
+
+    def _start_warming(self, registration: Registration) -> None:
+        name, rollout = registration.name, registration.rollout
+        if rollout is not None and rollout.is_warming:
+            task = self._warming[name] = asyncio.create_task(self._warm(registration))
+            task.add_done_callback(lambda _: self._warming.pop(name, None))
+
+    async def _leads(self) -> bool:
+        there = await self._store.add(_KEY, self._me, LEASE_S)
+        if there is None:
+            return True
+        return there == self._me and await self._store.swap(_KEY, self._me, self._me, LEASE_S)
+
+    async def _warm(self, registration: Registration) -> None:
+        try:
+            await self._rollouts.warm(registration.name)
+        except AdapterError as error:
+            if error.code != "conflict":
+                note = f"not warm yet: {error.message}"
+                self._aliases.note(registration, msgspec.structs.replace(registration, error=note))
+            await asyncio.sleep(_RETRY_S)
+
+    async def _judge(self, registration: Registration) -> None:
+        rollout = registration.rollout
+        if rollout is None or rollout.guards is None or registration.digest is None:
+            return
+        window_s = rollout.guards.window_s
+        for version in rollout.versions:
+            if not version.live:
+                continue
+            read = self._tally.read
+            new = await read(rollout.id, version.digest, window_s, version.since)
+            old = await read(rollout.id, registration.digest, window_s, version.since)
+            why = breach(rollout.guards, old, new)
+            if why is not None:
+                await self._roll_back(registration.name, version.digest, why)
+
+    async def _roll_back(self, name: str, digest: str, why: str) -> None:
+        try:
+            await self._rollouts.roll_back(name, digest, why, GUARD)
+        except AdapterError as error:
+            logger.error("adapter %s: %.12s is not rolled back: %s", name, digest, error.message)
+            return
+        logger.error("adapter %s: %.12s is rolled back: %s", name, digest, why)
+        action = f"rollback by guard: {why}"
+        self._audit(AuditRecord(self._clock(), action, name, "", 200, "", ""))

@@ -1,0 +1,171 @@
+"""Carries out rollouts: resolves and judges versions, shifts shares, and takes them back."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef, parse_ref
+from router.adapter_admin import AdapterAdmin
+from router.adapter_wish import RolloutWish
+from router.registration import Registration
+from router.rollout import MAX_WEIGHT, Content, Guards, RolledBackBy, Version
+from router.rollout_moves import (
+    Shares,
+    before,
+    copies_needed,
+    ended,
+    in_force,
+    promoted,
+    reverted,
+    rolled_back,
+    running,
+    to_promote,
+    with_shares,
+)
+
+GUARD = "guard"
+BY_OPERATOR = "an operator took it back"
+
+
+class Rollouts:
+    """Every operation raises AdapterError and then has changed nothing that is served.
+
+    count: hears of each version that went back, and of whose doing.
+    """
+
+    def __init__(self, admin: AdapterAdmin, count: Callable[[RolledBackBy], None]) -> None:
+        self._admin = admin
+        self._count = count
+
+    async def roll_out(self, name: str, wish: RolloutWish) -> Registration:
+        """Fetches and checks every version first; shares rise when they are warm."""
+        admin = self._admin
+        async with admin.lock(name):
+            there = admin.get(name)
+            registration = await admin.admitted(there, "refresh")
+            own, others = _split(registration, wish)
+            versions = await asyncio.gather(
+                *(self._version(registration, ref, weight) for ref, weight in others)
+            )
+            guards = wish.guards
+            if isinstance(guards, msgspec.UnsetType):
+                guards = Guards() if there.rollout is None else there.rollout.guards
+            shares = Shares(tuple(versions), own, guards)
+            new_id = secrets.token_hex(8)
+            after = with_shares(registration, shares, new_id, admin.clock(), wish.by)
+            if after.pinned:
+                for content in after.pinned_contents:
+                    await admin.workers.bring(content, admin.token(after))
+            return await admin.commit(there, after)
+
+    async def warm(self, name: str) -> Registration:
+        """Brings versions to as many devices as their shares need, then puts these in force."""
+        admin = self._admin
+        registration = admin.get(name)
+        rollout = running(registration)
+        workers = admin.workers
+        old_copies = len(workers.holding(registration.digest or ""))
+        for version in rollout.versions:
+            if version.state == "warming":
+                copies = copies_needed(rollout, version.digest, old_copies, workers.count)
+                await workers.warm(version.content, admin.token(registration), copies)
+        async with admin.lock(name):
+            now = admin.get(name)
+            if now.rollout != rollout or now.digest != registration.digest:
+                raise AdapterError("conflict", f"the rollout of {name!r} has just been changed")
+            warmed = msgspec.structs.replace(now, rollout=in_force(rollout), error=None)
+            return await admin.commit(now, warmed)
+
+    async def roll_back(self, name: str, digest: str | None, why: str, by: str) -> Registration:
+        """Takes a version's share away at once; None: every version's."""
+        admin = self._admin
+        async with admin.lock(name):
+            there = admin.get(name)
+            after = rolled_back(there, digest, why, admin.clock(), by)
+            done = await admin.commit(there, after)
+        self._count("guard" if by == GUARD else "operator")
+        return done
+
+    async def promote(self, name: str, digest: str | None, by: str) -> Registration:
+        """The name means this version from now on, once enough workers have it."""
+        admin = self._admin
+        admin.check_free(name, "file", "option")
+        async with admin.lock(name):
+            there = admin.get(name)
+            version = to_promote(there, digest)
+            await self._warm_as_much(there, version.content)
+            return await admin.commit(there, promoted(there, version, admin.clock(), by))
+
+    async def back(self, name: str, digest: str | None, by: str) -> Registration:
+        """Takes versions' shares away while there are some; else the name means what it meant."""
+        rollout = self._admin.get(name).rollout
+        shared = [] if rollout is None else [v for v in rollout.versions if v.weight or v.live]
+        named = [v.digest for v in shared if digest is not None and v.digest.startswith(digest)]
+        if named:
+            return await self.roll_back(name, named[0], BY_OPERATOR, by)
+        if shared and digest is None:
+            return await self.roll_back(name, None, BY_OPERATOR, by)
+        return await self.revert(name, digest, by)
+
+    async def revert(self, name: str, digest: str | None, by: str) -> Registration:
+        """Without a rollout: back to an earlier content of the name, if its source has it still."""
+        admin = self._admin
+        admin.check_free(name, "file", "option")
+        async with admin.lock(name):
+            there = await admin.admitted(admin.get(name), "refresh")
+            earlier = before(there, digest)
+            content = await admin.fetch(there, parse_ref(earlier.ref))
+            if content.digest != earlier.digest:
+                raise AdapterError("conflict", f"{earlier.ref} has other content now than it had")
+            await self._warm_as_much(there, content)
+            after = reverted(there, content, admin.clock(), by)
+            done = await admin.commit(there, after)
+        self._count("operator")
+        return done
+
+    async def end(self, name: str, by: str) -> Registration:
+        """The old version has everything again, and the others are forgotten."""
+        admin = self._admin
+        async with admin.lock(name):
+            there = admin.get(name)
+            return await admin.commit(there, ended(there, admin.clock(), by))
+
+    async def _version(self, registration: Registration, ref: AdapterRef, weight: int) -> Version:
+        """One that is there already means what it meant, unless it has failed."""
+        there = () if registration.rollout is None else registration.rollout.versions
+        for version in there:
+            if version.ref == ref and not version.rolled_back:
+                return msgspec.structs.replace(version, weight=weight)
+        return Version(ref, await self._admin.fetch(registration, ref), weight)
+
+    async def _warm_as_much(self, registration: Registration, content: Content) -> None:
+        """On as many devices as what the name means now."""
+        workers = self._admin.workers
+        copies = max(1, min(workers.count, len(workers.holding(registration.digest or ""))))
+        if registration.pinned:
+            await workers.bring(content, self._admin.token(registration))
+        else:
+            await workers.warm(content, self._admin.token(registration), copies)
+
+
+def _split(
+    registration: Registration, wish: RolloutWish
+) -> tuple[int, list[tuple[AdapterRef, int]]]:
+    """The old version's weight, and the others. Unsaid, it is what is left of 100."""
+    content = registration.content
+    own = {registration.ref} if content is None else {registration.ref, content.ref}
+    others = [(ref, weight) for ref, weight in wish.versions if ref not in own]
+    mine = [weight for ref, weight in wish.versions if ref in own]
+    if len(mine) > 1 or len({ref for ref, _ in others}) < len(others):
+        raise AdapterError("conflict", "a version is there twice")
+    total = sum(weight for _, weight in others)
+    if not others or (not mine and total > MAX_WEIGHT) or (mine and not mine[0] + total):
+        raise AdapterError(
+            "conflict",
+            "expected versions beside the present one, with weights of 100 at most in all, or "
+            "the present one's weight, too",
+        )
+    return (mine[0] if mine else MAX_WEIGHT - total), others

@@ -60,9 +60,8 @@ class Answerer:
         generation = await until_disconnect(request, start)
         try:
             formatter = api_request.formatter(generation.head)
-            headers = _head_headers(generation, call)
             told = partial(self.errors.note, request)
-            return await _stream(request, generation, formatter, headers, told)
+            return await _stream(request, generation, formatter, call, told)
         except BaseException:
             generation.close()
             raise
@@ -106,14 +105,14 @@ async def _stream(
     request: Request,
     generation: Generation,
     formatter: Formatter,
-    headers: dict[str, str],
+    call: GenerationCall,
     told: Callable[[RequestError], None],
 ) -> Response:
     first = b""
     while not first and (parts := await until_disconnect(request, generation.next())):
         first = _write(formatter, parts)
     rest = _rest(generation, formatter, told)
-    return EventStream(first, rest, generation.close, headers)
+    return EventStream(first, rest, generation.close, _head_headers(generation, call))
 
 
 async def _rest(
@@ -146,7 +145,7 @@ def _write(formatter: Formatter, parts: list[Part]) -> bytes:
 
 
 def _head_headers(generation: Generation, call: GenerationCall) -> dict[str, str]:
-    """What is known before the first token."""
+    """What is known with the first token."""
     head, card = generation.head, generation.model.card
     headers = dict(generation.charge.headers)
     if call.api == "lorax":
@@ -154,6 +153,8 @@ def _head_headers(generation: Generation, call: GenerationCall) -> dict[str, str
         headers |= head_headers(head, card.names[0], card.device, source)
     if head.adapter_digest is not None:
         headers["x-loraplex-adapter-digest"] = head.adapter_digest
+    if generation.start is not None:
+        headers["x-loraplex-start"] = generation.start
     return headers
 
 

@@ -19,6 +19,7 @@ from router.generation import (
     TextEvent,
     TextToken,
 )
+from router.metrics import Start
 from router.prompts import Prompt
 from router.request_meter import ChoiceTimes, RequestMeter
 from router.sequence_run import RunContext, SequenceRun
@@ -132,6 +133,11 @@ class Generation:
     def timings(self) -> Timings:
         """Up to now."""
         return Timings(self._meter.elapsed_s, first_token_s=self._meter.first_token_s)
+
+    @property
+    def start(self) -> Start | None:
+        """Whether it waited for its adapter; None before the first token."""
+        return self._meter.start
 
     def close(self) -> None:
         """Aborts what still runs. May be called more than once."""

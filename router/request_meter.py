@@ -27,7 +27,7 @@ class ChoiceTimes:
 
 
 class RequestMeter:
-    """started: when the request came, on `clock`."""
+    """started: when the request came, on `clock`. start: known with the first token."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class RequestMeter:
     ) -> None:
         self.started = started
         self.first_token_s: float | None = None
+        self.start: Start | None = None
         self._metrics = metrics
         self._clock = clock
         self._top = metrics.top_adapters
@@ -77,7 +78,7 @@ class RequestMeter:
             times.first_at = now
             if self.first_token_s is None:
                 self.first_token_s = now - self.started
-                start = self._start(event)
+                start = self.start = self._start(event)
                 first_token_s = metrics.first_token_s.labels(start)
                 first_token_s.observe(self.first_token_s, self._request.exemplar)
                 self._request.notes["loraplex.start"] = start

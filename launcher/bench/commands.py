@@ -3,13 +3,11 @@
 import argparse
 import asyncio
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from launcher.bench.load_commands import add_load_commands
 from launcher.bench.placement_command import add_fairness, add_placement
 from launcher.command_line import Parser
 
@@ -20,11 +18,15 @@ ABOUT = """\
 Measure. `decode` and `prefill` run the engine in this process on random weights; `lora-kernels`
 times LoRA alone and over the base; `placement` compares placement policies on simulated fleets,
 `fairness` floods them; `router` measures a router before a worker without an engine; `overload`
-asks a fleet of processes for more than it can do; `serve` loads a running server.
+asks a fleet of processes for more than it can do; `serve` loads a running server, `streams` watches
+steady streams while adapters are loaded beside them, `adapters` registers, loads and unloads many,
+and `make-model` writes a model and adapters to do that with. `adapter-copies` times adapters from
+host memory to the device.
 
   loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
   loraplex bench placement --adapters 512,1024,4096 --shape zipf --shape drift
   loraplex bench serve --url http://127.0.0.1:8080 --adapter a --adapter b --rate 20
+  loraplex bench make-model --config llama-3.1-8b --model DIR --adapters-in DIR --adapters 400
 """
 
 
@@ -49,9 +51,7 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     router.add_argument("--requests", type=int, default=4000, help="that are not streamed")
     router.set_defaults(run=run_router)
     _add_overload(actions.add_parser("overload", help="a fleet asked for more than it can do"))
-    serve = actions.add_parser("serve", help="load on a running server")
-    _add_load(serve)
-    serve.set_defaults(run=run_serve)
+    add_load_commands(actions)
     for parser in actions.choices.values():
         parser.add_argument("--json", action="store_true", help="one JSON object a line")
 
@@ -181,52 +181,3 @@ def run_overload(arguments: argparse.Namespace) -> None:
         raise SystemExit("loraplex: times must be more than 0")
     result = uvloop.run(measure(scene, times))  # the generator's CPU time is taken from the fleet
     print(json.dumps(asdict(result)) if arguments.json else table(result))
-
-
-def _add_load(parser: Parser) -> None:
-    parser.add_argument("--url", required=True, help="of the server, e.g. http://127.0.0.1:8080")
-    parser.add_argument("--base-model", default="base", help="what `model` says for the base")
-    parser.add_argument("--adapter", action="append", default=[], help="most popular first")
-    parser.add_argument("--base-too", action="store_true", help="requests without adapter as well")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of adapter popularity")
-    parser.add_argument("--prompt", default="lognormal(5.0,0.8) in 16..1024", help="tokens")
-    parser.add_argument("--output", default="lognormal(4.8,0.7) in 8..512", help="tokens")
-    parser.add_argument("--rate", type=float, default=math.inf, help="requests a second")
-    parser.add_argument("--burstiness", type=float, default=1.0, help="1 = Poisson arrivals")
-    parser.add_argument("--concurrency", type=int, help="callers of a closed loop")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slo-ttft-ms", type=float, help="goodput: time to the first token")
-    parser.add_argument("--slo-itl-ms", type=float, help="goodput: mean gap between tokens")
-
-
-def run_serve(arguments: argparse.Namespace) -> None:
-    from launcher.bench.report import Slo, summarise, table
-    from launcher.bench.serve import Target, run_load
-    from launcher.bench.workload import Lengths, Workload
-
-    adapters: tuple[str | None, ...] = tuple(arguments.adapter)
-    if arguments.base_too or not adapters:
-        adapters = (*adapters, None)
-    try:
-        workload = Workload(
-            requests=arguments.requests,
-            adapters=adapters,
-            zipf=arguments.zipf,
-            prompt=Lengths.parse(arguments.prompt),
-            output=Lengths.parse(arguments.output),
-            rate=arguments.rate,
-            burstiness=arguments.burstiness,
-            seed=arguments.seed,
-        )
-    except ValueError as error:
-        raise SystemExit(f"loraplex: {error}") from None
-    target = Target(arguments.url.rstrip("/"), arguments.base_model)
-    outcomes = asyncio.run(run_load(target, workload, arguments.concurrency))
-    slo = Slo(_seconds(arguments.slo_ttft_ms), _seconds(arguments.slo_itl_ms))
-    summary = summarise(outcomes, slo)
-    print(msgspec.json.encode(summary).decode() if arguments.json else table(summary))
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3

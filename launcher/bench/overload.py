@@ -6,6 +6,7 @@ so that what the fleet can do is known and the machine is not what limits it.
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -162,12 +163,11 @@ class _Bench:
         rate = times * scene.capacity
         workload = self._workload(int(scene.seconds * rate), rate)
         calm_rate = _CALM * scene.capacity
-        loop = asyncio.get_running_loop()
-        cpu, start = cpu_seconds(self._pid), loop.time()
+        cpu, start = cpu_seconds(self._pid), time.monotonic()
         async with asyncio.TaskGroup() as group:
             overload = group.create_task(run_load(self._target, workload))
             await asyncio.sleep(workload.calls()[-1].at_s)
-            end = loop.time()
+            end = time.monotonic()
             cores = (cpu_seconds(self._pid) - cpu) / (end - start)
             seconds = scene.recovery_s + _WATCHED_S
             quiet = self._workload(int(seconds * calm_rate), calm_rate)

@@ -13,6 +13,7 @@ class Outcome:
     first_use: no earlier request of the run named its adapter. token_s: when each event came.
     output_tokens: as the server counted them. error: status or exception, None = complete.
     retry_after_s: what a refusal said.
+    start: what the server says of the adapter (`x-loraplex-start`), None if it says nothing.
     """
 
     adapter: str | None
@@ -24,6 +25,12 @@ class Outcome:
     output_tokens: int = 0
     error: str | None = None
     retry_after_s: float | None = None
+    start: str | None = None
+
+    @property
+    def missed(self) -> bool:
+        """Whether it waited for its adapter, or is taken to have where the server does not say."""
+        return self.first_use if self.start is None else self.start == "cold"
 
     @property
     def ttft_s(self) -> float:
@@ -78,7 +85,7 @@ class Slo:
 
 
 def summarise(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, object]:
-    """One JSON object of a run; `hit` and `miss` split it by first use of the adapter."""
+    """One JSON object of a run; `hit` and `miss` tell whether it waited for its adapter."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     start = min((outcome.sent_s for outcome in outcomes), default=0.0)
     seconds = max((outcome.end_s for outcome in outcomes), default=0.0) - start
@@ -98,8 +105,8 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, object]:
         "goodput_per_s": round(sum(map(slo.met, outcomes)) * per_s, 3),
         "adapters": len({outcome.adapter for outcome in outcomes}),
         "all": latencies(outcomes),
-        "hit": latencies([outcome for outcome in outcomes if not outcome.first_use]),
-        "miss": latencies([outcome for outcome in outcomes if outcome.first_use]),
+        "hit": latencies([outcome for outcome in outcomes if not outcome.missed]),
+        "miss": latencies([outcome for outcome in outcomes if outcome.missed]),
     }
 
 

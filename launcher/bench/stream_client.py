@@ -1,25 +1,35 @@
-"""A lean HTTP/1.1 client for many token streams: a connection a request, a time an event."""
+"""A lean HTTP/1.1 client for many token streams: a connection a request, a time an event.
+
+Times are seconds of `time.monotonic`, which all processes of a machine share.
+"""
 
 import asyncio
 import ssl
+import time
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
+START_HEADER = b"x-loraplex-start"
+
 
 class StreamProtocol(asyncio.Protocol):
-    """Sends one POST and notes when each server-sent event arrives."""
+    """Sends one POST and notes when each server-sent event arrives.
 
-    def __init__(self, request: bytes, clock: asyncio.AbstractEventLoop) -> None:
+    start: what the server said of the adapter. began: set with the first event, or the end.
+    """
+
+    def __init__(self, request: bytes) -> None:
         self.request = request
-        self.clock = clock
         self.parser = httptools.HttpResponseParser(self)
-        self.done: asyncio.Future[None] = clock.create_future()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.began = asyncio.Event()
         self.status = 0
         self.retry_after_s: float | None = None
+        self.start: str | None = None
         self.event_s: list[float] = []
-        self.last_events: list[bytes] = []
+        self.last_events: tuple[bytes, ...] = ()
         self.buffer = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -33,17 +43,20 @@ class StreamProtocol(asyncio.Protocol):
             self.finish(error)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"retry-after":
+        if name.lower() == START_HEADER:
+            self.start = value.decode("latin-1")
+        elif name.lower() == b"retry-after":
             self.retry_after_s = float(value)
 
     def on_body(self, body: bytes) -> None:
         self.status = self.parser.get_status_code()
         *events, self.buffer = (self.buffer + body).split(b"\n\n")
-        now = self.clock.time()
+        now = time.monotonic()
         for event in events:
             if event.startswith(b"data:") and event[5:].strip() != b"[DONE]":
                 self.event_s.append(now)
-                self.last_events = [*self.last_events[-1:], event[5:]]
+                self.last_events = (*self.last_events[-1:], event[5:])
+                self.began.set()
 
     def on_message_complete(self) -> None:
         self.status = self.parser.get_status_code()
@@ -53,6 +66,7 @@ class StreamProtocol(asyncio.Protocol):
         self.finish(exc or ConnectionResetError("closed before the answer ended"))
 
     def finish(self, error: Exception | None) -> None:
+        self.began.set()
         if not self.done.done():
             if error is None:
                 self.done.set_result(None)
@@ -60,11 +74,14 @@ class StreamProtocol(asyncio.Protocol):
                 self.done.set_exception(error)
         self.transport.close()
 
+    def abandon(self) -> None:
+        """The client leaves before the end; `done` fails, and nobody needs to look."""
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.transport.close()
 
-async def post_stream(
-    url: str, body: bytes, headers: dict[str, str], timeout_s: float
-) -> StreamProtocol:
-    """Posts and reads to the end. Raises OSError, TimeoutError or HttpParserError."""
+
+async def open_stream(url: str, body: bytes, headers: dict[str, str]) -> StreamProtocol:
+    """Posts, and reads from then on; `done` ends with the answer. Raises OSError."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     secure = ssl.create_default_context() if parts.scheme == "https" else None
@@ -76,13 +93,20 @@ async def post_stream(
         **headers,
     }
     head = f"POST {parts.path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items())
-    loop = asyncio.get_running_loop()
+    _, protocol = await asyncio.get_running_loop().create_connection(
+        lambda: StreamProtocol(head.encode() + b"\r\n" + body),
+        parts.hostname,
+        parts.port or (443 if secure else 80),
+        ssl=secure,
+    )
+    return protocol
+
+
+async def post_stream(
+    url: str, body: bytes, headers: dict[str, str], timeout_s: float
+) -> StreamProtocol:
+    """Posts and reads to the end. Raises OSError, TimeoutError or HttpParserError."""
     async with asyncio.timeout(timeout_s):
-        _, protocol = await loop.create_connection(
-            lambda: StreamProtocol(head.encode() + b"\r\n" + body, loop),
-            parts.hostname,
-            parts.port or (443 if secure else 80),
-            ssl=secure,
-        )
+        protocol = await open_stream(url, body, headers)
         await protocol.done
     return protocol

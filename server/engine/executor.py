@@ -40,9 +40,12 @@ class AdapterCopy(msgspec.Struct, frozen=True):
 
 
 class CopyDone(msgspec.Struct, frozen=True):
+    """copy_s: seconds that its bytes were on their way, without waits for others; 0 = unknown."""
+
     adapter_slot: int
     digest: str
     error: str | None = None
+    copy_s: float = 0.0
 
 
 class Ticket(Protocol):

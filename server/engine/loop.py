@@ -100,6 +100,7 @@ class EngineLoop(Generic[T]):
         self._failures = 0
         self._steps = 0
         self._settled: list[AdapterSettled] = []
+        self._copy_s: dict[str, float] = {}  # not told yet
         self._phases_s = [0.0] * len(Phase)
         self._told: EngineStats | None = None
         self._told_at = clock()
@@ -156,6 +157,7 @@ class EngineLoop(Generic[T]):
     def _turn(self) -> bool:
         """One round; whether a step was launched or collected in it."""
         for done in self._executor.finished_copies():
+            self._copy_s[done.digest] = done.copy_s
             self._scheduler.copy_done(done, self._clock())
         began = self._clock()
         plan = self._scheduler.plan(began)
@@ -220,7 +222,7 @@ class EngineLoop(Generic[T]):
                 self._scheduler.copy_done(failed, self._clock())
         # In this order: one that was pushed out as soon as it came may be needed again.
         for digest in released:
-            self._channel.send(SlabReleased(digest))
+            self._channel.send(SlabReleased(digest, self._copy_s.pop(digest, 0.0)))
         for digest in needed:
             self._channel.send(NeedSlab(digest))
         self._settled += settled

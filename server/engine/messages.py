@@ -104,9 +104,13 @@ class AdapterPlaced(msgspec.Struct, frozen=True, array_like=True, tag="al"):
 
 
 class SlabReleased(msgspec.Struct, frozen=True, array_like=True, tag="sr"):
-    """The copy to the device is over (or was given up): the host block is no longer read."""
+    """The copy to the device is over (or was given up): the host block is no longer read.
+
+    copy_s: seconds that the bytes were on their way; 0 = unknown.
+    """
 
     digest: str
+    copy_s: float = 0.0
 
 
 class AdapterSettled(msgspec.Struct, frozen=True, array_like=True, tag="at"):

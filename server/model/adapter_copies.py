@@ -3,8 +3,10 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +18,14 @@ log = logging.getLogger(__name__)
 # A copy in pieces lets the steps have the memory bus in between.
 _PIECE_BYTES = 4 << 20
 
-_Finished = tuple[AdapterCopy, dict[int, SiteWeights], str | None]
+
+class _Finished(NamedTuple):
+    """copy_s: seconds from the copy's turn to its end."""
+
+    copy: AdapterCopy
+    weights: dict[int, SiteWeights]
+    error: str | None
+    copy_s: float = 0.0
 
 
 class AdapterCopies:
@@ -39,10 +48,10 @@ class AdapterCopies:
         """Bind the slots whose copies are over, between steps; never blocks."""
         done = []
         while not self._finished.empty():
-            copy, weights, error = self._finished.get()
+            copy, weights, error, copy_s = self._finished.get()
             if error is None:
                 self.table.bind(copy.adapter_slot, weights)
-            done.append(CopyDone(copy.adapter_slot, copy.layout.digest, error))
+            done.append(CopyDone(copy.adapter_slot, copy.layout.digest, error, copy_s))
         return done
 
     def close(self) -> None:
@@ -59,6 +68,7 @@ class AdapterCopies:
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), stream:
             while (copy := self._pending.get()) is not None:
+                started = time.perf_counter()
                 try:
                     self._copy(copy)
                     weights = self.table.prepare(
@@ -67,9 +77,10 @@ class AdapterCopies:
                     if self._stream is not None:
                         self._stream.synchronize()
                 except (ValueError, RuntimeError) as error:
-                    self._finished.put((copy, {}, str(error)))
+                    self._finished.put(_Finished(copy, {}, str(error)))
                 else:
-                    self._finished.put((copy, weights, None))
+                    copy_s = time.perf_counter() - started
+                    self._finished.put(_Finished(copy, weights, None, copy_s))
 
     def _copy(self, copy: AdapterCopy) -> None:
         layout = copy.layout

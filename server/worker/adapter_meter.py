@@ -30,12 +30,15 @@ class AdapterMeter:
         """In host memory, and the engine is told."""
         self._copying_since[digest] = time.monotonic()
 
-    def copied(self, digest: str, nbytes: int) -> None:
-        """The engine needs the host's bytes no longer."""
+    def copied(self, digest: str, nbytes: int, copy_s: float) -> None:
+        """The engine needs the host's bytes no longer. copy_s: seconds that they were on their way,
+        0 if that is unknown."""
         since = self._copying_since.pop(digest, None)
         if since is not None:
             self._metrics.load_took("copy", time.monotonic() - since)
             self._metrics.copied_bytes.inc(nbytes)
+        if copy_s:
+            self._metrics.load_took("transfer", copy_s)
 
     def engine_lost(self) -> None:
         self._copying_since.clear()

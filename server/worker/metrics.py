@@ -17,8 +17,9 @@ from server.protocol import ErrorCode, Finish
 
 # Where a sequence's adapter was when the sequence came.
 LookupTier = Literal["device", "loading", "host", "disk"]
-# On an adapter's way: from its source, its check, packed bytes into host memory, onto the device.
-LoadStage = Literal["fetch", "check", "stage", "copy"]
+# On an adapter's way: from its source, its check, packed bytes into host memory, onto the device;
+# of that last, the part in which the bytes move, without waits for room, others and steps.
+LoadStage = Literal["fetch", "check", "stage", "copy", "transfer"]
 StepPhase = Literal["plan", "launch", "wait", "commit"]
 
 
@@ -135,7 +136,8 @@ class WorkerMetrics:
         )
         self.load_seconds = meters.histogram(
             "adapter_load_seconds",
-            "Seconds of each stage of an adapter's way to the device",
+            "Seconds of each stage of an adapter's way to the device; transfer: the part of copy"
+            " in which its bytes move",
             LATENCY_BUCKETS_S,
             {"stage": get_args(LoadStage)},
         )

@@ -45,7 +45,7 @@ class Staging:
 
     def released(self, frame: SlabReleased) -> None:
         self._orders.load_ends(frame.digest)
-        self._meter.copied(frame.digest, self._tier.slab_bytes(frame.digest))
+        self._meter.copied(frame.digest, self._tier.slab_bytes(frame.digest), frame.copy_s)
         self._tier.release(frame.digest)
 
     def engine_lost(self) -> None:

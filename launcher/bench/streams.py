@@ -1,0 +1,175 @@
+"""Steady streams, and what new requests and loads of adapters beside them do to their tokens."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from random import Random
+
+import httpx
+
+from launcher.bench.adapter_orders import absent_first, client, order, order_all
+from launcher.bench.report import Outcome
+from launcher.bench.scrape import growth, read_counters
+from launcher.bench.serve import Target, body_of, send
+from launcher.bench.stream_client import StreamProtocol, open_stream
+from launcher.bench.windows import Observed, Window
+from launcher.bench.workload import Call, Popularity, arrivals
+
+_BEGIN_S = 120.0
+_TOKEN_IDS = (100, 1000)
+_ORDERS_AT_ONCE = 16
+
+
+class StreamsError(Exception):
+    """The steady streams did not begin, or broke off; str() says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steady streams are begun anew for each window, each with its own of `stream_adapters` (none:
+    the base). Times in seconds, lengths in tokens. settle_s: from the streams' first tokens to the
+    window. worker_url: whose counters are read."""
+
+    target: Target
+    names: tuple[str, ...]
+    stream_adapters: tuple[str, ...]
+    streams: int
+    seconds: float
+    settle_s: float
+    stream_prompt: int
+    stream_output: int
+    new_prompt: int
+    new_output: int
+    seed: int
+    worker_url: str | None = None
+    registered: bool = True
+
+    def model_of(self, name: str) -> str:
+        return name if self.registered else f"local:{name}"
+
+
+async def run_window(plan: Plan, window: Window) -> Observed:
+    """Raises StreamsError, ValueError for a window without adapters, httpx.HTTPError."""
+    adapters = window.adapters(plan.names)
+    if window.preload:
+        orders = await order_all(plan.target, "load", adapters, _ORDERS_AT_ONCE)
+        if orders.failed:
+            raise StreamsError(f"{orders.failed} adapters were not loaded: {orders.errors}")
+    # Prompts of one window are not in another's prefix cache.
+    random = Random(f"{plan.seed} {window.label}")
+    async with client(plan.target, 4 * _ORDERS_AT_ONCE) as http, _steady(plan, random) as steady:
+        await asyncio.sleep(plan.settle_s)
+        before = await read_counters(http, plan.worker_url)
+        begin = time.monotonic()
+        end = begin + plan.seconds
+        new, failed, after = await asyncio.gather(
+            _send_new(plan, window, adapters, random, end),
+            _order_loads(plan, window, adapters, http, end),
+            _counters_at(end, http, plan.worker_url),
+        )
+        broken = [stream for stream in steady if stream.done.done()]
+        if broken:
+            raise StreamsError(
+                f"{len(broken)} of {len(steady)} steady streams ended within window "
+                f"{window.label} (status {broken[0].status}): raise --stream-output"
+            )
+        times = [list(stream.event_s) for stream in steady]
+    return Observed(window, begin, end, times, new, failed, growth(before, after))
+
+
+async def _counters_at(when: float, http: httpx.AsyncClient, url: str | None) -> dict[str, float]:
+    await asyncio.sleep(max(0.0, when - time.monotonic()))
+    return await read_counters(http, url)
+
+
+@asynccontextmanager
+async def _steady(plan: Plan, random: Random) -> AsyncIterator[list[StreamProtocol]]:
+    """The streams, each after its first token; they are left at the end."""
+    names = itertools.cycle(map(plan.model_of, plan.stream_adapters) or [None])
+    calls = [
+        Call(i, 0.0, next(names), _prompt(random, plan.stream_prompt), plan.stream_output)
+        for i in range(plan.streams)
+    ]
+    url = f"{plan.target.url}/v1/completions"
+    opened: list[StreamProtocol] = []
+
+    async def begin(call: Call) -> None:
+        stream = await open_stream(url, body_of(plan.target, call), plan.target.headers)
+        opened.append(stream)
+        await stream.began.wait()
+
+    try:
+        async with asyncio.timeout(_BEGIN_S):
+            await asyncio.gather(*map(begin, calls))
+        ended = [stream for stream in opened if stream.done.done()]
+        if ended:
+            raise StreamsError(
+                f"{len(ended)} of {len(opened)} steady streams ended at once "
+                f"(status {ended[0].status}): {ended[0].last_events or ended[0].buffer[:300]!r}"
+            )
+        yield opened
+    except TimeoutError:
+        raise StreamsError(f"steady streams had no token within {_BEGIN_S:g} s") from None
+    except OSError as error:
+        raise StreamsError(f"the server cannot be reached: {error}") from error
+    finally:
+        for stream in opened:
+            stream.abandon()
+
+
+async def _send_new(
+    plan: Plan, window: Window, adapters: Sequence[str], random: Random, end: float
+) -> list[Outcome]:
+    """Poisson arrivals until `end`, each waited for. Adapters are drawn uniformly."""
+    outcomes: list[Outcome] = []
+    popularity = Popularity.zipf(len(adapters), 0.0)
+    begin = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        for number, at in enumerate(_times(window.new, random)):
+            if begin + at >= end:
+                break
+            await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
+            name = plan.model_of(adapters[popularity.draw(random)])
+            prompt = _prompt(random, plan.new_prompt)
+            outcomes.append(Outcome(name, False, 0.0))
+            call = Call(number, at, name, prompt, plan.new_output)
+            group.create_task(send(plan.target, call, outcomes[-1]))
+    return outcomes
+
+
+async def _order_loads(
+    plan: Plan, window: Window, adapters: Sequence[str], http: httpx.AsyncClient, end: float
+) -> int:
+    """Evenly, one adapter after the other, those first that are not on the device. Returns how many
+    were refused."""
+    if not window.loads:
+        return 0
+    absent = await absent_first(http, adapters)
+    errors: list[str] = []
+
+    async def load(name: str) -> None:
+        error = await order(http, "load", name)
+        if error is not None:
+            errors.append(error)
+
+    begin = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        for number, name in enumerate(itertools.cycle(absent)):
+            at = begin + number / window.loads
+            if at >= end:
+                break
+            await asyncio.sleep(max(0.0, at - time.monotonic()))
+            group.create_task(load(name))
+    return len(errors)
+
+
+def _times(rate: float, random: Random) -> Iterable[float]:
+    """Of arrivals; none without a rate."""
+    return arrivals(random, rate, 1.0) if rate else ()
+
+
+def _prompt(random: Random, length: int) -> list[int]:
+    return [random.randrange(*_TOKEN_IDS) for _ in range(length)]

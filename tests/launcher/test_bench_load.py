@@ -1,0 +1,202 @@
+"""A made-up model with made-up adapters, served, and the commands that load such a server."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from adapters.judge import check_folder
+from launcher.__main__ import main
+from launcher.bench.made_tokenizer import tokenizer_json
+from launcher.bench.offline import SHIPPED
+from launcher.bench.report import Outcome
+from launcher.bench.scrape import growth, parse_counters
+from launcher.bench.windows import (
+    Observed,
+    Window,
+    gaps_within,
+    summarise_window,
+    window_table,
+)
+from server.model.base_facts import read_base_spec
+from server.worker.metrics import WorkerMetrics
+from tests.launcher.test_bench_grid import TINY
+from tests.launcher.test_serve import Serving
+
+ADAPTERS = 6
+LORA_RANK = 4
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With `model`, and `adapters` in eight bits."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "shape").mkdir()
+    llama = json.loads((SHIPPED / "llama-3.1-8b" / "config.json").read_text())
+    config = {**llama, **TINY, "vocab_size": 1024}
+    (folder / "shape" / "config.json").write_text(json.dumps(config))
+    places = ("--model", str(folder / "model"), "--adapters-in", str(folder / "adapters"))
+    what = ("--adapters", str(ADAPTERS), "--rank", str(LORA_RANK), "--adapter-dtype", "float8")
+    main(["bench", "make-model", "--config", str(folder / "shape"), *places, *what])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """With room for two adapters on the device."""
+    serving = Serving(
+        tmp_path_factory.mktemp("served"),
+        *(str(made / "model"), "--executor", "torch", "--device", "cpu", "--model-name", "base"),
+        *("--adapter-root", str(made / "adapters"), "--adapter-slots", "2"),
+    )
+    try:
+        serving.until(lambda: "loraplex: ready at" in serving.text)
+        yield serving
+    finally:
+        os.kill(serving.process.pid, signal.SIGTERM)
+        serving.process.wait(30)
+
+
+def bench(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, object]]:
+    main(["bench", *arguments, "--json"])
+    return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+
+def test_made_adapters_are_whole_and_each_its_own(made: Path) -> None:
+    base = read_base_spec(made / "model", ("base",))
+    folders = sorted((made / "adapters").iterdir())
+    manifests = [check_folder(folder, base) for folder in folders]
+    assert len({manifest.digest for manifest in manifests}) == ADAPTERS
+    assert {manifest.ranks for manifest in manifests} == {(LORA_RANK,)}
+    assert {manifest.dtype for manifest in manifests} == {"F8_E4M3"}
+    assert set(manifests[0].targets) == set(base.layer_modules)
+
+
+def test_nothing_is_overwritten(made: Path) -> None:
+    arguments = ["--config", str(made / "shape"), "--model", str(made / "model")]
+    with pytest.raises(SystemExit, match="File exists"):
+        main(["bench", "make-model", *arguments])
+
+
+@given(st.integers(1, 600), st.sets(st.integers(0, 599), max_size=3))
+def test_every_id_of_a_made_tokenizer_has_a_text(vocab_size: int, special: set[int]) -> None:
+    inside = sorted(i for i in special if i < vocab_size)
+    tokenizer = Tokenizer.from_str(tokenizer_json(vocab_size, inside))
+    assert tokenizer.get_vocab_size() == vocab_size
+    texts = [tokenizer.id_to_token(i) for i in range(vocab_size)]
+    assert len(set(texts)) == vocab_size
+    assert sorted(tokenizer.get_added_tokens_decoder()) == inside
+
+
+def test_many_adapters_are_ordered_and_loads_counted(
+    served: Serving, made: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = ("--url", f"http://127.0.0.1:{served.port}", "--adapters-in", str(made / "adapters"))
+    capfd.readouterr()
+    for action in ("register", "load", "unload", "load"):
+        (orders,) = bench(capfd, "adapters", action, *target, "--count", "4")
+        assert (orders["done"], orders["failed"], orders["errors"]) == (4, 0, {})
+    (orders,) = bench(capfd, "adapters", "load", *target, "--first", "4")
+    assert orders["failed"] == ADAPTERS - 4, "they are not registered"
+
+
+def test_a_load_from_several_processes(
+    served: Serving, made: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = ("--url", f"http://127.0.0.1:{served.port}", "--adapters-in", str(made / "adapters"))
+    lengths = ("--prompt", "uniform(4,20)", "--output", "uniform(2,9)")
+    capfd.readouterr()
+    (summary,) = bench(
+        capfd, "serve", *target, *lengths, "--requests", "24", "--processes", "2", "--first", "4"
+    )
+    assert (summary["completed"], summary["errors"], summary["adapters"]) == (24, {}, 2)
+    hit, miss = summary["hit"], summary["miss"]
+    assert isinstance(hit, dict)
+    assert isinstance(miss, dict)
+    assert miss["requests"] >= 2, "the server told who waited"
+    assert hit["requests"] + miss["requests"] == 24
+
+
+def test_windows_beside_steady_streams(
+    served: Serving, made: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = ("--url", f"http://127.0.0.1:{served.port}", "--adapters-in", str(made / "adapters"))
+    worker = served.text.partition("routers at ws://")[2].split()[0]
+    capfd.readouterr()
+    windows = ("--window", "quiet", "--window", "busy:new=20,first=1")
+    lengths = ("--stream-prompt", "4", "--stream-output", "450", "--new-prompt", "8")
+    quiet, busy = bench(
+        capfd,
+        *("streams", *target, *windows, *lengths, "--new-output", "2"),
+        *("--streams", "2", "--stream-adapters", "1", "--seconds", "0.5", "--settle", "0"),
+        *("--worker-url", f"http://{worker}"),
+    )
+    assert quiet["new"] == 0
+    assert quiet["tokens_per_s"] > 0  # type: ignore[operator]
+    assert busy["new"] > 0  # type: ignore[operator]
+    assert busy["new_failed"] == {}
+    lookups = busy["lookups"]
+    assert isinstance(lookups, dict)
+    assert sum(lookups.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a b", "x:new", "x:new=-1", "x:first=1.5", "x:rate=3", "x:preload=yes"]
+)
+def test_bad_windows(text: str) -> None:
+    with pytest.raises(ValueError, match="is no window"):
+        Window.parse(text)
+
+
+def test_a_window_and_its_adapters() -> None:
+    window = Window.parse("busy:new=2.5,loads=20,first=1,count=2,preload=1")
+    assert window == Window("busy", 2.5, 20.0, 1, 2, True)
+    assert window.adapters(["a", "b", "c", "d"]) == ("b", "c")
+    assert Window.parse("quiet").adapters([]) == ()
+    with pytest.raises(ValueError, match="no adapter from 4 on"):
+        Window.parse("x:new=1,first=4").adapters(["a"])
+
+
+@given(st.lists(st.floats(0, 10), max_size=30).map(sorted), st.floats(0, 10), st.floats(0, 10))
+def test_gaps_lie_within_the_window(times: list[float], begin: float, end: float) -> None:
+    gaps = gaps_within(times, begin, end)
+    assert sum(gaps) <= max(0.0, end - begin) + 1e-9
+    assert len(gaps) == max(0, sum(begin <= at <= end for at in times) - 1)
+
+
+def test_a_window_in_figures() -> None:
+    """Counters are the worker's own exposition, before and after."""
+    metrics = WorkerMetrics()
+    before = parse_counters(metrics.meters.render("")[0].decode())
+    metrics.load_took("copy", 0.008)
+    metrics.load_took("transfer", 0.002)
+    metrics.copied_bytes.inc(5e6)
+    metrics.lookups.labels("host").inc()
+    counts = growth(before, parse_counters(metrics.meters.render("")[0].decode()))
+    cold = Outcome("a", False, 0.0, [0.5], 0.6, start="cold")
+    warm = Outcome("a", False, 0.0, [0.1], 0.2, start="warm")
+    failed = Outcome("a", False, 0.0, error="503")
+    streams = [[0.0, 1.0, 1.1, 1.3, 9.0]]
+    observed = Observed(Window("x", new=1.5), 1.0, 3.0, streams, [cold, warm, failed], 0, counts)
+    summary = summarise_window(observed)
+    assert summary["itl_ms"] == {"p50": 150.0, "p90": 190.0, "p99": 199.0}
+    assert summary["hit_ttft_ms"] == {"requests": 1, "p50": 100.0, "p90": 100.0, "p99": 100.0}
+    assert summary["miss_ttft_ms"] == {"requests": 1, "p50": 500.0, "p90": 500.0, "p99": 500.0}
+    assert summary["new_failed"] == {"503": 1}
+    assert (summary["loads_per_s"], summary["load_mb"]) == (0.5, 5.0)
+    assert (summary["copy_ms"], summary["transfer_ms"], summary["stage_ms"]) == (8.0, 2.0, None)
+    assert "failed: {'503': 1}" in window_table([summary])
+
+
+def test_copies_beside_a_plain_one(made: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    options = ("--config", str(made / "shape"), "--rank", "4", "--adapters", "4")
+    (times,) = bench(capfd, "adapter-copies", *options, "--device", "cpu", "--dtype", "float32")
+    assert times["mb"] > 0  # type: ignore[operator]
+    assert 0 < times["transfer_ms"] <= times["alone_p99_ms"]  # type: ignore[operator]

@@ -131,7 +131,9 @@ def _adapter_routes(service: Service) -> list[Route]:
     adapters = AdapterRoutes(service)
     operator = OperatorRoutes(service)
 
-    guarded = operator.guarded
+    def guarded(endpoint: Endpoint) -> Endpoint:
+        return operator.guarded(adapters.current(endpoint))
+
     one = "/v1/adapters/{name}"
     return [
         *_key_routes(service, operator),

@@ -1,5 +1,7 @@
 """The lifecycle routes: `/v1/adapters…` and vLLM's two. All of them want the admin key."""
 
+import contextlib
+
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -25,7 +27,7 @@ from router.api.body import decode_body
 from router.api.rollouts import AdapterHistory, change_objects, parse_digest, rollout_object
 from router.generation import Secret
 from router.http_body import BodyLimits, read_json_body
-from router.operator_routes import who
+from router.operator_routes import Endpoint, who
 from router.registration import Registration
 from router.rollout_moves import running
 from router.routes_info import json_response
@@ -40,9 +42,20 @@ class AdapterRoutes:
 
     def __init__(self, service: Service) -> None:
         self._admin = service.admin
+        self._aliases = service.catalog.rules.aliases
         self._rollouts = service.rollouts
         self._service = service
         self._body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
+
+    def current(self, endpoint: Endpoint) -> Endpoint:
+        """It sees what other routers were told before it was asked."""
+
+        async def answer(request: Request) -> Response:
+            with contextlib.suppress(StoreDown):  # then what is known is told, and not changed
+                await self._aliases.refresh()
+            return await endpoint(request)
+
+        return answer
 
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":

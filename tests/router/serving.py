@@ -25,9 +25,9 @@ from tests.router.fake_worker import SECRET, FakeWorker
 COMMIT = "c" * 40
 
 
-async def poll(condition: Callable[[], Awaitable[bool]]) -> None:
+async def poll(condition: Callable[[], Awaitable[bool]], patience_s: float = 10.0) -> None:
     """Waits for what nobody is told of, within a deadline."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience_s):
         while True:
             if await condition():
                 return

@@ -58,7 +58,7 @@ class MemoryStore:
     async def version(self, table: str) -> str:
         return (await self.read(table)).version
 
-    async def read(self, table: str) -> Table:
+    async def read(self, table: str, since: str = "") -> Table:
         return self._tables.get(table, Table("", {}))
 
     async def put(self, table: str, key: str, row: Row) -> bool:

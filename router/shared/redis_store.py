@@ -13,7 +13,15 @@ from typing import Any, cast
 from redis.exceptions import NoScriptError
 
 from router.shared.redis_link import RedisLink
-from router.shared.store import MAX_COUNTERS, MAX_ROWS, Row, Settlement, Table, TableFull
+from router.shared.store import (
+    MAX_COUNTERS,
+    MAX_ROWS,
+    Row,
+    Settlement,
+    Table,
+    TableFull,
+    life_of,
+)
 from router.tenancy.quota import REASONS, Ask, Standing, Subject, Verdict
 
 # For what is large, and nobody's request waits for.
@@ -64,21 +72,32 @@ class RedisStore:
         return bool(await self._run("swap", [self._value(key)], *arguments))
 
     async def version(self, table: str) -> str:
-        _, version = self._table(table)
+        _, version, _ = self._table(table)
         told = await self.link.call(lambda: _wait(self._redis.hmget(version, ["name", "writes"])))
         return _version(told)
 
-    async def read(self, table: str) -> Table:
-        rows, version = self._table(table)
+    async def read(self, table: str, since: str = "") -> Table:
+        rows, _, order = self._table(table)
+        version, is_ordered = await self._order(table)
+        if not is_ordered or not since or life_of(version) != life_of(since):
+            found = await self.link.call(lambda: _wait(self._redis.hgetall(rows)), PATIENCE_S)
+            return Table(version, {key.decode(): _row(value) for key, value in found.items()})
 
-        async def read() -> list[Any]:
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hmget(version, ["name", "writes"])
-                pipeline.hgetall(rows)
-                return await pipeline.execute()
+        async def changed() -> dict[str, Row]:
+            after = f"({since.partition(':')[2]}"
+            keys = await _wait(self._redis.zrangebyscore(order, after, "+inf"))
+            values = await _wait(self._redis.hmget(rows, keys)) if keys else []
+            pairs = zip(keys, values, strict=True)
+            return {key.decode(): _row(value) for key, value in pairs if value is not None}
 
-        told, found = await self.link.call(read, PATIENCE_S)
-        return Table(_version(told), {key.decode(): _row(value) for key, value in found.items()})
+        return Table(version, await self.link.call(changed, PATIENCE_S), is_whole=False)
+
+    async def _order(self, table: str) -> tuple[str, bool]:
+        """The version; and whether all its writes are in order: older routers leave theirs out."""
+        _, version, _ = self._table(table)
+        fields = ["name", "writes", "ordered"]
+        told = await self.link.call(lambda: _wait(self._redis.hmget(version, fields)))
+        return _version(told[:2]), told[1] == told[2]
 
     async def put(self, table: str, key: str, row: Row) -> bool:
         name = secrets.token_hex(8)
@@ -89,12 +108,14 @@ class RedisStore:
         return bool(done)
 
     async def forget(self, table: str, keys: Sequence[str]) -> None:
-        rows, version = self._table(table)
+        rows, version, order = self._table(table)
 
         async def forget() -> None:
             async with self._redis.pipeline(transaction=True) as pipeline:
                 pipeline.hdel(rows, *keys)
+                pipeline.zrem(order, *keys)
                 pipeline.hincrby(version, "writes", 1)
+                pipeline.hincrby(version, "ordered", 1)
                 await pipeline.execute()
 
         await self.link.call(forget)
@@ -192,9 +213,10 @@ class RedisStore:
     def _value(self, key: str) -> str:
         return f"{self._prefix}:value:{key}"
 
-    def _table(self, table: str) -> tuple[str, str]:
+    def _table(self, table: str) -> tuple[str, str, str]:
+        """Rows by key; life and number of writes; keys by their last write."""
         stem = f"{self._prefix}:{{table:{table}}}"
-        return f"{stem}:rows", f"{stem}:version"
+        return f"{stem}:rows", f"{stem}:version", f"{stem}:order"
 
     def _group(self, group: str) -> list[str]:
         stem = f"{self._prefix}:{{group:{group}}}"

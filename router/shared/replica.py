@@ -103,19 +103,15 @@ class Replica(Generic[T]):
             for key, row in list(self._rows.items()):
                 await self._store.put(self._table, key, row)
         self._just_written.clear()
-        table = await self._store.read(self._table)
+        table = await self._store.read(self._table, self._version if self.is_loaded else "")
         self._version = table.version
-        rows = dict(table.rows)
-        for key, row in self._just_written.items():
-            if key not in rows or rows[key].revision < row.revision:
-                rows[key] = row
-        for key in self._rows.keys() - rows.keys():
-            self._values.pop(key, None)
-        before, self._rows = self._rows, {}
-        for key, row in rows.items():
-            if before.get(key) == row:
-                self._rows[key] = row
-            else:
+        if table.is_whole:
+            for key in self._rows.keys() - table.rows.keys() - self._just_written.keys():
+                del self._rows[key]
+                self._values.pop(key, None)
+        for key, row in table.rows.items():
+            written = self._just_written.get(key)
+            if self._rows.get(key) != row and (written is None or written.revision < row.revision):
                 self._set(key, row)
         self.is_loaded = True
         self._on_change()

@@ -32,11 +32,12 @@ class Row(msgspec.Struct, frozen=True):
 class Table(msgspec.Struct, frozen=True):
     """version: another one after each write; "" of a table that was never written, or was lost.
 
-    Its first part names the table's life, see `life_of`.
+    Its first part names the table's life, see `life_of`. is_whole: rows are all there are.
     """
 
     version: str
     rows: dict[str, Row]
+    is_whole: bool = True
 
 
 def life_of(version: str) -> str:
@@ -73,11 +74,13 @@ class Store(Protocol):
         """Replaces `old`, or removes it (new None); False when it is not what is there."""
         ...
 
-    # Tables: small, read whole, kept until they are overwritten.
+    # Tables: kept until they are overwritten.
 
     async def version(self, table: str) -> str: ...
 
-    async def read(self, table: str) -> Table: ...
+    async def read(self, table: str, since: str = "") -> Table:
+        """since: a version; then rows that were not written after it may be left out."""
+        ...
 
     async def put(self, table: str, key: str, row: Row) -> bool:
         """Writes a row unless what is there is as new. Raises TableFull."""

@@ -54,8 +54,8 @@ async def test_a_table_that_was_lost_before_it_was_read_is_filled_again() -> Non
 
 async def test_what_is_written_while_the_table_is_read_stays() -> None:
     class Slow(MemoryStore):
-        async def read(self, table: str) -> Table:
-            found = await super().read(table)
+        async def read(self, table: str, since: str = "") -> Table:
+            found = await super().read(table, since)
             await one.write("a", b"new")
             return found
 

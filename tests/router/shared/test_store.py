@@ -185,3 +185,39 @@ async def test_what_one_subject_lacks_costs_the_others_nothing(store: Store) -> 
     assert (refused.reason, refused.subject) == ("requests", 0)
     assert refused.standings[1].requests < 100 * UNIT
     assert refused.standings[1].running == 1
+
+
+async def test_what_was_written_since_a_version_is_read(store: Store) -> None:
+    for number in range(5):
+        assert await store.put("t", f"k{number}", Row(1, b"old"))
+    first = await store.read("t")
+    assert (first.is_whole, len(first.rows)) == (True, 5)
+    nothing = await store.read("t", first.version)
+    assert nothing.version == first.version
+    assert nothing.is_whole or nothing.rows == {}
+    await store.put("t", "k3", Row(2, b"new"))
+    await store.put("t", "k9", Row(1, b""))
+    await store.forget("t", ["k1"])
+    later = await store.read("t", first.version)
+    assert later.version != first.version
+    assert {key: later.rows[key] for key in ("k3", "k9")} == {
+        "k3": Row(2, b"new"),
+        "k9": Row(1, b""),
+    }
+    assert later.is_whole or later.rows.keys() == {"k3", "k9"}
+    another_life = await store.read("t", "another:5")
+    assert another_life.is_whole
+    assert another_life.rows.keys() == {"k0", "k2", "k3", "k4", "k9"}
+
+
+async def test_rows_of_a_router_that_keeps_no_order_are_read() -> None:
+    async with redis_store() as store:
+        await store.put("t", "a", Row(1, b"1"))
+        first = await store.read("t")
+        rows, version, _ = store._table("t")
+        await store.link.client.hset(rows, "b", "1:2")
+        await store.link.client.hincrby(version, "writes", 1)
+        await store.put("t", "c", Row(1, b"3"))
+        later = await store.read("t", first.version)
+        assert later.is_whole
+        assert later.rows.keys() == {"a", "b", "c"}

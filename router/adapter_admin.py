@@ -23,11 +23,13 @@ from router.catalog import Catalog
 from router.generation import Secret
 from router.registration import Event, Registration, conflicts, move, seen
 from router.rollout import Content
+from router.shared.replica import REFRESH_S
 from router.worker_session import WorkerSession
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_HEARD_S = 1.5 * REFRESH_S
 
 
 class AdapterAdmin:
@@ -233,6 +235,7 @@ class AdapterAdmin:
 
     async def _drain(self, unloading: Registration) -> None:
         name = unloading.name
+        await self._all_heard()
         await self.use.drained(name)
         problems = [await self._evict_unused(digest) for digest in unloading.digests]
         problem = "; ".join(problem for problem in problems if problem) or None
@@ -243,11 +246,17 @@ class AdapterAdmin:
             except AdapterError:
                 await asyncio.sleep(_RETRY_S)
 
+    async def _all_heard(self) -> None:
+        """Until no router sends new requests for what a name meant before."""
+        if self._aliases.is_shared:
+            await asyncio.sleep(_HEARD_S)
+
     def _retire_all(self, name: str, digests: frozenset[str]) -> None:
         for digest in digests:
             self._spawn(self._retire(name, digest))
 
     async def _retire(self, name: str, digest: str) -> None:
+        await self._all_heard()
         await self.use.drained(name, digest)
         problem = await self._evict_unused(digest)
         if problem is not None:

@@ -17,7 +17,7 @@ from router.api.formatter import ApiLimits, ApiRequest, Formatter
 from router.api.lorax_answer import count_headers, head_headers
 from router.base_model import BaseModel
 from router.dispatch import Dispatcher
-from router.generation import AnswerHead, GenerationCall, PromptInfo, RequestError
+from router.generation import DIGEST_HEADER, AnswerHead, GenerationCall, PromptInfo, RequestError
 from router.generation_run import Generation, Part
 from router.http_body import BodyLimits, read_json_body
 from router.sse import EventStream, until_disconnect
@@ -152,7 +152,7 @@ def _head_headers(generation: Generation, call: GenerationCall) -> dict[str, str
         source = None if call.adapter is None else call.adapter.source
         headers |= head_headers(head, card.names[0], card.device, source)
     if head.adapter_digest is not None:
-        headers["x-loraplex-adapter-digest"] = head.adapter_digest
+        headers[DIGEST_HEADER] = head.adapter_digest
     if generation.start is not None:
         headers["x-loraplex-start"] = generation.start
     return headers

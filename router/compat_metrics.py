@@ -99,7 +99,7 @@ class CompatMetrics:
 
     def _loaded(self) -> Iterator[Row]:
         resident = self._resident()
-        found = (r for r in self._aliases.all() if r.in_service and r.digest in resident)
+        found = (r for r in self._aliases.all() if r.in_service and r.digests & resident.keys())
         for _, registration in zip(range(MAX_NAMES), found, strict=False):
             yield (registration.name, "gpu", str(registration.pinned).lower()), 1.0
 

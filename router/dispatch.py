@@ -15,7 +15,7 @@ from router.base_model import BaseModel
 from router.catalog import Catalog
 from router.failures import FAILURES, NoWorker, RequestQuarantined, Stopping, request_error
 from router.fleet import Fleet
-from router.generation import AnswerHead, Api, GenerationCall, RequestError
+from router.generation import DIGEST_HEADER, AnswerHead, Api, GenerationCall, RequestError
 from router.generation_run import Generation, PromptTask
 from router.inbox import Inbox
 from router.metrics import RouterMetrics
@@ -200,8 +200,10 @@ class Dispatcher:
         try:
             return await build_prompts(call, model, template, self._sandbox)
         except RequestError as error:
-            if adapter is not None and adapter.rollout and error.cause == "template_error":
-                self._metrics.outcomes.add(adapter.rollout, adapter.digest, Outcome(True))
+            if adapter is not None:
+                error.headers[DIGEST_HEADER] = adapter.digest
+                if adapter.rollout and error.cause == "template_error":
+                    self._metrics.outcomes.add(adapter.rollout, adapter.digest, Outcome(True))
             raise
 
     async def _resolve(self, call: GenerationCall, charge: Charge) -> ServedAdapter | None:

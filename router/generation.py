@@ -47,6 +47,10 @@ Cause = Literal[
 ]
 
 
+# Of every answer, also of an error once it is known which content it concerns.
+DIGEST_HEADER = "x-loraplex-adapter-digest"
+
+
 class Secret(str):
     """A credential. It never shows in a repr or a log line."""
 

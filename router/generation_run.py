@@ -12,10 +12,12 @@ import msgspec
 from router.api.lorax_answer import Timings
 from router.failures import EXCUSED, FAILURES, DeadlinePassed, request_error
 from router.generation import (
+    DIGEST_HEADER,
     AnswerHead,
     ChoiceResult,
     GenerationCall,
     PromptInfo,
+    RequestError,
     TextEvent,
     TextToken,
 )
@@ -115,13 +117,19 @@ class Generation:
                 events = await self._context.inbox.take()
             except FAILURES as error:
                 self._meter.fails(excused=isinstance(error, EXCUSED))
-                raise request_error(error, self._call.api) from error
+                raise self._told(error) from error
             parts: list[Part] = []
             for slot, event in events:
                 self._advance(self._choices[slot], event, parts)
             if parts:
                 return parts
         return []
+
+    def _told(self, error: Exception) -> RequestError:
+        told, digest = request_error(error, self._call.api), self.head.adapter_digest
+        if digest is not None:
+            told.headers[DIGEST_HEADER] = digest
+        return told
 
     async def finish(self) -> list[ChoiceResult]:
         """Reads to the end: all choices, prompt by prompt, in order. Raises RequestError."""

@@ -114,12 +114,15 @@ class RequestMeter:
         self._request.error = "client_gone"
 
     def _told(self) -> Outcome:
-        """Who left before the first token has waited for so long at least."""
+        """Who left before the first token has waited for so long at least.
+
+        A cold start says nothing of a version: one with a small share has more of them.
+        """
         if self._outcome == "failed":
             return Outcome(True)
         token_s = self._decode_s / self._num_decoded if self._num_decoded else None
         first_token_s = self.elapsed_s if self.first_token_s is None else self.first_token_s
-        return Outcome(False, first_token_s, token_s)
+        return Outcome(False, None if self.start == "cold" else first_token_s, token_s)
 
     def closes(self) -> None:
         """However it ended."""

@@ -64,8 +64,7 @@ def breach(guards: Guards, old: Measured, new: Measured) -> str | None:
     """
     if new.requests < guards.min_requests:
         return None
-    limit = guards.max_error_increase
-    if limit is not None and new.error_rate - old.error_rate > limit:
+    if _fails_more(guards.max_error_increase, old, new):
         return (
             f"{new.error_rate:.1%} of its {new.requests} requests failed, "
             f"{old.error_rate:.1%} of the old version's {old.requests}"
@@ -79,6 +78,14 @@ def breach(guards: Guards, old: Measured, new: Measured) -> str | None:
             if _is_slower(guards.max_latency_ratio, noise_s, slow or 0.0, usual or 0.0):
                 return f"its p95 {what} is {slow:.3g} s, the old version's {usual:.3g} s"
     return None
+
+
+def _fails_more(limit: float | None, old: Measured, new: Measured) -> bool:
+    """By more than chance explains: two standard deviations of what is allowed."""
+    if limit is None or new.error_rate - old.error_rate <= limit:
+        return False
+    allowed = new.requests * min(1.0, old.error_rate + limit)
+    return new.failed > allowed + 2 * math.sqrt(allowed) or new.failed == new.requests
 
 
 def _is_slower(limit: float | None, noise_s: float, new_s: float, old_s: float) -> bool:

@@ -190,6 +190,9 @@ async def test_a_bad_version_goes_back_by_itself(fleet: Fleet) -> None:
     assert {one["digest"] for one in measured} == {OLD, NEW}
     for worker in fleet.workers:
         worker.before_token = fail
+    answers = await asyncio.gather(*(generate(fleet.one, "mine", user=u) for u in USERS[:4]))
+    told = {(a.status_code, a.headers["x-loraplex-adapter-digest"]) for a in answers}
+    assert told <= {(200, OLD), (500, NEW)}, "an error tells whose it is, too"
 
     async def back() -> bool:
         for router in (fleet.one, fleet.two):

@@ -24,10 +24,14 @@ def measured(
     [
         (measured(100), measured(100), None),
         (measured(100), measured(9, failed=9), None),  # too early
-        (measured(100), measured(10, failed=1), None),  # at the limit
-        (measured(100), measured(10, failed=2), "20.0% of its 10 requests failed, 0.0%"),
+        (measured(100), measured(10, failed=3), None),  # chance may have done it
+        (measured(100), measured(10, failed=4), "40.0% of its 10 requests failed, 0.0%"),
+        (measured(1000), measured(1000, failed=120), None),
+        (measured(1000), measured(1000, failed=121), "12.1% of its 1000"),
+        (measured(100, failed=100), measured(100, failed=100), None),
+        (measured(100, failed=40), measured(10, failed=10), "100.0% of its 10 requests"),
         (measured(100, failed=50), measured(100, failed=55), None),  # both do badly
-        (measured(0), measured(10, failed=2), "0.0% of the old version's 0"),
+        (measured(0), measured(10, failed=4), "0.0% of the old version's 0"),
         (measured(100), measured(100, first_s=0.15), None),
         (measured(100), measured(100, first_s=0.3), "time to first token"),
         (measured(100), measured(100, token_s=0.03), "time a token"),
@@ -41,6 +45,12 @@ def test_table(old: Measured, new: Measured, words: str | None) -> None:
     why = breach(GUARDS, old, new)
     assert (why is None) == (words is None), why
     assert words is None or (why is not None and words in why)
+
+
+def test_a_limit_of_nothing_allows_nothing() -> None:
+    strict = Guards(min_requests=1, max_error_increase=0.0)
+    assert breach(strict, measured(100), measured(100, failed=1)) is not None
+    assert breach(strict, measured(100), measured(100)) is None
 
 
 def test_a_guard_that_is_off_lets_everything_through() -> None:

@@ -1,0 +1,111 @@
+"""What requests of versions were like: counted by routers, added up over time."""
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from adapters.ref import AdapterRef
+from router.metrics import RouterMetrics
+from router.policy.guards import Outcome, bucket_of
+from router.request_meter import ChoiceTimes, RequestMeter
+from router.rollout_tally import SLICE_S, Outcomes, RolloutTally
+from router.served import ServedAdapter
+from router.shared.memory_store import MemoryStore
+from router.shared.store import Store, StoreDown
+from server.protocol import TokenEvent
+from tests.router.fake_worker import make_manifest
+from tests.router.shared.test_store import redis_store
+
+MANIFEST = make_manifest("org/one")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore(time.time)
+        return
+    async with redis_store() as store:
+        yield store
+
+
+async def test_routers_and_spans_add_up(store: Store) -> None:
+    clock = Clock()
+    seen = [Outcomes(), Outcomes()]
+    tallies = [RolloutTally(store, outcomes, clock) for outcomes in seen]
+    for _ in range(4):
+        for outcomes, tally in zip(seen, tallies, strict=True):
+            outcomes.add("r", "aa", Outcome(False, 0.5, 0.01))
+            outcomes.add("r", "aa", Outcome(True))
+            outcomes.add("r", "bb", Outcome(False, 0.5))
+            outcomes.add("other", "aa", Outcome(True))
+            await tally.flush()
+        clock.now += SLICE_S
+    for tally in tallies:
+        for _ in range(2):  # the second time closed spans are known
+            found = await tally.read("r", "aa", 300, 0)
+            assert (found.requests, found.failed) == (16, 8)
+            assert found.first_token == {bucket_of(0.5): 8}
+            assert found.token == {bucket_of(0.01): 8}
+        assert (await tally.read("r", "aa", 300, 1011)).requests == 8, "whole spans since then"
+        assert (await tally.read("r", "aa", SLICE_S, 0)).requests == 4
+        assert (await tally.read("r", "cc", 300, 0)).requests == 0
+    clock.now += 300
+    assert (await tallies[0].read("r", "aa", 100, 0)).requests == 0
+
+
+async def test_what_could_not_be_told_is_told_later() -> None:
+    class Down(MemoryStore):
+        is_down = True
+
+        async def count(self, *arguments: object) -> None:
+            if self.is_down:
+                raise StoreDown
+            await super().count(*arguments)  # type: ignore[arg-type]
+
+    store, outcomes = Down(time.time), Outcomes()
+    tally = RolloutTally(store, outcomes, Clock())
+    outcomes.add("r", "aa", Outcome(True))
+    with pytest.raises(StoreDown):
+        await tally.flush()
+    outcomes.add("r", "aa", Outcome(True))
+    store.is_down = False
+    await tally.flush()
+    assert (await tally.read("r", "aa", 300, 0)).failed == 2
+
+
+def told(*, load_s: float | None = None, tokens: int = 3, fails: bool | None = None) -> list[str]:
+    """Counters of one request in a rollout. fails: excused or not."""
+    metrics, clock = RouterMetrics(CollectorRegistry(), 10), Clock()
+    served = ServedAdapter("mine", AdapterRef("hub", "org/one"), None, MANIFEST, "mine", "r")
+    meter = RequestMeter(metrics, served, clock.now, clock)
+    meter.begins(1)
+    times = ChoiceTimes()
+    for index in range(tokens):
+        clock.now += 0.5
+        meter.tokens(times, TokenEvent("x", 0, 0, index, (7,), load_s=load_s))
+    if fails is not None:
+        meter.fails(excused=fails)
+    elif tokens:
+        meter.choice_ends(times)
+    clock.now += 1.0
+    meter.closes()
+    counts = metrics.outcomes.take().get("r", {})
+    return sorted(name.removeprefix(f"{MANIFEST.digest}:") for name in counts)
+
+
+def test_what_a_request_says_of_its_version() -> None:
+    half = bucket_of(0.5)
+    assert told() == [f"first:{half}", "requests", f"token:{half}"]
+    assert told(load_s=2.0) == ["requests", f"token:{half}"], "a cold start is not its fault"
+    assert told(fails=False) == ["failed", "requests"]
+    assert told(fails=True) == [], "nor is a full queue"
+    assert told(tokens=0) == [f"first:{bucket_of(1.0)}", "requests"], "who left has waited"

@@ -163,6 +163,12 @@ class RouterConfig:
         default="open",
         metadata={"help": "without Redis: keys made by API are as they were last known; or 503"},
     )
+    idempotency_outage: Literal["open", "closed"] = field(
+        default="open",
+        metadata={
+            "help": "without Redis: an Idempotency-Key holds within this router alone; or 503"
+        },
+    )
     max_requests: int = field(
         default=4096,
         metadata={"min": 1, "help": "requests being answered at once, streams included"},

@@ -121,18 +121,24 @@ class Fleet:
     def _listen(self, now: float, late_s: float) -> None:
         """What runs on a worker that has fallen silent goes on elsewhere, if there is another.
 
+        So does what has not begun on one that does not hear us.
+
         late_s: how late this process is itself; then it may be that it only did not listen.
         """
         if late_s > _LATE_S:
             for session in self.sessions:
-                session.excuse(now)
-        silent = [s for s in self.sessions if s.listen(now, self._silence_s)]
-        if silent and self.ready:
-            for session in silent:
-                moved = session.hand_over("the worker has fallen silent")
-                if moved:
-                    logger.warning("worker %s is silent: %d moved", session.worker_id, moved)
-                    self._handed_over(moved)
+                session.liveness.excuse(now)
+        heard = [(session, session.listen(now, self._silence_s)) for session in self.sessions]
+        for session, hearing in heard if self.ready else ():
+            if hearing == "silent":
+                self._moved(session, session.hand_over("the worker has fallen silent"), hearing)
+            elif hearing == "deaf":
+                self._moved(session, session.take_back("the worker does not hear"), hearing)
+
+    def _moved(self, session: WorkerSession, count: int, why: str) -> None:
+        if count:
+            logger.warning("worker %s is %s: %d moved", session.worker_id, why, count)
+            self._handed_over(count)
 
     @property
     def views(self) -> list[WorkerView]:

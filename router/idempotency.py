@@ -5,12 +5,12 @@ the answer is kept for a while. A request that failed, or whose client left, lea
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
@@ -33,6 +33,9 @@ MAX_KEPT = 1024
 LEASE_S = 6.0
 _RENEW_S = 2.0
 _RETRY_S = 1.0
+# For so long a claim lasts at least, and with it what a store that is late has yet to be told.
+_LATE_S = LEASE_S - _RENEW_S
+_LATE_STEP_S = 0.1
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 Run = Callable[[Request], Awaitable[Response]]
@@ -67,16 +70,25 @@ class Idempotency:
     """identify: raises RequestError for a caller who may not come in (any more).
 
     owner: this router's id. ttl_s: how long answers are kept. body_limits: of a request.
+    strict: without the store a key is refused; else it holds within this process alone.
     """
 
     def __init__(
-        self, store: Store, identify: Identify, owner: str, ttl_s: float, body_limits: BodyLimits
+        self,
+        store: Store,
+        identify: Identify,
+        owner: str,
+        ttl_s: float,
+        body_limits: BodyLimits,
+        strict: bool,
     ) -> None:
         self._store = store
         self._identify = identify
         self._owner = owner
         self._ttl_s = ttl_s
         self._body_limits = body_limits
+        self._strict = strict
+        self._late: set[asyncio.Task[None]] = set()
         self._flights: dict[str, _Flight] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()
 
@@ -150,14 +162,22 @@ class Idempotency:
     # The store: without it a key still holds within this process
 
     async def _claim(self, name: str, claim: bytes) -> bytes | None:
-        async with self._tolerant():
+        try:
             return await self._store.add(name, claim, LEASE_S)
+        except StoreDown as error:
+            if self._strict:
+                raise RequestError(
+                    "unavailable",
+                    "whether this Idempotency-Key was used cannot be known now; try again soon",
+                    retry_after_s=_RETRY_S,
+                ) from error
+            logger.debug("no store: idempotency keys hold within this process alone")
         return None
 
     async def _renew(self, name: str, claim: bytes) -> None:
         while True:
             await asyncio.sleep(_RENEW_S)
-            async with self._tolerant():
+            with contextlib.suppress(StoreDown):
                 await self._store.swap(name, claim, claim, LEASE_S)
 
     async def _settle(
@@ -170,13 +190,32 @@ class Idempotency:
     ) -> None:
         renewing.cancel()
         try:
-            async with self._tolerant():
-                new = None if record is None else _encode(record)
-                await self._store.swap(name, claim, new, self._ttl_s)
-                if record is not None and record.body is not None:
-                    await self._keep(name)
+            if not await self._tell(name, claim, record):
+                task = asyncio.create_task(self._tell_late(name, claim, record))
+                self._late.add(task)
+                task.add_done_callback(self._late.discard)
         finally:
             self._land(name, flight, record)
+
+    async def _tell(self, name: str, claim: bytes, record: _Record | None) -> bool:
+        """What became of the request; whether the store has it now."""
+        try:
+            new = None if record is None else _encode(record)
+            await self._store.swap(name, claim, new, self._ttl_s)
+            if record is not None and record.body is not None:
+                await self._keep(name)
+        except StoreDown:
+            return False
+        return True
+
+    async def _tell_late(self, name: str, claim: bytes, record: _Record | None) -> None:
+        """A store that was late once must not make a request that is done run again."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _LATE_S
+        while loop.time() < until:
+            await asyncio.sleep(_LATE_STEP_S)
+            if await self._tell(name, claim, record):
+                return
 
     async def _keep(self, name: str) -> None:
         """Bounds what this router has the store keep: the oldest answer is forgotten."""
@@ -192,13 +231,6 @@ class Idempotency:
         self._flights.pop(name, None)
         if not flight.done.done():
             flight.done.set_result(record if record is not None and record.body else None)
-
-    @asynccontextmanager
-    async def _tolerant(self) -> AsyncIterator[None]:
-        try:
-            yield
-        except StoreDown:
-            logger.debug("no store: idempotency keys hold within this process alone")
 
 
 class _Watched(Response):

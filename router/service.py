@@ -204,6 +204,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
             router_id,
             config.idempotency_ttl_s,
             body_limits,
+            strict=config.idempotency_outage == "closed",
         ),
     )
 

@@ -14,6 +14,7 @@ from websockets.asyncio.client import ClientConnection
 
 from adapters.manifest import AdapterManifest
 from router.adapter_loads import AdapterLoads, AdapterOrders, ProtocolFault
+from router.policy.liveness import Hearing, Liveness
 from router.policy.workers import WorkerView
 from router.served import Origin
 from router.worker_pictures import WorkerPictures
@@ -24,6 +25,7 @@ from server.protocol import (
     AdapterPrefetch,
     AdapterReport,
     AdapterState,
+    ErrorCode,
     GenerateRequest,
     OrderAction,
     RouterFrame,
@@ -39,6 +41,7 @@ from server.protocol import (
 logger = logging.getLogger(__name__)
 
 MAX_OUTBOX_BYTES = 64 << 20
+_PROBE_INTERVAL_S = 0.5
 
 Sink = Callable[[TokenEvent], None]
 SequenceKey = tuple[str, int, int]
@@ -108,8 +111,7 @@ class WorkerSession:
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
         self._closed = False
-        self._heard_at = asyncio.get_running_loop().time()
-        self._silent = False
+        self.liveness = Liveness(asyncio.get_running_loop().time())
         # Sequences that ended together when the engine or the connection was last lost.
         self.lost_together = 0
 
@@ -160,32 +162,43 @@ class WorkerSession:
 
     # Silence
 
-    def listen(self, now: float, limit_s: float) -> bool:
-        """Whether nothing was heard for limit_s, of the worker or by it of its engine."""
-        silent = now - self._heard_at > limit_s
-        if silent != self._silent:
-            self._silent = silent
+    def listen(self, now: float, limit_s: float) -> Hearing:
+        """Whether the worker was heard, and heard us, in the last limit_s.
+
+        It is silent, too, when it says that its engine is.
+        """
+        if self.liveness.judge(now, limit_s):
             self._update_ready()
             self._on_change()
-        return silent or (self.status is not None and self.status.silent)
-
-    def excuse(self, now: float) -> None:
-        """This process did not listen: silence until now says nothing."""
-        self._heard_at = now
+        engine_silent = self.status is not None and self.status.silent
+        return "silent" if engine_silent else self.liveness.hearing
 
     def hand_over(self, why: str) -> int:
         """Sequences and loads go on elsewhere. Should the worker wake up, it is told to stop them.
 
         Returns how many sequences there were.
         """
-        live = [(key, one.sink) for key, one in self._live.items() if one.sink is not None]
-        self.lost_together = len(live)
-        for key, _ in live:
+        keys = list(self._live)
+        self.lost_together = sum(self._live[key].sink is not None for key in keys)
+        return self._leave(keys, "engine_lost", why)
+
+    def take_back(self, why: str) -> int:
+        """What has not begun, and may never have arrived, goes elsewhere; nothing was tried yet.
+
+        Returns how many sequences there were.
+        """
+        return self._leave(
+            [key for key, one in self._live.items() if not one.begun], "overloaded", why
+        )
+
+    def _leave(self, keys: list[SequenceKey], code: ErrorCode, why: str) -> int:
+        sinks = [(key, sink) for key in keys if (sink := self._live[key].sink) is not None]
+        for key, _ in sinks:
             self.abandon(*key)
-        for key, sink in live:
-            sink(lost(*key, why))
+        for key, sink in sinks:
+            sink(lost(*key, why, code))
         self._loads.fail_all(WorkerLost(why))
-        return len(live)
+        return len(sinks)
 
     # Adapters
 
@@ -235,13 +248,23 @@ class WorkerSession:
 
     async def run(self) -> None:
         """Serves the connection until it ends, always by an exception; then tells all who wait."""
-        writer = asyncio.create_task(self._write())
+        tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._probe())]
         try:
             await self._read()
         finally:
             self._close("the connection to the worker was lost")
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        """Asks the worker again and again whether it hears us: its own frames do not tell."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self.liveness.asked(loop.time())
+            await (await self._socket.ping())
+            self.liveness.answered()
+            await asyncio.sleep(_PROBE_INTERVAL_S)
 
     async def _write(self) -> None:
         while True:
@@ -256,7 +279,7 @@ class WorkerSession:
         loop = asyncio.get_running_loop()
         while True:
             message = await self._socket.recv()
-            self._heard_at = loop.time()
+            self.liveness.heard(loop.time())
             if isinstance(message, str):
                 raise ProtocolFault("a text frame")
             try:
@@ -327,8 +350,8 @@ class WorkerSession:
         self._on_change()
 
     def _update_ready(self) -> None:
-        heard = not self._closed and not self._silent
-        self.view.ready = heard and self.status is not None and self.status.ready
+        there = not self._closed and self.liveness.hearing == "good"
+        self.view.ready = there and self.status is not None and self.status.ready
 
     def _end(self, key: SequenceKey, live: _Live) -> None:
         del self._live[key]
@@ -365,8 +388,8 @@ class WorkerSession:
         self._on_change()
 
 
-def lost(request_id: str, attempt: int, choice: int, why: str) -> TokenEvent:
+def lost(
+    request_id: str, attempt: int, choice: int, why: str, code: ErrorCode = "engine_lost"
+) -> TokenEvent:
     """The terminal event of an attempt whose worker cannot send one any more."""
-    return TokenEvent(
-        request_id, attempt, choice, 0, (), finish="error", error="engine_lost", message=why
-    )
+    return TokenEvent(request_id, attempt, choice, 0, (), finish="error", error=code, message=why)

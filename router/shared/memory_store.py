@@ -16,7 +16,7 @@ _AccountKey = tuple[str, str]
 
 
 class MemoryStore:
-    """A Store. clock: Unix seconds."""
+    """A Store. clock: Unix seconds that do not jump."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

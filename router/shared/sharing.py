@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 
 from router.config import RouterConfig
 from router.shared.memory_store import MemoryStore
+from router.shared.steady_clock import SteadyClock
 from router.shared.store import Store
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Sharing:
 def make_sharing(config: RouterConfig) -> Sharing:
     """Raises ValueError for a URL that cannot be; connects to nothing yet."""
     if not config.redis:
-        return Sharing(MemoryStore(time.time))
+        return Sharing(MemoryStore(SteadyClock()))
     # The client library is needed, and takes its time to load, only where there is a Redis.
     from router.shared.redis_link import RedisLink
     from router.shared.redis_store import RedisStore

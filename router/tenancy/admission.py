@@ -6,7 +6,6 @@ lets nobody in who has quotas, `local-share` counts here, against this router's 
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 from typing import Literal, get_args
 
@@ -14,6 +13,7 @@ import msgspec
 
 from router.generation import RequestError
 from router.shared.memory_store import MemoryStore
+from router.shared.steady_clock import SteadyClock
 from router.shared.store import Settlement, Store, StoreDown
 from router.tenancy.quota import Ask, Reason, Subject, Verdict, share
 
@@ -38,7 +38,8 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Admission:
-    """is_up: whether the shared store answers, as far as is known. clock: Unix seconds.
+    """is_up: whether the shared store answers, as far as is known.
+    clock: Unix seconds that do not jump.
 
     refusals: how often each limit kept a request out.
     """
@@ -49,7 +50,7 @@ class Admission:
         is_up: Callable[[], bool],
         outage: OutageMode,
         router_id: str,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.routers = 1
         self.refusals: dict[Reason, int] = dict.fromkeys(get_args(Reason), 0)
@@ -57,7 +58,7 @@ class Admission:
         self._is_up = is_up
         self._outage: OutageMode = outage
         self._router_id = router_id
-        self._local = MemoryStore(clock)
+        self._local = MemoryStore(clock or SteadyClock())
         self._live: dict[str, Admitted] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -23,8 +23,8 @@ from server.worker.setup import Prepared, WorkerStartError, prepare
 
 log = logging.getLogger(__name__)
 
-PING_INTERVAL_S = 10.0
-PING_TIMEOUT_S = 20.0
+PING_INTERVAL_S = 5.0
+PING_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5
 MAX_CONNECTIONS = 1024
 

@@ -44,6 +44,9 @@ class WorkerMetrics:
         self.ready = meters.gauge("ready", "1 while the engine takes work")
         self.routers = meters.gauge("routers", "Connected routers")
         self.sequences = meters.gauge("sequences", "Sequences in flight")
+        self.orphans = meters.gauge(
+            "orphaned_sequences", "Sequences whose router is gone, on their way out"
+        )
         self.running = meters.gauge("running_sequences", "Sequences computed now")
         self.waiting = meters.gauge("waiting_sequences", "Sequences accepted, not computed yet")
         self.finished = meters.counter(

@@ -46,10 +46,13 @@ class SequenceTable:
 
     A sequence leaves only by its terminal event or by `lose_all`, so that aborted ones hold their
     credit for as long as the engine holds their memory.
+
+    orphans: those whose router is gone, and which the engine has not ended yet.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.orphans = 0
         self._live: dict[int, _Live] = {}
         self._choices: dict[int, dict[tuple[str, int], dict[int, int]]] = {}
         self._next_key = 0
@@ -103,6 +106,7 @@ class SequenceTable:
         keys = [key for choices in requests.values() for key in choices.values()]
         for key in keys:
             self._live[key].connection = None
+        self.orphans += len(keys)
         return keys
 
     def route(self, events: Iterable[SequenceEvent]) -> ByConnection:
@@ -143,6 +147,7 @@ class SequenceTable:
     def _close(self, key: int) -> None:
         live = self._live.pop(key)
         if live.connection is None:
+            self.orphans -= 1
             return
         requests = self._choices[live.connection]
         name = (live.identity.request_id, live.identity.attempt)
@@ -166,6 +171,7 @@ class SequenceTable:
             if live.connection is not None
         }
         assert listed == owned, (listed, owned)
+        assert self.orphans == len(self._live) - len(owned)
         assert len(self._live) <= self.capacity
 
 

@@ -152,6 +152,7 @@ class Worker:
         self._orders.disconnected(connection.number)
         for key in self._table.disconnect(connection.number):
             self.to_engine(AbortSequence(key))
+        self._metrics.orphans.set(self._table.orphans)
 
     def router_frame(self, connection: RouterConnection, frame: RouterFrame) -> None:
         if isinstance(frame, GenerateRequest):
@@ -332,6 +333,7 @@ class Worker:
             if connection is not None:
                 connection.send_events(self._step, events)
         self._metrics.sequences.set(len(self._table))
+        self._metrics.orphans.set(self._table.orphans)
         if not len(self._table):
             self._idle.set()
 

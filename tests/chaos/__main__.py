@@ -16,6 +16,10 @@ SHORT = {
     "engine killed": 2,
     "worker frozen": 1,
     "engine frozen": 1,
+    "engine slow": 1,
+    "router and worker parted": 1,
+    "parted one way": 2,
+    "network slow": 1,
     "router killed": 2,
     "rolling restart": 1,
     **{f"redis {how}": 1 for how in REDIS},
@@ -25,6 +29,10 @@ LONG = {
     "engine killed": 50,
     "worker frozen": 25,
     "engine frozen": 25,
+    "engine slow": 20,
+    "router and worker parted": 25,
+    "parted one way": 50,
+    "network slow": 20,
     "router killed": 50,
     "rolling restart": 20,
     **{f"redis {how}": 20 for how in REDIS},
@@ -61,11 +69,12 @@ def main() -> int:
 def _record(path: Path, summary: Summary) -> Summary:
     """Adds a line, and adds the lines up."""
     with path.open("a") as file:
-        file.write(json.dumps([summary.pauses, summary.results, summary.events]) + "\n")
-    total = Summary({}, Counter(), 0)
+        told = [summary.pauses, summary.results, summary.events, summary.orphans]
+        file.write(json.dumps(told) + "\n")
+    total = Summary({}, Counter(), 0, [])
     for line in path.read_text().splitlines():
-        pauses, results, events = json.loads(line)
-        total.add(Summary(pauses, Counter(results), events))
+        pauses, results, events, orphans = json.loads(line)
+        total.add(Summary(pauses, Counter(results), events, orphans))
     return total
 
 

@@ -74,33 +74,45 @@ class Report:
             {fault: self.pauses(fault) for fault in self.plan.faults},
             Counter(answer.result for answer in self.answers),
             sum(len(answer.pauses) for answer in self.answers),
+            [done.orphans_s for done in self.faults if done.orphans_s is not None],
         )
 
 
 @dataclass
 class Summary:
-    """What a report comes down to; those of several runs add up. pauses: by fault, in seconds."""
+    """What a report comes down to; those of several runs add up. pauses: by fault, in seconds.
+
+    orphans: seconds from each router's death until workers had freed what they ran for it.
+    """
 
     pauses: dict[str, list[float]]
     results: Counter[str]
     events: int
+    orphans: list[float]
 
     def add(self, other: "Summary") -> None:
         for fault, pauses in other.pauses.items():
             self.pauses.setdefault(fault, []).extend(pauses)
         self.results.update(other.results)
         self.events += other.events
+        self.orphans += other.orphans
 
     def table(self) -> str:
         """In Markdown: a line a kind of fault."""
         lines = ["| fault | times | longest pause p50 | p99 | max |"]
         lines.append("| --- | --: | --: | --: | --: |")
         for fault, pauses in self.pauses.items():
-            shown = [f"{_quantile(sorted(pauses), q):.2f} s" for q in (0.5, 0.99, 1.0)]
-            lines.append(f"| {fault} | {len(pauses)} | {' | '.join(shown)} |")
+            lines.append(_row(fault, pauses))
+        if self.orphans:
+            lines.append(_row("(router killed: until its sequences were freed)", self.orphans))
         lines += ["", f"{self.results.total()} requests, {self.events} streamed events: "]
         lines[-1] += ", ".join(f"{count} {result}" for result, count in self.results.items())
         return "\n".join(lines)
+
+
+def _row(name: str, seconds: list[float]) -> str:
+    shown = [f"{_quantile(sorted(seconds), q):.2f} s" for q in (0.5, 0.99, 1.0)]
+    return f"| {name} | {len(seconds)} | {' | '.join(shown)} |"
 
 
 def _quantile(values: list[float], share: float) -> float:

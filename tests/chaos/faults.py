@@ -9,19 +9,29 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from tests.chaos.processes import Fleet, Process, engine_of, until
+from tests.network import Direction
 
 LONGEST_FREEZE_S = 6.0
 LONGEST_OUTAGE_S = 4.0
+LONGEST_PARTITION_S = 8.0
 SLOW_S = 0.2
+LINK_DELAY_S = 0.1
+LINK_BYTES_PER_S = 64_000
+# A slow engine stands still for a part of each period.
+PERIOD_S, STILL_S = 0.2, 0.15
 
 
 @dataclass(frozen=True)
 class Done:
-    """A fault that was done. at, healed: on the monotonic clock."""
+    """A fault that was done. at, healed: on the monotonic clock.
+
+    orphans_s: after a router's death, how long until the workers had freed what they ran for it.
+    """
 
     fault: str
     at: float
     healed: float
+    orphans_s: float | None = None
 
 
 class Faults:
@@ -30,11 +40,16 @@ class Faults:
     def __init__(self, fleet: Fleet, dice: random.Random) -> None:
         self._fleet = fleet
         self._dice = dice
+        self._orphans_s: float | None = None
         self.kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "worker killed": self._kill_worker,
             "engine killed": self._kill_engine,
             "worker frozen": self._freeze_worker,
             "engine frozen": self._freeze_engine,
+            "engine slow": self._slow_engine,
+            "router and worker parted": self._part,
+            "parted one way": self._part_one_way,
+            "network slow": self._slow_network,
             "router killed": self._kill_router,
             "rolling restart": self._roll,
             "redis killed": self._kill_redis,
@@ -45,22 +60,33 @@ class Faults:
 
     async def do(self, fault: str) -> Done:
         at = time.monotonic()
+        self._orphans_s = None
         await self.kinds[fault]()
         await self._fleet.until_whole()
-        return Done(fault, at, time.monotonic())
+        return Done(fault, at, time.monotonic(), self._orphans_s)
 
     async def _kill_worker(self) -> None:
         await self._kill(self._dice.choice(self._fleet.workers))
 
     async def _kill_router(self) -> None:
         """What its clients held is broken; they ask again, elsewhere."""
-        await self._kill(self._dice.choice(self._fleet.routers))
+        router = self._dice.choice(self._fleet.routers)
+        at = await self._end(router)
+        await self._fleet.until_orphans_are_gone()
+        self._orphans_s = time.monotonic() - at
+        self._fleet.start(router)
 
     async def _kill(self, process: Process) -> None:
+        await self._end(process)
+        self._fleet.start(process)
+
+    async def _end(self, process: Process) -> float:
+        """When it was killed, on the monotonic clock."""
         process.dying = True
+        at = time.monotonic()
         process.signal(signal.SIGKILL)
         await process.exited()
-        self._fleet.start(process)
+        return at
 
     async def _kill_engine(self) -> None:
         worker = self._dice.choice(self._fleet.workers)
@@ -84,6 +110,46 @@ class Faults:
             os.kill(pid, signal.SIGCONT)
         except ProcessLookupError:
             return
+
+    async def _slow_engine(self) -> None:
+        """It gets on, at a quarter of its speed, and stands still again and again."""
+        worker = self._dice.choice(self._fleet.workers)
+        engine = await self._engine(worker)
+        try:
+            for _ in range(round(self._dice.uniform(1.0, LONGEST_FREEZE_S) / PERIOD_S)):
+                os.kill(engine, signal.SIGSTOP)
+                await asyncio.sleep(STILL_S)
+                os.kill(engine, signal.SIGCONT)
+                await asyncio.sleep(PERIOD_S - STILL_S)
+        except ProcessLookupError:
+            await self._until_replaced(worker, engine)
+
+    async def _part(self) -> None:
+        await self._stall(*self._dice.choice(self._fleet.links).directions)
+
+    async def _part_one_way(self) -> None:
+        await self._stall(self._dice.choice(self._dice.choice(self._fleet.links).directions))
+
+    async def _stall(self, *directions: Direction) -> None:
+        """Afterwards all arrives late, or the connections turn out to be forgotten on the way."""
+        for direction in directions:
+            direction.stall()
+        await asyncio.sleep(self._dice.uniform(0.5, LONGEST_PARTITION_S))
+        if self._dice.random() < 0.5:
+            for link in self._fleet.links:
+                if directions[0] in link.directions:
+                    await link.reset()
+        for direction in directions:
+            direction.flow()
+
+    async def _slow_network(self) -> None:
+        """Between all routers and all workers."""
+        directions = [one for link in self._fleet.links for one in link.directions]
+        for direction in directions:
+            direction.delay_s, direction.bytes_per_s = LINK_DELAY_S, LINK_BYTES_PER_S
+        await asyncio.sleep(self._dice.uniform(1.0, LONGEST_PARTITION_S))
+        for link in self._fleet.links:
+            link.heal()
 
     async def _roll(self) -> None:
         """Every process in turn, gently, as a new release is brought out."""

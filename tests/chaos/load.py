@@ -26,7 +26,7 @@ Result = Literal["ok", "wrong", "failed", "broken"]
 
 @dataclass
 class Answer:
-    """One request. pauses: (from, to) between two arrivals of a stream, first byte excluded."""
+    """One request. pauses: (from, to) of a stream's waits, from the question to the last event."""
 
     name: str
     started: float
@@ -229,7 +229,7 @@ class Clients:
                 text = (await response.aread()).decode(errors="replace")
                 raise Failed(f"{response.status_code}: {text[:300]}")
             self._certifier.check_head(order, response)
-            last = time.monotonic()
+            last = answer.started
             async for line in response.aiter_lines():
                 if not line.startswith("data:") or line == "data: [DONE]":
                     continue

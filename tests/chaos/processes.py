@@ -1,6 +1,7 @@
 """Real workers and routers as an operator runs them: started, killed, frozen, drained, replaced."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -15,6 +16,7 @@ import psutil
 
 from launcher.demo import adapter_paths, model_path
 from server.worker import tether
+from tests.network import Link
 from tests.router.shared.redis_server import RedisServer
 
 READY_TIMEOUT_S = 60.0
@@ -104,17 +106,24 @@ class Shape:
 
 
 class Fleet:
-    """`workers` x `routers`, every router with every worker; a Redis between the routers."""
+    """`workers` x `routers`, every router with every worker; a Redis between the routers.
 
-    def __init__(self, folder: Path, shape: "Shape", redis: RedisServer) -> None:
+    links: what lies between them, in no order.
+    """
+
+    def __init__(
+        self, folder: Path, shape: "Shape", redis: RedisServer, *router_options: str
+    ) -> None:
         self.redis = redis
+        self.secret = secrets.token_urlsafe(16)
         self._environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")},
-            "LORAPLEX_SECRET": secrets.token_urlsafe(16),
+            "LORAPLEX_SECRET": self.secret,
             "OMP_NUM_THREADS": "1",
         }
+        self.links: list[Link] = []
         self.workers = [self._worker(folder, i, shape.step_s) for i in range(shape.workers)]
-        self.routers = [self._router(folder, i) for i in range(shape.routers)]
+        self.routers = [self._router(folder, i, router_options) for i in range(shape.routers)]
         self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
 
     def _worker(self, folder: Path, number: int, step_s: float) -> Process:
@@ -127,11 +136,13 @@ class Fleet:
         ]
         return Process(f"worker-{number}", arguments, free_port(), folder)
 
-    def _router(self, folder: Path, number: int) -> Process:
+    def _router(self, folder: Path, number: int, options: Sequence[str]) -> Process:
         arguments = ["router", "--cache-dir", str(folder / f"router-{number}")]
-        arguments += ["--redis", self.redis.url]
+        arguments += ["--redis", self.redis.url, *options]
         for worker in self.workers:
-            arguments += ["--worker", f"ws://127.0.0.1:{worker.port}"]
+            link = Link(worker.port, free_port())
+            self.links.append(link)
+            arguments += ["--worker", link.url]
         for name in adapter_paths():
             arguments += ["--adapter", f"{name}=local:{name}"]
         return Process(f"router-{number}", arguments, free_port(), folder)
@@ -144,6 +155,8 @@ class Fleet:
         process.start(self._environment)
 
     async def start_all(self) -> None:
+        for link in self.links:
+            await link.start()
         for process in self.processes:
             self.start(process)
         await self.until_whole()
@@ -173,6 +186,21 @@ class Fleet:
         ready: int = answer.json()["workers_ready"] if answer.status_code == 200 else -1
         return ready
 
+    async def until_orphans_are_gone(self) -> None:
+        """Every worker has seen that a router is gone, and has freed all that it ran for it."""
+
+        async def one(worker: Process) -> None:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while True:
+                    with contextlib.suppress(httpx.TransportError):  # late, as things are
+                        routers = await self.metric(worker, "loraplex_worker_routers")
+                        orphans = await self.metric(worker, "loraplex_worker_orphaned_sequences")
+                        if routers < len(self.routers) and not orphans:
+                            return
+                    await asyncio.sleep(POLL_S)
+
+        await asyncio.gather(*map(one, self.workers))
+
     async def metric(self, process: Process, name: str) -> float:
         """The sum of a metric's series."""
         text = (await self._http.get(f"{process.url}/metrics")).text
@@ -183,6 +211,8 @@ class Fleet:
         await self._http.aclose()
         for process in self.processes:
             process.end()
+        for link in self.links:
+            await link.close()
 
 
 def engine_of(worker: Process) -> int | None:

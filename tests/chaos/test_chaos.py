@@ -12,6 +12,9 @@ async def test_clients_see_pauses_and_nothing_else(tmp_path: Path) -> None:
         "engine killed": 2,
         "worker frozen": 1,
         "engine frozen": 1,
+        "router and worker parted": 1,
+        "parted one way": 1,
+        "network slow": 1,
         "router killed": 2,
         **{f"redis {how}": 1 for how in ("killed", "emptied", "frozen", "slow")},
     }

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 from tests.deploy.chart import ROOT, Object, of_kind
+from tests.tethered import tethered
 
 START_TIMEOUT_S = 90.0
 _POLL_S = 0.05
@@ -109,7 +110,7 @@ class LocalPod:
     async def start(self) -> None:
         with self.log.open("wb") as out:
             self._process = await asyncio.create_subprocess_exec(
-                *self.arguments(),
+                *tethered(*self.arguments()),
                 cwd=ROOT,
                 env=self.environment(),
                 stdout=out,
@@ -133,7 +134,7 @@ class LocalPod:
     async def run(self, *command: str) -> int:
         """The exit code of a command in the container."""
         local = [self._local(word) for word in command]
-        process = await asyncio.create_subprocess_exec(*local, env=self.environment())
+        process = await asyncio.create_subprocess_exec(*tethered(*local), env=self.environment())
         return await process.wait()
 
     async def _get(self, path: str) -> bool:

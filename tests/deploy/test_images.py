@@ -11,6 +11,7 @@ import pytest
 
 from tests.deploy.chart import CHART, ROOT
 from tests.deploy.local_pods import START_TIMEOUT_S, free_port
+from tests.tethered import tethered
 
 IMAGES = ROOT / "deploy/images"
 FILES = sorted(IMAGES.glob("*.Dockerfile"))
@@ -68,7 +69,11 @@ def router(router_image: Path, tmp_path: Path) -> Iterator[tuple[int, Path]]:
     environ = {"PATH": f"{router_image}/bin:/usr/bin:/bin", "HOME": str(home)}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            ["loraplex", *arguments], cwd=home, env=environ, stdout=out, stderr=subprocess.STDOUT
+            tethered("loraplex", *arguments),
+            cwd=home,
+            env=environ,
+            stdout=out,
+            stderr=subprocess.STDOUT,
         )
     try:
         yield port, log

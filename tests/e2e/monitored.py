@@ -25,6 +25,7 @@ import psutil
 
 from launcher.demo import adapter_paths, model_path
 from tests.e2e.serving import ROOT, free_port
+from tests.tethered import tethered
 
 RULES = ROOT / "deploy/helm/loraplex/rules/loraplex.yaml"
 SCRAPE_S = 1
@@ -137,7 +138,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     with (folder / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=log, stderr=log, env={**_environment(), **environ}
+            tethered(*command), cwd=ROOT, stdout=log, stderr=log, env={**_environment(), **environ}
         )
     stack.callback(_stop, process)
     return process

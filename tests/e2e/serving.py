@@ -10,6 +10,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.tethered import tethered
+
 ROOT = Path(__file__).parents[2]
 READY_TIMEOUT_S = 120.0
 
@@ -32,7 +34,7 @@ def start_serving(*options: str, log: Path, environ: Mapping[str, str] | None = 
     port = free_port()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", "serve", "--port", str(port), *options],
+            tethered(sys.executable, "-m", "launcher", "serve", "--port", str(port), *options),
             cwd=ROOT,
             env=environ,
             stdout=out,

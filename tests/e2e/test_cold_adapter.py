@@ -20,6 +20,7 @@ from adapters.ref import AdapterRef
 from launcher.demo import adapter_paths, model_path
 from server import protocol
 from tests.e2e.serving import ROOT, free_port
+from tests.tethered import tethered
 
 SECRET = "for-this-test-only"
 STREAMS = 16
@@ -40,7 +41,9 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     roots = ["--adapter-root", str(next(iter(adapter_paths().values())).parent)]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", "worker", str(model_path()), *options, *roots],
+            tethered(
+                *(sys.executable, "-m", "launcher", "worker", str(model_path()), *options, *roots)
+            ),
             cwd=ROOT,
             env=os.environ | {"LORAPLEX_SECRET": SECRET},
             stdout=out,

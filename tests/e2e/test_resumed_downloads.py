@@ -21,6 +21,7 @@ from tests.adapter_folders import ALL_PROJECTIONS, write_adapter
 from tests.adapters.stub_files import Fault, running_files
 from tests.adapters.stub_hub import running_hub
 from tests.e2e.serving import ROOT
+from tests.tethered import tethered
 
 WEIGHTS = "adapter_model.safetensors"
 CERTIFICATE = ROOT / "tests/adapters/self_signed.pem"
@@ -85,7 +86,7 @@ SERVERS: dict[str, Callable[[Path], AbstractContextManager[Server]]] = {
 def pull(server: Server, cache: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "launcher", "adapter", "pull", server.ref, "--base", "demo"]
     return subprocess.Popen(
-        command,
+        tethered(*command),
         cwd=ROOT,
         env=os.environ | server.environ | {"LORAPLEX_CACHE_DIR": str(cache)},
         stdout=subprocess.PIPE,

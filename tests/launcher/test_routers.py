@@ -18,6 +18,7 @@ import pytest
 from launcher.demo import model_path
 from tests.e2e.serving import ROOT, free_port
 from tests.router.shared.redis_server import PROGRAM
+from tests.tethered import tethered
 
 TIMEOUT_S = 60.0
 COUNT = 2
@@ -114,7 +115,7 @@ def start(log: Path, *arguments: str, program: str = "") -> subprocess.Popen[byt
     kept = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
     with log.open("wb") as out:
         return subprocess.Popen(
-            [*command, *arguments],
+            tethered(*command, *arguments),
             cwd=ROOT,
             env={**kept, "LORAPLEX_SECRET": SECRET},
             stdout=out,

@@ -13,6 +13,8 @@ import httpx
 import psutil
 import pytest
 
+from tests.tethered import tethered
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
 QUICK = ("--executor", 'certify:{"step_s": 0.002}', "--kv-memory", "64MiB")
@@ -41,7 +43,7 @@ class Serving:
         arguments = ["serve", "--port", str(self.port), "--cache-dir", str(folder / "cache")]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                command(*arguments, *QUICK, *options),
+                tethered(*command(*arguments, *QUICK, *options)),
                 cwd=ROOT,
                 env=environment(),
                 stdout=out,

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import msgspec
@@ -20,7 +20,7 @@ from router.config import RouterConfig
 from router.http_server import RouterServer
 from router.listeners import listen
 from router.service import Hub, Service, build_service
-from tests.router.fake_worker import SECRET, FakeWorker
+from tests.router.fake_worker import SECRET
 
 COMMIT = "c" * 40
 
@@ -32,6 +32,13 @@ async def poll(condition: Callable[[], Awaitable[bool]], patience_s: float = 10.
             if await condition():
                 return
             await asyncio.sleep(0.005)
+
+
+class Reachable(Protocol):
+    """A worker, or what stands between it and the router."""
+
+    @property
+    def url(self) -> str: ...
 
 
 class FakeHub:
@@ -85,7 +92,7 @@ class Running:
 @asynccontextmanager
 async def running_router(
     tmp_path: Path,
-    *workers: FakeWorker,
+    *workers: Reachable,
     wait: bool = True,
     real_hub: Hub | None = None,
     **options: Any,

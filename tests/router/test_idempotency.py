@@ -10,6 +10,7 @@ import pytest
 
 from router import idempotency
 from router.shared.memory_store import MemoryStore
+from router.shared.store import StoreDown
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
@@ -203,6 +204,61 @@ async def test_the_claim_of_a_dead_router_ends(
 
     await poll(runs)
     asking.cancel()
+
+
+class LateStore(MemoryStore):
+    """Answers, or does not."""
+
+    down = False
+
+    async def add(self, key: str, value: bytes, ttl_s: float) -> bytes | None:
+        self._check()
+        return await super().add(key, value, ttl_s)
+
+    async def swap(self, key: str, old: bytes, new: bytes | None, ttl_s: float) -> bool:
+        self._check()
+        return await super().swap(key, old, new, ttl_s)
+
+    def _check(self) -> None:
+        if self.down:
+            raise StoreDown("it is late")
+
+
+@pytest.mark.parametrize("mode", ["open", "closed"])
+async def test_without_the_store(tmp_path: Path, worker: FakeWorker, mode: str) -> None:
+    async with running_router(tmp_path, worker, idempotency_outage=mode) as router:
+        store = LateStore(lambda: 1.0)
+        router.service.idempotency._store = store
+        store.down = True
+        answer = await ask(router)
+        assert answer.status_code == (200 if mode == "open" else 503)
+        assert ("retry-after" in answer.headers) == (mode == "closed")
+        no_key = await router.client.post("/v1/completions", json=BODY)
+        assert no_key.status_code == 200
+        store.down = False
+        assert (await ask(router)).status_code == 200
+
+
+async def test_a_store_that_is_late_is_told_later(router: Running, worker: FakeWorker) -> None:
+    """What is done does not run again because the store did not answer at its end."""
+    store = LateStore(lambda: 1.0)
+    router.service.idempotency._store = store
+    gate = gated(worker)
+    asking = asyncio.create_task(ask(router))
+    await worker.until(lambda: bool(worker.requests))
+    store.down = True
+    gate.set()
+    first = await asking
+    assert first.status_code == 200
+    store.down = False
+
+    async def told() -> bool:
+        return not router.service.idempotency._late
+
+    await poll(told)
+    again = await ask(router)
+    assert (again.content, again.headers["idempotency-replayed"]) == (first.content, "true")
+    assert len(worker.requests) == 1
 
 
 async def test_a_blocked_key_is_not_answered_with_what_is_kept(

@@ -16,6 +16,7 @@ from router.main import run
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, SECRET, FakeWorker
 from tests.router.serving import events_of, poll
+from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -46,7 +47,7 @@ async def router_process(
 ) -> AsyncIterator[Process]:
     urls = [worker.url for worker in workers]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROGRAM, str(tmp_path), SECRET, str(drain_s), *urls),
+        *tethered(sys.executable, "-c", PROGRAM, str(tmp_path), SECRET, str(drain_s), *urls),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from server.protocol import ErrorCode, GenerateRequest
+from tests.network import running_link
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, running_worker
 from tests.router.serving import Running, events_of, poll, running_router
 
@@ -169,6 +170,54 @@ async def test_streams_of_a_silent_worker_go_on_elsewhere(tmp_path: Path) -> Non
         await frozen.until(lambda: bool(frozen.aborts))
         assert [abort.attempt for abort in frozen.aborts] == [0]
         assert await router.metric("loraplex_sequences_handed_over_total") == 1
+
+
+async def test_what_a_worker_never_heard_of_runs_elsewhere(tmp_path: Path) -> None:
+    """It speaks, and what runs there goes on; but nothing reaches it any more."""
+    first, second = FakeWorker(worker_id="a"), FakeWorker(worker_id="b")
+    async with (
+        running_worker(first),
+        running_worker(second),
+        running_link(first.port) as near,
+        running_link(second.port) as far,
+        running_router(tmp_path, near, far, worker_silence_s=0.6) as router,
+    ):
+        await second.until(lambda: first.connected and second.connected)
+        gate, running = asyncio.Event(), asyncio.Event()
+
+        async def before_token(
+            worker: FakeWorker, request: GenerateRequest, index: int
+        ) -> ErrorCode | None:
+            if index == 7 and request.attempt == 0 and not running.is_set():
+                running.set()
+                await gate.wait()
+            return None
+
+        for worker in (first, second):
+            worker.script = lambda request: [*ids_of(TEXT), EOS]
+            worker.before_token = before_token
+        old = asyncio.create_task(text_of(router, stream=True))
+        await running.wait()
+        deaf, link = (first, near) if first.requests else (second, far)
+        other = second if deaf is first else first
+        await other.announce(ready=False)
+        await poll(lambda: _able(router, 1))
+        link.there.stall()
+        new = asyncio.create_task(text_of(router, stream=True))
+        await poll(lambda: _able(router, 0))
+        await other.announce(ready=True)
+        assert await new == TEXT
+        assert [len(worker.requests) for worker in (deaf, other)] == [1, 1]
+        gate.set()
+        assert await old == TEXT  # it was not disturbed
+        link.heal()
+        await poll(lambda: _able(router, 2))
+        await deaf.until(lambda: len(deaf.aborts) == 1)  # the one that came too late
+
+
+async def _able(router: Running, count: int) -> bool:
+    """Whether so many workers take new work."""
+    return sum(view.able for view in router.service.fleet.views) == count
 
 
 async def test_a_lone_worker_may_be_silent(router: Running, worker: FakeWorker) -> None:

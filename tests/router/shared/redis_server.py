@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from tests.router.serving import poll
+from tests.tethered import tethered
 
 PROGRAM = shutil.which("redis-server")
 
@@ -34,7 +35,7 @@ class RedisServer:
 
     async def start(self) -> None:
         assert PROGRAM, "the tests need redis-server on the PATH"
-        self._process = await asyncio.create_subprocess_exec(PROGRAM, *self._options)
+        self._process = await asyncio.create_subprocess_exec(*tethered(PROGRAM, *self._options))
         async with Redis.from_url(self.url) as client:
 
             async def answers() -> bool:

@@ -18,6 +18,7 @@ from server.engine.fake import CertifyOptions, certified_output
 from server.engine.messages import EngineFailed, EngineReady, Shutdown
 from tests.server.engine.harness import make_request
 from tests.server.engine.shell import TIMEOUT_S, FakeShell
+from tests.tethered import tethered
 
 ARENA_BYTES = 1 << 16
 CONFIG = EngineConfig(
@@ -46,7 +47,7 @@ class Engine:
         command += ["--socket-fd", str(theirs.fileno()), "--arena-fd", str(arena)]
         command += ["--config", msgspec.json.encode(config).decode(), "--executor", executor]
         self.process = subprocess.Popen(
-            command, pass_fds=(theirs.fileno(), arena), stderr=subprocess.DEVNULL
+            tethered(*command), pass_fds=(theirs.fileno(), arena), stderr=subprocess.DEVNULL
         )
         theirs.close()
         os.close(arena)

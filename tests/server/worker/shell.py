@@ -22,6 +22,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from adapters.base import BaseSpec
 from server import protocol
 from tests.adapter_folders import safetensors_bytes, small_base
+from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[3]
 SECRET = "for-tests-only"
@@ -114,12 +115,12 @@ def start(
     with socket.socket() as listener, log.open("ab") as out:
         listener.bind(("127.0.0.1", 0))
         process = subprocess.Popen(
-            [
+            tethered(
                 *(sys.executable, "-m", "launcher", "worker", str(model)),
                 *("--executor", executor, "--model-name", BASE_NAME),
                 *("--cache-dir", str(folder / "cache"), "--listen-fd", str(listener.fileno())),
                 *("--drain-timeout-s", "0.2", *options),
-            ],
+            ),
             cwd=ROOT,
             env=environ,
             stdout=out,

@@ -1,0 +1,44 @@
+"""Whether a worker is heard, and hears. Pure: times are on one monotonic clock, in seconds."""
+
+from typing import Literal
+
+# deaf: it speaks, but has not heard us; a network may lose one direction alone.
+Hearing = Literal["good", "silent", "deaf"]
+
+
+class Liveness:
+    """Of one connection, from its beginning."""
+
+    __slots__ = ("_asked_at", "_heard_at", "hearing")
+
+    def __init__(self, now: float) -> None:
+        self.hearing: Hearing = "good"
+        self._heard_at = now
+        self._asked_at: float | None = None
+
+    def heard(self, now: float) -> None:
+        self._heard_at = now
+
+    def asked(self, now: float) -> None:
+        """It was asked for a sign that it hears us."""
+        self._asked_at = now
+
+    def answered(self) -> None:
+        self._asked_at = None
+
+    def excuse(self, now: float) -> None:
+        """This process did not listen: silence until now says nothing."""
+        self._heard_at = now
+        if self._asked_at is not None:
+            self._asked_at = now
+
+    def judge(self, now: float, limit_s: float) -> bool:
+        """Sets `hearing`; whether it is another than before."""
+        before = self.hearing
+        if now - self._heard_at > limit_s:
+            self.hearing = "silent"
+        elif self._asked_at is not None and now - self._asked_at > limit_s:
+            self.hearing = "deaf"
+        else:
+            self.hearing = "good"
+        return self.hearing != before

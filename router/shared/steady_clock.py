@@ -1,0 +1,30 @@
+"""Unix time without jumps: what is leased or refilled neither ends early nor stands still."""
+
+import time
+from collections.abc import Callable
+
+# How much faster or slower than time itself it runs, until it shows what the wall clock shows.
+_SLEW = 0.1
+
+
+class SteadyClock:
+    """Never goes back. A wall clock that is set anew is followed at a tenth of the time's pace."""
+
+    def __init__(
+        self,
+        wall: Callable[[], float] | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall = wall or time.time
+        self._monotonic = monotonic
+        self._at = monotonic()
+        self._unix = self._wall()
+
+    def __call__(self) -> float:
+        """Unix seconds."""
+        now = self._monotonic()
+        passed, self._at = now - self._at, now
+        off = self._wall() - (self._unix + passed)
+        most = passed * _SLEW
+        self._unix += passed + min(max(off, -most), most)
+        return self._unix

@@ -1,0 +1,40 @@
+"""A worker that is not heard, or does not hear, is told from one that is and does."""
+
+import pytest
+
+from router.policy.liveness import Hearing, Liveness
+
+LIMIT_S = 1.0
+
+
+@pytest.mark.parametrize(
+    ("heard_at", "asked_at", "now", "hearing"),
+    [
+        (0.0, None, 1.0, "good"),
+        (0.0, None, 1.1, "silent"),
+        (5.0, 4.0, 5.0, "good"),
+        (5.0, 4.0, 5.1, "deaf"),
+        (5.0, 5.0, 6.1, "silent"),  # who says nothing need not have heard nothing
+    ],
+)
+def test_judgements(heard_at: float, asked_at: float | None, now: float, hearing: Hearing) -> None:
+    liveness = Liveness(0.0)
+    liveness.heard(heard_at)
+    if asked_at is not None:
+        liveness.asked(asked_at)
+    assert liveness.judge(now, LIMIT_S) == (hearing != "good")
+    assert liveness.hearing == hearing
+    liveness.heard(now)
+    liveness.answered()
+    assert liveness.judge(now, LIMIT_S) == (hearing != "good")
+    assert liveness.hearing == "good"
+
+
+def test_who_did_not_listen_blames_nobody() -> None:
+    liveness = Liveness(0.0)
+    liveness.asked(0.0)
+    liveness.excuse(10.0)
+    assert not liveness.judge(11.0, LIMIT_S)
+    liveness.heard(11.0)
+    assert liveness.judge(11.1, LIMIT_S)
+    assert liveness.hearing == "deaf"

@@ -1,6 +1,7 @@
 """The lifecycle routes: `/v1/adapters…` and vLLM's two. All of them want the admin key."""
 
 import contextlib
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -61,7 +62,7 @@ class AdapterRoutes:
         if request.method == "POST":
             return await self._register(request)
         registrations = self._admin.all()
-        tiers = await self._admin.workers.tiers(r.digest for r in registrations if r.digest)
+        tiers = await self._admin.workers.tiers(d for r in registrations for d in r.digests)
         file = self._service.adapters_file
         problems = [] if file is None else file.problems
         return json_response(AdapterList([self._object(r, tiers) for r in registrations], problems))
@@ -110,7 +111,8 @@ class AdapterRoutes:
             measured = await self._service.keeper.measured(registration)
         except StoreDown:
             measured = None
-        resident = self._admin.workers.holding
+        tiers = await self._admin.workers.tiers(registration.digests)
+        resident = partial(_resident, tiers)
         return json_response(rollout_object(registration, measured, resident))
 
     async def promote(self, request: Request) -> Response:
@@ -177,9 +179,7 @@ class AdapterRoutes:
         return json_response(await self._shown(registration), status)
 
     async def _shown(self, registration: Registration) -> AdapterObject:
-        tiers = await self._admin.workers.tiers(
-            [registration.digest] if registration.digest else []
-        )
+        tiers = await self._admin.workers.tiers(registration.digests)
         return self._object(registration, tiers)
 
     def _object(self, registration: Registration, tiers: Tiers) -> AdapterObject:
@@ -188,4 +188,11 @@ class AdapterRoutes:
             return adapter_object(registration, {}, use.running(registration.name))
         workers = {worker: told[digest] for worker, told in tiers.items() if digest in told}
         running, last = use.running(registration.name), use.last_used(digest)
-        return adapter_object(registration, workers, running, last)
+        return adapter_object(registration, workers, running, last, partial(_resident, tiers))
+
+
+def _resident(tiers: Tiers, digest: str) -> list[str]:
+    """Ids of workers that have it on the device."""
+    return sorted(
+        w for w, told in tiers.items() if digest in told and told[digest].device == "ready"
+    )

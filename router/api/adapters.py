@@ -1,5 +1,6 @@
 """Bodies and answers of the lifecycle routes, in our shape and in vLLM's. Pure."""
 
+from collections.abc import Callable
 from typing import Annotated, Literal, cast
 
 import msgspec
@@ -204,8 +205,9 @@ def adapter_object(
     workers: dict[str, AdapterTiers],
     running: int = 0,
     last_used: float | None = None,
+    resident: Callable[[str], list[str]] = lambda digest: [],
 ) -> AdapterObject:
-    """workers: by id, those that told of it."""
+    """workers: by id, those that told of it. resident: see `rollout_object`."""
     manifest = None if registration.content is None else registration.content.manifest
     return AdapterObject(
         id=registration.name,
@@ -225,7 +227,7 @@ def adapter_object(
         last_used=last_used,
         history=change_objects(registration),
         workers=[_worker(worker, workers[worker]) for worker in sorted(workers)],
-        rollout=rollout_object(registration),
+        rollout=rollout_object(registration, None, resident),
     )
 
 

@@ -107,8 +107,9 @@ async def test_from_nothing_to_all(fleet: Fleet) -> None:
     assert by_one == by_two, "a user has one version, whichever router is asked"
     assert set(by_one) == {OLD, NEW}
     assert by_one == await fleet.digests(fleet.one)
-    live = [version["live_weight"] for version in shown["rollout"]["versions"]]
-    assert live == [50, 50]
+    versions = shown["rollout"]["versions"]
+    assert [version["live_weight"] for version in versions] == [50, 50]
+    assert versions[1]["resident_on"], "warm before it served"
     await fleet.roll_out(75)
     await fleet.until(fleet.two, "serving", "serving")
 
@@ -217,6 +218,27 @@ async def test_a_bad_version_goes_back_by_itself(fleet: Fleet) -> None:
         return any("rollback by guard" in one["action"] for one in told)
 
     await poll(audited)
+
+
+async def test_a_slow_version_goes_back_by_itself(fleet: Fleet) -> None:
+    async def crawl(worker: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:
+        if request.adapter == NEW and not index:
+            await asyncio.sleep(0.3)
+        return None
+
+    for worker in fleet.workers:
+        worker.before_token = crawl
+    await fleet.roll_out(50, guards={"min_requests": 5, "max_latency_ratio": 3.0})
+    await fleet.until(fleet.two, "serving", "serving")
+
+    async def back() -> bool:
+        await asyncio.gather(*(generate(fleet.two, "mine", user=user) for user in USERS[:16]))
+        shown = (await call(fleet.two, "GET", "/mine")).json()
+        return bool(shown["rollout"]["versions"][1]["state"] == "rolled_back")
+
+    await poll(back, 30.0)
+    shown = await fleet.until(fleet.one, "serving", "rolled_back")
+    assert "p95 time to first token" in shown["rollout"]["versions"][1]["why"]
 
 
 async def test_an_operator_takes_it_back_and_goes_further_back(fleet: Fleet) -> None:

@@ -1,5 +1,7 @@
 """What sequences hold of the KV cache: taking pages, sharing full ones, giving them up. Pure."""
 
+from collections.abc import Iterator
+
 from server.engine.pages import PageHash, PagePool
 from server.engine.sequence import Sequence
 
@@ -15,16 +17,26 @@ class SequencePages:
         self._computing: dict[PageHash, Sequence] = {}  # full prompt pages on their way
 
     def is_computed_elsewhere(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is about to publish much of the same prompt."""
+        """Whether a running sequence is about to publish much of the same prompt.
+
+        Many ask in every plan: no page is hashed behind the first that nobody has or computes,
+        as it could not be read, nor behind those that make it worth the wait.
+        """
         if not self._computing:
             return False
-        soon = sum(1 for h in self._readable(sequence) if h in self._computing)
-        return soon * self.pool.page_size >= SHARE_WORTH_TOKENS
+        soon = 0
+        for digest in self._readable(sequence):
+            if digest in self._computing:
+                soon += self.pool.page_size
+                if soon >= SHARE_WORTH_TOKENS:
+                    return True
+            elif not self.pool.knows(digest):
+                return False
+        return False
 
     def take(self, sequence: Sequence, reserve: int) -> bool:
         """Pages for all its tokens, cached ones first, if `reserve` are left over for others."""
-        readable = self._readable(sequence)
-        cached = self.pool.match(readable)
+        cached = self.pool.match(self._readable(sequence))
         missing = self.pool.pages_for(len(sequence.tokens)) - len(cached)
         if self.pool.available < missing + reserve:
             self.pool.release(cached)
@@ -34,7 +46,7 @@ class SequencePages:
         sequence.pages = cached + fresh
         sequence.num_published = len(cached)
         sequence.num_computed = len(cached) * self.pool.page_size
-        for digest in readable[len(cached) :]:
+        for digest in self._readable(sequence, len(cached)):
             self._computing.setdefault(digest, sequence)
         return True
 
@@ -47,10 +59,10 @@ class SequencePages:
         num_full = num_computed // self.pool.page_size
         if num_full <= sequence.num_published:
             return
-        hashes = sequence.full_page_hashes(self.pool.page_size, num_full)
         for i in range(sequence.num_published, num_full):
-            self.pool.publish(sequence.pages[i], hashes[i])
-            self._no_longer_computes(sequence, hashes[i])
+            digest = sequence.page_hash(self.pool.page_size, i)
+            self.pool.publish(sequence.pages[i], digest)
+            self._no_longer_computes(sequence, digest)
         sequence.num_published = num_full
 
     def release(self, sequence: Sequence) -> None:
@@ -61,12 +73,16 @@ class SequencePages:
         sequence.num_published = 0
         sequence.num_computed = 0
 
-    def _readable(self, sequence: Sequence) -> list[PageHash]:
-        """Full pages it may read instead of computing; at least one token is computed."""
+    def _readable(self, sequence: Sequence, first: int = 0) -> Iterator[PageHash]:
+        """Full pages it may read instead of computing, each hashed when it is asked for.
+
+        At least one token is computed.
+        """
         if sequence.needs_prompt_logprobs:
-            return []
+            return
         size = self.pool.page_size
-        return sequence.full_page_hashes(size, (len(sequence.tokens) - 1) // size)
+        for page in range(first, (len(sequence.tokens) - 1) // size):
+            yield sequence.page_hash(size, page)
 
     def _no_longer_computes(self, sequence: Sequence, digest: PageHash) -> None:
         if self._computing.get(digest) is sequence:

@@ -47,6 +47,10 @@ class PagePool:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def knows(self, digest: PageHash) -> bool:
+        """Whether a page with this content can be read."""
+        return digest in self._page_of
+
     def match(self, hashes: Iterable[PageHash]) -> list[int]:
         """Hold the longest known prefix of `hashes`; its pages, in order."""
         pages: list[int] = []

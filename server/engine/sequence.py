@@ -103,10 +103,14 @@ class Sequence:
         asked = self.request.sampling.prompt_logprobs is not None
         return asked and not self.started and not self.request.accepted_ids
 
-    def full_page_hashes(self, page_size: int, num_pages: int) -> list[PageHash]:
-        """Hashes of the first `num_pages` pages, all full of known tokens; kept for later."""
-        parent = self.hashes[-1] if self.hashes else root_hash(self.request.salt, self.adapter)
-        for i in range(len(self.hashes), num_pages):
-            parent = page_hash(parent, self.tokens[i * page_size : (i + 1) * page_size])
-            self.hashes.append(parent)
-        return self.hashes[:num_pages]
+    def page_hash(self, page_size: int, page: int) -> PageHash:
+        """Of its page of this number, which is full of known tokens.
+
+        Each is computed when one up to it is first asked for, and kept.
+        """
+        hashes = self.hashes
+        while len(hashes) <= page:
+            parent = hashes[-1] if hashes else root_hash(self.request.salt, self.adapter)
+            begin = len(hashes) * page_size
+            hashes.append(page_hash(parent, self.tokens[begin : begin + page_size]))
+        return hashes[page]

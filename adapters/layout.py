@@ -1,12 +1,13 @@
 """Where each tensor of a validated adapter lies in its slab. Pure arithmetic; moves no bytes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
 from adapters.base import LAYER_SITES, MODEL_SITES, SITE_PROJECTIONS, BaseSpec, SiteKind
 from adapters.manifest import SiteLayout, SlabDtype, SlabLayout
-from adapters.validate import LoraTensors, ModuleLora, SlabRoom
+from adapters.validate import SlabRoom
 
 ALIGNMENT = 256
 SLAB_ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -20,8 +21,28 @@ class PlacedMatrix(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+class RankedModule(Protocol):
+    """Of a module's LoRA what its place in a slab depends on; as in `ModuleLora`."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def lora_rank(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+
+
+class Packable(Protocol):
+    """An adapter that is there, or one that is planned."""
+
+    @property
+    def modules(self) -> Sequence[RankedModule]: ...
+
+
 def make_layout(
-    adapter: LoraTensors, base: BaseSpec, digest: str, dtype: SlabDtype, extent_bytes: int
+    adapter: Packable, base: BaseSpec, digest: str, dtype: SlabDtype, extent_bytes: int
 ) -> SlabLayout:
     """The layout of an unsharded slab (`SlabLayout` tells the rules).
 
@@ -29,7 +50,7 @@ def make_layout(
     """
     if extent_bytes <= 0 or extent_bytes % ALIGNMENT:
         raise ValueError(f"extent_bytes must be a positive multiple of 256, got {extent_bytes}")
-    by_site: dict[tuple[int, str], ModuleLora] = {(m.layer, m.module): m for m in adapter.modules}
+    by_site: dict[tuple[int, str], RankedModule] = {(m.layer, m.module): m for m in adapter.modules}
     cursor = _Cursor(extent_bytes)
     sites: list[SiteLayout] = []
     for layer, kind in _site_order(base):
@@ -49,7 +70,7 @@ def make_layout(
     )
 
 
-def room_problem(adapter: LoraTensors, base: BaseSpec, room: SlabRoom) -> str | None:
+def room_problem(adapter: Packable, base: BaseSpec, room: SlabRoom) -> str | None:
     """Why an adapter can never be served from this memory, or None. Names the option to raise."""
     layout = make_layout(adapter, base, "", room.dtype, room.extent_bytes)
     for option, nbytes in (
@@ -104,7 +125,7 @@ def _shape(base: BaseSpec, kind: SiteKind, projection: int) -> tuple[int, int]:
 def _place_site(
     layer: int,
     kind: SiteKind,
-    modules: list[ModuleLora | None],
+    modules: list[RankedModule | None],
     base: BaseSpec,
     item_bytes: int,
     cursor: "_Cursor",

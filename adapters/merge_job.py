@@ -57,7 +57,7 @@ def run_job(folder: Path) -> None:
     job = msgspec.json.decode((folder / _JOB_FILE).read_bytes(), type=MergeJob)
     members = [folder / str(index) for index in range(len(job.recipe.members))]
     tensors = [rejudge(member, job.base, job.limits) for member in members]
-    modules = plan_merge(job.recipe, tensors, job.base, job.limits)
+    modules = plan_merge(job.recipe, tensors, job.base, job.limits).modules
     config = msgspec.json.encode(merged_config(modules, job.base))
     (folder / CONFIG_FILE).write_bytes(config)
     with ExitStack() as stack:

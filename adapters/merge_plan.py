@@ -11,6 +11,7 @@ import msgspec
 
 from adapters.base import BaseSpec, ModuleShape, module_path
 from adapters.errors import AdapterError
+from adapters.layout import room_problem
 from adapters.merge_recipe import MergeRecipe
 from adapters.validate import AdapterLimits, LoraTensors, ModuleLora
 from adapters.violations import Findings
@@ -33,9 +34,11 @@ class MergePart(msgspec.Struct, frozen=True):
 class MergedModule(msgspec.Struct, frozen=True):
     """One module of the merged adapter: `y += scale * B (A x)`, of rank `lora_rank`.
 
-    path: in the base model. For `linear`, A and B are the parts' (with their factors), stacked.
+    layer, module: as in `ModuleLora`. path: in the base model. For `linear`, A and B are the parts'
+    (with their factors), stacked.
     """
 
+    layer: int
     path: str
     module: str
     shape: ModuleShape
@@ -48,10 +51,21 @@ class MergedModule(msgspec.Struct, frozen=True):
         return self.lora_rank * (self.shape.in_features + self.shape.out_features) * _ITEM_BYTES
 
 
+class MergePlan(msgspec.Struct, frozen=True):
+    """The merged adapter before it is computed. modules: by layer, then by name."""
+
+    modules: tuple[MergedModule, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its weights file, but for the header."""
+        return sum(module.nbytes for module in self.modules)
+
+
 def plan_merge(
     recipe: MergeRecipe, members: Sequence[LoraTensors], base: BaseSpec, limits: AdapterLimits
-) -> tuple[MergedModule, ...]:
-    """The modules, by layer, then by name.
+) -> MergePlan:
+    """All that is known from the members' headers: a result that could not be served is refused.
 
     members: parallel to `recipe.members`. Raises AdapterError `invalid`, `too_large`.
     """
@@ -66,17 +80,15 @@ def plan_merge(
         table = base.model_modules if layer < 0 else base.layer_modules
         shape, parts = table[name], sites[layer, name]
         if recipe.strategy == "linear":
-            made = _stacked(module_path(shape, layer), name, shape, parts, recipe)
+            made = _stacked(layer, name, shape, parts, recipe)
         else:
-            made = _reduced(module_path(shape, layer), name, shape, parts, largest)
+            made = _reduced(layer, name, shape, parts, largest)
         _check(made, recipe, limits, findings)
         modules.append(made)
     findings.raise_if_any()
-    nbytes = sum(module.nbytes for module in modules)
-    if nbytes > limits.max_bytes:
-        message = f"the merged adapter has {nbytes} bytes; at most {limits.max_bytes} are accepted"
-        raise AdapterError("too_large", message)
-    return tuple(modules)
+    plan = MergePlan(tuple(modules))
+    _check_size(plan, base, limits)
+    return plan
 
 
 def merged_config(modules: Sequence[MergedModule], base: BaseSpec) -> dict[str, Any]:
@@ -99,8 +111,19 @@ def merged_config(modules: Sequence[MergedModule], base: BaseSpec) -> dict[str, 
     }
 
 
+def _check_size(plan: MergePlan, base: BaseSpec, limits: AdapterLimits) -> None:
+    if plan.nbytes > limits.max_bytes:
+        message = (
+            f"the merged adapter has {plan.nbytes} bytes; at most {limits.max_bytes} are accepted"
+        )
+        raise AdapterError("too_large", message)
+    problem = None if limits.room is None else room_problem(plan, base, limits.room)
+    if problem is not None:
+        raise AdapterError("too_large", f"merged, {problem}")
+
+
 def _stacked(
-    path: str,
+    layer: int,
     name: str,
     shape: ModuleShape,
     parts: Iterable[tuple[int, ModuleLora]],
@@ -111,11 +134,12 @@ def _stacked(
     common = max(scales.values(), key=abs)
     merged = tuple(MergePart(index, lora, scales[index] / common) for index, lora in parts)
     lora_rank = sum(lora.lora_rank for _, lora in parts)
-    return MergedModule(path, name, shape, lora_rank, common, merged)
+    path = module_path(shape, layer)
+    return MergedModule(layer, path, name, shape, lora_rank, common, merged)
 
 
 def _reduced(
-    path: str,
+    layer: int,
     name: str,
     shape: ModuleShape,
     parts: Iterable[tuple[int, ModuleLora]],
@@ -123,7 +147,8 @@ def _reduced(
 ) -> MergedModule:
     merged = tuple(MergePart(index, lora, lora.scale) for index, lora in parts)
     lora_rank = min(largest_rank, shape.in_features, shape.out_features)
-    return MergedModule(path, name, shape, lora_rank, 1.0, merged)
+    path = module_path(shape, layer)
+    return MergedModule(layer, path, name, shape, lora_rank, 1.0, merged)
 
 
 def _check(

@@ -221,8 +221,7 @@ class AdapterStore:
         run: Callable[[Path], None],
     ) -> AdapterManifest:
         tensors = [self._intact(member) for member in members]
-        modules = plan_merge(recipe, tensors, self._base, self._limits)
-        nbytes = sum(module.nbytes for module in modules)
+        nbytes = plan_merge(recipe, tensors, self._base, self._limits).nbytes
         self._quota.check(nbytes)
         with self._quota.room(nbytes), staging_folder(self._staging) as folder:
             job = MergeJob(recipe, self._base, self._limits)

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from adapters.errors import AdapterError
 from adapters.floats import read_floats
 from adapters.judge import rejudge
+from adapters.layout import make_layout
 from adapters.merge_job import run_job
 from adapters.merge_recipe import MergeMember, MergeRecipe, MergeStrategy, make_recipe
 from adapters.ref import AdapterRef
 from adapters.sources.local import LocalSource
 from adapters.store import AdapterStore
-from adapters.validate import AdapterLimits
+from adapters.validate import AdapterLimits, SlabRoom
 from adapters.weights import open_weights
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, violation_codes
@@ -234,6 +235,44 @@ def test_an_adapter_beyond_the_size_limit_is_refused(tmp_path: Path) -> None:
     error = refusal(lambda: tight.merge(*pairs))
     assert error is not None
     assert error.code == "too_large"
+
+
+@pytest.mark.parametrize("strategy", ["linear", "ties", "dare_linear"])
+@pytest.mark.parametrize("option", ["adapter_memory", "host_adapter_memory"])
+def test_what_would_not_fit_the_workers_memory_is_refused_before_it_is_computed(
+    tmp_path: Path, strategy: MergeStrategy, option: str
+) -> None:
+    """By the members' headers, with the size that it would have: one byte less is too few."""
+    store = Store(tmp_path)
+    made = store.merge(*of_other_modules(store), strategy=strategy)
+    need = make_layout(
+        rejudge(store.content(made), BASE, LIMITS), BASE, "d", "bfloat16", 256
+    ).nbytes
+
+    def limited(nbytes: int) -> Store:
+        device, host = (nbytes, 1 << 30) if option == "adapter_memory" else (1 << 30, nbytes)
+        room = SlabRoom("bfloat16", 256, device, host)
+        return Store(tmp_path / str(nbytes), AdapterLimits(max_lora_rank=32, room=room))
+
+    tight = limited(need - 1)
+    pairs = of_other_modules(tight)  # each of which fits
+    error = refusal(lambda: tight.store.merge(recipe(*pairs, strategy=strategy), fails_if_run))
+    assert error is not None
+    assert error.code == "too_large"
+    assert f"takes {need} bytes" in error.message
+    assert f"more than the {need - 1} bytes" in error.message
+    assert f"option {option}" in error.message
+    enough = limited(need)
+    assert enough.merge(*of_other_modules(enough), strategy=strategy) == made
+
+
+def of_other_modules(store: Store) -> list[tuple[str, float]]:
+    targets = (["q_proj"], ["q_proj", "v_proj"], ["up_proj"])
+    return [(store.publish(f"m{n}", seed=n, targets=list(t)), 1.0) for n, t in enumerate(targets)]
+
+
+def fails_if_run(folder: Path) -> None:
+    raise AssertionError("it was computed")
 
 
 def test_members_that_are_gone_are_asked_for_again(store: Store) -> None:

@@ -68,6 +68,7 @@ def add_fairness(parser: Parser) -> None:
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--others", type=float, default=0.8, help="of their share, that they send")
     parser.add_argument("--seconds", type=float, default=10.0, help="simulated; 3 are warm-up")
+    parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=run_fairness)
 
 
@@ -79,7 +80,8 @@ def run_fairness(arguments: argparse.Namespace) -> None:
         )
     for rows in arguments.rows:
         result = flood(
-            arguments.workers, rows, arguments.tenants, arguments.others, arguments.seconds
+            *(arguments.workers, rows, arguments.tenants, arguments.others, arguments.seconds),
+            seed=arguments.seed,
         )
         if arguments.json:
             print(json.dumps(asdict(result)), flush=True)

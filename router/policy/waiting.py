@@ -241,6 +241,7 @@ class WaitingQueue(Generic[T]):
         """To be called a few times a second: what flows are ahead is forgiven as they wait."""
         share = 1.0 - math.exp((self._aged_at - now) / _AGEING_S)
         self._aged_at = now
+        self.shares.age(now)
         for band in self._bands.values():
             for tenant in band.tenants.values():
                 tenant.order.age(share)

@@ -68,11 +68,11 @@ class WorkerView(msgspec.Struct, eq=False):
     def has_spare(self) -> bool:
         """Whether there is room beyond what is kept for tenants that use less than their share.
 
-        The root of the rows: about what random arrivals vary by (square-root staffing).
+        The root of the rows, rounded up: what random arrivals vary by (square-root staffing).
         """
         size = self.rows or self.credits
         taken = self.begun + self.starting if self.rows else self.in_flight
-        return taken < size - math.isqrt(size)
+        return taken < size - math.ceil(math.sqrt(size))
 
     @property
     def is_free(self) -> bool:

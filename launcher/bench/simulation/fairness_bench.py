@@ -97,12 +97,14 @@ class Fairness:
 _WARM_UP_S = 3.0
 
 
-def flood(workers: int, rows: int, tenants: int, others: float, seconds: float) -> Fairness:
+def flood(
+    workers: int, rows: int, tenants: int, others: float, seconds: float, seed: int = 0
+) -> Fairness:
     """One tenant sends ten times its share."""
     model = WorkerModel(rows=rows, ahead=max(16, rows // 4))
 
     def crowd(noisy: float, rest: float) -> Crowd:
-        return Crowd(workers, (noisy, *(rest,) * (tenants - 1)), 4, seconds, model)
+        return Crowd(workers, (noisy, *(rest,) * (tenants - 1)), 4, seconds, model, seed)
 
     def p99_ms(load: Crowd) -> float:
         return 1e3 * first_token_p99(run(load), load, range(1, tenants), _WARM_UP_S)

@@ -8,7 +8,6 @@ import argparse
 import gc
 import json
 import logging
-import mmap
 import os
 import signal
 import socket
@@ -28,6 +27,7 @@ from server.engine.fake import CertifyingExecutor, CertifyOptions
 from server.engine.loop import EngineLoop, ExecutorLost
 from server.engine.messages import EngineFailed, EngineReady
 from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.shared_memory import map_shared
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _map_arena(fd: int, nbytes: int) -> memoryview:
     size = os.fstat(fd).st_size
     if size < nbytes:
         raise ValueError(f"the host arena has {size} bytes, expected {nbytes} (host_arena_bytes)")
-    return memoryview(mmap.mmap(fd, nbytes)) if nbytes else memoryview(b"")
+    return map_shared(fd, nbytes)
 
 
 def _ready(executor: Executor[Any], config: EngineConfig) -> EngineReady:

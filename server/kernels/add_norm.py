@@ -47,7 +47,10 @@ def add_norm(
     )
 
 
-@triton.jit(do_not_specialize=["site", "num_sites", "epsilon"])
+@triton.jit(
+    do_not_specialize=["site", "num_sites", "epsilon"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
 def _add_norm_kernel(
     y_ptr: tl.tensor,
     delta_ptr: tl.tensor,

@@ -145,7 +145,13 @@ def _shape(programs: int, head_dim: int) -> tuple[int, int]:
     return max(32, (8192 if programs < 1024 else 4096) // width), 2
 
 
-@triton.jit(do_not_specialize=["epsilon", "stride_pages", "site", "num_sites"])
+# What is read one number at a time may begin anywhere in an upload: no kernel for each alignment.
+@triton.jit(
+    do_not_specialize=["epsilon", "stride_pages", "site", "num_sites"],
+    do_not_specialize_on_alignment=[
+        *("slots_ptr", "rows_ptr", "positions_ptr", "items_ptr", "piece_ptr")
+    ],
+)
 def _decode_attention_kernel(
     qkv_ptr: tl.tensor,
     delta_ptr: tl.tensor,

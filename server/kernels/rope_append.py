@@ -55,7 +55,10 @@ def rope_append(
     return q
 
 
-@triton.jit(do_not_specialize=["epsilon"])
+# Of a step with decodes before the prompts these begin at any token: no kernel for each alignment.
+@triton.jit(
+    do_not_specialize=["epsilon"], do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"]
+)
 def _rope_append_kernel(
     qkv_ptr: tl.tensor,
     q_ptr: tl.tensor,

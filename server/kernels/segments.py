@@ -94,7 +94,7 @@ def route(slots: torch.Tensor, segments: Segments) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_ptr"])
 def _route_kernel(
     slots_ptr: tl.tensor,
     order_ptr: tl.tensor,

@@ -3,6 +3,7 @@
 Owns the records' layout and their upload; the bytes they point to belong to whoever owns the arena.
 """
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +14,7 @@ POINTER_ALIGNMENT = 16
 
 # One record is 64 bytes: a cache line never holds parts of two.
 RECORD_WORDS = 8
-_INT32_RANKS = 2 * (1 + MAX_PROJECTIONS)
-_FLOAT32_SCALES = _INT32_RANKS + MAX_PROJECTIONS + 1
+_RECORD = struct.Struct("=4q4i3f4x")
 
 
 class LoraTable:
@@ -39,6 +39,7 @@ class LoraTable:
         self.words = torch.zeros(shape, dtype=torch.int64, device=self.device)
         on_host = self.device.type == "cpu"
         self._host = self.words if on_host else torch.zeros(shape, dtype=torch.int64).pin_memory()
+        self._records = memoryview(self._host.numpy()).cast("B")  # type: ignore[arg-type]
         self.ints = self.words.view(torch.int32)
         self.floats = self.words.view(torch.float32)
 
@@ -60,17 +61,15 @@ class LoraTable:
         if not 0 <= site < self.num_sites:
             raise ValueError(f"site {site} is not in 0..{self.num_sites - 1}")
         _check_record(a_ptr, b_ptrs, ranks, scales)
-        record = self._host[slot, site]
-        record.zero_()
+        at = (slot * self.num_sites + site) * _RECORD.size
         if not any(ranks):
+            self._records[at : at + _RECORD.size] = bytes(_RECORD.size)
             return
-        record[0] = a_ptr
-        ints, floats = record.view(torch.int32), record.view(torch.float32)
-        for i, (b_ptr, rank, scale) in enumerate(zip(b_ptrs, ranks, scales, strict=True)):
-            record[1 + i] = b_ptr if rank else 0
-            ints[_INT32_RANKS + i] = rank
-            floats[_FLOAT32_SCALES + i] = scale
-        ints[_INT32_RANKS + MAX_PROJECTIONS] = sum(ranks)
+        used = [b_ptr if rank else 0 for b_ptr, rank in zip(b_ptrs, ranks, strict=True)]
+        none = (0,) * (MAX_PROJECTIONS - len(ranks))
+        values = (a_ptr, *used, *none, *ranks, *none, sum(ranks), *scales, *none)
+        # A tensor's elements one by one would take longer than the adapter's copy.
+        _RECORD.pack_into(self._records, at, *values)
 
     def upload(self, slot: int) -> None:
         """Copy the slot's records to the device, asynchronously on the current stream."""

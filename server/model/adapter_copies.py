@@ -5,13 +5,13 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 import torch
 
 from server.engine.executor import AdapterCopy, CopyDone
-from server.model.lora import AdapterTable, SiteWeights
+from server.model.lora import Adapter, AdapterTable
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class _Finished(NamedTuple):
     """copy_s: seconds from the copy's turn to its end."""
 
     copy: AdapterCopy
-    weights: dict[int, SiteWeights]
+    adapter: Adapter | None
     error: str | None
     copy_s: float = 0.0
 
@@ -48,9 +48,9 @@ class AdapterCopies:
         """Bind the slots whose copies are over, between steps; never blocks."""
         done = []
         while not self._finished.empty():
-            copy, weights, error, copy_s = self._finished.get()
-            if error is None:
-                self.table.bind(copy.adapter_slot, weights)
+            copy, adapter, error, copy_s = self._finished.get()
+            if adapter is not None:
+                self.table.bind(copy.adapter_slot, adapter)
             done.append(CopyDone(copy.adapter_slot, copy.layout.digest, error, copy_s))
         return done
 
@@ -71,16 +71,16 @@ class AdapterCopies:
                 started = time.perf_counter()
                 try:
                     self._copy(copy)
-                    weights = self.table.prepare(
+                    adapter = self.table.prepare(
                         copy.adapter_slot, copy.layout, copy.device_extents
                     )
                     if self._stream is not None:
                         self._stream.synchronize()
                 except (ValueError, RuntimeError) as error:
-                    self._finished.put(_Finished(copy, {}, str(error)))
+                    self._finished.put(_Finished(copy, None, str(error)))
                 else:
                     copy_s = time.perf_counter() - started
-                    self._finished.put(_Finished(copy, weights, None, copy_s))
+                    self._finished.put(_Finished(copy, adapter, None, copy_s))
 
     def _copy(self, copy: AdapterCopy) -> None:
         layout = copy.layout
@@ -111,9 +111,12 @@ class AdapterCopies:
 def coalesce(
     runs: Sequence[int], sources: Sequence[int], targets: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """(length, source, target) of the fewest copies that move these runs, all in extents."""
+    """(length, source, target) of the fewest copies that move these runs, all in extents.
+
+    An arena hands out single extents from its end, so that neighbours come in falling order.
+    """
     joined: list[tuple[int, int, int]] = []
-    for run, source, target in zip(runs, sources, targets, strict=True):
+    for source, target, run in sorted(zip(sources, targets, runs, strict=True)):
         if joined:
             length, first_source, first_target = joined[-1]
             if (first_source + length, first_target + length) == (source, target):
@@ -128,4 +131,7 @@ def _pin(host: torch.Tensor) -> bool:
     status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
     if status:
         log.warning("the host arena cannot be pinned (CUDA error %d): loads are slower", status)
+        # The runtime keeps the error, and the next kernel would be blamed for it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
     return status == 0

@@ -21,7 +21,7 @@ from server.model.weights import ModelWeights
 log = logging.getLogger(__name__)
 
 # Token counts that between them use every kernel of steps outside graphs.
-_WARM_TOKENS = (3, 40, 600)
+_WARM_TOKENS = (3, 40, 300, 600)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
     if adapters:
         graphs.capture(with_adapters=True)
     torch.cuda.synchronize()
+    _tell_of_late_kernels()
     backend = (
         f"FlashInfer ({attention.prefill_backend} for prompts), decode graphs for up to"
         f" {sizes[-1]} sequences"
@@ -115,6 +116,16 @@ def _products(weights: ModelWeights) -> list[list[torch.Tensor]]:
         [layer.down for layer in layers],
         [weights.lm_head],
     ]
+
+
+def _tell_of_late_kernels() -> None:
+    """What is compiled from now on holds up a step: it should have been warm."""
+    import triton
+
+    def late(*, repr: str, **_: object) -> None:
+        log.warning("a kernel was compiled while serving: %s", repr)
+
+    triton.knobs.runtime.jit_post_compile_hook = late
 
 
 def _warm(decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, adapters: bool) -> None:

@@ -6,6 +6,7 @@ Owns where an adapter's bytes lie and what they mean; which adapter lies where i
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -89,6 +90,29 @@ class SiteIndex:
         raise ValueError(f"the model has no site {site.kind} in layer {site.layer}")
 
 
+class Adapter:
+    """An adapter in the arena. `weights`: its tensors by site, made when somebody asks, since on a
+    GPU kernels find them through the device table."""
+
+    def __init__(
+        self,
+        placed: "_Placed",
+        sites: Sequence[tuple[int, SiteLayout, SiteShape]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.sites = frozenset(index for index, _, _ in sites)
+        self._sites = sites
+        self._placed = placed
+        self._dtype = dtype
+
+    @cached_property
+    def weights(self) -> dict[int, SiteWeights]:
+        return {
+            index: _site_weights(self._placed, site, shape, self._dtype)
+            for index, site, shape in self._sites
+        }
+
+
 class AdapterTable:
     """The arena and, for every adapter slot, where its weights lie in it.
 
@@ -111,12 +135,10 @@ class AdapterTable:
         self.extent_bytes = extent_bytes
         self.arena = torch.zeros(extents * extent_bytes, dtype=torch.uint8, device=device)
         self.device_table = LoraTable(sites.num_sites, slots, device)
-        self._slots: list[dict[int, SiteWeights]] = [{} for _ in range(slots)]
+        self._slots: list[Adapter | None] = [None] * slots
         self._changes_model = np.zeros(slots, dtype=bool)
 
-    def prepare(
-        self, slot: int, layout: SlabLayout, device_extents: Sequence[int]
-    ) -> dict[int, SiteWeights]:
+    def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
         """Find an adapter's weights in the arena and write its records of the device table.
 
         May run beside steps that do not use the slot. Raises ValueError for a layout that does not
@@ -125,29 +147,38 @@ class AdapterTable:
         if DTYPES[layout.dtype] != self.dtype:
             raise ValueError(f"the slab is {layout.dtype}, the engine computes in {self.dtype}")
         placed = _Placed(self.arena, layout, device_extents)
-        weights = {}
+        sites = [(*self.sites.find(site), site) for site in layout.sites]
         self.device_table.clear(slot)
-        for site in layout.sites:
-            index, shape = self.sites.find(site)
-            found = _site_weights(placed, site, shape, self.dtype)
-            weights[index] = found
-            b_of = {p.out_begin: p.b_t.data_ptr() for p in found.projections}
-            starts = list(accumulate((0, *shape.out_features)))[:-1]
-            self.device_table.write(
-                slot,
-                index,
-                a_ptr=found.a_t.data_ptr(),
-                b_ptrs=[b_of.get(start, 0) for start in starts],
-                ranks=site.ranks,
-                scales=site.scales,
-            )
-        return weights
+        for index, shape, site in sites:
+            self._write(slot, index, shape, site, placed)
+        return Adapter(placed, [(i, site, shape) for i, shape, site in sites], self.dtype)
 
-    def bind(self, slot: int, weights: dict[int, SiteWeights]) -> None:
+    def _write(
+        self, slot: int, index: int, shape: SiteShape, site: SiteLayout, placed: "_Placed"
+    ) -> None:
+        if len(site.ranks) != len(SITE_PROJECTIONS[site.kind]):
+            raise ValueError(f"{site.kind}: one rank per projection expected, got {site.ranks}")
+        item, arena = self.dtype.itemsize, self.arena.data_ptr()
+        a_bytes = sum(site.ranks) * shape.in_features * item
+        self.device_table.write(
+            slot,
+            index,
+            a_ptr=arena + placed.position(site.a_offset, a_bytes),
+            b_ptrs=[
+                arena + placed.position(offset, rank * width * item) if rank else 0
+                for rank, width, offset in zip(
+                    site.ranks, shape.out_features, site.b_offsets, strict=True
+                )
+            ],
+            ranks=site.ranks,
+            scales=site.scales,
+        )
+
+    def bind(self, slot: int, adapter: Adapter) -> None:
         """Let steps launched from now on use the slot. Between steps only."""
         self.device_table.upload(slot)
-        self._slots[slot] = weights
-        self._changes_model[slot] = any(site >= self.sites.embed for site in weights)
+        self._slots[slot] = adapter
+        self._changes_model[slot] = any(site >= self.sites.embed for site in adapter.sites)
 
     def changes_model(self, token_slots: np.ndarray) -> bool:
         """Whether some adapter of a batch changes the embedding or the head."""
@@ -162,12 +193,16 @@ class AdapterTable:
         changes = np.flatnonzero(np.diff(token_slots)) + 1
         borders = [0, *changes.tolist(), len(token_slots)]
         segments = tuple(
-            Segment(begin, end, self._slots[token_slots[begin]])
+            Segment(begin, end, self._weights(token_slots[begin]))
             for begin, end in pairwise(borders)
             if token_slots[begin] >= 0
         )
         sites = frozenset[int]().union(*(s.weights for s in segments))
         return LoraBatch(segments, sites, torch.from_numpy(token_slots))
+
+    def _weights(self, slot: int) -> dict[int, SiteWeights]:
+        adapter = self._slots[slot]
+        return {} if adapter is None else adapter.weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +261,14 @@ class _Placed:
         if len(extents) != len(layout.runs):
             raise ValueError(f"expected {len(layout.runs)} runs of extents, got {len(extents)}")
         self.arena = arena
+        self.arena_bytes = arena.numel()
         self.extents = extents
         self.extent_bytes = layout.extent_bytes
         self.starts = [0, *accumulate(layout.runs)]
 
-    def view(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Raises ValueError when the tensor leaves its run, or its run the arena."""
-        nbytes = shape[0] * shape[1] * dtype.itemsize
+    def position(self, offset: int, nbytes: int) -> int:
+        """Of the arena's byte where a tensor begins. Raises ValueError when the tensor leaves its
+        run, or its run the arena."""
         run = bisect_right(self.starts, offset // self.extent_bytes) - 1
         if not 0 <= run < len(self.extents):
             raise ValueError(f"offset {offset} lies outside the slab")
@@ -240,16 +276,19 @@ class _Placed:
         if inside + nbytes > (self.starts[run + 1] - self.starts[run]) * self.extent_bytes:
             raise ValueError(f"a tensor of {nbytes} bytes at {offset} leaves its run of extents")
         begin = self.extents[run] * self.extent_bytes + inside
-        if begin < 0 or begin + nbytes > self.arena.numel():
+        if begin < 0 or begin + nbytes > self.arena_bytes:
             raise ValueError(f"extent {self.extents[run]} lies outside the device arena")
+        return begin
+
+    def view(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        begin = self.position(offset, nbytes)
         return self.arena[begin : begin + nbytes].view(dtype).view(shape)
 
 
 def _site_weights(
     placed: _Placed, site: SiteLayout, shape: SiteShape, dtype: torch.dtype
 ) -> SiteWeights:
-    if len(site.ranks) != len(SITE_PROJECTIONS[site.kind]):
-        raise ValueError(f"{site.kind}: one rank per projection expected, got {site.ranks}")
     total = sum(site.ranks)
     columns = list(accumulate((0, *site.ranks)))
     outputs = list(accumulate((0, *shape.out_features)))

@@ -7,7 +7,6 @@ only reading from disk is done on threads.
 import asyncio
 import fcntl
 import logging
-import mmap
 import os
 import time
 from collections import Counter
@@ -21,6 +20,7 @@ from adapters.manifest import SlabLayout
 from adapters.pack import SlabFile
 from server.engine.eviction import EvictionReason
 from server.engine.residency import AdapterArena, AdapterStage, Placement, Span
+from server.engine.shared_memory import map_shared
 from server.worker.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class HostMemory:
         self.fd = os.memfd_create("loraplex-adapters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self.view = memoryview(mmap.mmap(self.fd, nbytes))
+        self.view = map_shared(self.fd, nbytes)
 
 
 class HostTier:

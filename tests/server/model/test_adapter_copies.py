@@ -13,6 +13,7 @@ from peft import LoraConfig
 
 from adapters.manifest import SlabLayout
 from server.engine.executor import AdapterCopy
+from server.engine.residency import AdapterArena
 from server.model.adapter_copies import coalesce
 from server.model.executor import TorchExecutor
 from server.protocol import SamplingParams
@@ -104,6 +105,19 @@ def test_coalesced_copies_move_the_same_extents(pieces: list[tuple[int, int, int
     assert extents(joined) == extents(zip(runs, sources, targets, strict=True))
     gaps = sum(1 for _, source_gap, target_gap in pieces[1:] if source_gap or target_gap)
     assert len(joined) == (gaps + 1 if pieces else 0)
+
+
+def test_arenas_hand_out_what_one_copy_moves() -> None:
+    """Single extents come in falling order in both arenas, also where others went before."""
+    runs = (1,) * 8
+    host, device = AdapterArena(32, 256, 4), AdapterArena(16, 256, 2)
+    for digest in "abcd":
+        held = host.place(digest, runs)
+        placed = device.place(digest, runs)
+        assert held is not None
+        assert placed is not None
+        device.finish(digest)
+        assert len(coalesce(runs, held.extents, placed.extents)) == 1
 
 
 def test_untargeted_sites_and_base_rows_pay_nothing(

@@ -1,5 +1,6 @@
 """Where each tensor of a validated adapter lies in its slab. Pure arithmetic; moves no bytes."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from adapters.manifest import SiteLayout, SlabDtype, SlabLayout
 from adapters.validate import SlabRoom
 
 ALIGNMENT = 256
+_OPEN_EXTENTS = 16
 SLAB_ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -141,39 +143,43 @@ def _place_site(
 
 
 class _Cursor:
-    """Hands out aligned offsets so that only tensors larger than an extent cross a border."""
+    """Hands out aligned offsets so that only tensors larger than an extent cross a border.
+
+    A tensor goes where the first of the last few extents that have room left has room for it: an
+    adapter's tensors are few sizes, and one after the other they would leave a sixth free.
+    """
 
     def __init__(self, extent_bytes: int) -> None:
         self._extent_bytes = extent_bytes
-        self._position = 0
         self._runs: list[int] = []
+        self._end = 0
+        # Where free tails of extents begin and end. Few, as every tensor asks all of them.
+        self._tails: deque[tuple[int, int]] = deque(maxlen=_OPEN_EXTENTS)
 
     def place(self, nbytes: int) -> int:
-        extent = self._extent_bytes
-        end = len_in_extents(self._position, extent) * extent
-        if nbytes > extent:
-            self._close(end)
-            start = end
-            run = len_in_extents(nbytes, extent)
-            self._runs.append(run)
-            self._position = start + run * extent
-            return start
-        start = -(-self._position // ALIGNMENT) * ALIGNMENT
-        if start + nbytes > end:
-            self._close(end)
-            start = end
-        self._position = start + nbytes
+        if nbytes > self._extent_bytes:
+            return self._open(len_in_extents(nbytes, self._extent_bytes))
+        for number, (start, end) in enumerate(self._tails):
+            if start + nbytes <= end:
+                del self._tails[number]
+                break
+        else:
+            start = self._open(1)
+            end = self._end
+        rest = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if rest < end:
+            self._tails.append((rest, end))
         return start
 
     def runs(self) -> tuple[int, ...]:
-        self._close(len_in_extents(self._position, self._extent_bytes) * self._extent_bytes)
         return tuple(self._runs)
 
-    def _close(self, end: int) -> None:
-        """Counts the extents filled with small tensors up to the border `end`."""
-        missing = end // self._extent_bytes - sum(self._runs)
-        self._runs += [1] * missing
-        self._position = end
+    def _open(self, run: int) -> int:
+        """A new run of extents; where it begins."""
+        start = self._end
+        self._runs.append(run)
+        self._end += run * self._extent_bytes
+        return start
 
 
 def len_in_extents(nbytes: int, extent_bytes: int) -> int:

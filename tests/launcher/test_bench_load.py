@@ -39,7 +39,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     (folder / "shape").mkdir()
     llama = json.loads((SHIPPED / "llama-3.1-8b" / "config.json").read_text())
-    config = {**llama, **TINY, "vocab_size": 1024}
+    config = {**llama, **TINY, "vocab_size": 1024, "max_position_embeddings": 8192}
     (folder / "shape" / "config.json").write_text(json.dumps(config))
     places = ("--model", str(folder / "model"), "--adapters-in", str(folder / "adapters"))
     what = ("--adapters", str(ADAPTERS), "--rank", str(LORA_RANK), "--adapter-dtype", "float8")
@@ -130,7 +130,7 @@ def test_windows_beside_steady_streams(
     worker = served.text.partition("routers at ws://")[2].split()[0]
     capfd.readouterr()
     windows = ("--window", "quiet", "--window", "busy:new=20,first=1")
-    lengths = ("--stream-prompt", "4", "--stream-output", "450", "--new-prompt", "8")
+    lengths = ("--stream-prompt", "4", "--stream-output", "8000", "--new-prompt", "8")
     quiet, busy = bench(
         capfd,
         *("streams", *target, *windows, *lengths, "--new-output", "2"),

@@ -4,7 +4,9 @@ import json
 import tempfile
 from pathlib import Path
 
+import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 
 from adapters.header import header_size, parse_header
 from adapters.layout import make_layout
@@ -18,15 +20,26 @@ from tests.slab_files import read_payload
 
 
 def pack(
-    model: PeftModel, adapter: str, *, extent_bytes: int = 4096, dtype: SlabDtype = "float32"
+    model: PeftModel,
+    adapter: str,
+    *,
+    extent_bytes: int = 4096,
+    dtype: SlabDtype = "float32",
+    stored: torch.dtype | None = None,
 ) -> tuple[SlabLayout, bytes]:
-    """The layout and the payload, its runs one after the other."""
+    """The layout and the payload, its runs one after the other.
+
+    stored: what the weights are rounded to in the adapter's file; None = as the model has them.
+    """
     config = ModelConfig.from_json(json.loads(model.config.to_json_string()))
     base = base_spec(config, "0" * 64, ("base",))
     with tempfile.TemporaryDirectory() as name:
         model.save_pretrained(name, selected_adapters=[adapter], save_embedding_layers=False)
         folder = Path(name) / adapter
         weights = folder / "adapter_model.safetensors"
+        if stored is not None:
+            tensors_stored = {n: t.to(stored) for n, t in load_file(weights).items()}
+            save_file(tensors_stored, weights)
         data = weights.read_bytes()
         size = header_size(data[:8], len(data))
         findings = Findings()

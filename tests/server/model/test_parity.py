@@ -8,6 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
+from adapters.manifest import SlabDtype
 from server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate, step
@@ -78,13 +79,18 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 
 
 class Served:
-    """A base with every adapter of the zoo on the device, and the oracle beside it."""
+    """A base with every adapter of the zoo on the device, and the oracle beside it.
 
-    def __init__(self, name: str, folder: Path) -> None:
+    stored: what the adapters' files hold; PEFT then has the values that are stored, in float32.
+    """
+
+    def __init__(self, name: str, folder: Path, stored: torch.dtype | None = None) -> None:
         base = make_model(name)
         self.driver = Driver(save_model(base, folder))
         self.oracle = with_zoo(base)
-        self.slabs = {adapter: pack(self.oracle, adapter) for adapter in ZOO}
+        self.slabs = {adapter: pack(self.oracle, adapter, stored=stored) for adapter in ZOO}
+        if stored is not None:
+            round_adapters(self.oracle, stored)
         self.slots: dict[str | None, int] = {None: -1}
         first = 0
         for slot, (adapter, (layout, slab)) in enumerate(self.slabs.items()):
@@ -110,6 +116,14 @@ class Served:
         ]
 
 
+def round_adapters(model: PeftModel, dtype: torch.dtype) -> None:
+    """Every LoRA weight becomes the nearest value of this dtype."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(parameter.to(dtype).to(parameter.dtype))
+
+
 # One of each family, tied and untied, with and without biases and q/k norm.
 ADAPTED = ("llama3", "llama-biases-tied", "mistral-window", "qwen2", "qwen3")
 
@@ -130,6 +144,39 @@ def test_every_adapter_in_one_batch(served: Served, chunk: int) -> None:
     for adapter, stream in pairs:
         assert_parity(served.oracle, adapter, stream)
         stream.free()
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("stored", FLOAT8, ids=str)
+@pytest.mark.parametrize("name", ["llama3", "qwen2"])
+def test_adapters_stored_in_float8(name: str, stored: torch.dtype, tmp_path: Path) -> None:
+    """As PEFT with the stored values in float32, to the same bound as any other adapter."""
+    served = Served(name, tmp_path, stored)
+    unrounded = with_zoo(make_model(name))
+    ids = prompt(9, 1)
+    pairs = served.streams((9, 2, 23))
+    generate(served.driver, [stream for _, stream in pairs], 4, 5)
+    for adapter, stream in pairs:
+        assert_parity(served.oracle, adapter, stream)
+        stream.free()
+    for adapter in ZOO:  # to round shows: else this would be no test of it
+        off = reference_logprobs(served.oracle, adapter, ids) - reference_logprobs(
+            unrounded, adapter, ids
+        )
+        assert off.abs().max() > 10 * TOLERANCE, adapter
+    served.driver.close()
+
+
+@pytest.mark.parametrize("stored", FLOAT8, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_float8_is_packed_without_rounding(stored: torch.dtype, dtype: SlabDtype) -> None:
+    """Every worker's dtype holds every value of either format."""
+    model = with_zoo(make_model("llama3"))
+    found = {name: pack(model, name, dtype=dtype, stored=stored) for name in ZOO}
+    round_adapters(model, stored)
+    assert found == {name: pack(model, name, dtype=dtype) for name in ZOO}
 
 
 def test_prefills_between_decodes(served: Served) -> None:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,9 +104,16 @@ class Shell:
 
 
 def start(
-    folder: Path, *options: str, secret: str | None = SECRET, executor: str = CERTIFY
+    folder: Path,
+    *options: str,
+    secret: str | None = SECRET,
+    executor: str = CERTIFY,
+    inside: Sequence[str] = (),
 ) -> Shell:
-    """Starts it and returns at once; the test's process holds the bound socket."""
+    """Starts it and returns at once; the test's process holds the bound socket.
+
+    inside: a command that becomes the one which follows it.
+    """
     model = write_model(folder / "model")
     log = folder / "worker.log"
     environ = {k: v for k, v in os.environ.items() if not k.startswith("LORAPLEX_")}
@@ -116,7 +123,7 @@ def start(
         listener.bind(("127.0.0.1", 0))
         process = subprocess.Popen(
             tethered(
-                *(sys.executable, "-m", "launcher", "worker", str(model)),
+                *(*inside, sys.executable, "-m", "launcher", "worker", str(model)),
                 *("--executor", executor, "--model-name", BASE_NAME),
                 *("--cache-dir", str(folder / "cache"), "--listen-fd", str(listener.fileno())),
                 *("--drain-timeout-s", "0.2", *options),
@@ -132,10 +139,14 @@ def start(
 
 @contextmanager
 def running(
-    folder: Path, *options: str, secret: str | None = SECRET, executor: str = CERTIFY
+    folder: Path,
+    *options: str,
+    secret: str | None = SECRET,
+    executor: str = CERTIFY,
+    inside: Sequence[str] = (),
 ) -> Iterator[Shell]:
     """A ready worker; it and its engine are gone at the end, and it left with code 0."""
-    shell = start(folder, *options, secret=secret, executor=executor)
+    shell = start(folder, *options, secret=secret, executor=executor, inside=inside)
     try:
         shell.wait_ready()
         yield shell

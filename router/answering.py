@@ -52,7 +52,12 @@ class Answerer:
             until = self.dispatcher.until_ready(caller.tenant, len(body), "chat")
             await until_disconnect(request, until)
         api_request = self._parse(body, request, parse, caller)
-        call = msgspec.structs.replace(api_request.call, tenant=caller.tenant)
+        call = msgspec.structs.replace(
+            api_request.call,
+            tenant=caller.tenant,
+            weight=caller.weight,
+            priority=caller.priority,
+        )
         charge = self.tenancy.metering.charge(caller, request.state.request_id)
         start = self._start(call, charge, len(body))
         if not call.stream:

@@ -133,6 +133,7 @@ class Dispatcher:
             deadline=started + self._limits.request_timeout_s,
             charge=charge,
             tenant=call.tenant,
+            weight=call.weight,
             salt="" if self._limits.share_prefixes else call.tenant,
         )
         head = _head(call, charge.request_id, model, adapter)

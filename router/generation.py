@@ -126,6 +126,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     truncate: keep only the last so many prompt tokens.
     template_vars: what the caller adds to the chat template's variables.
     tenant: whose request it is, by its key; "" = nobody's, when callers need no key.
+    weight, priority: of its tenant and key, for the queue; see Waiting.
     """
 
     api: Api
@@ -146,6 +147,8 @@ class GenerationCall(msgspec.Struct, frozen=True):
     user: str | None = None
     template_vars: dict[str, Any] = {}
     tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
 
 
 class TextToken(msgspec.Struct, frozen=True):

@@ -101,6 +101,7 @@ class Generation:
             accepted_ids=[],
             sampling=task.sampling,
             seed=task.seed,
+            priority=call.priority,
             salt=self._context.salt,
         )
         slot = task.index * call.best_of + choice

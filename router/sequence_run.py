@@ -65,7 +65,8 @@ class RunContext(msgspec.Struct, frozen=True):
     """What the sequences of one request share. deadline: on the event loop's clock.
 
     forget_adapter: to be called when a worker does not admit what the catalog says.
-    tenant: whose request it is; "" = nobody's. salt: whose cached prefixes it may use.
+    tenant: whose request it is; "" = nobody's. weight: of its tenant. salt: whose cached prefixes
+    it may use.
     charge: counts what it uses.
     """
 
@@ -78,6 +79,7 @@ class RunContext(msgspec.Struct, frozen=True):
     deadline: float
     charge: Charge
     tenant: str = ""
+    weight: float = 1.0
     salt: str = ""
 
 
@@ -164,6 +166,7 @@ class SequenceRun:
             priority=request.priority + (_RESUME_PRIORITY if again else 0),
             deadline=self._context.deadline,
             resumed=again,
+            weight=self._context.weight,
         )
 
     def _make_wish(self) -> Wish:

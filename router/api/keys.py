@@ -16,6 +16,7 @@ from router.tenancy.keys import (
     KeyOrigin,
     Label,
     ModelPattern,
+    Priority,
     Word,
 )
 from router.tenancy.quota import Limits
@@ -37,15 +38,17 @@ class CreateKeyBody(msgspec.Struct, frozen=True):
     models: list[ModelPattern] | None = None
     limits: Limits = Limits()
     expires_at: Seconds | None = None
+    priority: Priority | None = None
 
 
 class ChangeKeyBody(msgspec.Struct, frozen=True):
-    """What is absent stays. expires_at: null = never."""
+    """What is absent stays. expires_at: null = never. priority: null = the tenant's."""
 
     label: Label | UnsetType = UNSET
     models: list[ModelPattern] | UnsetType = UNSET
     limits: Limits | UnsetType = UNSET
     expires_at: Seconds | None | UnsetType = UNSET
+    priority: Priority | None | UnsetType = UNSET
 
 
 class RotateKeyBody(msgspec.Struct, frozen=True):
@@ -66,6 +69,7 @@ class KeyObject(msgspec.Struct, frozen=True):
     blocked: bool
     created_at: int
     origin: KeyOrigin
+    priority: Priority | None
     object: Literal["key"] = "key"
 
 
@@ -123,6 +127,7 @@ def parse_create(body: bytes, made_up: str) -> ApiKey:
         models=_models(wanted.models),
         limits=wanted.limits,
         expires_at=wanted.expires_at,
+        priority=wanted.priority,
     )
 
 
@@ -162,7 +167,7 @@ def parse_count(query: Mapping[str, str], name: str = "limit", default: int = 10
 def key_object(key: ApiKey) -> KeyObject:
     return KeyObject(
         *(key.id, key.tenant, key.label, list(key.models), key.limits, key.expires_at),
-        *(key.blocked, key.created_at, key.origin),
+        *(key.blocked, key.created_at, key.origin, key.priority),
     )
 
 

@@ -87,7 +87,7 @@ class Bill:
         self._generated += num_tokens
         if self._generated > before:
             for _, account in self._parties:
-                account.virtual += OUTPUT_PRICE * (self._generated - before)
+                account.charge(OUTPUT_PRICE * (self._generated - before))
 
     def settle(self) -> None:
         """It is over: what was charged for tokens that never came goes back. Once is enough."""

@@ -1,7 +1,8 @@
 """Virtual token counters: who is served next, by what each was served already. Pure.
 
 After Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): whoever has used least
-goes first; who comes back from idleness is lifted to where the others are, so none saves up.
+for its weight goes first; who comes back from idleness is lifted to where the others are, so none
+saves up.
 """
 
 import heapq
@@ -12,16 +13,21 @@ MAX_IDLE_ACCOUNTS = 1024
 
 
 class Account:
-    """What one party was served, in priced tokens."""
+    """What one party was served, in priced tokens by its weight."""
 
-    __slots__ = ("active", "arrival", "listed", "name", "virtual")
+    __slots__ = ("active", "arrival", "listed", "name", "virtual", "weight")
 
     def __init__(self, name: str, virtual: float) -> None:
         self.name = name
         self.virtual = virtual
+        self.weight = 1.0
         self.active = False
         self.arrival = 0
         self.listed: _Entry | None = None
+
+    def charge(self, cost: float) -> None:
+        """Not to be negative: that is `FairOrder.refund`."""
+        self.virtual += cost / self.weight
 
 
 # Ties go by arrival. An entry is valid while it is its account's `listed` one.
@@ -91,11 +97,11 @@ class FairOrder:
         """Its turn was taken. The clock follows the least served of those who wait."""
         least = account if self._active == 1 else self.first(1)[0]
         self.clock = max(self.clock, least.virtual)
-        account.virtual += cost
+        account.charge(cost)
 
     def refund(self, account: Account, cost: float) -> None:
         """Takes back what was charged too early."""
-        account.virtual -= cost
+        account.virtual -= cost / account.weight
         if account.listed is not None and account.virtual < account.listed[0]:
             self._list(account)
 
@@ -104,7 +110,7 @@ class FairOrder:
         for account in [entry[3] for entry in self._heap if entry[3].listed is entry]:
             ahead = account.virtual - self.clock
             if ahead > 0:
-                self.refund(account, ahead * share)
+                self.refund(account, ahead * share * account.weight)
 
     def _list(self, account: Account) -> None:
         self._entries += 1

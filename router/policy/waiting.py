@@ -37,6 +37,7 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
     tenant, and the adapter of `wish`: by whom turns are kept. max_tokens: of output.
     nbytes: memory that it holds while it waits. priority: lower goes first. deadline: on the clock
     of `now`, or None. resumed: it was taken before; it pays nothing and no limit holds it up.
+    weight: of its tenant's share, more than 0; the tenant's latest one holds.
     """
 
     payload: T
@@ -48,6 +49,7 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
     priority: int = 0
     deadline: float | None = None
     resumed: bool = False
+    weight: float = 1.0
 
     @property
     def flow(self) -> Flow:
@@ -100,6 +102,7 @@ class _Band(Generic[T]):
             tenant = self.tenants[entry.tenant] = _Tenant()
         if tenant.account is None:
             tenant.account = self.order.join(entry.tenant)
+        tenant.account.weight = entry.weight
         lane = tenant.lanes.get(entry.wish.adapter)
         if lane is None:
             lane = tenant.lanes[entry.wish.adapter] = _Lane(tenant.order.join(entry.wish.adapter))
@@ -179,7 +182,7 @@ class WaitingQueue(Generic[T]):
         ticket = self._next_ticket
         self._next_ticket += 1
         self._entries[ticket] = entry
-        self.shares.asks(entry.tenant, now)
+        self.shares.asks(entry.tenant, now, entry.weight)
         self.room.add(entry.tenant, entry.nbytes)
         self._bands.setdefault(entry.priority, _Band()).add(ticket, entry)
         if entry.deadline is not None:

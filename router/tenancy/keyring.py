@@ -16,7 +16,6 @@ from router.shared.replica import Conflict, Replica
 from router.shared.store import Store, StoreDown, TableFull
 from router.tenancy.keys import KEY_PREFIX, ApiKey, Caller, Tenant, check_key, digests_of
 from router.tenancy.keys_file import MAX_FILE_BYTES, KeysFileError, read_keys
-from router.tenancy.quota import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +84,7 @@ class Keyring:
         good = check_key(found, digest, self._clock())
         if self._closed and good.origin == "api" and not self._is_up():
             raise RequestError("unavailable", "keys cannot be checked now; try again soon")
-        return Caller(good, self.limits_of(good.tenant))
-
-    def limits_of(self, tenant: str) -> Limits:
-        found = self._tenants.get(tenant)
-        return Limits() if found is None else found.limits
+        return Caller(good, self._tenants.get(good.tenant) or Tenant(good.tenant))
 
     def tenants(self) -> set[str]:
         return {key.tenant for key in self.all()} | set(self._tenants)

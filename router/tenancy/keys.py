@@ -25,12 +25,17 @@ ModelPattern = Annotated[str, Meta(min_length=1, max_length=512)]
 Models = Annotated[tuple[ModelPattern, ...], Meta(max_length=MAX_MODELS)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 KeyOrigin = Literal["api", "file"]
+# Bands are strict: what waits in one goes before all that waits in the next.
+Priority = Literal["high", "normal", "low"]
+Weight = Annotated[float, Meta(ge=0.01, le=100)]
+_BANDS: dict[Priority, int] = {"high": -1, "normal": 0, "low": 1}
 
 
 class ApiKey(msgspec.Struct, frozen=True):
     """digest: SHA-256 of the key, in hex. Times are Unix seconds.
 
     models: patterns (`*`, `?`, `[…]`) of the names that it opens, as `names_of` spells them.
+    priority: of its requests; None = its tenant's.
     previous: the digest before a rotation, good until `previous_until`.
     """
 
@@ -46,24 +51,40 @@ class ApiKey(msgspec.Struct, frozen=True):
     previous: Digest | None = None
     previous_until: int = 0
     origin: KeyOrigin = "api"
+    priority: Priority | None = None
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """Limits of all keys of a tenant together."""
+    """limits: of all its keys together. weight: of its share of the fleet, when others want it too.
+
+    priority: of requests whose key says none.
+    """
 
     name: Word
     limits: Limits = Limits()
+    weight: Weight = 1.0
+    priority: Priority = "normal"
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks. key: None where no key is needed; then all is open. tenant_limits: see Tenant."""
+    """Who asks. key: None where no key is needed; then all is open. owner: whose the key is."""
 
     key: ApiKey | None = None
-    tenant_limits: Limits = Limits()
+    owner: Tenant = Tenant("")
 
     @property
     def tenant(self) -> str:
         return "" if self.key is None else self.key.tenant
+
+    @property
+    def weight(self) -> float:
+        return self.owner.weight
+
+    @property
+    def priority(self) -> int:
+        """Lower goes first."""
+        own = None if self.key is None else self.key.priority
+        return _BANDS[own or self.owner.priority]
 
     @property
     def key_id(self) -> str:
@@ -76,7 +97,7 @@ class Caller(msgspec.Struct, frozen=True):
             return ()
         both = (
             Subject(f"key:{self.key.id}", self.key.limits),
-            Subject(f"tenant:{self.key.tenant}", self.tenant_limits),
+            Subject(f"tenant:{self.key.tenant}", self.owner.limits),
         )
         return tuple(subject for subject in both if has_limits(subject.limits))
 

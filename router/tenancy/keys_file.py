@@ -3,6 +3,8 @@
 tenants:
   - name: acme
     limits: {tokens_per_minute: 100000}
+    weight: 2
+    priority: high
 keys:
   - id: acme-app
     tenant: acme
@@ -15,7 +17,16 @@ from datetime import datetime
 
 import msgspec
 
-from router.tenancy.keys import DEFAULT_TENANT, ApiKey, Digest, Label, Models, Tenant, Word
+from router.tenancy.keys import (
+    DEFAULT_TENANT,
+    ApiKey,
+    Digest,
+    Label,
+    Models,
+    Priority,
+    Tenant,
+    Word,
+)
 from router.tenancy.quota import Limits
 
 MAX_FILE_BYTES = 16 << 20
@@ -30,13 +41,13 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     label: Label = ""
     models: Models = ("*",)
     limits: Limits = Limits()
+    priority: Priority | None = None
     expires_at: datetime | None = None
     blocked: bool = False
 
 
-class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: Word
-    limits: Limits = Limits()
+class TenantEntry(Tenant, frozen=True, forbid_unknown_fields=True):
+    """A tenant as it is written."""
 
 
 class KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +74,11 @@ def read_keys(data: bytes) -> tuple[list[ApiKey], list[Tenant]]:
     ):
         if len(set(words)) < len(words):
             raise KeysFileError(f"a {what} is there twice")
-    return [_key(entry) for entry in file.keys], [Tenant(t.name, t.limits) for t in file.tenants]
+    return [_key(entry) for entry in file.keys], [_tenant(entry) for entry in file.tenants]
+
+
+def _tenant(entry: TenantEntry) -> Tenant:
+    return Tenant(entry.name, entry.limits, entry.weight, entry.priority)
 
 
 def _key(entry: KeyEntry) -> ApiKey:
@@ -77,6 +92,7 @@ def _key(entry: KeyEntry) -> ApiKey:
         label=entry.label,
         models=entry.models,
         limits=entry.limits,
+        priority=entry.priority,
         expires_at=None if expires_at is None else int(expires_at.timestamp()),
         blocked=entry.blocked,
         origin="file",

@@ -36,13 +36,13 @@ def test_create(keys: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     keys.answer = (201, {"object": "new_key", "key": "lpx_secret", "data": KEY})
     words = ("--id", "app", "--tenant", "acme", "--model", "sql", "--model", "a/*")
     limits = ("--requests-per-minute", "5", "--expires", "2030-01-01T00:00:00Z")
-    assert run(keys, "create", *words, *limits) == 0
+    assert run(keys, "create", *words, *limits, "--priority", "low") == 0
     assert capsys.readouterr().out == "lpx_secret\n"
     method, path, body, authorization = keys.asked[0]
     assert (method, path, authorization) == ("POST", "/v1/keys", "Bearer from the environment")
     assert body == {
         "id": "app", "tenant": "acme", "models": ["sql", "a/*"], "expires_at": 1893456000,
-        "limits": {"requests_per_minute": 5},
+        "limits": {"requests_per_minute": 5}, "priority": "low",
     }  # fmt: skip
 
 

@@ -95,6 +95,23 @@ async def test_every_api_takes_a_key(guarded: Running, worker: FakeWorker) -> No
     assert {request.salt for request in worker.requests} == {"acme"}
 
 
+async def test_priority_is_the_keys_or_its_tenants(tmp_path: Path, worker: FakeWorker) -> None:
+    """Of requests to workers too, which keep turns among what they were sent."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("tenants: [{name: acme, weight: 3, priority: high}]")
+    async with keyed(tmp_path, worker, keys_file=file) as router:
+        own = await create(router, id="own", tenant="acme", priority="low")
+        for key in (own, await create(router, tenant="acme"), await create(router, tenant="b")):
+            assert (await complete(router, key)).status_code == 200
+        changed = {"priority": None}
+        answer = await router.client.patch("/v1/keys/own", json=changed, headers=ADMIN)
+        assert answer.json()["priority"] is None
+        assert (await complete(router, own)).status_code == 200
+        caller = await router.service.tenancy.identify(f"Bearer {own}")
+        assert caller.weight == 3.0
+    assert [request.priority for request in worker.requests] == [1, -1, 0, -1]
+
+
 async def test_a_key_is_told_once_and_kept_hashed(guarded: Running) -> None:
     key = await create(guarded, id="app", tenant="acme", label="the app")
     told = await guarded.client.get("/v1/keys", headers=ADMIN)

@@ -38,6 +38,11 @@ def entry(
     return Waiting(payload, tenant, wish, cost, max_tokens, nbytes, priority, deadline)
 
 
+def weighing(weight: float, waiting: Waiting[str]) -> Waiting[str]:
+    """weight: of its tenant."""
+    return msgspec.structs.replace(waiting, weight=weight)
+
+
 def resumed(payload: str, nbytes: int = 0) -> Waiting[str]:
     return msgspec.structs.replace(entry(payload, nbytes=nbytes), resumed=True)
 
@@ -179,14 +184,21 @@ def test_who_is_held_is_passed_over_and_stays_first() -> None:
     assert next(queue.candidates(4.0)).held_s == 3.0
 
 
-def test_a_flow_that_is_far_ahead_waits_no_longer_than_ageing_takes() -> None:
+@pytest.mark.parametrize(("priority", "weight"), [(0, 1.0), (1, 1.0), (0, 0.01), (-1, 100.0)])
+def test_a_flow_that_is_far_ahead_waits_no_longer_than_ageing_takes(
+    priority: int, weight: float
+) -> None:
     """An adapter whose one sequence of the past was very long, beside a steady sibling."""
+
+    def one(name: str, cost: int) -> Waiting[str]:
+        return weighing(weight, entry(name, name, cost=cost, priority=priority))
+
     queue = new_queue()
-    queue.take(queue.push(entry("past", "dear", cost=100_000), 0.0), 0.0)
-    queue.push(entry("dear", "dear"), 0.0)
+    queue.take(queue.push(one("dear", 100_000), 0.0), 0.0)
+    queue.push(one("dear", 1), 0.0)
     now = 0.0
     while True:
-        queue.push(entry("steady", "steady", cost=10), now)
+        queue.push(one("steady", 10), now)
         queue.age(now)
         waiting = pop(queue, now)
         assert waiting is not None
@@ -293,6 +305,70 @@ def test_backlogged_tenants_get_equal_work(arrivals: list[tuple[str, str, int]])
         work = [served[tenant] for tenant in left if left[tenant] > 0]
         if work:
             assert max(work) - min(work) <= 2 * dearest
+
+
+WEIGHTS = {"a": 1.0, "b": 0.5, "c": 3.0, "d": 10.0}
+
+
+@given(st.lists(ARRIVALS, min_size=1, max_size=80))
+def test_backlogged_tenants_get_work_by_their_weights(arrivals: list[tuple[str, str, int]]) -> None:
+    """While two both wait, what they were served for their weight differs by two of the dearest."""
+    queue = new_queue()
+    left: Counter[str] = Counter()
+    for tenant, adapter, cost in arrivals:
+        one = entry(tenant, adapter, tenant=tenant, cost=cost)
+        queue.push(weighing(WEIGHTS[tenant], one), 0.0)
+        left[tenant] += 1
+    served: Counter[str] = Counter()
+    dearest = max(cost / WEIGHTS[tenant] for tenant, _, cost in arrivals)
+    while (waiting := pop(queue)) is not None:
+        served[waiting.payload] += waiting.prompt_tokens
+        left[waiting.payload] -= 1
+        work = [served[tenant] / WEIGHTS[tenant] for tenant in left if left[tenant] > 0]
+        if work:
+            assert max(work) - min(work) <= 2 * dearest
+
+
+def test_a_weight_of_three_is_three_turns_to_one() -> None:
+    queue = new_queue()
+    for _ in range(40):
+        queue.push(weighing(3.0, entry("big", tenant="big", cost=7)), 0.0)
+        queue.push(entry("small", tenant="small", cost=7), 0.0)
+    first = Counter(drain(queue)[:40])
+    assert first == {"big": 30, "small": 10}
+
+
+def test_what_was_charged_too_early_comes_back_by_weight() -> None:
+    """A tenant of weight 4 whose outputs are short ends where it would be had that been known."""
+    queue = new_queue()
+    order: list[str] = []
+    for name in ("big", "small"):
+        for _ in range(20):
+            one = entry(name, tenant=name, cost=1, max_tokens=100)
+            queue.push(weighing(4.0 if name == "big" else 1.0, one), 0.0)
+    for _ in range(20):
+        candidate = next(queue.candidates(0.0))
+        bill = queue.take(candidate.ticket, 0.0)
+        bill.generated(1)
+        bill.settle()
+        order.append(candidate.entry.payload)
+    assert Counter(order)["big"] == 16
+
+
+@given(
+    st.lists(
+        st.tuples(ARRIVALS, st.integers(-1, 1), st.sampled_from([0.01, 1.0, 100.0])), min_size=1
+    )
+)
+def test_a_band_goes_before_the_next_whatever_the_weights(
+    arrivals: list[tuple[tuple[str, str, int], int, float]],
+) -> None:
+    queue = new_queue()
+    for (tenant, adapter, cost), priority, weight in arrivals:
+        one = entry(f"{priority}", adapter, tenant=tenant, cost=cost, priority=priority)
+        queue.push(weighing(weight, one), 0.0)
+    bands = [int(name) for name in drain(queue)]
+    assert bands == sorted(bands)
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -85,13 +85,14 @@ def test_the_base_is_opened_by_one_of_its_names() -> None:
 
 
 FILE = f"""
-tenants: [{{name: acme, limits: {{tokens_per_minute: 1000}}}}]
+tenants: [{{name: acme, limits: {{tokens_per_minute: 1000}}, weight: 2.5, priority: low}}]
 keys:
   - id: app
     tenant: acme
     sha256: {DIGEST}
     models: [sql, "hub:acme/*"]
     limits: {{requests_per_minute: 10}}
+    priority: high
     expires_at: 2030-01-01T00:00:00Z
   - {{id: other, sha256: "{OLD}"}}
 """
@@ -99,11 +100,12 @@ keys:
 
 def test_a_file_is_read() -> None:
     keys, tenants = read_keys(FILE.encode())
-    assert tenants == [Tenant("acme", Limits(tokens_per_minute=1000))]
+    assert tenants == [Tenant("acme", Limits(tokens_per_minute=1000), 2.5, "low")]
     assert keys[0] == ApiKey(
         *("app", "acme", DIGEST),
         models=("sql", "hub:acme/*"),
         limits=Limits(requests_per_minute=10),
+        priority="high",
         expires_at=1893456000,
         origin="file",
     )
@@ -119,6 +121,8 @@ def test_a_file_is_read() -> None:
         (("requests_per_minute", "request_per_minute"), "request_per_minute"),
         (("requests_per_minute: 10", "requests_per_minute: 0"), ">= 1"),
         (("00:00:00Z", "00:00:00"), "time zone"),
+        (("weight: 2.5", "weight: 0"), ">= 0.01"),
+        (("priority: high", "priority: urgent"), "urgent"),
         (("keys:", "key:"), "unknown field `key`"),
         ((DIGEST, "lpx_the-key-itself"), "regex"),
     ],

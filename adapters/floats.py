@@ -11,6 +11,12 @@ from adapters.manifest import SlabDtype
 
 Raw = npt.NDArray[np.uint8]
 _CHUNK_ITEMS = 1 << 20
+# Stored as a slab stores them: the slab's dtype, and numpy's (bfloat16 as uint16).
+_AS_STORED: dict[str, tuple[SlabDtype, str]] = {
+    "F32": ("float32", "<f4"),
+    "F16": ("float16", "<f2"),
+    "BF16": ("bfloat16", "<u2"),
+}
 _BF16_INFINITY = 0x7F80
 
 
@@ -59,6 +65,12 @@ def write_floats(values: npt.NDArray[Any], dtype: SlabDtype) -> npt.NDArray[Any]
     return ((bits + bias) >> np.uint32(16)).astype(np.uint16)
 
 
+def convert(raw: Raw, dtype: str, slab: SlabDtype) -> npt.NDArray[Any]:
+    """Stored numbers as the slab has them; those of its own dtype are the bytes that they are."""
+    same, view = _AS_STORED.get(dtype, (None, ""))
+    return raw.view(view) if same == slab else write_floats(read_floats(raw, dtype), slab)
+
+
 def all_finite(stored: npt.NDArray[Any]) -> bool:
     """Whether no value is NaN or infinite. uint16 is read as bfloat16."""
     if stored.dtype == np.uint16:
@@ -69,6 +81,10 @@ def all_finite(stored: npt.NDArray[Any]) -> bool:
 
 def is_finite(raw: Raw, dtype: str) -> bool:
     """Whether no stored value is NaN or infinite, or too large for float32. Bounded memory."""
+    if dtype in _AS_STORED:
+        numbers = raw.view(_AS_STORED[dtype][1])
+        starts = range(0, len(numbers), _CHUNK_ITEMS)
+        return all(all_finite(numbers[start : start + _CHUNK_ITEMS]) for start in starts)
     return all(all_finite(write_floats(chunk, "float32")) for chunk in _chunks(raw, dtype))
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from adapters.base import SITE_PROJECTIONS, BaseSpec
 from adapters.disk import hold, publish_file
-from adapters.floats import all_finite, read_floats, write_floats
+from adapters.floats import all_finite, convert
 from adapters.header import TensorInfo
 from adapters.layout import SLAB_ITEM_BYTES, a_matrix, b_matrices
 from adapters.manifest import LAYOUT_VERSION, SiteLayout, SlabLayout
@@ -180,7 +180,7 @@ class _Writer:
 
     def _convert(self, tensor: TensorInfo) -> npt.NDArray[Any]:
         raw = self._source.read(tensor)
-        stored = write_floats(read_floats(raw, tensor.dtype), self._layout.dtype)
+        stored = convert(raw, tensor.dtype, self._layout.dtype)
         if not all_finite(stored):
             message = f"{tensor.name} has values too large for {self._layout.dtype}"
             self._findings.add("overflow", tensor.name, message)

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 _LEAST_WAITING = 16
 LOAD_THREADS = 16
 STAGE_THREADS = 4
+READ_THREADS = 4
 
 
 class WorkerStartError(Exception):
@@ -160,6 +161,8 @@ def _worker(
     sources: tuple[RefSource, ...] = get_args(RefSource)
     loading = {name: ThreadPoolExecutor(LOAD_THREADS, f"load-{name}") for name in sources}
     staging = ThreadPoolExecutor(STAGE_THREADS, "slab-stage")
+    # Their own: packing takes long, and what is asked of adapters that are here must not wait.
+    reading = ThreadPoolExecutor(READ_THREADS, "store-read")
     extents = engine.host_arena_bytes // engine.extent_bytes
     tier = HostTier(
         memory.view,
@@ -169,6 +172,6 @@ def _worker(
         metrics,
     )
     metrics.adapter_limit.labels("host").set(engine.host_arena_bytes)
-    loads = AdapterService(store, loading, staging, merger, metrics)
-    orders = AdapterOrders(tier, store.has, staging)
+    loads = AdapterService(store, loading, reading, merger, metrics)
+    orders = AdapterOrders(tier, store.has, reading)
     return Worker(engine.max_waiting, worker_id, card, loads, tier, orders, metrics)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.floats import all_finite, float_digest, is_finite, read_floats, write_floats
+from adapters.floats import all_finite, convert, float_digest, is_finite, read_floats
 from adapters.manifest import SlabDtype
 
 TORCH: dict[str, torch.dtype] = {
@@ -42,7 +42,7 @@ def test_converts_as_torch_does(values: list[float], stored: Stored, target: Sla
         assert not is_finite(raw_of(tensor), stored)
         return
     expected = tensor.to(torch.float32).to(TORCH[target])
-    ours = write_floats(read_floats(raw_of(tensor), stored), target)
+    ours = convert(raw_of(tensor), stored, target)
     assert ours.tobytes() == raw_of(expected).tobytes()
     assert all_finite(ours) is bool(torch.isfinite(expected).all())
 

@@ -144,7 +144,7 @@ class DecodeGraphs:
         parts, packed = _Packed(size), self._packed[size]
         columns = parts.columns(packed)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
-        lora = self._ops.decode_lora(columns[SLOT]) if with_adapters else None
+        lora = self._ops.captured_lora(columns[SLOT], decodes=True) if with_adapters else None
         logits, sampled = self._logits[:size], self._sampled[:size]
         rows, head = self._rows, self._decoder.weights.lm_head
         work = DecodeItems(parts.items(packed), parts.piece(packed))

@@ -7,7 +7,7 @@ import torch
 from server.model.config import ModelConfig
 from server.model.lora import SiteIndex
 from server.model.ops import Ops
-from server.model.weights import LayerWeights, ModelWeights
+from server.model.weights import ModelWeights
 
 P = TypeVar("P")
 L = TypeVar("L")
@@ -28,32 +28,37 @@ class Decoder(Generic[P, L, Y]):
     def forward(self, token_ids: torch.Tensor, plan: P, lora: L | None) -> torch.Tensor:
         """token_ids: int64 `[tokens]`, in the plan's order -> normed hidden states `[tokens,
         hidden]`. Writes the tokens' keys and values."""
-        ops, epsilon = self.ops, self.config.rms_norm_eps
-        layers = self.weights.layers
-        hidden = ops.embed(token_ids, self.weights.embed, lora, self.sites.embed)
-        normed = ops.rms_norm(hidden, layers[0].input_norm, epsilon)
-        next_norms = [*(layer.input_norm for layer in layers[1:]), self.weights.norm]
-        for layer, (weights, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            delta = self._attention(layer, weights, normed, plan, lora)
-            normed, hidden = ops.add_norm(delta, hidden, weights.post_norm, epsilon)
-            delta = self._mlp(layer, weights, normed, lora)
-            normed, hidden = ops.add_norm(delta, hidden, next_norm, epsilon)
+        ops = self.ops
+        normed, hidden = self.begin(token_ids, lora)
+        for layer, weights in enumerate(self.weights.layers):
+            site = self.sites.layer(layer)
+            qkv = ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site)
+            attended = ops.attend(plan, layer, qkv, weights.qk_norm)
+            normed, hidden = self.after_attention(layer, attended, hidden, lora)
         return normed
+
+    def begin(self, token_ids: torch.Tensor, lora: L | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Up to the first layer's product of q, k and v: normed and hidden states."""
+        hidden = self.ops.embed(token_ids, self.weights.embed, lora, self.sites.embed)
+        first = self.weights.layers[0].input_norm
+        return self.ops.rms_norm(hidden, first, self.config.rms_norm_eps), hidden
+
+    def after_attention(
+        self, layer: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From a layer's attention to the next layer's product of q, k and v, or the end."""
+        ops, epsilon, site = self.ops, self.config.rms_norm_eps, self.sites.layer(layer)
+        layers = self.weights.layers
+        weights = layers[layer]
+        is_last = layer + 1 == len(layers)
+        next_norm = self.weights.norm if is_last else layers[layer + 1].input_norm
+        delta = ops.linear(attended, weights.o, weights.o_bias, lora, site + 1)
+        normed, hidden = ops.add_norm(delta, hidden, weights.post_norm, epsilon)
+        gate_up = ops.linear(normed, weights.gate_up, weights.gate_up_bias, lora, site + 2)
+        inner = ops.silu_mul(gate_up)
+        delta = ops.linear(inner, weights.down, weights.down_bias, lora, site + 3)
+        return ops.add_norm(delta, hidden, next_norm, epsilon)
 
     def logits(self, normed: torch.Tensor, lora: L | None) -> torch.Tensor:
         """Some rows of `forward`'s result `[rows, hidden]` -> `[rows, vocab]`. lora: of them."""
         return self.ops.logits(normed, self.weights.lm_head, lora, self.sites.lm_head)
-
-    def _attention(
-        self, layer: int, weights: LayerWeights, x: torch.Tensor, plan: P, lora: L | None
-    ) -> Y:
-        ops, site = self.ops, self.sites.layer(layer)
-        qkv = ops.linear(x, weights.qkv, weights.qkv_bias, lora, site)
-        attended = ops.attend(plan, layer, qkv, weights.qk_norm)
-        return ops.linear(attended, weights.o, weights.o_bias, lora, site + 1)
-
-    def _mlp(self, layer: int, weights: LayerWeights, x: torch.Tensor, lora: L | None) -> Y:
-        ops, site = self.ops, self.sites.layer(layer)
-        gate_up = ops.linear(x, weights.gate_up, weights.gate_up_bias, lora, site + 2)
-        inner = ops.silu_mul(gate_up)
-        return ops.linear(inner, weights.down, weights.down_bias, lora, site + 3)

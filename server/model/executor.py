@@ -61,7 +61,7 @@ class TorchExecutor:
             self._rows, self._table = parts.rows, parts.table
             built = build(parts, graph_batches)
         self._decoder: Decoder[Any, Any, Any] = built.decoder
-        self._graphs = built.graphs
+        self._graphs, self._token_graphs = built.graphs, built.token_graphs
         self.summary = (*parts.summary, f"operations: {built.backend}")
         self._parameters = RowSampling(
             self.limits.max_rows, model.vocab_size, model.eos_token_ids, self.device
@@ -120,12 +120,12 @@ class TorchExecutor:
     def _compute(self, step: Step) -> StepTicket:
         ops = self._decoder.ops
         token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
-        lora = ops.lora(step.token_slots)
-        normed = self._decoder.forward(token_ids, ops.plan(step.layout), lora)
+        normed = self._forward(token_ids, ops.plan(step.layout), step.token_slots)
 
         def logits_of(tokens: np.ndarray) -> torch.Tensor:
-            rows = normed[to_device(tokens, self.device)]
-            return self._decoder.logits(rows, ops.lora(step.token_slots[tokens]))
+            rows, slots = normed[to_device(tokens, self.device)], step.token_slots[tokens]
+            lora = ops.lora(slots) if self._table.changes_model(slots) else None
+            return self._decoder.logits(rows, lora)
 
         prompts = tuple(
             self._sampler.score(piece, logits_of) for piece in _scored(step, self._rows)
@@ -137,6 +137,12 @@ class TorchExecutor:
             drawn = self._sampler.draw(logits, step.seq_rows[places], lengths, places)
         sampled = None if drawn is None else to_host(drawn.token_ids)
         return self._ticket(step.order.tolist(), places.tolist(), sampled, drawn, prompts)
+
+    def _forward(self, token_ids: torch.Tensor, plan: Any, token_slots: np.ndarray) -> torch.Tensor:
+        if self._token_graphs is not None and self._token_graphs.takes(token_slots):
+            normed: torch.Tensor = self._token_graphs.forward(token_ids, plan, token_slots)
+            return normed
+        return self._decoder.forward(token_ids, plan, self._decoder.ops.lora(token_slots))
 
     def _ticket(
         self,

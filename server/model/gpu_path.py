@@ -39,17 +39,19 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """graphs: DecodeGraphs, None where steps are computed as they come. backend: for a person."""
+    """graphs, token_graphs: DecodeGraphs and TokenGraphs, None where steps are computed as they
+    come. backend: for a person."""
 
     decoder: Decoder[Any, Any, Any]
     graphs: Any
+    token_graphs: Any
     backend: str
 
 
 def _build_reference(parts: Parts, why: str) -> Built:
     ops = TorchOps(parts.model, parts.cache, parts.table)
     decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
-    return Built(decoder, None, f"plain torch: {why}")
+    return Built(decoder, None, None, f"plain torch: {why}")
 
 
 def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -65,7 +67,8 @@ def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -
 
 
 def build(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
-    """graph_batches: padded batch sizes to capture; None = all that the limits need."""
+    """graph_batches: padded batch sizes to capture, and none of steps with prompts; None = all that
+    the limits need."""
     device = parts.cache.k.device
     if device.type == "cpu":
         return _build_reference(parts, "computing on the CPU")
@@ -81,6 +84,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
     from server.model.attention_cuda import PagedAttention
     from server.model.decode_graphs import DecodeGraphs, graph_sizes
     from server.model.ops_cuda import CudaOps
+    from server.model.token_graphs import TokenGraphs, token_sizes
 
     limits, rows = parts.limits, parts.rows
     rows.page_table[rows.scratch] = limits.num_pages
@@ -94,16 +98,20 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
         _warm(decoder, rows, min(tokens, limits.max_context, limits.max_step_tokens), adapters)
     ops.products.measure(sizes, _products(parts.weights))
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
-    graphs.capture(with_adapters=False)
-    if adapters:
-        graphs.capture(with_adapters=True)
+    token_graphs = None
+    if graph_batches is None:
+        token_graphs = TokenGraphs(decoder, ops, token_sizes(limits.max_step_tokens))
+    for with_adapters in (False, True)[: 1 + adapters]:
+        graphs.capture(with_adapters)
+        if token_graphs is not None:
+            token_graphs.capture(with_adapters)
     torch.cuda.synchronize()
     _tell_of_late_kernels()
     backend = (
         f"FlashInfer ({attention.prefill_backend} for prompts), decode graphs for up to"
         f" {sizes[-1]} sequences"
     )
-    return Built(decoder, graphs, backend)
+    return Built(decoder, graphs, token_graphs, backend)
 
 
 def _products(weights: ModelWeights) -> list[list[torch.Tensor]]:

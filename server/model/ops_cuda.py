@@ -120,10 +120,9 @@ class CudaOps:
         route(slots, lora.segments)
         return lora
 
-    def decode_lora(self, slots: torch.Tensor) -> DeviceLora:
-        """Of a captured step of decodes, which routes slots itself; embedding and head stay the
-        base's."""
-        return self._allocate(slots, model_sites=False, decodes=True)
+    def captured_lora(self, slots: torch.Tensor, *, decodes: bool) -> DeviceLora:
+        """Of a captured step, which routes slots itself; embedding and head stay the base's."""
+        return self._allocate(slots, model_sites=False, decodes=decodes)
 
     def _allocate(self, slots: torch.Tensor, model_sites: bool, decodes: bool) -> DeviceLora:
         rows = len(slots)
@@ -152,10 +151,12 @@ class CudaOps:
         bias: torch.Tensor | None,
         lora: DeviceLora | None,
         site: int,
+        out: torch.Tensor | None = None,
     ) -> Product:
-        """With LoRA: shrink runs beside the product, and what it can, expand does too."""
+        """With LoRA: shrink runs beside the product, and what it can, expand does too. out: where
+        the product is to lie."""
         if lora is None:
-            return Product(self.products.linear(x, weight, bias))
+            return Product(self.products.linear(x, weight, bias, out))
         table = self.table.device_table
         is_gate_up = LAYER_SITES[site % len(LAYER_SITES)] == "gate_up"
         delta = None
@@ -166,7 +167,7 @@ class CudaOps:
             if lora.decodes and not is_gate_up:
                 delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
                 self._expand(delta, lora, site, accumulate=False)
-        y = self.products.linear(x, weight, bias)
+        y = self.products.linear(x, weight, bias, out)
         main.wait_stream(self._side)
         if is_gate_up:
             return Product(y, lora=PendingLora(table, site, lora.segments, lora.workspace))
@@ -208,21 +209,29 @@ class CudaOps:
         return delta.y, hidden
 
     def attend(
-        self, plan: CudaPlan, layer: int, qkv: Product, qk_norm: torch.Tensor | None
+        self,
+        plan: CudaPlan,
+        layer: int,
+        qkv: Product,
+        qk_norm: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """out: `[tokens, heads * head_dim]`, where the result is to lie."""
         y, attention = qkv.y, plan.attention
         model, n = self.model, attention.num_decodes
-        out = y.new_empty(len(y), model.num_heads, model.head_dim)
+        if out is None:
+            out = y.new_empty(len(y), model.q_size)
+        heads = out.view(len(y), model.num_heads, model.head_dim)
         if attention.decode is not None:
             rotation = (self._cos_sin, qk_norm)
             batch = attention.decode
-            self._attention.decode(batch, layer, y[:n], qkv.delta, rotation, out[:n])
+            self._attention.decode(batch, layer, y[:n], qkv.delta, rotation, heads[:n])
         if attention.prefill is not None and plan.slots is not None:
             k, v = self.cache.k[layer], self.cache.v[layer]
             places = (plan.positions[n:], plan.slots[n:])
             q = rope_append(y[n:], self._cos_sin, *places, k, v, qk_norm, model.rms_norm_eps)
-            self._attention.prefill(attention.prefill, layer, q, out[n:])
-        return out.flatten(1)
+            self._attention.prefill(attention.prefill, layer, q, heads[n:])
+        return out
 
     def silu_mul(self, gate_up: Product) -> torch.Tensor:
         if gate_up.lora is not None:

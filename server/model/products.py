@@ -65,15 +65,17 @@ class Products:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: `[rows, in]`; weight `[out, in]`. out: where to write, for a product without bias."""
+        """x: `[rows, in]`; weight `[out, in]`; bias `[out]`. out: where to write, `[rows, out]`."""
         way = DEFAULT
         if torch.cuda.is_current_stream_capturing():
             # Elsewhere cuBLASLt would look for its kernel anew in each call, on the host.
             way = self._ways.get((len(x), weight.shape[0], weight.shape[1]), DEFAULT)
         with _taken(way):
-            if out is not None:
+            if out is None:
+                return functional.linear(x, weight, bias)
+            if bias is None:
                 return torch.mm(x, weight.T, out=out)
-            return functional.linear(x, weight, bias)
+            return torch.addmm(bias, x, weight.T, out=out)
 
 
 @contextmanager

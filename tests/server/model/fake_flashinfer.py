@@ -78,7 +78,7 @@ class Replay:
 
 def forget() -> None:
     """Of the modules that bound FlashInfer's names when they were imported."""
-    for name in ("attention_cuda", "ops_cuda", "decode_graphs"):
+    for name in ("attention_cuda", "ops_cuda", "decode_graphs", "token_graphs"):
         sys.modules.pop(f"server.model.{name}", None)
         if hasattr(server.model, name):
             delattr(server.model, name)

@@ -4,7 +4,7 @@ Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,41 @@ class Pair:
         self.gpu.close()
 
 
+class _Replays:
+    """A step's pieces, run again; the result is where the latest run left it."""
+
+    def __init__(self, states: Any, pieces: list[Callable[[], None]]) -> None:
+        self._states = states
+        self.graphs = [fake_flashinfer.Replay(piece) for piece in pieces]
+
+    @property
+    def normed(self) -> torch.Tensor:
+        found: torch.Tensor = self._states.normed
+        return found
+
+
 def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
-    """Build the GPU path, and note the batch of every step that a graph took."""
-    from server.model import decode_graphs, gpu_path, products
+    """Build the GPU path, and note the batch of every step that a graph took; of steps with
+    prompts, less the number of their tokens."""
+    from server.model import decode_graphs, gpu_path, products, token_graphs
 
     taken: list[int] = []
+
+    def capture_tokens(self: token_graphs.TokenGraphs, with_adapters: bool) -> None:
+        for size in self.sizes:
+            replays: Any = _Replays(*self._pieces(size, with_adapters))
+            self._captured[size, with_adapters] = replays
+
+    forward = token_graphs.TokenGraphs.forward
+
+    def noted_tokens(
+        self: token_graphs.TokenGraphs, token_ids: torch.Tensor, plan: Any, slots: Any
+    ) -> torch.Tensor:
+        taken.append(-len(token_ids))
+        return forward(self, token_ids, plan, slots)
+
+    patch.setattr(token_graphs.TokenGraphs, "capture", capture_tokens)
+    patch.setattr(token_graphs.TokenGraphs, "forward", noted_tokens)
 
     def capture(self: decode_graphs.DecodeGraphs, with_adapters: bool) -> None:
         for size in self.sizes:
@@ -123,13 +153,15 @@ def test_same_as_the_reference(pair: Pair, slots: list[int]) -> None:
             assert found.token_id == wanted.token_id
             assert found.logprob == pytest.approx(wanted.logprob, abs=1e-3)
     assert (len(slots) in pair.graphs) == (1 not in slots)
+    assert any(taken < -len(slots) for taken in pair.graphs) == (1 not in slots)
 
 
 @pytest.mark.parametrize("slots", [[-1, -1], [0, 0, -1, 0, -1]])
 def test_greedy_ids_stay_in_the_graph(pair: Pair, slots: list[int]) -> None:
     pair.graphs.clear()
     outputs = [s.output for s in answer(pair.gpu, slots, PLAIN, 64)]
-    assert pair.graphs == [len(slots)] * 4
+    assert pair.graphs[1:] == [len(slots)] * 4
+    assert pair.graphs[0] == -sum(2 + 3 * row for row in range(len(slots)))
     assert outputs == [s.output for s in answer(pair.reference, slots, PLAIN, 64)]
 
 

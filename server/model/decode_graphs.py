@@ -94,6 +94,8 @@ class DecodeGraphs:
         self._packed = {s: torch.zeros(widest, dtype=torch.int32, device=device) for s in sizes}
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        # Kept since graphs write to their tensors.
+        self._loras: dict[int, DeviceLora] = {}
 
     def capture(self, with_adapters: bool) -> None:
         """The graphs of one family, largest first so that the others fit in its memory."""
@@ -144,7 +146,9 @@ class DecodeGraphs:
         parts, packed = _Packed(size), self._packed[size]
         columns = parts.columns(packed)
         token_ids, positions = self._token_ids[:size], self._positions[:size]
-        lora = self._ops.captured_lora(columns[SLOT], decodes=True) if with_adapters else None
+        lora = None
+        if with_adapters:
+            lora = self._loras[size] = self._ops.captured_lora(columns[SLOT], decodes=True)
         logits, sampled = self._logits[:size], self._sampled[:size]
         rows, head = self._rows, self._decoder.weights.lm_head
         work = DecodeItems(parts.items(packed), parts.piece(packed))

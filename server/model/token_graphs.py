@@ -30,10 +30,11 @@ def token_sizes(max_tokens: int) -> tuple[int, ...]:
 @dataclass(slots=True)
 class _Captured:
     """graphs: the first up to the first attention, then one after each layer's. normed: `[size,
-    hidden]`, what the last one leaves."""
+    hidden]`, what the last one leaves. lora: kept since the graphs write to its tensors."""
 
     graphs: list[torch.cuda.CUDAGraph]
     normed: torch.Tensor
+    lora: DeviceLora | None
 
 
 @dataclass(slots=True)
@@ -69,12 +70,17 @@ class TokenGraphs:
     def capture(self, with_adapters: bool) -> None:
         """One family, largest first so that the others fit in its memory."""
         for size in reversed(self.sizes):
-            states, pieces = self._pieces(size, with_adapters)
+            lora = None
+            if with_adapters:
+                lora = self._ops.captured_lora(self._slots[:size], decodes=False)
+            states, pieces = self._pieces(size, lora)
             for piece in pieces:
                 piece()
             torch.cuda.synchronize()
             graphs = [self._record(piece) for piece in pieces]
-            self._captured[size, with_adapters] = _Captured(graphs, states.normed)
+            for graph in graphs:
+                graph.replay()  # the first time takes longer
+            self._captured[size, with_adapters] = _Captured(graphs, states.normed, lora)
 
     def takes(self, token_slots: np.ndarray) -> bool:
         """token_slots: int64 `[tokens]`, adapter slots of a step, -1 = the base."""
@@ -107,13 +113,14 @@ class TokenGraphs:
             graph.replay()
         return captured.normed[:tokens]
 
-    def _pieces(self, size: int, with_adapters: bool) -> tuple[_States, list[Callable[[], None]]]:
+    def _pieces(
+        self, size: int, lora: DeviceLora | None
+    ) -> tuple[_States, list[Callable[[], None]]]:
         """What each graph does, in order, and where it leaves its states. Rows that pad read what
         earlier steps left in them, and nobody reads theirs."""
         decoder, ops = self._decoder, self._ops
         token_ids, attended = self._token_ids[:size], self._attended[:size]
-        slots, layers = self._slots[:size], decoder.weights.layers
-        lora = ops.captured_lora(slots, decodes=False) if with_adapters else None
+        layers = decoder.weights.layers
         states = _States(attended, attended)
 
         def project(layer: int) -> None:
@@ -123,7 +130,7 @@ class TokenGraphs:
 
         def begin() -> None:
             if lora is not None:
-                route(slots, lora.segments)
+                route(lora.slots, lora.segments)
             states.normed, states.hidden = decoder.begin(token_ids, lora)
             project(0)
 

@@ -79,7 +79,10 @@ def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
 
     def capture_tokens(self: token_graphs.TokenGraphs, with_adapters: bool) -> None:
         for size in self.sizes:
-            replays: Any = _Replays(*self._pieces(size, with_adapters))
+            lora = None
+            if with_adapters:
+                lora = self._ops.captured_lora(self._slots[:size], decodes=False)
+            replays: Any = _Replays(*self._pieces(size, lora))
             self._captured[size, with_adapters] = replays
 
     forward = token_graphs.TokenGraphs.forward

@@ -21,7 +21,7 @@ from server.model.weights import ModelWeights
 log = logging.getLogger(__name__)
 
 # Token counts that between them use every kernel of steps outside graphs.
-_WARM_TOKENS = (3, 40, 300, 600)
+_WARM_TOKENS = (3, 40, 300, 600, 1100)
 
 
 @dataclass(frozen=True, slots=True)

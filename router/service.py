@@ -122,8 +122,7 @@ class Service:
             tasks.append(asyncio.create_task(self.adapters_file.run()))
         try:
             async with self.sharing.run(), self.tenancy.run():
-                with contextlib.suppress(StoreDown):  # then it goes on as soon as there is one
-                    await self.catalog.rules.aliases.refresh()
+                await self._registered_adapters()
                 await self._first_worker()
                 yield
         finally:
@@ -133,6 +132,16 @@ class Service:
             await self.admin.close()
             await self.sandbox.close()
             await asyncio.to_thread(self.tracing.close)
+
+    async def _registered_adapters(self) -> None:
+        """Names that others registered are known before anybody asks, if Redis soon answers."""
+        aliases = self.catalog.rules.aliases
+        for _ in range(_START_POLLS):
+            with contextlib.suppress(StoreDown):
+                await aliases.refresh()
+            if aliases.is_known:
+                return
+            await asyncio.sleep(_START_POLL_S)
 
     async def _first_worker(self) -> None:
         """What comes before a restarted router knows its workers waits for them, for a moment."""

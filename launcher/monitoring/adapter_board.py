@@ -1,6 +1,7 @@
 """The board of adapters: who is used, what is cold, what lies where."""
 
 from launcher.monitoring.panels import (
+    RATE,
     Board,
     Panel,
     Query,
@@ -73,6 +74,36 @@ ADAPTERS = Board(
                     (Query(f"count({pick('loraplex_adapter_info')}) or vector(0)"),),
                     "At most `--metrics-adapters` a router.",
                     "stat",
+                ),
+            ),
+        ),
+        (
+            "Rollouts",
+            (
+                Panel(
+                    "Versions in rollouts",
+                    "short",
+                    (
+                        Query(
+                            f"max by (state) ({pick('loraplex_adapter_versions')})",
+                            "{{state}}",
+                        ),
+                    ),
+                    "Versions beside the old ones. `warming` for long: workers have no room for"
+                    " them; the adapter's `error` says why.",
+                ),
+                Panel(
+                    "Versions taken back",
+                    "short",
+                    (
+                        Query(
+                            "sum by (by) (increase("
+                            f"{pick('loraplex_adapter_rollbacks_total')}[{RATE}]))",
+                            "{{by}}",
+                        ),
+                    ),
+                    "By a guard: the new version did worse than the old one. `loraplex adapter"
+                    " history NAME` says how.",
                 ),
             ),
         ),

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import random
 import shutil
 import signal
 from collections.abc import AsyncIterator
@@ -192,3 +193,70 @@ async def test_a_broken_version_goes_back_by_itself(rolling: Rolling) -> None:
         for router in rolling.fleet.routers
     ]
     assert sum(counts) == 1
+
+
+class Drill:
+    """Clients under load, while shares move at random and things die."""
+
+    def __init__(self, rolling: Rolling) -> None:
+        self.rolling = rolling
+        self.fleet = rolling.fleet
+        self.dice = random.Random(7)
+        self.dead: set[Process] = set()
+        self.stopping = asyncio.Event()
+
+    async def client(self) -> None:
+        while not self.stopping.is_set():
+            router = self.dice.choice(self.fleet.routers)
+            life = router.lives
+            try:
+                await self.rolling.ask(router, self.dice.choice(USERS), self.dice.choice([3, 30]))
+            except httpx.HTTPError:
+                killed = router in self.dead or router.lives != life
+                assert killed, "only a killed router breaks answers"
+                await asyncio.sleep(0)
+
+    async def kill(self) -> None:
+        router = self.dice.choice(self.fleet.routers)
+        self.dead.add(router)
+        router.signal(signal.SIGKILL)
+        await router.exited()
+        self.fleet.start(router)
+        await self.fleet.until_whole()
+        self.dead.discard(router)
+
+    async def empty(self) -> None:
+        await self.fleet.redis.command("FLUSHALL")
+
+    async def kill_redis(self) -> None:
+        await self.fleet.redis.kill()
+        await self.fleet.redis.start()
+
+    async def shift(self) -> None:
+        versions = [{"reference": NEW, "weight": self.dice.choice([0, 5, 50, 100])}]
+        url = f"{self.dice.choice(self.fleet.routers).url}/v1/adapters/mine/rollout"
+        body = {"versions": versions, "guards": None}
+        answer = await self.rolling._http.post(url, json=body)
+        assert answer.status_code in (200, 409, 503), answer.text
+
+    async def agree(self) -> bool:
+        """Both routers say the same, and nothing waits to be in force."""
+        told = [await self.rolling.call(r, "GET", "/mine") for r in self.fleet.routers]
+        first, second = ((one["rollout"], one["history"]) for one in told)
+        states = {version["state"] for version in first[0]["versions"]}
+        return first == second and "warming" not in states
+
+
+async def test_nothing_is_lost_while_shares_move_and_things_die(rolling: Rolling) -> None:
+    drill = Drill(rolling)
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(4):
+            clients.create_task(drill.client())
+        for fault in (drill.kill, drill.empty, drill.kill_redis, drill.kill, drill.empty):
+            await drill.shift()
+            await drill.shift()
+            await fault()
+        drill.stopping.set()
+    assert rolling.answered > 50, "the load was not there"
+    await poll(drill.agree, PATIENCE_S)
+    assert await rolling.versions(rolling.one) == await rolling.versions(rolling.two)

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """The result of `work`. Raises TimeoutError when it is late.
+    """The result of `work`. Raises TimeoutError when it is late: by half, if this loop was, too.
 
     Work that is late, or whose caller is cancelled, is cancelled and left to end by itself.
 
@@ -22,7 +22,7 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         done, _ = await asyncio.wait((task,), timeout=timeout_s)
         if not done and loop.time() > due + timeout_s / 5:
             # It was this loop that was late: the answer may lie there unread.
-            done, _ = await asyncio.wait((task,), timeout=timeout_s)
+            done, _ = await asyncio.wait((task,), timeout=timeout_s / 2)
     except asyncio.CancelledError:
         _leave(task)
         raise

@@ -144,6 +144,7 @@ class SequenceRun:
         try:
             tier = credit.session.tier(self._request.adapter)
             context.metrics.placed(reason, loop.time() - started)
+            in_hand().notes["loraplex.placement.reason"] = reason
             placed = self._trace.placed(
                 *(started, credit.session.worker_id, reason), tier, self._attempts.number
             )

@@ -41,7 +41,7 @@ class RedisLink:
         """Raises ValueError for a URL that cannot be; connects to nothing."""
         self.is_up = True
         self.client = _client(url, password)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._tripped = asyncio.Event()
 
     async def call(self, work: Callable[[], Awaitable[T]], least_s: float = 0.0) -> T:
@@ -49,7 +49,7 @@ class RedisLink:
         if not self.is_up:
             raise StoreDown("Redis does not answer")
         try:
-            return await bounded(_awaited(work), max(self._timeout_s, least_s))
+            return await bounded(_awaited(work), max(self.timeout_s, least_s))
         except (RedisError, OSError, TimeoutError) as error:
             self._trip(error)
             raise StoreDown("Redis does not answer") from error
@@ -72,7 +72,7 @@ class RedisLink:
         while True:
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             try:
-                await bounded(_awaited(self._write), max(self._timeout_s, delay / 2))
+                await bounded(_awaited(self._write), max(self.timeout_s, delay / 2))
                 return
             except (RedisError, OSError, TimeoutError):
                 delay = min(2 * delay, _LONGEST_DELAY_S)

@@ -73,7 +73,7 @@ async def test_a_request_is_a_trace_of_its_stages(tmp_path: Path, receiver: Rece
     assert placed["loraplex.adapter.digest"] == digest
     assert placed["loraplex.adapter.tier"] == "fetched"
     assert placed["loraplex.worker.id"] == "fake-0"
-    assert placed["loraplex.placement.reason"]
+    assert placed["loraplex.placement.reason"] == found["loraplex.placement.reason"] == "home"
     assert SECRET.encode() not in receiver.raw
 
 

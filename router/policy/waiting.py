@@ -246,8 +246,10 @@ class WaitingQueue(Generic[T]):
         self._aged_at = now
         self.shares.age(now)
         for band in self._bands.values():
-            for tenant in band.tenants.values():
+            for name, tenant in band.tenants.items():
                 tenant.order.age(share)
+                if tenant.account is not None:  # who waits still asks
+                    self.shares.asks(name, now, tenant.account.weight)
 
     def withdraw_new(self) -> list[Waiting[T]]:
         """Takes out all that were never taken before."""

@@ -184,6 +184,19 @@ def test_who_is_held_is_passed_over_and_stays_first() -> None:
     assert next(queue.candidates(4.0)).held_s == 3.0
 
 
+def test_who_waits_long_keeps_its_share() -> None:
+    queue = new_queue()
+    for _ in range(30):
+        queue.take(queue.push(entry("many", tenant="many"), 0.0), 0.0)
+    queue.push(entry("one", tenant="one"), 0.0)
+    now = 0.0
+    while now < 30.0:
+        now += 0.25
+        queue.age(now)
+    queue.push(entry("many", tenant="many"), now)
+    assert queue.shares.is_over("many")
+
+
 @pytest.mark.parametrize(("priority", "weight"), [(0, 1.0), (1, 1.0), (0, 0.01), (-1, 100.0)])
 def test_a_flow_that_is_far_ahead_waits_no_longer_than_ageing_takes(
     priority: int, weight: float

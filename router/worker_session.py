@@ -17,6 +17,7 @@ from router.adapter_loads import AdapterLoads, AdapterOrders, ProtocolFault
 from router.policy.liveness import Hearing, Liveness
 from router.policy.workers import WorkerView
 from router.served import Origin
+from router.unsent import unsent_bytes
 from router.worker_pictures import WorkerPictures
 from server.protocol import (
     MAX_FRAME_BYTES,
@@ -167,6 +168,7 @@ class WorkerSession:
 
         It is silent, too, when it says that its engine is.
         """
+        self.liveness.unsent(self._outbox_bytes + unsent_bytes(self._socket.transport), now)
         if self.liveness.judge(now, limit_s):
             self._update_ready()
             self._on_change()

@@ -9,12 +9,13 @@ Hearing = Literal["good", "silent", "deaf"]
 class Liveness:
     """Of one connection, from its beginning."""
 
-    __slots__ = ("_asked_at", "_heard_at", "hearing")
+    __slots__ = ("_asked_at", "_heard_at", "_unsent", "hearing")
 
     def __init__(self, now: float) -> None:
         self.hearing: Hearing = "good"
         self._heard_at = now
         self._asked_at: float | None = None
+        self._unsent = 0
 
     def heard(self, now: float) -> None:
         self._heard_at = now
@@ -25,6 +26,12 @@ class Liveness:
 
     def answered(self) -> None:
         self._asked_at = None
+
+    def unsent(self, nbytes: int, now: float) -> None:
+        """So much lies on our side still. While it gets less, a question may lie behind it."""
+        if self._asked_at is not None and 0 < nbytes < self._unsent:
+            self._asked_at = now
+        self._unsent = nbytes
 
     def excuse(self, now: float) -> None:
         """This process did not listen: silence until now says nothing."""

@@ -38,3 +38,18 @@ def test_who_did_not_listen_blames_nobody() -> None:
     liveness.heard(11.0)
     assert liveness.judge(11.1, LIMIT_S)
     assert liveness.hearing == "deaf"
+
+
+def test_a_question_behind_a_large_frame_counts_once_it_is_sent() -> None:
+    liveness = Liveness(0.0)
+    liveness.unsent(1000, 0.0)
+    liveness.asked(0.0)
+    for now, left in ((0.5, 900), (1.0, 500), (1.5, 100)):
+        liveness.heard(now)
+        liveness.unsent(left, now)
+        assert not liveness.judge(now, LIMIT_S)
+    for now, left in ((2.0, 100), (2.5, 100), (2.6, 300)):  # it does not get less any more
+        liveness.heard(now)
+        liveness.unsent(left, now)
+        liveness.judge(now, LIMIT_S)
+    assert liveness.hearing == "deaf"

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 # Copies end without a call; with nothing else to do the loop looks so often.
 COPY_POLL_S = 0.001
+# While the device computes, messages are taken as they come; so often it is asked if it is done.
+STEP_POLL_S = 0.0001
 # With unfinished sequences and nothing to compute, the shell still hears that the loop is alive.
 HEARTBEAT_S = 1.0
 MAX_FAILURES_IN_A_ROW = 3
@@ -104,10 +106,12 @@ class EngineLoop(Generic[T]):
         self._phases_s = [0.0] * len(Phase)
         self._told: EngineStats | None = None
         self._told_at = clock()
+        self._leaving = False
 
     def run(self) -> None:
         """Until Shutdown. Raises ShellGone, ExecutorLost."""
         idle_s: float | None = 0.0
+        self._leaving = False
         while self._receive(idle_s):
             worked = self._turn()
             idle_s = 0.0 if worked else self._idle_s()
@@ -116,13 +120,11 @@ class EngineLoop(Generic[T]):
 
     def _receive(self, wait_s: float | None) -> bool:
         """Take all that has come, waiting for the first. False: leave."""
-        message = self._channel.receive(wait_s)
+        message = None if self._leaving else self._channel.receive(wait_s)
         while message is not None:
-            if isinstance(message, Shutdown):
-                return False
             self._take(message)
-            message = self._channel.receive(0)
-        return True
+            message = None if self._leaving else self._channel.receive(0)
+        return not self._leaving
 
     def _take(self, message: ToEngine) -> None:
         scheduler = self._scheduler
@@ -141,6 +143,8 @@ class EngineLoop(Generic[T]):
                 scheduler.loads.preload(order, digest)
             case EvictAdapter(order, digest):
                 scheduler.loads.condemn(order, digest)
+            case Shutdown():
+                self._leaving = True
 
     def _idle_s(self) -> float | None:
         """How long nothing can happen unless a message comes; None = for ever."""
@@ -156,9 +160,7 @@ class EngineLoop(Generic[T]):
 
     def _turn(self) -> bool:
         """One round; whether a step was launched or collected in it."""
-        for done in self._executor.finished_copies():
-            self._copy_s[done.digest] = done.copy_s
-            self._scheduler.copy_done(done, self._clock())
+        self._note_copies()
         began = self._clock()
         plan = self._scheduler.plan(began)
         collected = None
@@ -174,6 +176,26 @@ class EngineLoop(Generic[T]):
         self._tell(collected)
         return worked
 
+    def _note_copies(self) -> bool:
+        """Whether one is over."""
+        finished = self._executor.finished_copies()
+        for done in finished:
+            self._copy_s[done.digest] = done.copy_s
+            self._scheduler.copy_done(done, self._clock())
+        return bool(finished)
+
+    def _load_until_ready(self, ticket: T) -> None:
+        """While the device computes, an adapter that somebody misses is asked for, placed and
+        copied at once: it may be there before the next plan, and its request waits no longer than
+        others."""
+        while not (self._leaving or ticket.ready()):
+            message = self._channel.receive(STEP_POLL_S)
+            if message is not None:
+                self._take(message)
+            if self._note_copies() or message is not None:
+                self._scheduler.go_on_loading(self._clock())
+                self._carry_out_loads()
+
     def _launch(self, plan: StepPlan, began: float) -> None:
         """began: when its planning did."""
         planned = self._clock()
@@ -186,6 +208,7 @@ class EngineLoop(Generic[T]):
     def _collect(self) -> _Collected:
         plan, ticket, since = self._in_flight[0]
         began = self._clock()
+        self._load_until_ready(ticket)
         results = self._executor.collect(ticket)
         ready = self._clock()
         self._in_flight.popleft()

@@ -210,6 +210,12 @@ class Scheduler:
         self._in_flight.append(batch)
         return batch.plan
 
+    def go_on_loading(self, now: float) -> None:
+        """What can be done for absent adapters between two plans, while steps are in flight."""
+        self._now = now
+        self._make_room(now)
+        self.loads.ask()
+
     def _make_room(self, now: float) -> None:
         self.loads.drop_condemned(self._sequences.values())
         self.loads.give_room(now, self._waiting, self._running)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from server.engine.channel import ShellChannel, ShellGone
-from server.engine.executor import AdapterCopy
+from server.engine.executor import AdapterCopy, CopyDone
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket, certified_output
 from server.engine.loop import MAX_FAILURES_IN_A_ROW, EngineLoop, ExecutorLost
 from server.engine.messages import AbortSequence, Shutdown, SlabMissing, StepOutput, encode
@@ -75,6 +75,58 @@ def test_many_streams_over_adapters_and_base(depth: int) -> None:
         assert sorted(set(engine.shell.released)) == ["a", "b", "c"]
         last = engine.shell.outputs[-1].stats
         assert (last.running, last.waiting, last.free_pages) == (0, 0, LIMITS.num_pages)
+
+
+class LongSteps(CertifyingExecutor):
+    """After the first, no step is done before a copy has been asked about."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS, OPTIONS)
+        self.copied_within_a_step: list[str] = []
+        self._collecting = False
+
+    def launch(self, plan: StepPlan) -> FakeTicket:
+        ticket = super().launch(plan)
+        executor = self
+
+        class Late(FakeTicket):
+            def ready(self) -> bool:
+                executor._collecting = True
+                return bool(executor.copied_within_a_step)
+
+        return Late(ticket.plan, ticket.results)
+
+    def collect(self, ticket: FakeTicket) -> list[SliceResult]:
+        self._collecting = False
+        return super().collect(self._in_flight[0])
+
+    def finished_copies(self) -> list[CopyDone]:
+        done = super().finished_copies()
+        if self._collecting:
+            self.copied_within_a_step += [copy.digest for copy in done]
+        return done
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_adapter_comes_while_the_device_computes(depth: int) -> None:
+    """The first step does not end before the adapter of the second request is there."""
+    executor = LongSteps()
+    with running(executor, depth) as engine:
+        engine.shell.submit(1, make_request([5, 6], 8))
+        engine.shell.submit(2, make_request([5, 7], 8, "a"))
+        expected = certified_output("a", [5, 7], 8, OPTIONS)
+        assert engine.shell.answer(2) == expected
+        assert len(engine.shell.answer(1)) == 8
+        assert executor.copied_within_a_step == ["a"]
+
+
+def test_shutdown_is_obeyed_while_the_device_computes() -> None:
+    executor = LongSteps()
+    with running(executor) as engine:
+        engine.shell.submit(1, make_request([5, 6], 8))
+        engine.shell.send(Shutdown())
+        engine.join()
+        assert engine.end is None
 
 
 def test_one_output_a_step_carries_all_its_events() -> None:

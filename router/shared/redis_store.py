@@ -77,27 +77,33 @@ class RedisStore:
         return _version(told)
 
     async def read(self, table: str, since: str = "") -> Table:
-        rows, _, order = self._table(table)
-        version, is_ordered = await self._order(table)
-        if not is_ordered or not since or life_of(version) != life_of(since):
-            found = await self.link.call(lambda: _wait(self._redis.hgetall(rows)), PATIENCE_S)
-            return Table(version, {key.decode(): _row(value) for key, value in found.items()})
+        rows, version, order = self._table(table)
+        after = f"({since.partition(':')[2] or '0'}"
 
-        async def changed() -> dict[str, Row]:
-            after = f"({since.partition(':')[2]}"
-            keys = await _wait(self._redis.zrangebyscore(order, after, "+inf"))
-            values = await _wait(self._redis.hmget(rows, keys)) if keys else []
-            pairs = zip(keys, values, strict=True)
-            return {key.decode(): _row(value) for key, value in pairs if value is not None}
+        async def look() -> list[Any]:
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                pipeline.hmget(version, ["name", "writes", "ordered"])
+                pipeline.zrangebyscore(order, after, "+inf") if since else pipeline.hgetall(rows)
+                return await pipeline.execute()
 
-        return Table(version, await self.link.call(changed, PATIENCE_S), is_whole=False)
+        told, found = await self.link.call(look, PATIENCE_S)
+        now = _version(told[:2])
+        if not since:
+            return Table(now, {key.decode(): _row(value) for key, value in found.items()})
+        # Routers that know of no order leave their writes out of it.
+        if told[1] != told[2] or life_of(now) != life_of(since):
+            return await self.read(table)
+        keys = cast("list[bytes]", found)
+        values = await self._values_of(rows, keys) if keys else []
+        pairs = zip(keys, values, strict=True)
+        changed = {key.decode(): _row(value) for key, value in pairs if value is not None}
+        return Table(now, changed, is_whole=False)
 
-    async def _order(self, table: str) -> tuple[str, bool]:
-        """The version; and whether all its writes are in order: older routers leave theirs out."""
-        _, version, _ = self._table(table)
-        fields = ["name", "writes", "ordered"]
-        told = await self.link.call(lambda: _wait(self._redis.hmget(version, fields)))
-        return _version(told[:2]), told[1] == told[2]
+    async def _values_of(self, rows: str, keys: Sequence[bytes]) -> Sequence[bytes | None]:
+        return cast(
+            "list[bytes | None]",
+            await self.link.call(lambda: _wait(self._redis.hmget(rows, list(keys))), PATIENCE_S),
+        )
 
     async def put(self, table: str, key: str, row: Row) -> bool:
         name = secrets.token_hex(8)

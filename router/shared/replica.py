@@ -102,8 +102,11 @@ class Replica(Generic[T]):
         if life_of(version) != life_of(self._version) and self._rows:
             for key, row in list(self._rows.items()):
                 await self._store.put(self._table, key, row)
+            version = await self._store.version(self._table)
         self._just_written.clear()
         table = await self._store.read(self._table, self._version if self.is_loaded else "")
+        if life_of(table.version) != life_of(version):
+            return  # it was lost just now: the next look fills it again
         self._version = table.version
         if table.is_whole:
             for key in self._rows.keys() - table.rows.keys() - self._just_written.keys():

@@ -1,5 +1,7 @@
 """What readers hold outlives the table."""
 
+import msgspec
+
 from router.shared.memory_store import MemoryStore
 from router.shared.replica import Replica
 from router.shared.store import Row, Table
@@ -18,8 +20,10 @@ class Lossy(MemoryStore):
         self._tables.clear()
         self.life += "+"
 
-    async def version(self, table: str) -> str:
-        return (await super().version(table)).replace("memory", self.life)
+    async def read(self, table: str, since: str = "") -> Table:
+        found = await super().read(table, since)
+        version = found.version.replace("memory", self.life)
+        return msgspec.structs.replace(found, version=version)
 
 
 async def test_a_lost_table_is_filled_by_whoever_comes_with_the_newest() -> None:
@@ -48,6 +52,28 @@ async def test_a_table_that_was_lost_before_it_was_read_is_filled_again() -> Non
     await one.refresh()
     await one.write("a", b"1")
     store._tables.clear()
+    await one.refresh()
+    assert (await store.read("t")).rows == {"a": Row(1, b"1")}
+
+
+async def test_a_table_that_is_lost_while_it_is_read_takes_nothing_along() -> None:
+    class Losing(Lossy):
+        loses = False
+
+        async def read(self, table: str, since: str = "") -> Table:
+            if self.loses:
+                self.loses = False
+                self._tables.clear()
+            return await super().read(table, since)
+
+    store = Losing(lambda: 0.0)
+    one = replica(store)
+    await one.write("a", b"1")
+    await one.refresh()
+    await store.put("t", "b", Row(1, b"2"))
+    store.loses = True
+    await one.refresh()
+    assert dict(one.values) == {"a": "1"}
     await one.refresh()
     assert (await store.read("t")).rows == {"a": Row(1, b"1")}
 

@@ -77,12 +77,13 @@ class Trio:
         self.slots: dict[str | None, int] = {None: -1}
         self.next_extent = 0
         for slot, adapter in enumerate(ZOO):
+            extents = 0
             for driver in (self.exact, self.rough, self.gpu):
-                dtype = driver.config.dtype
-                layout, slab = pack(oracle, adapter, dtype=dtype)
+                layout, slab = pack(oracle, adapter, dtype=driver.config.dtype)
                 assert driver.load(slot, layout, slab, self.next_extent).error is None
+                extents = max(extents, sum(layout.runs))
             self.slots[adapter] = slot
-            self.next_extent += 2 * sum(layout.runs)
+            self.next_extent += extents
 
     def close(self) -> None:
         for driver in (self.exact, self.rough, self.gpu):

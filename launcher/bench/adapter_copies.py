@@ -17,7 +17,8 @@ from server.engine.residency import AdapterArena
 from server.model.adapter_copies import AdapterCopies
 from server.model.checkpoint import read_config
 from server.model.config import base_spec
-from server.model.lora import DTYPES, AdapterTable, SiteIndex
+from server.model.lora import DTYPES, AdapterTable
+from server.model.sites import SiteIndex
 from server.worker.host_tier import HostMemory
 
 _ROUNDS = 4

@@ -3,10 +3,9 @@
 Owns the records' layout and their upload; the bytes they point to belong to whoever owns the arena.
 """
 
-import struct
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 MAX_PROJECTIONS = 3
 MAX_RANK = 256
@@ -14,7 +13,8 @@ POINTER_ALIGNMENT = 16
 
 # One record is 64 bytes: a cache line never holds parts of two.
 RECORD_WORDS = 8
-_RECORD = struct.Struct("=4q4i3f4x")
+_INT32_RANKS = 2 * (1 + MAX_PROJECTIONS)
+_FLOAT32_SCALES = _INT32_RANKS + MAX_PROJECTIONS + 1
 
 
 class LoraTable:
@@ -24,9 +24,9 @@ class LoraTable:
     addresses of B `[out_features, rank]`, one for each projection; 4-5 = int32 ranks of the
     projections and their sum; 6-7 = float32 scales. All zero = the adapter does not touch the site.
 
-    `write` changes the host's copy; `upload` copies a slot's records to the device on the current
-    stream, and `clear` does both. A slot must not be written again before its last upload ran, and
-    not uploaded while a step that reads the slot may run.
+    `write` and `clear` change the host's copy; `upload` copies a slot's records to the device on
+    the current stream. A slot must not be written again before its last upload ran, and not
+    uploaded while a step that reads the slot may run.
     """
 
     def __init__(self, num_sites: int, num_slots: int, device: torch.device | str) -> None:
@@ -39,37 +39,36 @@ class LoraTable:
         self.words = torch.zeros(shape, dtype=torch.int64, device=self.device)
         on_host = self.device.type == "cpu"
         self._host = self.words if on_host else torch.zeros(shape, dtype=torch.int64).pin_memory()
-        self._records = memoryview(self._host.numpy()).cast("B")  # type: ignore[arg-type]
+        self._records = self._host.numpy()
         self.ints = self.words.view(torch.int32)
         self.floats = self.words.view(torch.float32)
 
     def write(
         self,
         slot: int,
-        site: int,
-        a_ptr: int,
-        b_ptrs: Sequence[int],
-        ranks: Sequence[int],
-        scales: Sequence[float],
+        sites: ArrayLike,
+        a_ptrs: ArrayLike,
+        b_ptrs: ArrayLike,
+        ranks: ArrayLike,
+        scales: ArrayLike,
     ) -> None:
-        """Set one record; the sequences have one entry for each projection of the site (1 to 3).
+        """Set the records of some of the slot's sites, or of one.
 
-        Addresses are device addresses of tensors aligned to 16 bytes; those of a projection of
-        rank 0 are ignored. Raises ValueError for a slot, site, rank or address out of range.
+        sites, a_ptrs: `[n]`, or a number. b_ptrs, ranks, scales: `[n, p]`, or `[p]`, for 1 to 3
+        projections; a site that has fewer has rank 0 in the others. Addresses are device addresses
+        of tensors aligned to 16 bytes; those of a projection of rank 0 are ignored.
+        Raises ValueError for a slot, site, rank or address out of range, and then changes nothing.
         """
         self._check_slot(slot)
-        if not 0 <= site < self.num_sites:
+        rows = np.atleast_1d(np.asarray(sites, dtype=np.int64))
+        for site in rows[(rows < 0) | (rows >= self.num_sites)][:1]:
             raise ValueError(f"site {site} is not in 0..{self.num_sites - 1}")
-        _check_record(a_ptr, b_ptrs, ranks, scales)
-        at = (slot * self.num_sites + site) * _RECORD.size
-        if not any(ranks):
-            self._records[at : at + _RECORD.size] = bytes(_RECORD.size)
-            return
-        used = [b_ptr if rank else 0 for b_ptr, rank in zip(b_ptrs, ranks, strict=True)]
-        none = (0,) * (MAX_PROJECTIONS - len(ranks))
-        values = (a_ptr, *used, *none, *ranks, *none, sum(ranks), *scales, *none)
-        # A tensor's elements one by one would take longer than the adapter's copy.
-        _RECORD.pack_into(self._records, at, *values)
+        a_of = np.atleast_1d(np.asarray(a_ptrs, dtype=np.int64))
+        b_of = np.atleast_2d(np.asarray(b_ptrs, dtype=np.int64))
+        rank_of = np.atleast_2d(np.asarray(ranks, dtype=np.int64))
+        scale_of = np.atleast_2d(np.asarray(scales, dtype=np.float32))
+        _check_shapes(rows, a_of, b_of, rank_of, scale_of)
+        self._records[slot, rows] = _pack(a_of, b_of, rank_of, scale_of)
 
     def upload(self, slot: int) -> None:
         """Copy the slot's records to the device, asynchronously on the current stream."""
@@ -78,26 +77,47 @@ class LoraTable:
             self.words[slot].copy_(self._host[slot], non_blocking=True)
 
     def clear(self, slot: int) -> None:
-        """Make the slot touch nothing, and upload that."""
+        """Make the slot touch nothing."""
         self._check_slot(slot)
-        self._host[slot].zero_()
-        self.upload(slot)
+        self._records[slot] = 0
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} is not in 0..{self.num_slots - 1}")
 
 
-def _check_record(
-    a_ptr: int, b_ptrs: Sequence[int], ranks: Sequence[int], scales: Sequence[float]
+def _check_shapes(
+    sites: np.ndarray, a_ptrs: np.ndarray, b_ptrs: np.ndarray, ranks: np.ndarray, scales: np.ndarray
 ) -> None:
-    if not 1 <= len(ranks) <= MAX_PROJECTIONS or not len(ranks) == len(b_ptrs) == len(scales):
+    by_site = sites.shape == a_ptrs.shape == ranks.shape[:1]
+    by_projection = b_ptrs.shape == ranks.shape == scales.shape
+    if not (by_site and by_projection and 1 <= ranks.shape[-1] <= MAX_PROJECTIONS):
         raise ValueError(
-            f"expected 1 to {MAX_PROJECTIONS} ranks and as many B addresses and scales, "
-            f"got {len(ranks)}, {len(b_ptrs)}, {len(scales)}"
+            f"expected an A address for each of {len(sites)} sites, 1 to {MAX_PROJECTIONS} ranks "
+            f"and as many B addresses and scales, got {a_ptrs.shape}, {ranks.shape}, "
+            f"{b_ptrs.shape}, {scales.shape}"
         )
-    if any(not 0 <= rank <= MAX_RANK for rank in ranks):
-        raise ValueError(f"ranks {list(ranks)} are not all in 0..{MAX_RANK}")
-    used = [a_ptr] * any(ranks) + [p for p, rank in zip(b_ptrs, ranks, strict=True) if rank]
-    if any(p <= 0 or p % POINTER_ALIGNMENT for p in used):
-        raise ValueError(f"addresses must be positive multiples of {POINTER_ALIGNMENT}: {used}")
+
+
+def _pack(
+    a_ptrs: np.ndarray, b_ptrs: np.ndarray, ranks: np.ndarray, scales: np.ndarray
+) -> np.ndarray:
+    """int64 `[n, 8]`."""
+    projections = ranks.shape[1]
+    for row in ranks[((ranks < 0) | (ranks > MAX_RANK)).any(axis=1)][:1].tolist():
+        raise ValueError(f"ranks {row} are not all in 0..{MAX_RANK}")
+    totals = ranks.sum(axis=1)
+    used = np.column_stack((totals, ranks)) > 0
+    pointers = np.where(used, np.column_stack((a_ptrs, b_ptrs)), 0)
+    wrong = used & ((pointers <= 0) | (pointers % POINTER_ALIGNMENT != 0))
+    for row in pointers[wrong.any(axis=1)][:1].tolist():
+        raise ValueError(f"addresses must be positive multiples of {POINTER_ALIGNMENT}: {row}")
+    records = np.zeros((len(ranks), RECORD_WORDS), dtype=np.int64)
+    records[:, : 1 + projections] = pointers
+    ints, floats = records.view(np.int32), records.view(np.float32)
+    ints[:, _INT32_RANKS : _INT32_RANKS + projections] = ranks
+    ints[:, _INT32_RANKS + MAX_PROJECTIONS] = totals
+    floats[:, _FLOAT32_SCALES : _FLOAT32_SCALES + projections] = np.where(
+        used[:, :1], scales, np.float32(0)
+    )
+    return records

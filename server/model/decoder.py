@@ -5,8 +5,8 @@ from typing import Generic, TypeVar
 import torch
 
 from server.model.config import ModelConfig
-from server.model.lora import SiteIndex
 from server.model.ops import Ops
+from server.model.sites import SiteIndex
 from server.model.weights import ModelWeights
 
 P = TypeVar("P")

@@ -18,13 +18,14 @@ from server.model.config import ModelConfig
 from server.model.decode_batch import APPEND, POSITION, ROW, DecodeBatch
 from server.model.decoder import Decoder
 from server.model.gpu_path import Parts, build
-from server.model.lora import DTYPES, AdapterTable, SiteIndex
+from server.model.lora import DTYPES, AdapterTable
 from server.model.memory import DeviceMemory, estimate_lines, executor_limits, fill_device
 from server.model.ops import KVCache
 from server.model.results import PromptLogprobs, StepTicket
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
 from server.model.sampler import Drawn, Sampler, ScoredSlice
+from server.model.sites import SiteIndex
 from server.model.step import Step
 from server.model.transfers import to_device, to_host
 from server.model.weights import ModelWeights, load_weights

@@ -3,7 +3,6 @@
 Owns where an adapter's bytes lie and what they mean; which adapter lies where is the scheduler's.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +11,9 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from adapters.base import LAYER_SITES, MODEL_SITES, SITE_PROJECTIONS, SiteKind
-from adapters.manifest import SiteLayout, SlabLayout
+from adapters.manifest import SlabLayout
 from server.kernels.table import LoraTable
-from server.model.config import ModelConfig
+from server.model.sites import PlacedAdapter, SiteIndex, SiteShape, place
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -41,76 +39,54 @@ class SiteWeights:
     projections: tuple[Projection, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SiteShape:
-    """A fused product of the base. out_features: of its projections, side by side in the output."""
-
-    kind: SiteKind
-    in_features: int
-    out_features: tuple[int, ...]
-
-
-class SiteIndex:
-    """Numbers the sites: four a layer (`LAYER_SITES`), then `embed_tokens`, then `lm_head`."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-        self._layer: dict[SiteKind, SiteShape] = {
-            "qkv": SiteShape("qkv", hidden, (config.q_size, config.kv_size, config.kv_size)),
-            "o": SiteShape("o", config.q_size, (hidden,)),
-            "gate_up": SiteShape("gate_up", hidden, (inner, inner)),
-            "down": SiteShape("down", inner, (hidden,)),
-        }
-        self._model: dict[SiteKind, SiteShape] = {
-            "embed_tokens": SiteShape("embed_tokens", vocab, (hidden,)),
-            "lm_head": SiteShape("lm_head", hidden, (vocab,)),
-        }
-        self.num_layers = config.num_layers
-        self.embed = config.num_layers * len(LAYER_SITES)
-        self.lm_head = self.embed + 1
-        self.num_sites = self.embed + 2
-
-    def layer(self, layer: int) -> int:
-        """The first of a layer's sites; they follow in the order of LAYER_SITES."""
-        return layer * len(LAYER_SITES)
-
-    def widths(self, site: int) -> tuple[int, ...]:
-        """Output features of the site's projections, side by side."""
-        if site < self.embed:
-            return self._layer[LAYER_SITES[site % len(LAYER_SITES)]].out_features
-        return self._model[MODEL_SITES[site - self.embed]].out_features
-
-    def find(self, site: SiteLayout) -> tuple[int, SiteShape]:
-        """Raises ValueError for a site that this model does not have."""
-        if site.kind in self._model and site.layer == -1:
-            return self.embed + MODEL_SITES.index(site.kind), self._model[site.kind]
-        if site.kind in self._layer and 0 <= site.layer < self.num_layers:
-            offset = LAYER_SITES.index(site.kind)
-            return self.layer(site.layer) + offset, self._layer[site.kind]
-        raise ValueError(f"the model has no site {site.kind} in layer {site.layer}")
-
-
 class Adapter:
     """An adapter in the arena. `weights`: its tensors by site, made when somebody asks, since on a
     GPU kernels find them through the device table."""
 
     def __init__(
-        self,
-        placed: "_Placed",
-        sites: Sequence[tuple[int, SiteLayout, SiteShape]],
-        dtype: torch.dtype,
+        self, placed: PlacedAdapter, sites: SiteIndex, arena: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        self.sites = frozenset(index for index, _, _ in sites)
+        self.placed = placed
         self._sites = sites
-        self._placed = placed
+        self._arena = arena
         self._dtype = dtype
 
     @cached_property
     def weights(self) -> dict[int, SiteWeights]:
+        placed = self.placed
+        columns = (placed.sites, placed.a, placed.b, placed.ranks, placed.scales)
         return {
-            index: _site_weights(self._placed, site, shape, self._dtype)
-            for index, site, shape in self._sites
+            site: self._site_weights(self._sites.shape(site), *found)
+            for site, *found in zip(*(column.tolist() for column in columns), strict=True)
         }
+
+    def _site_weights(
+        self, shape: SiteShape, a: int, b: list[int], ranks: list[int], scales: list[float]
+    ) -> SiteWeights:
+        total = sum(ranks)
+        columns = list(accumulate((0, *ranks)))
+        outputs = list(accumulate((0, *shape.out_features)))
+        if shape.kind == "embed_tokens":  # stored transposed
+            a_t = self._view(a, (shape.in_features, total))
+        else:
+            a_t = self._view(a, (total, shape.in_features)).T
+        projections = tuple(
+            Projection(
+                b_t=self._view(b[i], (width, ranks[i])).T,
+                scale=scales[i],
+                rank_begin=columns[i],
+                rank_end=columns[i + 1],
+                out_begin=outputs[i],
+                out_end=outputs[i + 1],
+            )
+            for i, width in enumerate(shape.out_features)
+            if ranks[i]
+        )
+        return SiteWeights(a_t, projections)
+
+    def _view(self, begin: int, shape: tuple[int, int]) -> torch.Tensor:
+        end = begin + shape[0] * shape[1] * self._dtype.itemsize
+        return self._arena[begin:end].view(self._dtype).view(shape)
 
 
 class AdapterTable:
@@ -146,39 +122,25 @@ class AdapterTable:
         """
         if DTYPES[layout.dtype] != self.dtype:
             raise ValueError(f"the slab is {layout.dtype}, the engine computes in {self.dtype}")
-        placed = _Placed(self.arena, layout, device_extents)
-        sites = [(*self.sites.find(site), site) for site in layout.sites]
-        self.device_table.clear(slot)
-        for index, shape, site in sites:
-            self._write(slot, index, shape, site, placed)
-        return Adapter(placed, [(i, site, shape) for i, shape, site in sites], self.dtype)
-
-    def _write(
-        self, slot: int, index: int, shape: SiteShape, site: SiteLayout, placed: "_Placed"
-    ) -> None:
-        if len(site.ranks) != len(SITE_PROJECTIONS[site.kind]):
-            raise ValueError(f"{site.kind}: one rank per projection expected, got {site.ranks}")
-        item, arena = self.dtype.itemsize, self.arena.data_ptr()
-        a_bytes = sum(site.ranks) * shape.in_features * item
-        self.device_table.write(
-            slot,
-            index,
-            a_ptr=arena + placed.position(site.a_offset, a_bytes),
-            b_ptrs=[
-                arena + placed.position(offset, rank * width * item) if rank else 0
-                for rank, width, offset in zip(
-                    site.ranks, shape.out_features, site.b_offsets, strict=True
-                )
-            ],
-            ranks=site.ranks,
-            scales=site.scales,
+        placed = place(
+            self.sites,
+            layout,
+            device_extents,
+            item_bytes=self.dtype.itemsize,
+            arena_bytes=self.arena.numel(),
         )
+        start = self.arena.data_ptr()
+        self.device_table.clear(slot)
+        self.device_table.write(
+            slot, placed.sites, start + placed.a, start + placed.b, placed.ranks, placed.scales
+        )
+        return Adapter(placed, self.sites, self.arena, self.dtype)
 
     def bind(self, slot: int, adapter: Adapter) -> None:
         """Let steps launched from now on use the slot. Between steps only."""
         self.device_table.upload(slot)
         self._slots[slot] = adapter
-        self._changes_model[slot] = any(site >= self.sites.embed for site in adapter.sites)
+        self._changes_model[slot] = (adapter.placed.sites >= self.sites.embed).any()
 
     def changes_model(self, token_slots: np.ndarray) -> bool:
         """Whether some adapter of a batch changes the embedding or the head."""
@@ -252,62 +214,3 @@ def _expand(weights: SiteWeights, bridge: torch.Tensor, y: torch.Tensor) -> None
         y[:, p.out_begin : p.out_end].addmm_(
             bridge[:, p.rank_begin : p.rank_end], p.b_t, alpha=p.scale
         )
-
-
-class _Placed:
-    """A slab's bytes, found through the runs of extents that hold them."""
-
-    def __init__(self, arena: torch.Tensor, layout: SlabLayout, extents: Sequence[int]) -> None:
-        if len(extents) != len(layout.runs):
-            raise ValueError(f"expected {len(layout.runs)} runs of extents, got {len(extents)}")
-        self.arena = arena
-        self.arena_bytes = arena.numel()
-        self.extents = extents
-        self.extent_bytes = layout.extent_bytes
-        self.starts = [0, *accumulate(layout.runs)]
-
-    def position(self, offset: int, nbytes: int) -> int:
-        """Of the arena's byte where a tensor begins. Raises ValueError when the tensor leaves its
-        run, or its run the arena."""
-        run = bisect_right(self.starts, offset // self.extent_bytes) - 1
-        if not 0 <= run < len(self.extents):
-            raise ValueError(f"offset {offset} lies outside the slab")
-        inside = offset - self.starts[run] * self.extent_bytes
-        if inside + nbytes > (self.starts[run + 1] - self.starts[run]) * self.extent_bytes:
-            raise ValueError(f"a tensor of {nbytes} bytes at {offset} leaves its run of extents")
-        begin = self.extents[run] * self.extent_bytes + inside
-        if begin < 0 or begin + nbytes > self.arena_bytes:
-            raise ValueError(f"extent {self.extents[run]} lies outside the device arena")
-        return begin
-
-    def view(self, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        nbytes = shape[0] * shape[1] * dtype.itemsize
-        begin = self.position(offset, nbytes)
-        return self.arena[begin : begin + nbytes].view(dtype).view(shape)
-
-
-def _site_weights(
-    placed: _Placed, site: SiteLayout, shape: SiteShape, dtype: torch.dtype
-) -> SiteWeights:
-    total = sum(site.ranks)
-    columns = list(accumulate((0, *site.ranks)))
-    outputs = list(accumulate((0, *shape.out_features)))
-    if site.kind == "embed_tokens":  # stored transposed
-        a_t = placed.view(site.a_offset, (shape.in_features, total), dtype)
-    else:
-        a_t = placed.view(site.a_offset, (total, shape.in_features), dtype).T
-    projections = tuple(
-        Projection(
-            b_t=placed.view(offset, (shape.out_features[i], rank), dtype).T,
-            scale=scale,
-            rank_begin=columns[i],
-            rank_end=columns[i + 1],
-            out_begin=outputs[i],
-            out_end=outputs[i + 1],
-        )
-        for i, (rank, scale, offset) in enumerate(
-            zip(site.ranks, site.scales, site.b_offsets, strict=True)
-        )
-        if rank
-    )
-    return SiteWeights(a_t, projections)

@@ -60,6 +60,7 @@ class Adapters:
 
     def remove(self, slot: int) -> None:
         self.table.clear(slot)
+        self.table.upload(slot)
         self.weights[slot] = None
 
     def _place(self, values: torch.Tensor) -> tuple[int, torch.Tensor]:

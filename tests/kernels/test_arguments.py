@@ -110,6 +110,11 @@ def test_table_checks_records() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             table.write(*arguments)
+    with pytest.raises(ValueError, match="addresses"):
+        table.write(0, [0, 1], [256, 256], [[512], [-512]], [[8], [8]], [[1.0], [1.0]])
+    with pytest.raises(ValueError, match="each of 2 sites"):
+        table.write(0, [0, 1], 256, [[512], [768]], [[8], [8]], [[1.0], [1.0]])
+    assert not table.words.any()
 
 
 def test_table_records_are_replaced_and_cleared() -> None:
@@ -124,6 +129,18 @@ def test_table_records_are_replaced_and_cleared() -> None:
     table.write(1, 0, 256, [512], [8], [1.0])
     table.clear(1)
     assert not table.words.any()
+
+
+def test_records_written_at_once_are_those_written_one_by_one() -> None:
+    at_once, one_by_one = LoraTable(4, 2, CPU), LoraTable(4, 2, CPU)
+    records = {3: (256, [512, 0, 768], [8, 0, 24], [0.5, 1.0, 2.0])}
+    records[0] = (1024, [2048, 0, 0], [256, 0, 0], [0.1, 0.0, 0.0])
+    records[2] = (0, [0, 0, 0], [0, 0, 0], [3.0, 0.0, 0.0])
+    for site, record in records.items():
+        one_by_one.write(1, site, *record)
+    at_once.write(1, list(records), *zip(*records.values(), strict=True))
+    assert torch.equal(at_once.words, one_by_one.words)
+    assert at_once.words.any(dim=2).nonzero().tolist() == [[1, 0], [1, 3]]
 
 
 def test_every_batch_has_launch_parameters() -> None:

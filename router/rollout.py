@@ -57,7 +57,8 @@ class Guards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Version(msgspec.Struct, frozen=True):
     """A version beside the one that serves. weight: wanted; live: in force.
 
-    since: from when on it is judged, Unix seconds. why: why it was rolled back.
+    since: from when on it is judged, Unix seconds; 0 = its rollout's begin. why: why it was
+    rolled back.
     """
 
     ref: AdapterRef

@@ -134,10 +134,14 @@ def running(registration: Registration) -> Rollout:
 
 
 def _lowered(version: Version, there: Rollout | None, now: float) -> Version:
-    known = None if there is None else there.version(version.digest)
+    """What was counted of a version that comes again says nothing of what it is now."""
+    if there is None:
+        return msgspec.structs.replace(version, live=0)
+    known = there.version(version.digest)
     if known is None or known.rolled_back:
         return msgspec.structs.replace(version, live=0, since=int(now))
-    return msgspec.structs.replace(version, live=min(known.live, version.weight), since=known.since)
+    live = min(known.live, version.weight)
+    return msgspec.structs.replace(version, live=live, since=known.since)
 
 
 def _check_distinct(registration: Registration, versions: Sequence[Version]) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from server.engine.channel import ShellGone
 from server.engine.executor import CopyDone, Executor, Ticket
 from server.engine.messages import (
     AbortSequence,
@@ -171,6 +172,8 @@ class EngineLoop(Generic[T]):
             self._carry_out_loads()
             if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
                 collected = self._collect()
+        except ShellGone:
+            raise
         except Exception as error:  # the device's failures are foreign and of any kind
             self._fail(error)
         self._tell(collected)

@@ -83,6 +83,7 @@ class LongSteps(CertifyingExecutor):
     def __init__(self) -> None:
         super().__init__(LIMITS, OPTIONS)
         self.copied_within_a_step: list[str] = []
+        self.computes = threading.Event()
         self._collecting = False
 
     def launch(self, plan: StepPlan) -> FakeTicket:
@@ -92,6 +93,7 @@ class LongSteps(CertifyingExecutor):
         class Late(FakeTicket):
             def ready(self) -> bool:
                 executor._collecting = True
+                executor.computes.set()
                 return bool(executor.copied_within_a_step)
 
         return Late(ticket.plan, ticket.results)
@@ -124,9 +126,23 @@ def test_shutdown_is_obeyed_while_the_device_computes() -> None:
     executor = LongSteps()
     with running(executor) as engine:
         engine.shell.submit(1, make_request([5, 6], 8))
+        assert executor.computes.wait(TIMEOUT_S)
         engine.shell.send(Shutdown())
         engine.join()
         assert engine.end is None
+
+
+def test_a_shell_that_goes_while_the_device_computes_ends_the_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    executor = LongSteps()
+    with running(executor) as engine:
+        engine.shell.submit(1, make_request([5, 6], 8))
+        assert executor.computes.wait(TIMEOUT_S)
+        engine.shell.sock.close()
+        engine.join()
+        assert isinstance(engine.end, ShellGone)
+    assert "a step failed" not in caplog.text
 
 
 def test_one_output_a_step_carries_all_its_events() -> None:

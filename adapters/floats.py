@@ -96,7 +96,7 @@ def float_digest(parts: Iterable[tuple[Raw, str]]) -> str:
     digest = hashlib.sha256()
     for raw, dtype in parts:
         for chunk in _chunks(raw, dtype):
-            digest.update(write_floats(chunk, "float32").tobytes())
+            digest.update(write_floats(chunk, "float32").data)
     return digest.hexdigest()
 
 

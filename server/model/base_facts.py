@@ -2,6 +2,8 @@
 
 import mmap
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,11 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     config = read_config(folder)
     tied = config.tie_word_embeddings
     shards = {name: shard for shard in read_shards(folder) for name in shard.tensors}
-    digests = {"embed_tokens": _digest(shards, _EMBED)}
-    digests["lm_head"] = digests["embed_tokens"] if tied else _digest(shards, _LM_HEAD)
+    names_of = {"embed_tokens": _EMBED, "lm_head": _EMBED if tied else _LM_HEAD}
+    tensors = sorted(set(names_of.values()))
+    with ThreadPoolExecutor(len(tensors)) as threads:  # seconds each, at the start
+        found = dict(zip(tensors, threads.map(partial(_digest, shards), tensors), strict=True))
+    digests = {module: found[tensor] for module, tensor in names_of.items()}
     num_tokens = _num_tokens(read_optional_json(folder / TOKENIZER_FILE))
     return base_spec(config, base_digest(folder), names, digests, num_tokens)
 

@@ -15,6 +15,9 @@ from redis.exceptions import RedisError
 from tests.router.serving import poll
 from tests.tethered import tethered
 
+# On a machine that is busy.
+START_S = 60.0
+ANSWER_S = 5.0
 PROGRAM = shutil.which("redis-server")
 
 
@@ -23,9 +26,10 @@ class RedisServer:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.socket = folder / "redis.sock"
+        self._log = folder / "log"
         self._options = (
             *("--port", "0", "--unixsocket", str(self.socket), "--dir", str(folder)),
-            *("--save", "", "--appendonly", "no", "--logfile", str(folder / "log"), *options),
+            *("--save", "", "--appendonly", "no", "--logfile", str(self._log), *options),
         )
         self._process: asyncio.subprocess.Process | None = None
 
@@ -35,16 +39,20 @@ class RedisServer:
 
     async def start(self) -> None:
         assert PROGRAM, "the tests need redis-server on the PATH"
-        self._process = await asyncio.create_subprocess_exec(*tethered(PROGRAM, *self._options))
+        process = self._process = await asyncio.create_subprocess_exec(
+            *tethered(PROGRAM, *self._options)
+        )
         async with Redis.from_url(self.url) as client:
 
             async def answers() -> bool:
+                assert process.returncode is None, self._log.read_text()
                 try:
-                    return bool(await client.ping())
-                except (OSError, RedisError):
+                    async with asyncio.timeout(ANSWER_S):
+                        return bool(await client.ping())
+                except (OSError, RedisError):  # TimeoutError is an OSError
                     return False
 
-            await poll(answers)
+            await poll(answers, START_S)
 
     async def kill(self) -> None:
         process = self._process

@@ -3,6 +3,14 @@
 import os
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 # Triton reads this when it is first imported: without a GPU its kernels run under the interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long an example takes says how busy the machine is.
+settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any-machine")

@@ -30,7 +30,7 @@ def raw_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]"
     return np.array(tensor.contiguous().view(torch.uint8).numpy().reshape(-1), dtype=np.uint8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.floats(width=32), min_size=1, max_size=20),
     st.sampled_from(tuple(typing.get_args(Stored))),

@@ -139,7 +139,7 @@ def _judge(data: bytes) -> None:
     assert position == len(data)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.data())
 def test_mutated_files(data: st.DataObject) -> None:
     good = bytearray(safetensors_bytes(lora_tensors(small_base(num_layers=1), rank=1)))
@@ -171,7 +171,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(
     st.dictionaries(
         st.text(max_size=6),
@@ -192,7 +192,7 @@ def test_any_json_header(header: dict[str, Any], payload: int) -> None:
     _judge(raw_safetensors(json.dumps(header).encode(), b"\0" * payload))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     _judge(data)

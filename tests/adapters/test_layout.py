@@ -66,7 +66,7 @@ RANKS = st.dictionaries(KEYS, st.integers(1, 40), min_size=1, max_size=24)
 DTYPES: st.SearchStrategy[SlabDtype] = st.sampled_from(("float32", "bfloat16"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(RANKS, DTYPES, st.integers(1, 40).map(lambda n: n * ALIGNMENT))
 def test_rules_of_a_slab(ranks: dict[tuple[int, str], int], dtype: SlabDtype, extent: int) -> None:
     layout = make_layout(adapter(ranks), BASE, "d", dtype, extent)
@@ -87,7 +87,7 @@ def test_rules_of_a_slab(ranks: dict[tuple[int, str], int], dtype: SlabDtype, ex
     assert sum(map(sum, (site.ranks for site in layout.sites))) == sum(ranks.values())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(RANKS)
 def test_every_run_is_used_and_sites_follow_the_order_of_a_step(
     ranks: dict[tuple[int, str], int],
@@ -108,7 +108,7 @@ def test_a_wrong_extent_is_a_fault_of_the_caller(extent: int) -> None:
         make_layout(adapter({(0, "q_proj"): 1}), BASE, "d", "float32", extent)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(RANKS, DTYPES)
 def test_room_is_needed_in_each_memory_to_the_extent(
     ranks: dict[tuple[int, str], int], dtype: SlabDtype

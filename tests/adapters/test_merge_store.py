@@ -104,9 +104,7 @@ def test_weights_that_sum_to_one_give_the_member(
     assert_equal(store.deltas(store.merge(*((a, weight) for weight in weights))), store.deltas(a))
 
 
-@settings(
-    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     weights=st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.3, 1.0]), min_size=3, max_size=3),
     order=st.permutations(range(3)),

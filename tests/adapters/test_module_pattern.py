@@ -46,7 +46,7 @@ def _reference(pattern: str) -> "re.Pattern[str] | None":
             return None
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(PATTERNS, st.lists(TEXTS, min_size=1, max_size=4))
 def test_equals_re_where_supported(pattern: str, names: list[str]) -> None:
     reference = _reference(pattern)
@@ -60,7 +60,7 @@ def test_equals_re_where_supported(pattern: str, names: list[str]) -> None:
         assert ours.fullmatch(name) is bool(reference.fullmatch(name)), name
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.text("ab.*+?()[]{}|\\^$-,0129dwsbB:=!<P", max_size=14), TEXTS)
 @example("{0}", "")
 @example("a|{,2}b", "b")

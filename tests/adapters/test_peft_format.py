@@ -199,7 +199,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(sorted(USED | HARMLESS | set(REFUSED))) | st.text(max_size=8)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(st.dictionaries(KEYS, VALUES, max_size=5))
 def test_any_config_is_read_or_refused(changes: dict[str, Any]) -> None:
     data = json.dumps(adapter_config(small_base(), 8, ["q_proj"]) | changes).encode()
@@ -208,7 +208,7 @@ def test_any_config_is_read_or_refused(changes: dict[str, Any]) -> None:
     assert config is not None or len(findings)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary(max_size=100))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     findings = Findings()

@@ -51,7 +51,7 @@ def targeting(**config: Any) -> Targeting:
     return result
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(NAMES, min_size=1, max_size=3),
     LAYERS,
@@ -68,7 +68,7 @@ def test_names_match_as_in_peft(names: list[str], layers: Any, pattern: Any, exc
         assert ours.targets(path, path == "lm_head") is expected, path
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(PATTERNS)
 def test_a_pattern_matches_as_in_peft(pattern: str) -> None:
     theirs, ours = LoraConfig(target_modules=pattern), targeting(target_modules=pattern)
@@ -76,7 +76,7 @@ def test_a_pattern_matches_as_in_peft(pattern: str) -> None:
         assert ours.targets(path, False) is bool(check_target_module_exists(theirs, path))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(PATTERNS, unique=True, max_size=4))
 def test_overrides_match_as_in_peft_in_the_order_of_the_file(patterns: list[str]) -> None:
     ranks = {pattern: index + 1 for index, pattern in enumerate(patterns)}

@@ -56,8 +56,10 @@ def main() -> int:
         if options.only is None or fault in options.only
     }
     plan = Plan(faults, options.seed, clients=options.clients)
-    with tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(run(plan, options.folder or Path(folder)))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        report = asyncio.run(run(plan, folder))
     summary = report.summary()
     print(summary.table())
     if options.record is not None:

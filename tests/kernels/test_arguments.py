@@ -38,7 +38,7 @@ FUSED = CONFIGS.fused("decode", 4)
     widths=st.lists(st.integers(1, 90), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_any_shape(rows: int, in_features: int, widths: list[int], seed: int) -> None:
     torch.manual_seed(seed)
     rng = random.Random(seed)

@@ -44,7 +44,7 @@ def routed(slots: Sequence[int], segments: Segments) -> list[tuple[int, list[int
 @given(
     slots=st.lists(st.integers(-1, 5), min_size=1, max_size=40), tile_rows=st.sampled_from([16, 32])
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_tiles_of_any_batch(slots: list[int], tile_rows: int) -> None:
     segments = allocate_segments(len(slots), tile_rows, 6, "cpu")
     assert routed(slots, segments) == obvious_tiles(slots, tile_rows)
@@ -54,7 +54,7 @@ def test_tiles_of_any_batch(slots: list[int], tile_rows: int) -> None:
     counts=st.lists(st.integers(0, 300), min_size=7, max_size=7),
     tile_rows=st.sampled_from([16, 64]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_tiles_of_many_rows(counts: list[int], tile_rows: int) -> None:
     """Past the one-kernel limit."""
     slots = [slot - 1 for slot, count in enumerate(counts) for _ in range(count)]

@@ -58,7 +58,7 @@ def started(weight: int = 5) -> Registration:
     return with_shares(ONE, shares(version("new", weight), weight=100 - weight), "r", 10.0, "me")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(WEIGHTS, st.text("abc", min_size=1, max_size=4))
 def test_shares_hold(weights: list[int], rollout_id: str) -> None:
     got = chosen(rollout(weights, rollout_id))
@@ -68,7 +68,7 @@ def test_shares_hold(weights: list[int], rollout_id: str) -> None:
         assert abs(got.count(which) / len(CALLERS) - share) <= 5 * deviation
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(WEIGHTS, st.data())
 def test_only_those_move_who_must(weights: list[int], data: st.DataObject) -> None:
     which = data.draw(st.integers(0, len(weights) - 1))

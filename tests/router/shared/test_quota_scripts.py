@@ -55,7 +55,7 @@ def test_scripts_agree_with_the_arithmetic(loop: asyncio.Runner) -> None:
     with a_server(loop) as server:
         link = RedisLink(server.url, timeout_s=20.0)
 
-        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=60, suppress_health_check=list(HealthCheck))
         @given(first=limits, second=limits, steps=steps)
         def agree(first: Limits, second: Limits, steps: list[tuple[int, int | None, int]]) -> None:
             loop.run(run(link, server, (first, second), steps))

@@ -94,7 +94,7 @@ def readable(one: Sequence) -> list[PageHash]:
 
 
 TestWalks = Walks.TestCase
-TestWalks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWalks.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_burst_is_hashed_no_further_than_it_can_be_read() -> None:

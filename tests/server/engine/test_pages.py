@@ -136,5 +136,5 @@ class PagesMachine(RuleBasedStateMachine):
         assert self.pool.available == 6 - len(held)
 
 
-PagesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PagesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestPages = PagesMachine.TestCase

@@ -239,5 +239,5 @@ class ArenaMachine(RuleBasedStateMachine):
                 assert self.arena.placement(digest) == self.where[digest], "moved while in use"
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ArenaMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestArena = ArenaMachine.TestCase

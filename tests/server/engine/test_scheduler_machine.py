@@ -155,7 +155,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert [p.token_id for p in scored or ()] == (request.prompt_ids if asked else [])
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None
-)
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestScheduler = SchedulerMachine.TestCase

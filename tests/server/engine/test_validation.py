@@ -137,7 +137,7 @@ REQUESTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(request=REQUESTS)
 def test_any_request_ends_in_one_terminal_event(request: GenerateRequest) -> None:
     harness = Harness(depth=2)

@@ -140,7 +140,7 @@ def test_distribution_is_that_of_transformers(case: str, seed: int) -> None:
 
 
 # The support alone, over random parameters: exact, unlike frequencies.
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     params=st.builds(
         SamplingParams,
@@ -213,7 +213,7 @@ MIXED = [
 ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(order=st.permutations(range(len(MIXED))), keep=st.integers(1, len(MIXED)))
 def test_neighbours_do_not_change_a_draw(order: list[int], keep: int) -> None:
     logits = random_logits(len(MIXED), 11)

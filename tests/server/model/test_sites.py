@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.base import LAYER_SITES, MODEL_SITES, BaseSpec
@@ -88,7 +88,6 @@ def number_of(site: SiteLayout) -> int:
 
 
 @given(seed=st.integers(0, 10**6), extent_bytes=st.sampled_from((256, 1024, 4096, 1 << 16)))
-@settings(deadline=None)
 def test_records_and_views_say_where_the_bytes_are(seed: int, extent_bytes: int) -> None:
     rng = random.Random(seed)
     layout = random_layout(rng, extent_bytes)

@@ -335,5 +335,5 @@ class TiersMachine(RuleBasedStateMachine):
             assert self.may_not_come(request.adapter or "", last.message or ""), last
 
 
-TiersMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TiersMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 TestTiers = TiersMachine.TestCase

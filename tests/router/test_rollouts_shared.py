@@ -103,6 +103,7 @@ async def test_from_nothing_to_all(fleet: Fleet) -> None:
     assert set(await fleet.digests(fleet.two)) == {OLD}
     await fleet.roll_out(50)
     shown = await fleet.until(fleet.two, "serving", "serving")
+    await fleet.until(fleet.one, "serving", "serving")  # who asks a router makes it catch up
     by_one, by_two = await fleet.digests(fleet.one), await fleet.digests(fleet.two)
     assert by_one == by_two, "a user has one version, whichever router is asked"
     assert set(by_one) == {OLD, NEW}

@@ -1,12 +1,16 @@
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
 import uvloop
 
+from router.shared.memory_store import MemoryStore
+from router.shared.store import Store
 from tests.router.fake_worker import FakeWorker, running_worker
 from tests.router.serving import Running, running_router
+from tests.router.shared.stores import redis_store
 
 
 def pytest_asyncio_loop_factories(
@@ -14,6 +18,15 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """As routers run: its TLS and its flow control are not asyncio's."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    if request.param == "memory":
+        yield MemoryStore(time.time)
+        return
+    async with redis_store() as store:
+        yield store
 
 
 @pytest.fixture

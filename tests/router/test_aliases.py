@@ -2,8 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
@@ -33,18 +31,6 @@ def ready(name: str, ref: AdapterRef = REF) -> Registration:
 
 
 ONE = ready("one")
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    if request.param == "memory":
-        yield MemoryStore(time.time)
-        return
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(running_redis())
-        link = RedisLink(server.url, timeout_s=5.0)
-        stack.push_async_callback(link.close)
-        yield RedisStore(link, "test")
 
 
 async def test_what_one_writes_the_others_and_a_restarted_one_have(store: Store) -> None:

@@ -1,7 +1,6 @@
 """What requests of versions were like: counted by routers, added up over time."""
 
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,7 +15,6 @@ from router.shared.memory_store import MemoryStore
 from router.shared.store import Store, StoreDown
 from server.protocol import TokenEvent
 from tests.router.fake_worker import make_manifest
-from tests.router.shared.test_store import redis_store
 
 MANIFEST = make_manifest("org/one")
 
@@ -26,15 +24,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    if request.param == "memory":
-        yield MemoryStore(time.time)
-        return
-    async with redis_store() as store:
-        yield store
 
 
 async def test_routers_and_spans_add_up(store: Store) -> None:

@@ -3,37 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from router.shared.memory_store import MemoryStore
-from router.shared.redis_link import RedisLink
-from router.shared.redis_store import RedisStore
 from router.shared.store import MAX_COUNTERS, Row, Settlement, Store
 from router.tenancy.quota import UNIT, Ask, Limits, Subject
 from tests.router.serving import poll
-from tests.router.shared.redis_server import running_redis
-
-
-@asynccontextmanager
-async def redis_store(*options: str) -> AsyncIterator[RedisStore]:
-    async with running_redis(*options) as server:
-        if "--cluster-enabled" in options:
-            await server.command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-
-            async def covered() -> bool:
-                return "cluster_state:ok" in str(await server.command("CLUSTER", "INFO"))
-
-            await poll(covered)
-        link = RedisLink(server.url, timeout_s=5.0)
-        running = asyncio.create_task(link.run())
-        try:
-            yield RedisStore(link, "test")
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            await link.close()
+from tests.router.shared.stores import redis_store
 
 
 @pytest.fixture(params=["memory", "redis", "cluster"])

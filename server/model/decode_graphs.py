@@ -20,6 +20,7 @@ from server.kernels.decode_inputs import gather_inputs
 from server.kernels.greedy import GreedyScratch, greedy_append
 from server.kernels.segments import route
 from server.model.attention_cuda import Attention
+from server.model.capture import padded_size, record, sizes_up_to
 from server.model.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
 from server.model.decoder import Decoder
 from server.model.ops_cuda import MAX_DECODE_ROWS, CudaOps, CudaPlan, DeviceLora, Product
@@ -34,7 +35,7 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """1, 2, 4, then by eights up to what `max_rows` sequences need, at most 256."""
     top = min(max_rows, MAX_DECODE_ROWS)
     sizes = [1, 2, 4, *range(8, MAX_DECODE_ROWS + 1, 8)]
-    return tuple(size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < top)
+    return sizes_up_to(sizes, top)
 
 
 T = TypeVar("T", np.ndarray, torch.Tensor)
@@ -104,10 +105,7 @@ class DecodeGraphs:
             self._upload(size, DecodeBatch(np.zeros((NUM_COLUMNS, 0), np.int32), ()))
             step()
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                step()
-            self._graphs[size, with_adapters] = graph
+            self._graphs[size, with_adapters] = record(step, self._pool)
 
     def takes(self, batch: DecodeBatch) -> bool:
         """Whether the batch can run in a graph."""
@@ -120,7 +118,7 @@ class DecodeGraphs:
 
     def launch(self, batch: DecodeBatch) -> GraphStep:
         n = len(batch)
-        size = next(size for size in self.sizes if size >= n)
+        size = padded_size(self.sizes, n)
         self._upload(size, batch)
         self._graphs[size, batch.has_adapters].replay()
         return GraphStep(self._logits[:n], self._sampled[:n])

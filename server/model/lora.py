@@ -89,6 +89,11 @@ class Adapter:
         return self._arena[begin:end].view(self._dtype).view(shape)
 
 
+def any_adapter(token_slots: np.ndarray) -> bool:
+    """token_slots: int64 `[tokens]`, adapter slots, -1 = the base."""
+    return bool(token_slots.size) and int(token_slots.max()) >= 0
+
+
 class AdapterTable:
     """The arena and, for every adapter slot, where its weights lie in it.
 
@@ -150,7 +155,7 @@ class AdapterTable:
     def batch(self, token_slots: np.ndarray) -> "LoraBatch | None":
         """token_slots: int64 `[tokens]`, -1 = the base; equal neighbours form one segment.
         None where no token has an adapter."""
-        if not token_slots.size or token_slots.max() < 0:
+        if not any_adapter(token_slots):
             return None
         changes = np.flatnonzero(np.diff(token_slots)) + 1
         borders = [0, *changes.tolist(), len(token_slots)]

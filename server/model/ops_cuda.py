@@ -21,7 +21,7 @@ from server.kernels.table import MAX_RANK
 from server.kernels.workspace import Workspace, allocate_workspace
 from server.model.attention_cuda import Attention, PagedAttention
 from server.model.config import ModelConfig
-from server.model.lora import AdapterTable
+from server.model.lora import AdapterTable, any_adapter
 from server.model.ops import KVCache, StepLayout
 from server.model.products import Products
 from server.model.rope import cos_sin, inverse_frequencies
@@ -116,7 +116,7 @@ class CudaOps:
         return CudaPlan(layout.positions, slots, self._attention.plan(layout))
 
     def lora(self, token_slots: np.ndarray) -> DeviceLora | None:
-        if not token_slots.size or token_slots.max() < 0:
+        if not any_adapter(token_slots):
             return None
         slots = to_device(token_slots.astype(np.int32), self.device)
         lora = self._allocate(slots, bool(self.table.changes_model(token_slots)), decodes=False)

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from server.kernels.segments import route
+from server.model.capture import padded_size, record, sizes_up_to
 from server.model.decoder import Decoder
+from server.model.lora import any_adapter
 from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
 from server.model.transfers import to_device
 
@@ -24,7 +26,7 @@ def token_sizes(max_tokens: int) -> tuple[int, ...]:
     """Up to what steps of `max_tokens` tokens need: padding is the smaller part of any step."""
     top = min(max_tokens, _MAX_TOKENS)
     sizes = [32, 64, 96, 128, *range(192, 1024, 64), *range(1024, _MAX_TOKENS + 1, 256)]
-    return tuple(size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < top)
+    return sizes_up_to(sizes, top)
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ class TokenGraphs:
             for piece in pieces:
                 piece()
             torch.cuda.synchronize()
-            graphs = [self._record(piece) for piece in pieces]
+            graphs = [record(piece, self._pool) for piece in pieces]
             for graph in graphs:
                 graph.replay()  # the first time takes longer
             self._captured[size, with_adapters] = _Captured(graphs, states.normed, lora)
@@ -86,7 +88,7 @@ class TokenGraphs:
         """token_slots: int64 `[tokens]`, adapter slots of a step, -1 = the base."""
         if len(token_slots) > self.sizes[-1]:
             return False
-        if not _any_adapter(token_slots):
+        if not any_adapter(token_slots):
             return True
         known = (self.sizes[0], True) in self._captured
         return known and not self._ops.table.changes_model(token_slots)
@@ -96,8 +98,8 @@ class TokenGraphs:
     ) -> torch.Tensor:
         """As `Decoder.forward`; the result is valid until the next call, in stream order."""
         tokens = len(token_ids)
-        size = next(size for size in self.sizes if size >= tokens)
-        with_adapters = _any_adapter(token_slots)
+        size = padded_size(self.sizes, tokens)
+        with_adapters = any_adapter(token_slots)
         if with_adapters:
             slots = np.full(size, -1, dtype=np.int32)
             slots[:tokens] = token_slots
@@ -143,13 +145,3 @@ class TokenGraphs:
 
         followers = [lambda layer=layer: follow(layer) for layer in range(len(layers))]
         return states, [begin, *followers]
-
-    def _record(self, piece: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            piece()
-        return graph
-
-
-def _any_adapter(token_slots: np.ndarray) -> bool:
-    return bool(token_slots.size) and int(token_slots.max()) >= 0

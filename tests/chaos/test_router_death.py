@@ -3,7 +3,7 @@
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.chaos.processes import Fleet, Process, Shape
 from tests.router.shared.redis_server import running_redis
 
 COUNT = 4
+TOKENS = 150
 STATUSES_A_SECOND = 2
 
 
@@ -48,10 +49,32 @@ async def watching(fleet: Fleet, worker: Process) -> AsyncIterator[Watcher]:
         yield Watcher(socket)
 
 
+async def until_not(status: int, asking: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+    async with asyncio.timeout(60):
+        while True:
+            answer = await asking()
+            if answer.status_code != status:
+                return answer
+            await asyncio.sleep(0.1)
+
+
 async def ask(client: httpx.AsyncClient, router: Process, order: Order) -> httpx.Response:
+    """Asks again for as long as Redis is late."""
     body = lorax(order)
     body["parameters"]["details"] = True
-    return await client.post(f"{router.url}/generate", json=body, headers=keyed(order))
+    return await until_not(
+        503, lambda: client.post(f"{router.url}/generate", json=body, headers=keyed(order))
+    )
+
+
+def long_orders(certifier: Certifier, dice: random.Random) -> list[Order]:
+    """None ends early: all of them run together for many of the worker's reports."""
+    orders: list[Order] = []
+    while len(orders) < COUNT:
+        order = certifier.order(dice, TOKENS, TOKENS)
+        if len(order.expected) == TOKENS:
+            orders.append(order)
+    return orders
 
 
 def ids_of(answer: httpx.Response) -> Any:
@@ -60,18 +83,12 @@ def ids_of(answer: httpx.Response) -> Any:
 
 async def answered(client: httpx.AsyncClient, router: Process, order: Order) -> httpx.Response:
     """Asks again for as long as the key's first request may still run."""
-    async with asyncio.timeout(60):
-        while True:
-            answer = await ask(client, router, order)
-            if answer.status_code not in (409, 503):
-                return answer
-            await asyncio.sleep(0.1)
+    return await until_not(409, lambda: ask(client, router, order))
 
 
 async def test_orphans_are_freed_and_a_retry_runs_once(tmp_path: Path) -> None:
     certifier = Certifier()
-    dice = random.Random(1)
-    orders = [certifier.order(dice, 60, 80) for _ in range(COUNT)]
+    orders = long_orders(certifier, random.Random(1))
     async with running_redis() as redis:
         # A Redis that is late for once must not let a request run again.
         strict = ("--idempotency-outage", "closed")
@@ -83,7 +100,7 @@ async def test_orphans_are_freed_and_a_retry_runs_once(tmp_path: Path) -> None:
                 httpx.AsyncClient(timeout=60, trust_env=False) as client,
                 watching(fleet, worker) as watcher,
             ):
-                asking = [asyncio.create_task(ask(client, dying, order)) for order in orders]
+                asking = [asyncio.create_task(ask(client, dying, o)) for o in orders]
                 await watcher.until_running(COUNT)
                 dying.signal(signal.SIGKILL)
                 for broken in asking:

@@ -5,7 +5,7 @@ import msgspec
 from adapters.ref import AdapterRef
 from router.generation import Secret
 from router.registration import Origin
-from router.rollout import Guards
+from router.rollout import Declared, Guards
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -27,8 +27,10 @@ class RolloutWish(msgspec.Struct, frozen=True):
     """Versions of a name and their weights, also its present one's if it is named.
 
     guards: None = no version goes back by itself; unset = as they are, or the usual ones.
+    declared: what the adapters file says, if the wish is its.
     """
 
     versions: tuple[tuple[AdapterRef, int], ...]
     guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
     by: str = ""
+    declared: Declared | None = None

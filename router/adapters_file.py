@@ -4,6 +4,7 @@ adapters:
   - name: sql
     ref: hub:org/sql-lora@main
     pin: true
+    versions: [{reference: "hub:org/sql-lora@next", weight: 5}]
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,12 +12,18 @@ from typing import Any
 
 import msgspec
 
+from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
-from router.adapter_wish import Wish
-from router.api.adapters import Name, check_name, parse_target
+from router.adapter_wish import RolloutWish, Wish
+from router.api.adapters import Name, check_name, parse_target, rollout_wish
+from router.api.body import require
+from router.api.rollouts import Versions
 from router.generation import RequestError
 from router.registration import Registration
+from router.rollout import Declared, Guards
+from router.rollout_moves import split
 
+BY = "the adapters file"
 MAX_FILE_BYTES = 4 << 20
 # Where errors of the file as a whole stand among those of its entries.
 WHOLE = ""
@@ -28,13 +35,16 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     ref: str
     pin: bool = False
+    versions: Versions | None = None
+    guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """An entry that can be understood."""
+    """An entry that can be understood. rollout: None = whether there is one is not the file's."""
 
     ref: AdapterRef
     pin: bool
+    rollout: Declared | None = None
 
 
 class FileContents(msgspec.Struct, frozen=True):
@@ -101,17 +111,49 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
         there = present.get(name)
         if there is None or there.origin == "api" or _is_new(there, wanted):
             replace = there is not None
-            by = "the adapters file"
-            register.append(Wish(name, wanted.ref, "file", wanted.pin, None, replace, by))
+            register.append(Wish(name, wanted.ref, "file", wanted.pin, None, replace, BY))
         elif there.ref != wanted.ref:
             errors[name] = "the name is declared with another reference, by --adapter"
         elif there.origin != "file" and there.pinned != wanted.pin:
             errors[name] = "whether it is pinned is left to --adapter, which declares it"
+        elif there.origin != "file" and wanted.rollout is not None:
+            errors[name] = "it is declared by --adapter: versions need a name that is not"
         elif there.origin == "file" and there.in_service and there.pinned != wanted.pin:
             (pin if wanted.pin else unpin).append(name)
     named = contents.wanted.keys() | contents.errors.keys()
     delete = [r.name for r in present.values() if r.origin == "file" and r.name not in named]
     return Plan(tuple(register), tuple(pin), tuple(unpin), tuple(delete), errors)
+
+
+class RolloutPlan(msgspec.Struct, frozen=True):
+    """end: names whose rollouts the file wants no more."""
+
+    roll_out: dict[str, RolloutWish]
+    end: tuple[str, ...]
+
+
+def plan_rollouts(contents: FileContents, registrations: Iterable[Registration]) -> RolloutPlan:
+    """What is still to do for versions, once `plan` is carried out.
+
+    What became of a rollout since the file said so, as versions that went back, is left alone until
+    the file says something else. Where it says nothing, so is an operator's rollout.
+    """
+    wishes: dict[str, RolloutWish] = {}
+    end: list[str] = []
+    for registration in registrations:
+        wanted = contents.wanted.get(registration.name)
+        if wanted is None or registration.origin != "file" or registration.ref != wanted.ref:
+            continue
+        there = None if registration.rollout is None else registration.rollout.declared
+        declared = wanted.rollout
+        if there == declared:
+            continue
+        if declared is None:
+            end.append(registration.name)
+        else:
+            wish = RolloutWish(declared.versions, declared.guards, BY, declared)
+            wishes[registration.name] = wish
+    return RolloutPlan(wishes, tuple(end))
 
 
 def _name_of(entry: Any) -> str | None:
@@ -124,12 +166,26 @@ def _read_entry(entry: Any, wanted: dict[str, Wanted], default_source: str) -> s
         typed = msgspec.convert(entry, FileEntry)
         check_name(typed.name, "name")
         ref = parse_target(typed.ref, "ref", default_source)
+        rollout = _read_rollout(typed, ref, default_source)
     except msgspec.ValidationError as error:
         return str(error)
     except RequestError as error:
         return error.message
-    wanted[typed.name] = Wanted(ref, typed.pin)
+    except AdapterError as error:
+        return f"`versions`: {error.message}"
+    wanted[typed.name] = Wanted(ref, typed.pin, rollout)
     return None
+
+
+def _read_rollout(entry: FileEntry, ref: AdapterRef, default_source: str) -> Declared | None:
+    """Raises RequestError, AdapterError."""
+    if entry.versions is None:
+        require(entry.guards is msgspec.UNSET, "they need `versions` beside them", "guards")
+        return None
+    wish = rollout_wish(entry.versions, entry.guards, default_source, BY)
+    split([ref], wish.versions)
+    guards = Guards() if isinstance(wish.guards, msgspec.UnsetType) else wish.guards
+    return Declared(wish.versions, guards)
 
 
 def _is_new(there: Registration, wanted: Wanted) -> bool:

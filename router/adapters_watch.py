@@ -2,19 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from pathlib import Path
 
 from adapters.errors import AdapterError
 from router.adapter_admin import AdapterAdmin
 from router.adapters_file import (
+    BY,
     MAX_FILE_BYTES,
     WHOLE,
     FileContents,
     plan,
+    plan_rollouts,
     read,
     unreadable,
 )
+from router.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class AdaptersFile:
         self,
         path: Path,
         admin: AdapterAdmin,
+        rollouts: Rollouts,
         default_source: str,
         clock: Callable[[], float],
         applied: asyncio.Event,
@@ -43,6 +47,7 @@ class AdaptersFile:
         self.applied = applied
         self._path = path
         self._admin = admin
+        self._rollouts = rollouts
         self._default_source = default_source
         self._clock = clock
         self._stamp: _Stamp | None = None
@@ -78,19 +83,37 @@ class AdaptersFile:
         """What went wrong, by entry."""
         admin = self._admin
         todo = plan(contents, admin.all())
-        work: list[tuple[str, Awaitable[object]]] = [
+        failed = await self._do(
             *((wish.name, admin.register(wish)) for wish in todo.register),
             *((name, admin.pin(name)) for name in todo.pin),
             *((name, admin.unpin(name)) for name in todo.unpin),
             *((name, admin.delete(name)) for name in todo.delete),
-        ]
+        )
+        errors = {**contents.errors, **todo.errors, **failed}
+        return {**errors, **await self._reconcile_rollouts(contents, errors)}
+
+    async def _reconcile_rollouts(
+        self, contents: FileContents, failed: Container[str]
+    ) -> dict[str, str]:
+        """What went wrong, by entry. failed: these are not what the file says."""
+        there = [r for r in self._admin.all() if r.name not in failed]
+        todo = plan_rollouts(contents, there)
+        errors = await self._do(
+            *((name, self._rollouts.roll_out(name, wish)) for name, wish in todo.roll_out.items()),
+            *((name, self._rollouts.end(name, BY, by_file=True)) for name in todo.end),
+        )
+        # Another router that follows the same file may have been faster.
+        left = plan_rollouts(contents, self._admin.all())
+        return {n: why for n, why in errors.items() if n in left.roll_out or n in left.end}
+
+    async def _do(self, *work: tuple[str, Awaitable[object]]) -> dict[str, str]:
+        """What went wrong, by name."""
         problems = await asyncio.gather(*(self._try(operation) for _, operation in work))
-        failed = {
+        return {
             name: problem
             for (name, _), problem in zip(work, problems, strict=True)
             if problem is not None
         }
-        return {**contents.errors, **todo.errors, **failed}
 
     async def _try(self, operation: Awaitable[object]) -> str | None:
         async with self._slots:

@@ -33,7 +33,7 @@ class RouterConfig:
     )
     adapters_file: Path | None = field(
         default=None,
-        metadata={"help": "YAML or JSON file of adapters (name, ref, pin), followed as it changes"},
+        metadata={"help": "YAML or JSON file of adapters, followed as it changes"},
     )
     hub_owners: tuple[str, ...] = field(
         default=(), metadata={"help": "Hub owners whose adapters are allowed (default: all)"}

@@ -82,10 +82,18 @@ class Version(msgspec.Struct, frozen=True):
         return "serving" if self.live else "idle"
 
 
+class Declared(msgspec.Struct, frozen=True):
+    """What the adapters file says of versions: reference and weight of each, as it is written."""
+
+    versions: tuple[tuple[AdapterRef, Weight], ...]
+    guards: Guards | None
+
+
 class Rollout(msgspec.Struct, frozen=True):
     """id: what callers' draws depend on, so the next rollout tries other callers first.
 
-    weight, live: of the old version, which serves when all weights are 0.
+    weight, live: of the old version, which serves when all weights are 0. declared: what it was
+    made from; None = an operator's command.
     """
 
     id: str
@@ -93,6 +101,7 @@ class Rollout(msgspec.Struct, frozen=True):
     weight: Weight
     live: Weight
     guards: Guards | None = Guards()
+    declared: Declared | None = None
 
     @property
     def is_warming(self) -> bool:

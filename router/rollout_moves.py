@@ -4,14 +4,14 @@ now: Unix seconds. `by`: who wants it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.ref import format_ref
+from adapters.ref import AdapterRef, format_ref
 from router.registration import Change, Registration, noted
-from router.rollout import MAX_WEIGHT, Content, Guards, Rollout, Version
+from router.rollout import MAX_WEIGHT, Content, Declared, Guards, Rollout, Version
 
 _ALL = MAX_WEIGHT
 
@@ -22,6 +22,48 @@ class Shares(msgspec.Struct, frozen=True):
     versions: tuple[Version, ...]
     weight: int
     guards: Guards | None
+    declared: Declared | None = None
+
+
+def split(
+    own: Collection[AdapterRef], versions: Sequence[tuple[AdapterRef, int]]
+) -> tuple[int, list[tuple[AdapterRef, int]]]:
+    """The old version's weight, and the others. Unsaid, it is what is left of 100.
+
+    own: references of the old version. Raises AdapterError (conflict).
+    """
+    others = [(ref, weight) for ref, weight in versions if ref not in own]
+    mine = [weight for ref, weight in versions if ref in own]
+    if len(mine) > 1 or len({ref for ref, _ in others}) < len(others):
+        raise AdapterError("conflict", "a version is there twice")
+    total = sum(weight for _, weight in others)
+    if not others or (not mine and total > MAX_WEIGHT) or (mine and not mine[0] + total):
+        raise AdapterError(
+            "conflict",
+            "expected versions beside the present one, with weights of 100 at most in all, or "
+            "the present one's weight, too",
+        )
+    return (mine[0] if mine else MAX_WEIGHT - total), others
+
+
+def check_undeclared(registration: Registration) -> None:
+    """Raises AdapterError (conflict) where the adapters file says what versions there are."""
+    rollout = registration.rollout
+    if rollout is not None and rollout.declared is not None:
+        raise AdapterError(
+            "conflict",
+            f"the versions of adapter {registration.name!r} are declared by the adapters file: "
+            "change them there, or take their shares away with a rollback",
+        )
+
+
+def stays_back(
+    version: Version, weight: int, there: Rollout | None, wanted: Declared | None
+) -> bool:
+    """Whether a version that went back stays so: the file says of it what it said before."""
+    before = None if there is None else there.declared
+    is_same = before is not None and (version.ref, weight) in before.versions
+    return version.rolled_back and wanted is not None and is_same
 
 
 def with_shares(
@@ -36,6 +78,7 @@ def with_shares(
         wanted.weight,
         max(wanted.weight, _ALL if there is None else there.live),
         wanted.guards,
+        wanted.declared,
     )
     if not rollout.is_warming:
         rollout = in_force(rollout)

@@ -11,10 +11,11 @@ from adapters.ref import AdapterRef, parse_ref
 from router.adapter_admin import AdapterAdmin
 from router.adapter_wish import RolloutWish
 from router.registration import Registration
-from router.rollout import MAX_WEIGHT, Content, Guards, RolledBackBy, Version
+from router.rollout import Content, Declared, Guards, RolledBackBy, Version
 from router.rollout_moves import (
     Shares,
     before,
+    check_undeclared,
     copies_needed,
     ended,
     in_force,
@@ -22,6 +23,8 @@ from router.rollout_moves import (
     reverted,
     rolled_back,
     running,
+    split,
+    stays_back,
     to_promote,
     with_shares,
 )
@@ -45,15 +48,20 @@ class Rollouts:
         admin = self._admin
         async with admin.lock(name):
             there = admin.get(name)
+            if wish.declared is None:
+                check_undeclared(there)
             registration = await admin.admitted(there, "refresh")
-            own, others = _split(registration, wish)
+            present = [registration.ref]
+            if registration.content is not None:
+                present.append(registration.content.ref)
+            own, others = split(present, wish.versions)
             versions = await asyncio.gather(
-                *(self._version(registration, ref, weight) for ref, weight in others)
+                *(self._version(registration, *other, wish.declared) for other in others)
             )
             guards = wish.guards
             if isinstance(guards, msgspec.UnsetType):
                 guards = Guards() if there.rollout is None else there.rollout.guards
-            shares = Shares(tuple(versions), own, guards)
+            shares = Shares(tuple(versions), own, guards, wish.declared)
             new_id = secrets.token_hex(8)
             after = with_shares(registration, shares, new_id, admin.clock(), wish.by)
             if after.pinned:
@@ -126,17 +134,23 @@ class Rollouts:
         self._count("operator")
         return done
 
-    async def end(self, name: str, by: str) -> Registration:
+    async def end(self, name: str, by: str, *, by_file: bool = False) -> Registration:
         """The old version has everything again, and the others are forgotten."""
         admin = self._admin
         async with admin.lock(name):
             there = admin.get(name)
+            if not by_file:
+                check_undeclared(there)
             return await admin.commit(there, ended(there, admin.clock(), by))
 
-    async def _version(self, registration: Registration, ref: AdapterRef, weight: int) -> Version:
+    async def _version(
+        self, registration: Registration, ref: AdapterRef, weight: int, declared: Declared | None
+    ) -> Version:
         """One that is there already means what it meant, unless it has failed."""
-        there = () if registration.rollout is None else registration.rollout.versions
-        for version in there:
+        there = registration.rollout
+        for version in () if there is None else there.versions:
+            if version.ref == ref and stays_back(version, weight, there, declared):
+                return version
             if version.ref == ref and not version.rolled_back:
                 return msgspec.structs.replace(version, weight=weight)
         return Version(ref, await self._admin.fetch(registration, ref), weight)
@@ -149,23 +163,3 @@ class Rollouts:
             await workers.bring(content, self._admin.token(registration))
         else:
             await workers.warm(content, self._admin.token(registration), copies)
-
-
-def _split(
-    registration: Registration, wish: RolloutWish
-) -> tuple[int, list[tuple[AdapterRef, int]]]:
-    """The old version's weight, and the others. Unsaid, it is what is left of 100."""
-    content = registration.content
-    own = {registration.ref} if content is None else {registration.ref, content.ref}
-    others = [(ref, weight) for ref, weight in wish.versions if ref not in own]
-    mine = [weight for ref, weight in wish.versions if ref in own]
-    if len(mine) > 1 or len({ref for ref, _ in others}) < len(others):
-        raise AdapterError("conflict", "a version is there twice")
-    total = sum(weight for _, weight in others)
-    if not others or (not mine and total > MAX_WEIGHT) or (mine and not mine[0] + total):
-        raise AdapterError(
-            "conflict",
-            "expected versions beside the present one, with weights of 100 at most in all, or "
-            "the present one's weight, too",
-        )
-    return (mine[0] if mine else MAX_WEIGHT - total), others

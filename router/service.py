@@ -195,7 +195,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         CompatMetrics(base, fleet, aliases, use).declare(compat)
     door = FrontDoor(config.max_connections, config.max_connections_per_address)
     metrics.meters.watch("connections_open", "Connections of clients", lambda: door.open)
-    file = _adapters_file(config, admin, fleet.names_known)
+    file = _adapters_file(config, admin, rollouts, fleet.names_known)
     return Service(
         *(config, base, catalog, admin, rollouts, keeper, file),
         *(fleet, dispatcher, answerer, metrics, sandbox),
@@ -296,12 +296,13 @@ def _tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
 
 
 def _adapters_file(
-    config: RouterConfig, admin: AdapterAdmin, applied: asyncio.Event
+    config: RouterConfig, admin: AdapterAdmin, rollouts: Rollouts, applied: asyncio.Event
 ) -> AdaptersFile | None:
     if config.adapters_file is None:
         return None
     applied.clear()
-    return AdaptersFile(config.adapters_file, admin, config.default_source, time.monotonic, applied)
+    source = config.default_source
+    return AdaptersFile(config.adapters_file, admin, rollouts, source, time.monotonic, applied)
 
 
 def _check_workers(config: RouterConfig) -> None:

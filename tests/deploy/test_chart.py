@@ -16,6 +16,7 @@ from deploy.helm import options_schema
 from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
 from launcher.options import Option
 from router.adapters_file import read
+from router.rollout import Guards
 from tests.deploy.chart import (
     CASES,
     CHART,
@@ -133,6 +134,10 @@ def test_adapters_are_written_as_the_router_reads_them() -> None:
     assert not contents.errors
     declared = {entry["name"]: entry.get("pin", False) for entry in case("fleet")["adapters"]}
     assert {name: wanted.pin for name, wanted in contents.wanted.items()} == declared
+    rollout = contents.wanted["support"].rollout
+    assert rollout is not None
+    assert [weight for _, weight in rollout.versions] == [5]
+    assert rollout.guards == Guards(min_requests=200, max_latency_ratio=1.5)
 
 
 def test_declaring_adapters_replaces_no_pod() -> None:

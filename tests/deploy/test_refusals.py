@@ -31,6 +31,20 @@ UNFIT: list[tuple[str, Object, str]] = [
     ),
     (
         "small",
+        {
+            "hubOwners": ["acme"],
+            "adapters": [
+                {
+                    "name": "a",
+                    "ref": "hub:acme/a",
+                    "versions": [{"reference": "hub:evil/b", "weight": 5}],
+                }
+            ],
+        },
+        '"a" belongs to evil, who is not in hubOwners',
+    ),
+    (
+        "small",
         {"adapters": [{"name": "a", "ref": "hub:x/a"}, {"name": "a", "ref": "hub:x/b"}]},
         'adapters: "a" is there twice',
     ),
@@ -73,6 +87,11 @@ MISWRITTEN: list[tuple[Object, str]] = [
     ({"pools": [{"name": "a", "gpu": 1}]}, "gpu"),
     ({"adapters": [{"name": "a b", "ref": "hub:x/y"}]}, "/adapters/0/name"),
     ({"adapters": [{"name": "a", "ref": "x/y"}]}, "/adapters/0/ref"),
+    (
+        {"adapters": [{"name": "a", "ref": "hub:x/y", "versions": [{"reference": "hub:x/z"}]}]},
+        "/adapters/0/versions/0",
+    ),
+    ({"adapters": [{"name": "a", "ref": "hub:x/y", "guards": {"window": 1}}]}, "window"),
     ({"images": {"router": {"digest": "sha256:short"}}}, "/images/router/digest"),
     ({"secrets": {"adminKey": {"value": "in the open"}}}, "value"),
     ({"podSecurity": {"runAsUser": 0}}, "/podSecurity/runAsUser"),

@@ -148,7 +148,10 @@ class Followed:
         self.admin = router.service.admin
         self.path = path
         self.clock = Clock()
-        self.file = AdaptersFile(path, self.admin, "hub", self.clock, asyncio.Event())
+        self.rollouts = router.service.rollouts
+        self.file = AdaptersFile(
+            path, self.admin, self.rollouts, "hub", self.clock, asyncio.Event()
+        )
         self.writes = 0
 
     def write(self, *entries: dict[str, Any]) -> None:

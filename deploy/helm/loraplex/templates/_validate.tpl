@@ -114,25 +114,29 @@
 {{- define "loraplex.validate.adapters" -}}
 {{- $options := .pool.options -}}
 {{- $owners := .root.Values.hubOwners -}}
-{{- range .root.Values.adapters -}}
-{{- if hasPrefix "s3:" .ref -}}
-{{- $bucket := regexReplaceAll "^s3:/*([^/]+).*$" .ref "${1}" -}}
+{{- range $adapter := .root.Values.adapters -}}
+{{- $refs := list .ref -}}
+{{- range .versions -}}{{- $refs = append $refs .reference -}}{{- end -}}
+{{- range $ref := $refs -}}
+{{- if hasPrefix "s3:" $ref -}}
+{{- $bucket := regexReplaceAll "^s3:/*([^/]+).*$" $ref "${1}" -}}
 {{- if not (has $bucket (index $options "s3-bucket" | default list)) -}}
-{{- fail (printf "adapters: %q is in the bucket %s, which %s may not read: add it to options.s3-bucket" .name $bucket $.where) -}}
+{{- fail (printf "adapters: %q is in the bucket %s, which %s may not read: add it to options.s3-bucket" $adapter.name $bucket $.where) -}}
 {{- end -}}
-{{- else if hasPrefix "https:" .ref -}}
-{{- $host := regexReplaceAll "^https://([^/]+).*$" .ref "${1}" -}}
+{{- else if hasPrefix "https:" $ref -}}
+{{- $host := regexReplaceAll "^https://([^/]+).*$" $ref "${1}" -}}
 {{- if not (has $host (index $options "https-host" | default list)) -}}
-{{- fail (printf "adapters: %q is on the host %s, which %s may not ask: add it to options.https-host" .name $host $.where) -}}
+{{- fail (printf "adapters: %q is on the host %s, which %s may not ask: add it to options.https-host" $adapter.name $host $.where) -}}
 {{- end -}}
-{{- else if hasPrefix "local:" .ref -}}
+{{- else if hasPrefix "local:" $ref -}}
 {{- if not (index $options "adapter-root") -}}
-{{- fail (printf "adapters: %q is a local folder, and %s has no options.adapter-root" .name $.where) -}}
+{{- fail (printf "adapters: %q is a local folder, and %s has no options.adapter-root" $adapter.name $.where) -}}
 {{- end -}}
-{{- else if and $owners (hasPrefix "hub:" .ref) -}}
-{{- $owner := regexReplaceAll "^hub:([^/]+)/.*$" .ref "${1}" -}}
+{{- else if and $owners (hasPrefix "hub:" $ref) -}}
+{{- $owner := regexReplaceAll "^hub:([^/]+)/.*$" $ref "${1}" -}}
 {{- if not (has $owner $owners) -}}
-{{- fail (printf "adapters: %q belongs to %s, who is not in hubOwners" .name $owner) -}}
+{{- fail (printf "adapters: %q belongs to %s, who is not in hubOwners" $adapter.name $owner) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -168,7 +168,8 @@ def _versions(rollout: dict[str, Any]) -> list[str]:
                 version["why"] or "-",
             )
         )
-    return table(rows)
+    alone = rollout.get("measured_by") == "this_router"
+    return [*table(rows), *(["measured by this router alone: there is no Redis"] if alone else ())]
 
 
 def _history(changes: list[dict[str, Any]]) -> list[str]:

@@ -200,6 +200,10 @@ class AdapterAdmin:
     def token(self, registration: Registration) -> Secret | None:
         return self._catalog.rules.credential(registration)
 
+    def note(self, before: Registration, after: Registration) -> None:
+        """For this router alone."""
+        self._aliases.note(before, after)
+
     async def fetch(self, registration: Registration, ref: AdapterRef) -> Content:
         """What a reference means now, opened as the registration's own. Raises AdapterError."""
         opened = msgspec.structs.replace(registration, ref=ref)

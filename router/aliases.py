@@ -90,7 +90,7 @@ class Aliases:
     def note(self, before: Registration, registration: Registration) -> None:
         """What this router found out by itself: nobody else is told. before: as `get` gave it."""
         name, row = registration.name, self._rows.values.get(registration.name)
-        if self.get(name) is not before:
+        if self.get(name) != before:
             return  # it is about what is no more
         declared = self._declared.get(name)
         if row is not None and _counts(row, declared):

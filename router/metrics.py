@@ -129,7 +129,7 @@ class RouterMetrics:
         )
         self.rollbacks = meters.counter(
             "adapter_rollbacks",
-            "Versions of adapters that were taken back, by a guard or by an operator",
+            "Versions of adapters that were taken back; guard_alone: by one router, without Redis",
             {"by": get_args(RolledBackBy)},
         )
 

@@ -16,10 +16,15 @@ from adapters.ref import AdapterRef, format_ref
 
 MAX_VERSIONS = 8
 MAX_WEIGHT = 100
+MAX_WINDOW_S = 3600
 _HASH_BITS = 64
 
 Weight = Annotated[int, Meta(ge=0, le=MAX_WEIGHT)]
-RolledBackBy = Literal["guard", "operator"]
+RolledBackBy = Literal[
+    "guard",
+    "guard_alone",  # of one router, for itself, while there was no Redis
+    "operator",
+]
 VersionState = Literal[
     "warming",  # its share, or more of it, waits until enough workers have it on their devices
     "serving",
@@ -48,7 +53,7 @@ class Guards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     old version's.
     """
 
-    window_s: Annotated[int, Meta(ge=10, le=3600)] = 300
+    window_s: Annotated[int, Meta(ge=10, le=MAX_WINDOW_S)] = 300
     min_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 50
     max_error_increase: Annotated[float, Meta(ge=0, le=1)] | None = 0.05
     max_latency_ratio: Annotated[float, Meta(ge=1, le=1000)] | None = 2.0

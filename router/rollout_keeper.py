@@ -1,7 +1,7 @@
 """Moves rollouts on: warms what waits for its share, and takes back what does worse.
 
 One router of those that share a store does it for all, by a lease; whatever two of them might do at
-the same time is told apart by the table's revisions.
+the same time is told apart by the table's revisions. While the store is away each judges alone.
 """
 
 import asyncio
@@ -15,6 +15,8 @@ from adapters.errors import AdapterError
 from router.aliases import Aliases
 from router.policy.guards import Measured, breach
 from router.registration import Registration
+from router.rollout import Guards
+from router.rollout_alone import LoneGuard
 from router.rollout_tally import RolloutTally
 from router.rollouts import GUARD, Rollouts
 from router.shared.store import Store, StoreDown
@@ -48,6 +50,7 @@ class RolloutKeeper:
         self._tally = tally
         self._audit = audit
         self._clock = clock
+        self._alone = LoneGuard(aliases, rollouts, tally, audit, clock)
         self._warming: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -63,28 +66,34 @@ class RolloutKeeper:
             await asyncio.gather(*self._warming.values(), return_exceptions=True)
 
     async def step(self) -> None:
-        """Raises StoreDown."""
-        await self._tally.flush()
-        rolling = [r for r in self._aliases.all() if r.rollout is not None and r.state == "ready"]
-        if not rolling or not await self._leads():
-            return
-        for registration in rolling:
+        """Raises StoreDown, and then has judged by what this router saw."""
+        try:
+            await self._tally.flush()
+            await self._alone.tell()
+            leads = bool(self._rolling()) and await self._leads()
+        except StoreDown:
+            self._alone.judge(self._rolling())
+            raise
+        for registration in self._rolling() if leads else ():
             if registration.name not in self._warming:
                 self._start_warming(registration)
             await self._judge(registration)
 
-    async def measured(self, registration: Registration) -> dict[str, Measured]:
-        """By digest, of the guards' window. Raises StoreDown."""
+    async def measured(self, registration: Registration) -> tuple[dict[str, Measured], bool]:
+        """By digest, of the guards' window; and whether of all routers, or else of this one."""
         rollout = registration.rollout
         if rollout is None:
-            return {}
-        window_s = 300 if rollout.guards is None else rollout.guards.window_s
-        digests = {v.digest: v.since for v in rollout.versions}
-        digests[registration.digest or ""] = 0
-        return {
-            digest: await self._tally.read(rollout.id, digest, window_s, since)
-            for digest, since in digests.items()
-        }
+            return {}, True
+        window_s = (rollout.guards or Guards()).window_s
+        asked = [(v.digest, window_s, v.since) for v in rollout.versions]
+        asked.append((registration.digest or "", window_s, 0))
+        try:
+            return {ask[0]: await self._tally.read(rollout.id, *ask) for ask in asked}, True
+        except StoreDown:
+            return {ask[0]: self._tally.read_own(rollout.id, *ask) for ask in asked}, False
+
+    def _rolling(self) -> list[Registration]:
+        return [r for r in self._aliases.all() if r.rollout is not None and r.state == "ready"]
 
     def _start_warming(self, registration: Registration) -> None:
         name, rollout = registration.name, registration.rollout

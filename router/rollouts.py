@@ -11,7 +11,7 @@ from adapters.ref import AdapterRef, parse_ref
 from router.adapter_admin import AdapterAdmin
 from router.adapter_wish import RolloutWish
 from router.registration import Registration
-from router.rollout import Content, Declared, Guards, RolledBackBy, Version
+from router.rollout import Content, Declared, Guards, RolledBackBy, Rollout, Version
 from router.rollout_moves import (
     Shares,
     before,
@@ -96,6 +96,19 @@ class Rollouts:
             done = await admin.commit(there, after)
         self._count("guard" if by == GUARD else "operator")
         return done
+
+    def take_back_here(self, name: str, digest: str, why: str) -> None:
+        """As a guard's `roll_back`, for this router alone: the others do not hear of it yet."""
+        there = self._admin.get(name)
+        self._admin.note(there, rolled_back(there, digest, why, self._admin.clock(), GUARD))
+        self._count("guard_alone")
+
+    async def tell(self, name: str, before: Rollout) -> Registration:
+        """Tells the others what was taken back here. before: the rollout that they know."""
+        admin = self._admin
+        async with admin.lock(name):
+            there = admin.get(name)
+            return await admin.commit(msgspec.structs.replace(there, rollout=before), there)
 
     async def promote(self, name: str, digest: str | None, by: str) -> Registration:
         """The name means this version from now on, once enough workers have it."""

@@ -107,13 +107,10 @@ class AdapterRoutes:
             return await self._told(await self._rollouts.roll_out(name, wish))
         registration = self._admin.get(name)
         running(registration)
-        try:
-            measured = await self._service.keeper.measured(registration)
-        except StoreDown:
-            measured = None
+        measured, of_all = await self._service.keeper.measured(registration)
         tiers = await self._admin.workers.tiers(registration.digests)
         resident = partial(_resident, tiers)
-        return json_response(rollout_object(registration, measured, resident))
+        return json_response(rollout_object(registration, measured, resident, of_all))
 
     async def promote(self, request: Request) -> Response:
         digest = parse_digest(await read_json_body(request, self._body_limits))

@@ -67,7 +67,7 @@ class VersionObject(msgspec.Struct, frozen=True):
 
 
 class MeasuredObject(msgspec.Struct, frozen=True):
-    """Requests of one version in the guards' window, of all routers. Seconds; null = too few."""
+    """Requests of one version in the guards' window. Seconds; null = too few."""
 
     digest: str
     requests: int
@@ -77,12 +77,16 @@ class MeasuredObject(msgspec.Struct, frozen=True):
 
 
 class RolloutObject(msgspec.Struct, frozen=True):
-    """versions: the old one first. measured: null where it was not asked for."""
+    """versions: the old one first. measured: null where it was not asked for.
+
+    measured_by: all routers, or this one alone while there is no Redis.
+    """
 
     id: str
     versions: list[VersionObject]
     guards: Guards | None
     measured: list[MeasuredObject] | None = None
+    measured_by: Literal["all", "this_router"] | None = None
 
 
 class AdapterHistory(msgspec.Struct, frozen=True):
@@ -110,8 +114,12 @@ def rollout_object(
     registration: Registration,
     measured: Mapping[str, Measured] | None = None,
     resident: Callable[[str], list[str]] = lambda digest: [],
+    of_all: bool = True,
 ) -> RolloutObject | None:
-    """measured: by digest. resident: the workers that have a digest on their devices."""
+    """measured: by digest, of all routers or of this one alone.
+
+    resident: the workers that have a digest on their devices.
+    """
     rollout, content = registration.rollout, registration.content
     if rollout is None or content is None:
         return None
@@ -122,8 +130,11 @@ def rollout_object(
         VersionObject(format_ref(ref), digest, weight, live, state, why, resident(digest))
         for ref, digest, weight, live, state, why in (old, *rows)
     ]
-    told = None if measured is None else [_measured(d, m) for d, m in measured.items()]
-    return RolloutObject(rollout.id, versions, rollout.guards, told)
+    if measured is None:
+        return RolloutObject(rollout.id, versions, rollout.guards)
+    told = [_measured(digest, of_version) for digest, of_version in measured.items()]
+    by: Literal["all", "this_router"] = "all" if of_all else "this_router"
+    return RolloutObject(rollout.id, versions, rollout.guards, told, by)
 
 
 def _measured(digest: str, measured: Measured) -> MeasuredObject:

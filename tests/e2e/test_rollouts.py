@@ -168,23 +168,32 @@ async def test_from_nothing_to_all_over_a_restart(rolling: Rolling) -> None:
     assert actions == ["rollback", "promote", *["rollout"] * 3, "register"]
 
 
-async def test_a_broken_version_goes_back_by_itself(rolling: Rolling) -> None:
-    await rolling.roll_out(BROKEN, 50, {"min_requests": 5, "max_latency_ratio": None})
-    await rolling.until_live(50, 50)
-    messages = [{"role": "user", "content": "hello"}]
+async def chat(rolling: Rolling, router: Process) -> set[int]:
+    """A chat of each user: the statuses. A broken version's template fails."""
+    body = {"model": "mine", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    url = f"{router.url}/v1/chat/completions"
+    answers = [await rolling._http.post(url, json={**body, "user": user}) for user in USERS]
+    return {answer.status_code for answer in answers}
+
+
+async def until_back(rolling: Rolling) -> set[int]:
+    """Until chats got a broken version taken back on both routers: the statuses that were seen."""
     statuses: set[int] = set()
 
     async def is_back() -> bool:
         for router in rolling.fleet.routers:
-            for user in USERS:
-                body = {"model": "mine", "messages": messages, "max_tokens": 2, "user": user}
-                answer = await rolling._http.post(f"{router.url}/v1/chat/completions", json=body)
-                statuses.add(answer.status_code)
-        shown = await rolling.call(rolling.two, "GET", "/mine")
-        return bool(shown["rollout"]["versions"][1]["state"] == "rolled_back")
+            statuses.update(await chat(rolling, router))
+        told = [await rolling.call(router, "GET", "/mine") for router in rolling.fleet.routers]
+        return all(one["rollout"]["versions"][1]["live_weight"] == 0 for one in told)
 
     await poll(is_back, PATIENCE_S)
-    assert statuses == {200, 400}
+    return statuses
+
+
+async def test_a_broken_version_goes_back_by_itself(rolling: Rolling) -> None:
+    await rolling.roll_out(BROKEN, 50, {"min_requests": 5, "max_latency_ratio": None})
+    await rolling.until_live(50, 50)
+    assert await until_back(rolling) == {200, 400}
     shown = await rolling.until_live(100, 0)
     assert "requests failed" in shown["rollout"]["versions"][1]["why"]
     assert len(set((await rolling.versions(rolling.one)).values())) == 1
@@ -193,6 +202,37 @@ async def test_a_broken_version_goes_back_by_itself(rolling: Rolling) -> None:
         for router in rolling.fleet.routers
     ]
     assert sum(counts) == 1
+
+
+@pytest.mark.parametrize("fault", ["frozen", "killed"])
+async def test_a_broken_version_goes_back_without_redis(rolling: Rolling, fault: str) -> None:
+    """On each router by itself, with nobody asked; and for good when Redis is back."""
+    await rolling.roll_out(BROKEN, 50, {"min_requests": 5, "max_latency_ratio": None})
+    await rolling.until_live(50, 50)
+    redis, routers = rolling.fleet.redis, rolling.fleet.routers
+    if fault == "frozen":
+        redis.freeze()
+    else:
+        await redis.kill()
+    assert await until_back(rolling) == {200, 400}
+    for router in routers:
+        assert await chat(rolling, router) == {200}
+        assert len(set((await rolling.versions(router)).values())) == 1
+        alone = 'loraplex_adapter_rollbacks_total{by="guard_alone"}'
+        assert await rolling.fleet.metric(router, alone) == 1
+    if fault == "frozen":
+        redis.thaw()
+    else:
+        await redis.start()
+
+    async def agree() -> bool:
+        told = [await rolling.call(router, "GET", "/mine/history") for router in routers]
+        lists = [[change["action"] for change in one["data"]] for one in told]
+        return told[0] == told[1] and lists[0] == ["rollback", "rollout", "register"]
+
+    await poll(agree, PATIENCE_S)
+    shown = await rolling.until_live(100, 0)
+    assert "without Redis" in shown["rollout"]["versions"][1]["why"]
 
 
 class Drill:

@@ -167,6 +167,9 @@ def test_rollouts_and_history_are_told(stub: StubRouter, capsys: Any) -> None:
     assert first.split() == [
         *("dddddddddddd", "hub:org/one", "95", "100", "serving", "70", "1", "0.123", "s", "-"),
     ]
+    stub.answer = (200, {**ROLLOUT, "measured_by": "this_router"})
+    assert command(stub, "rollout", "one") == 0
+    assert "there is no Redis" in capsys.readouterr().out
     change = {"digest": "e" * 64, "since": 0, "action": "promote", "by": "api 10.0.0.1",
               "ref": "hub:org/one@abc", "before": "d" * 64, "note": ""}  # fmt: skip
     stub.answer = (200, {"id": "one", "data": [change], "object": "list"})

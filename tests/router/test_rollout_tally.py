@@ -1,6 +1,7 @@
 """What requests of versions were like: counted by routers, added up over time."""
 
 import time
+from collections import Counter
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -9,6 +10,7 @@ from adapters.ref import AdapterRef
 from router.metrics import RouterMetrics
 from router.policy.guards import Outcome, bucket_of
 from router.request_meter import ChoiceTimes, RequestMeter
+from router.rollout import MAX_WINDOW_S
 from router.rollout_tally import SLICE_S, Outcomes, RolloutTally
 from router.served import ServedAdapter
 from router.shared.memory_store import MemoryStore
@@ -47,6 +49,9 @@ async def test_routers_and_spans_add_up(store: Store) -> None:
         assert (await tally.read("r", "aa", 300, 1011)).requests == 8, "whole spans since then"
         assert (await tally.read("r", "aa", SLICE_S, 0)).requests == 4
         assert (await tally.read("r", "cc", 300, 0)).requests == 0
+        own = tally.read_own("r", "aa", 300, 0)
+        assert (own.requests, own.failed, own.token) == (8, 4, {bucket_of(0.01): 4})
+        assert tally.read_own("r", "aa", 300, 1011).requests == 4
     clock.now += 300
     assert (await tallies[0].read("r", "aa", 100, 0)).requests == 0
 
@@ -60,15 +65,26 @@ async def test_what_could_not_be_told_is_told_later() -> None:
                 raise StoreDown
             await super().count(*arguments)  # type: ignore[arg-type]
 
-    store, outcomes = Down(time.time), Outcomes()
-    tally = RolloutTally(store, outcomes, Clock())
-    outcomes.add("r", "aa", Outcome(True))
-    with pytest.raises(StoreDown):
-        await tally.flush()
+    store, outcomes, clock = Down(time.time), Outcomes(), Clock()
+    tally = RolloutTally(store, outcomes, clock)
+    for number in range(3):
+        outcomes.add("r", "aa", Outcome(True))
+        outcomes.add("s", "aa", Outcome(True))
+        with pytest.raises(StoreDown):
+            await tally.flush()
+        assert tally.read_own("r", "aa", 300, 0).failed == number + 1
+        clock.now += SLICE_S
     outcomes.add("r", "aa", Outcome(True))
     store.is_down = False
     await tally.flush()
-    assert (await tally.read("r", "aa", 300, 0)).failed == 2
+    await tally.flush()
+    assert (await tally.read("r", "aa", 300, 0)).failed == 4
+    assert (await tally.read("s", "aa", 300, 0)).failed == 3
+    assert tally.read_own("r", "aa", 300, 0).failed == 4
+    clock.now += MAX_WINDOW_S + SLICE_S
+    outcomes.add("s", "aa", Outcome(True))
+    await tally.flush()
+    assert len(tally._own) == 1, "what no window reaches is forgotten"
 
 
 def told(*, load_s: float | None = None, tokens: int = 3, fails: bool | None = None) -> list[str]:
@@ -87,7 +103,7 @@ def told(*, load_s: float | None = None, tokens: int = 3, fails: bool | None = N
         meter.choice_ends(times)
     clock.now += 1.0
     meter.closes()
-    counts = metrics.outcomes.take().get("r", {})
+    counts = metrics.outcomes.take().get("r", Counter())
     return sorted(name.removeprefix(f"{MANIFEST.digest}:") for name in counts)
 
 

@@ -2,57 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from server.protocol import ErrorCode, GenerateRequest
-from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
-from tests.router.serving import Running, events_of, poll, running_router
+from tests.router.fake_worker import FakeWorker
+from tests.router.rolling import NEW, OLD, USERS, Fleet, fail_the_new, running_fleet
+from tests.router.serving import Running, events_of, poll
 from tests.router.shared.redis_server import RedisServer, running_redis
 from tests.router.test_shared_adapters import ADMIN, call, generate
 
-OLD, NEW = (make_manifest(f"org/{name}").digest for name in ("old", "new"))
-USERS = [f"user-{number}" for number in range(60)]
 HALF = [{"reference": "org/old", "weight": 50}, {"reference": "org/new", "weight": 50}]
-
-
-class Fleet:
-    def __init__(self, routers: list[Running], workers: list[FakeWorker]) -> None:
-        self.one, self.two = routers
-        self.workers = workers
-
-    async def digest(self, router: Running, user: str, **more: Any) -> str:
-        answer = await generate(router, "mine", user=user, **more)
-        assert answer.status_code == 200, answer.text
-        return str(answer.headers["x-loraplex-adapter-digest"])
-
-    async def digests(self, router: Running) -> list[str]:
-        return [await self.digest(router, user) for user in USERS]
-
-    async def until(self, router: Running, *states: str) -> dict[str, Any]:
-        """Until its versions are in these states."""
-        shown: dict[str, Any] = {}
-
-        async def are_so() -> bool:
-            shown.clear()
-            shown.update((await call(router, "GET", "/mine")).json())
-            versions = (shown.get("rollout") or {"versions": []})["versions"]
-            return tuple(version["state"] for version in versions) == states
-
-        await poll(are_so)
-        return shown
-
-    async def roll_out(self, weight: int, **more: Any) -> httpx.Response:
-        versions = [{"reference": "hub:org/new", "weight": weight}]
-        answer = await call(
-            self.one, "POST", "/mine/rollout", versions=versions, **{"guards": None, **more}
-        )
-        assert answer.status_code == 200, answer.text
-        return answer
 
 
 @pytest.fixture
@@ -65,34 +27,7 @@ async def redis() -> AsyncIterator[RedisServer]:
 async def fleet(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Fleet]:
-    monkeypatch.setattr("router.rollout_keeper.TICK_S", 0.05)
-    monkeypatch.setattr("router.rollout_keeper.LEASE_S", 0.5)
-    monkeypatch.setattr("router.rollout_keeper._RETRY_S", 0.05)
-    workers = [FakeWorker(worker_id=name) for name in "ab"]
-    options: dict[str, Any] = {"redis": redis.url, "redis_timeout_s": 1.0, "admin_key": "admin"}
-    async with AsyncExitStack() as stack:
-        for worker in workers:
-            await stack.enter_async_context(running_worker(worker))
-        routers = [
-            await stack.enter_async_context(
-                running_router(tmp_path / name, *workers, auth="none", **options)
-            )
-            for name in ("one", "two")
-        ]
-        fleet = Fleet(routers, workers)
-        for router in routers:
-
-            async def connected(router: Running = router) -> bool:
-                return len(router.service.fleet.sessions) == 2
-
-            await poll(connected)
-        answer = await call(fleet.one, "POST", "", name="mine", ref="org/old")
-        assert answer.status_code == 200, answer.text
-
-        async def known() -> bool:
-            return (await call(fleet.two, "GET", "/mine")).status_code == 200
-
-        await poll(known)
+    async with running_fleet(tmp_path, redis, monkeypatch) as fleet:
         yield fleet
 
 
@@ -183,22 +118,18 @@ async def test_what_is_not_warm_gets_nothing(fleet: Fleet) -> None:
 
 
 async def test_a_bad_version_goes_back_by_itself(fleet: Fleet) -> None:
-    async def fail(worker: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:
-        return "internal" if request.adapter == NEW and index else None
-
     await fleet.roll_out(50, guards={"min_requests": 5, "max_error_increase": 0.2})
     await fleet.until(fleet.two, "serving", "serving")
     measured = (await call(fleet.two, "GET", "/mine/rollout")).json()["measured"]
     assert {one["digest"] for one in measured} == {OLD, NEW}
     for worker in fleet.workers:
-        worker.before_token = fail
+        worker.before_token = fail_the_new
     answers = await asyncio.gather(*(generate(fleet.one, "mine", user=u) for u in USERS[:4]))
     told = {(a.status_code, a.headers["x-loraplex-adapter-digest"]) for a in answers}
     assert told <= {(200, OLD), (500, NEW)}, "an error tells whose it is, too"
 
     async def back() -> bool:
-        for router in (fleet.one, fleet.two):
-            await asyncio.gather(*(generate(router, "mine", user=user) for user in USERS[:10]))
+        await fleet.send(fleet.one, fleet.two, each=10)
         shown = (await call(fleet.two, "GET", "/mine")).json()
         return bool(shown["rollout"]["versions"][1]["state"] == "rolled_back")
 
@@ -233,7 +164,7 @@ async def test_a_slow_version_goes_back_by_itself(fleet: Fleet) -> None:
     await fleet.until(fleet.two, "serving", "serving")
 
     async def back() -> bool:
-        await asyncio.gather(*(generate(fleet.two, "mine", user=user) for user in USERS[:16]))
+        await fleet.send(fleet.two, each=16)
         shown = (await call(fleet.two, "GET", "/mine")).json()
         return bool(shown["rollout"]["versions"][1]["state"] == "rolled_back")
 

@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from launcher.bench.load_commands import add_load_commands
 from launcher.bench.placement_command import add_fairness, add_placement
 from launcher.command_line import Parser
+from server.protocol import SamplingParams
 
 if TYPE_CHECKING:
     from launcher.bench.grid import Grid
@@ -78,6 +81,13 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument("--rank", type=_numbers, default=(16,))
     parser.add_argument("--prompt-tokens", type=int, default=128 if is_decode else 2048)
     parser.add_argument("--output-tokens", type=int, default=144 if is_decode else 1)
+    parser.add_argument(
+        "--sampling",
+        default="{}",
+        metavar="JSON",
+        help='how tokens are chosen, such as \'{"temperature": 0.8, "top_p": 0.95}\' (default:'
+        " greedily)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
 
@@ -95,7 +105,20 @@ def _grid(arguments: argparse.Namespace) -> "Grid":
         ranks=arguments.rank,
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,
+        sampling=_sampling(arguments.sampling),
     )
+
+
+def _sampling(text: str) -> SamplingParams:
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+        unknown = given.keys() - set(SamplingParams.__struct_fields__)
+        if unknown:
+            raise SystemExit(f"--sampling: {', '.join(sorted(unknown))}: not known")
+        params = SamplingParams(**{"temperature": 0.0, **given})
+        return msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # checks types
+    except msgspec.MsgspecError as error:
+        raise SystemExit(f"--sampling: {error}") from error
 
 
 def run_decode(arguments: argparse.Namespace) -> None:

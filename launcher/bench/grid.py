@@ -9,12 +9,13 @@ from typing import Literal
 import torch
 
 from adapters.manifest import SlabDtype
-from launcher.bench.offline import EXTENT_BYTES, Load, OfflineEngine, lora_layout
+from launcher.bench.offline import EXTENT_BYTES, GREEDY, Load, OfflineEngine, lora_layout
 from server.config import EngineConfig
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig, base_spec
 from server.model.memory import ITEM_BYTES
 from server.model.weights import expected_tensors
+from server.protocol import SamplingParams
 
 PAGE_SIZE = 16
 _SHORT_OUTPUT = 16
@@ -37,6 +38,7 @@ class Grid:
     ranks: tuple[int, ...]
     prompt_tokens: int
     output_tokens: int
+    sampling: SamplingParams = GREEDY
 
     def points(self) -> Iterator[tuple[int, int, int]]:
         for lora_rank in self.ranks:
@@ -108,7 +110,7 @@ def decode(grid: Grid) -> Iterator[StepTime]:
             engine.load_adapters(distinct, lora_rank)
 
         def seconds(output: int, point: tuple[int, int, int]) -> float:
-            return engine.run(Load(*point, grid.prompt_tokens, output))
+            return engine.run(Load(*point, grid.prompt_tokens, output, grid.sampling))
 
         point = (batch, distinct, lora_rank)
         seconds(4, point)
@@ -129,7 +131,7 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
     for batch, distinct, lora_rank in grid.points():
         if distinct:
             engine.load_adapters(distinct, lora_rank)
-        load = Load(batch, distinct, lora_rank, grid.prompt_tokens, 1)
+        load = Load(batch, distinct, lora_rank, grid.prompt_tokens, 1, grid.sampling)
         engine.run(load)
         seconds = sum(engine.run(load) for _ in range(_PREFILL_ROUNDS))
         tokens = _PREFILL_ROUNDS * batch * grid.prompt_tokens

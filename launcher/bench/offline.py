@@ -36,6 +36,7 @@ from server.protocol import GenerateRequest, SamplingParams
 
 SHIPPED = Path(__file__).parent / "configs"
 EXTENT_BYTES = 512 << 10
+GREEDY = SamplingParams(temperature=0.0)
 _STD = 0.02
 _IDLE_S = 1e-4
 
@@ -105,6 +106,7 @@ class Load:
     rank: int
     prompt_tokens: int
     output_tokens: int
+    sampling: SamplingParams = GREEDY
 
 
 class OfflineEngine:
@@ -153,7 +155,9 @@ class OfflineEngine:
         seed = 7919 * self._runs + number
         step = 1 + seed % 97
         prompt = [(seed + step * i) % (self.vocab_size - 1) for i in range(load.prompt_tokens)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=load.output_tokens, ignore_eos=True)
+        sampling = msgspec.structs.replace(
+            load.sampling, max_tokens=load.output_tokens, ignore_eos=True
+        )
         request = GenerateRequest(
             str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=str(self._runs)
         )

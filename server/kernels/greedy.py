@@ -1,5 +1,4 @@
-"""Greedy sampling inside a decode graph: the best id of each row, checked and written behind its
-input."""
+"""The best id of each row, checked; in a decode graph also written behind the row's input."""
 
 import torch
 import triton
@@ -7,15 +6,15 @@ import triton.language as tl
 
 _BLOCK = 1024
 # Programs that share a row: many for few rows, so that the device is busy in any case.
-_SPLITS = 32
+SPLITS = 32
 
 
 class GreedyScratch:
     """Partial results of up to `rows` rows; allocated once."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.best = torch.empty(rows, _SPLITS, dtype=torch.float32, device=device)
-        self.ids = torch.empty(rows, _SPLITS, dtype=torch.int32, device=device)
+        self.best = torch.empty(rows, SPLITS, dtype=torch.float32, device=device)
+        self.ids = torch.empty(rows, SPLITS, dtype=torch.int32, device=device)
 
 
 def greedy_append(
@@ -31,20 +30,8 @@ def greedy_append(
     logits: `[n, vocab]`. rows, places: int32 `[n]`; the id (0 for -1) is also written to
     `tokens[rows[i], places[i]]` (int32) unless the place is -1. sampled: int32 `[n]`. Two kernels.
     """
-    n, vocab = logits.shape
-    span = triton.cdiv(triton.cdiv(vocab, _SPLITS), _BLOCK) * _BLOCK
-    _best_kernel[(n, _SPLITS)](
-        logits,
-        scratch.best,
-        scratch.ids,
-        logits.stride(0),
-        vocab,
-        SPAN=span,
-        SPLITS=_SPLITS,
-        BLOCK=_BLOCK,
-        num_warps=4,
-    )
-    _append_kernel[(n,)](
+    find_best(logits, None, scratch, finite=True)
+    _append_kernel[(len(rows),)](
         scratch.best,
         scratch.ids,
         rows,
@@ -52,24 +39,52 @@ def greedy_append(
         tokens,
         sampled,
         tokens.stride(0),
-        SPLITS=_SPLITS,
+        SPLITS=SPLITS,
         num_warps=1,
     )
 
 
-@triton.jit(do_not_specialize=["vocab"])
+def find_best(
+    logits: torch.Tensor, sources: torch.Tensor | None, scratch: GreedyScratch, *, finite: bool
+) -> None:
+    """Fills `scratch` for `best_of_splits`. logits: `[m, vocab]`. sources: int32 `[n]`, the rows
+    that are meant; None = all. finite: whether a logit of minus infinity is an error."""
+    rows, vocab = logits.shape
+    n = rows if sources is None else len(sources)
+    _best_kernel[(n, SPLITS)](
+        logits,
+        sources,
+        scratch.best,
+        scratch.ids,
+        logits.stride(0),
+        vocab,
+        FINITE=finite,
+        SPAN=triton.cdiv(triton.cdiv(vocab, SPLITS), _BLOCK) * _BLOCK,
+        SPLITS=SPLITS,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["sources_ptr"])
 def _best_kernel(
     logits_ptr: tl.tensor,
+    sources_ptr: tl.tensor,
     best_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     stride: tl.tensor,
     vocab: tl.tensor,
+    FINITE: tl.constexpr,
     SPAN: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A split's best logit and its id; the id is -1 where a logit is not finite."""
-    row = tl.program_id(0).to(tl.int64)
+    """A split's best logit and its id: the largest int32 if all are minus infinity, -1 if one is
+    an error."""
+    i = tl.program_id(0)
+    row = i.to(tl.int64)
+    if sources_ptr is not None:
+        row = tl.load(sources_ptr + i).to(tl.int64)
     begin = tl.program_id(1) * SPAN
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     ids = tl.full((BLOCK,), 2147483647, tl.int32)
@@ -78,15 +93,30 @@ def _best_kernel(
         at = begin + step + tl.arange(0, BLOCK)
         live = at < vocab
         x = tl.load(logits_ptr + row * stride + at, mask=live, other=0.0).to(tl.float32)
-        bad |= (live & ~(tl.abs(x) < float("inf"))).to(tl.int32)
+        size = tl.abs(x) if FINITE else x
+        bad |= (live & ~(size < float("inf"))).to(tl.int32)
         better = live & (x > best)
         best = tl.where(better, x, best)
         ids = tl.where(better, at, ids)
     top = tl.max(best, axis=0)
     first = tl.min(tl.where(best == top, ids, 2147483647), axis=0)
-    out = row * SPLITS + tl.program_id(1)
+    out = i * SPLITS + tl.program_id(1)
     tl.store(best_ptr + out, top)
     tl.store(ids_ptr + out, tl.where(tl.max(bad, axis=0) > 0, -1, first))
+
+
+@triton.jit
+def best_of_splits(
+    best_ptr: tl.tensor, ids_ptr: tl.tensor, i: tl.tensor, SPLITS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of a row: its best logit, and its id: -1 if a logit is an error or none can be chosen."""
+    at = i * SPLITS + tl.arange(0, SPLITS)
+    best = tl.load(best_ptr + at)
+    ids = tl.load(ids_ptr + at)
+    top = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == top, ids, 2147483647), axis=0)
+    none = (tl.min(ids, axis=0) < 0) | (token == 2147483647)
+    return top, tl.where(none, -1, token)
 
 
 @triton.jit
@@ -101,12 +131,7 @@ def _append_kernel(
     SPLITS: tl.constexpr,
 ) -> None:
     i = tl.program_id(0)
-    at = i * SPLITS + tl.arange(0, SPLITS)
-    best = tl.load(best_ptr + at)
-    ids = tl.load(ids_ptr + at)
-    top = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == top, ids, 2147483647), axis=0)
-    token = tl.where(tl.min(ids, axis=0) < 0, -1, token)
+    _, token = best_of_splits(best_ptr, ids_ptr, i, SPLITS)
     tl.store(sampled_ptr + i, token)
     row = tl.load(rows_ptr + i).to(tl.int64)
     place = tl.load(places_ptr + i)

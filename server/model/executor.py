@@ -64,10 +64,8 @@ class TorchExecutor:
         self._decoder: Decoder[Any, Any, Any] = built.decoder
         self._graphs, self._token_graphs = built.graphs, built.token_graphs
         self.summary = (*parts.summary, f"operations: {built.backend}")
-        self._parameters = RowSampling(
-            self.limits.max_rows, model.vocab_size, model.eos_token_ids, self.device
-        )
-        self._sampler = Sampler(self._rows, self._parameters)
+        self._parameters = parts.parameters
+        self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._copies = AdapterCopies(self._table, host_arena)
 
     @torch.inference_mode()
@@ -110,7 +108,7 @@ class TorchExecutor:
             chosen = places[special]
             on_device = to_device(chosen, self.device)
             drawn = self._sampler.draw(
-                step.logits[on_device], seq_rows[special], lengths[special], chosen
+                step.logits, chosen, seq_rows[special], lengths[special], chosen
             )
             token_ids.index_copy_(0, on_device, drawn.token_ids.to(token_ids.dtype))
         order = list(range(len(batch)))
@@ -135,7 +133,8 @@ class TorchExecutor:
         if places.size:
             lengths = step.starts[places] + step.num_new[places]
             logits = logits_of(step.ends[places])
-            drawn = self._sampler.draw(logits, step.seq_rows[places], lengths, places)
+            which = np.arange(len(places))
+            drawn = self._sampler.draw(logits, which, step.seq_rows[places], lengths, places)
         sampled = None if drawn is None else to_host(drawn.token_ids)
         return self._ticket(step.order.tolist(), places.tolist(), sampled, drawn, prompts)
 
@@ -200,7 +199,8 @@ def _build_parts(
         device=device,
     )
     rows = Rows(limits.max_rows, limits.max_context, config.page_size, device)
-    return Parts(model, weights, KVCache(k, v), table, rows, limits, summary)
+    parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
+    return Parts(model, weights, KVCache(k, v), table, rows, parameters, limits, summary)
 
 
 def _leave_a_core() -> None:

@@ -12,10 +12,13 @@ import torch
 from server.engine.executor import ExecutorLimits
 from server.model.config import ModelConfig
 from server.model.decoder import Decoder
+from server.model.draws_torch import TorchDraws
 from server.model.lora import AdapterTable
 from server.model.ops import KVCache, StepLayout
 from server.model.ops_torch import TorchOps
+from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
+from server.model.sampler import Draws
 from server.model.weights import ModelWeights
 
 log = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ class Parts:
     cache: KVCache
     table: AdapterTable
     rows: Rows
+    parameters: RowSampling
     limits: ExecutorLimits
     summary: tuple[str, ...]
 
@@ -43,6 +47,7 @@ class Built:
     come. backend: for a person."""
 
     decoder: Decoder[Any, Any, Any]
+    draws: Draws
     graphs: Any
     token_graphs: Any
     backend: str
@@ -51,7 +56,8 @@ class Built:
 def _build_reference(parts: Parts, why: str) -> Built:
     ops = TorchOps(parts.model, parts.cache, parts.table)
     decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
-    return Built(decoder, None, None, f"plain torch: {why}")
+    draws = TorchDraws(parts.rows, parts.parameters)
+    return Built(decoder, draws, None, None, f"plain torch: {why}")
 
 
 def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -83,6 +89,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
     # Not at the top: neither package is needed on a CPU.
     from server.model.attention_cuda import PagedAttention
     from server.model.decode_graphs import DecodeGraphs, graph_sizes
+    from server.model.draws_cuda import CudaDraws
     from server.model.ops_cuda import CudaOps
     from server.model.token_graphs import TokenGraphs, token_sizes
 
@@ -96,6 +103,8 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
     adapters = limits.adapter_slots > 0
     for tokens in _WARM_TOKENS:
         _warm(decoder, rows, min(tokens, limits.max_context, limits.max_step_tokens), adapters)
+    draws = CudaDraws(rows, parts.parameters)
+    draws.warm(parts.model.vocab_size, parts.cache.k.dtype)
     ops.products.measure(sizes, _products(parts.weights))
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
     token_graphs = None
@@ -111,7 +120,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
         f"FlashInfer ({attention.prefill_backend} for prompts), decode graphs for up to"
         f" {sizes[-1]} sequences"
     )
-    return Built(decoder, graphs, token_graphs, backend)
+    return Built(decoder, draws, graphs, token_graphs, backend)
 
 
 def _products(weights: ModelWeights) -> list[list[torch.Tensor]]:

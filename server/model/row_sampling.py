@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from server.engine.plan import RowStart
+from server.kernels import draw_columns
 from server.model.rows import Rows
-from server.model.sampling import Entries, Penalties, SamplingBatch, Truncation, Typical
+from server.model.sampling import Entries, History, Penalties, SamplingBatch, Truncation, Typical
 from server.model.transfers import to_device
 from server.protocol import SamplingParams
 
@@ -20,12 +21,21 @@ _FLOATS = (
     "frequency_penalty",
     "presence_penalty",
 )
+_FLOAT_COLUMNS = {
+    draw_columns.TEMPERATURE: "temperature",
+    draw_columns.TOP_P: "top_p",
+    draw_columns.MIN_P: "min_p",
+}
 _SEED_BITS = 0xFFFFFFFFFFFFFFFF
 _NONE = -1
 
 
 class RowSampling:
-    """One entry a row; host arrays, gathered for the rows of a step without a loop over them."""
+    """One entry a row; host arrays, gathered for the rows of a step without a loop over them.
+
+    table: int32 `[rows + 1, 8]` on the device, the columns of `server.kernels.draw_columns`; the
+    last row is no sequence's.
+    """
 
     def __init__(
         self, max_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
@@ -33,6 +43,9 @@ class RowSampling:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.device = device
+        self.table = torch.zeros(
+            max_rows + 1, draw_columns.DRAW_COLUMNS, dtype=torch.int32, device=device
+        )
         self.logprobs = np.full(max_rows, _NONE, dtype=np.int64)
         self.prompt_logprobs = np.full(max_rows, _NONE, dtype=np.int64)
         self._floats = {name: np.zeros(max_rows, dtype=np.float32) for name in _FLOATS}
@@ -49,7 +62,8 @@ class RowSampling:
         self._plain = np.ones(max_rows, dtype=bool)
 
     def start(self, rows: Iterable[RowStart]) -> None:
-        for start in rows:
+        starts = list(rows)
+        for start in starts:
             row, params = start.seq_row, start.sampling
             for name in _FLOATS:
                 self._floats[name][row] = getattr(params, name)
@@ -63,6 +77,21 @@ class RowSampling:
             self._suppressed[row] = self._ids((*self.eos_token_ids, *params.stop_token_ids))
             self._start_bias(row, params)
             self._set_flags(row, params)
+        if starts:
+            self._write_table(starts)
+
+    def _write_table(self, starts: list[RowStart]) -> None:
+        seq_rows = np.array([start.seq_row for start in starts])
+        columns = np.empty((len(starts), draw_columns.DRAW_COLUMNS), dtype=np.int32)
+        for column, name in _FLOAT_COLUMNS.items():
+            columns[:, column] = self._floats[name][seq_rows].view(np.int32)
+        columns[:, draw_columns.TOP_K] = np.minimum(self._top_k[seq_rows], self.vocab_size)
+        halves = self._seed[seq_rows].view(np.int32).reshape(-1, 2)
+        columns[:, draw_columns.SEED_LOW : draw_columns.SEED_HIGH + 1] = halves
+        columns[:, draw_columns.CHOICE] = self._choice[seq_rows]
+        columns[:, draw_columns.PROMPT_LEN] = [start.prompt_len for start in starts]
+        values = to_device(columns, self.device)
+        self.table.index_copy_(0, to_device(seq_rows, self.device), values)
 
     def _start_bias(self, row: int, params: SamplingParams) -> None:
         bias = {i: b for i, b in params.logit_bias.items() if 0 <= i < self.vocab_size}
@@ -92,6 +121,15 @@ class RowSampling:
         plain: np.ndarray = self._plain[seq_rows] & (index >= self._suppressed_until[seq_rows])
         return plain
 
+    def special(
+        self, rows: Rows, seq_rows: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """bool `[n]` each: which ask for typical_p, and which for any term of `history`."""
+        index = lengths - rows.prompt_len[seq_rows]
+        history = self._penalised[seq_rows] | self._has_bias[seq_rows]
+        history |= index < self._suppressed_until[seq_rows]
+        return self._typical[seq_rows], history
+
     def _ids(self, ids: tuple[int, ...]) -> np.ndarray:
         return np.array(sorted({i for i in ids if 0 <= i < self.vocab_size}), dtype=np.int64)
 
@@ -105,11 +143,18 @@ class RowSampling:
             choice=self._tensor(self._choice[seq_rows]),
             index=self._tensor(index),
             any_random=bool((temperature > 0).any()),
+            history=self.history(rows, seq_rows, lengths),
+            truncation=self._truncation(seq_rows),
+            typical=self._typical_rows(seq_rows),
+        )
+
+    def history(self, rows: Rows, seq_rows: np.ndarray, lengths: np.ndarray) -> History:
+        """Arguments as for `batch`."""
+        index = lengths - rows.prompt_len[seq_rows]
+        return History(
             bias=self._bias_entries(seq_rows),
             penalties=self._penalties(rows, seq_rows, lengths),
             suppressed=self._suppressed_entries(seq_rows, index),
-            truncation=self._truncation(seq_rows),
-            typical=self._typical_rows(seq_rows),
         )
 
     def _bias_entries(self, seq_rows: np.ndarray) -> Entries | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ import torch
 from server.model.results import HostLogprobs, PromptLogprobs
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
-from server.model.sampling import Logprobs, logprobs, sample
+from server.model.sampling import Logprobs, logprobs
 from server.model.transfers import to_device, to_host
 
 # Logits of a long prompt are computed in pieces: they are the largest tensors of all.
@@ -19,9 +20,19 @@ _PROMPT_LOGITS_ROWS = 64
 LogitsOf = Callable[[np.ndarray], torch.Tensor]
 
 
+class Draws(Protocol):
+    def __call__(
+        self, logits: torch.Tensor, which: np.ndarray, seq_rows: np.ndarray, lengths: np.ndarray
+    ) -> torch.Tensor:
+        """Draw and write behind what each row has. logits: `[m, vocab]`. which: the logits' row of
+        each. seq_rows: its row of the executor, which has `lengths` tokens now. Arrays: int64
+        `[n]`. Returns int `[n]` on the device, -1 = no token could be chosen."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """token_ids: int64 `[rows]` on the device, -1 = no token could be chosen."""
+    """token_ids: int `[rows]` on the device, -1 = no token could be chosen."""
 
     token_ids: torch.Tensor
     logprobs: HostLogprobs | None
@@ -42,31 +53,33 @@ class ScoredSlice:
 class Sampler:
     """Of all rows; parameters lie in `rows` and `parameters`."""
 
-    def __init__(self, rows: Rows, parameters: RowSampling) -> None:
+    def __init__(self, rows: Rows, parameters: RowSampling, draws: Draws) -> None:
         self.rows = rows
         self.parameters = parameters
+        self._draws = draws
 
     def draw(
-        self, logits: torch.Tensor, seq_rows: np.ndarray, lengths: np.ndarray, places: np.ndarray
+        self,
+        logits: torch.Tensor,
+        which: np.ndarray,
+        seq_rows: np.ndarray,
+        lengths: np.ndarray,
+        places: np.ndarray,
     ) -> Drawn:
-        """Sample and append. logits: `[n, vocab]`, of rows `seq_rows` that have `lengths` tokens
-        now; places: their slices' places in the step. The arrays are int64 `[n]`."""
-        logits = logits.float()
+        """Arguments as of `Draws`; places: the slices' places in the step, int64 `[n]`."""
         device = self.rows.device
+        token_ids = self._draws(logits, which, seq_rows, lengths)
         counts = self.parameters.logprobs[seq_rows]
         wanted = np.flatnonzero(counts >= 0)
-        raw = logits[to_device(wanted, device)] if wanted.size else None
-        sampled = sample(logits, self.parameters.batch(self.rows, seq_rows, lengths))
-        token_ids = sampled.token_ids
-        self.rows.append(to_device(seq_rows, device), to_device(lengths, device), token_ids)
-        found = None
-        if raw is not None:
-            chosen = token_ids[to_device(wanted, device)]
-            values = logprobs(raw, chosen, int(counts[wanted].max()))
-            found = HostLogprobs(
-                places[wanted].tolist(), counts[wanted].tolist(), _logprobs_to_host(values)
-            )
-        return Drawn(token_ids.masked_fill(sampled.failed, -1), found)
+        if not wanted.size:
+            return Drawn(token_ids, None)
+        chosen = token_ids[to_device(wanted, device)].long().clamp(min=0)
+        raw = logits[to_device(which[wanted], device)].float()
+        values = logprobs(raw, chosen, int(counts[wanted].max()))
+        found = HostLogprobs(
+            places[wanted].tolist(), counts[wanted].tolist(), _logprobs_to_host(values)
+        )
+        return Drawn(token_ids, found)
 
     def score(self, piece: ScoredSlice, logits_of: LogitsOf) -> PromptLogprobs:
         count = max(int(self.parameters.prompt_logprobs[piece.seq_row]), 0)

@@ -42,6 +42,16 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """What changes logits before anything is chosen; each lists only the rows that need it, None =
+    none does."""
+
+    bias: Entries | None = None
+    penalties: Penalties | None = None
+    suppressed: Entries | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Truncation:
     """Rows that cut their distribution. rows, top_k (0 = off): int64 `[t]`; others float32."""
 
@@ -60,16 +70,14 @@ class Typical:
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """What the rows of one step ask for. temperature: float32 `[rows]`, 0 = greedy; seed, choice,
-    index: int64 `[rows]`. The other parts list only the rows that need them; None = none does."""
+    index: int64 `[rows]`. truncation, typical: only the rows that need them; None = none does."""
 
     temperature: torch.Tensor
     seed: torch.Tensor
     choice: torch.Tensor
     index: torch.Tensor
     any_random: bool
-    bias: Entries | None = None
-    penalties: Penalties | None = None
-    suppressed: Entries | None = None
+    history: History
     truncation: Truncation | None = None
     typical: Typical | None = None
 
@@ -94,7 +102,7 @@ class Logprobs:
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     """logits: float32 `[rows, vocab]`, changed in place."""
     failed = ~torch.isfinite(logits).all(dim=-1)
-    _apply_history(logits, batch)
+    apply_history(logits, batch.history)
     token_ids = logits.argmax(dim=-1)
     failed |= ~torch.isfinite(logits.gather(1, token_ids[:, None])).squeeze(1)
     if batch.any_random:
@@ -110,15 +118,16 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> Logprob
     return Logprobs(scores.gather(1, token_ids[:, None]).squeeze(1), best.indices, best.values)
 
 
-def _apply_history(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    if batch.bias is not None:
-        bias = batch.bias
+def apply_history(logits: torch.Tensor, history: History) -> None:
+    """logits: float32 `[rows, vocab]`, changed in place."""
+    if history.bias is not None:
+        bias = history.bias
         logits.index_put_((bias.rows, bias.ids), bias.values, accumulate=True)
-    if batch.penalties is not None:
-        rows = batch.penalties.rows
-        logits[rows] = _penalise(logits[rows], batch.penalties)
-    if batch.suppressed is not None:
-        logits[batch.suppressed.rows, batch.suppressed.ids] = _NEVER
+    if history.penalties is not None:
+        rows = history.penalties.rows
+        logits[rows] = _penalise(logits[rows], history.penalties)
+    if history.suppressed is not None:
+        logits[history.suppressed.rows, history.suppressed.ids] = _NEVER
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
@@ -154,19 +163,17 @@ def _warp(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _truncate(logits: torch.Tensor, cut: Truncation) -> torch.Tensor:
+    """Equal logits are kept or cut off together. logits: relative to each row's best."""
     vocab = logits.shape[1]
-    ascending, ids = logits.sort(dim=-1)
+    descending = logits.sort(dim=-1, descending=True).values
     top_k = cut.top_k.where(cut.top_k > 0, vocab).clamp(max=vocab)
-    kth = ascending.gather(1, (vocab - top_k)[:, None])
-    ascending = ascending.masked_fill(ascending < kth, _NEVER)
-    cumulative = ascending.softmax(dim=-1).cumsum(dim=-1)
-    dropped = (cumulative <= 1 - cut.top_p[:, None]) & (cut.top_p < 1)[:, None]
-    dropped[:, -1] = False
-    ascending = ascending.masked_fill(dropped, _NEVER)
-    probabilities = ascending.softmax(dim=-1)
-    dropped = probabilities < cut.min_p[:, None] * probabilities[:, -1:]
-    dropped[:, -1] = False
-    return torch.empty_like(logits).scatter_(1, ids, ascending.masked_fill(dropped, _NEVER))
+    floor = descending.gather(1, top_k[:, None] - 1)
+    descending = descending.masked_fill(descending < floor, _NEVER)
+    better = descending.softmax(dim=-1).cumsum(dim=-1) < cut.top_p[:, None]
+    last = better.sum(dim=-1, keepdim=True).clamp(max=vocab - 1)
+    nucleus = descending.gather(1, last).where(cut.top_p[:, None] < 1, _NEVER)
+    cut_off = (logits < floor) | (logits < nucleus) | (logits.exp() < cut.min_p[:, None])
+    return logits.masked_fill(cut_off, _NEVER)
 
 
 def _keep_typical(logits: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,8 @@ from server.kernels.decode_attention import (
     max_items,
 )
 from server.kernels.decode_inputs import gather_inputs, gather_pages
+from server.kernels.draw import DrawRows, draw_append
+from server.kernels.draw_columns import DRAW_COLUMNS
 from server.kernels.expand import expand
 from server.kernels.greedy import GreedyScratch, greedy_append
 from server.kernels.pending import PendingDelta, PendingLora
@@ -129,6 +131,9 @@ def step() -> None:
     gather_pages(ids, torch.zeros(5, dtype=torch.int32), page_table, torch.zeros(8).int())
     logits = torch.zeros(4, 2048, dtype=DTYPE)
     greedy_append(logits, columns[0], columns[1], tokens, columns[2], GreedyScratch(4, CPU))
+    of, parameters = DrawRows(*columns[:3]), torch.zeros(4, DRAW_COLUMNS, dtype=torch.int32)
+    for scores in (logits, logits.half(), logits.float()):
+        draw_append(scores, of, parameters, tokens, GreedyScratch(4, CPU), finite=True)
     k, v = torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
     qkv, cos_sin = torch.zeros(4, 6 * 64, dtype=DTYPE), torch.zeros(8, 64)
     for norm in (None, torch.zeros(4, 64, dtype=DTYPE)):

@@ -49,6 +49,16 @@ def test_decode(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(p["floor_ms"] >= 0 for p in points)
 
 
+def test_sampling(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("decode", "--config", str(tiny), "--batch", "1", "--adapters", "0")
+    hot = '{"temperature": 0.8, "top_p": 0.9, "logprobs": 1}'
+    (point,) = bench(capsys, *options, "--output-tokens", "18", "--sampling", hot)
+    assert point["B"] == 1
+    for bad in ("{", "[]", '{"temperature": "hot"}', '{"heat": 1}'):
+        with pytest.raises(SystemExit, match="--sampling"):
+            bench(capsys, *options, "--sampling", bad)
+
+
 def test_llama_8b_by_name() -> None:
     """The design's figures: 15.0 GB of weights, 5 MiB a rank, 128 KiB a token."""
     grid = Grid(model_folder("llama-3.1-8b"), "cpu", "bfloat16", (8,), (0, 8), (16,), 128, 144)

@@ -131,10 +131,14 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
-def answer(driver: Driver, slots: list[int], sampling: SamplingParams, chunk: int) -> list[Stream]:
+def answer(
+    driver: Driver, slots: list[int], sampling: SamplingParams | list[SamplingParams], chunk: int
+) -> list[Stream]:
+    """sampling: of all, or of each."""
+    each = sampling if isinstance(sampling, list) else [sampling] * len(slots)
     streams = [
-        Stream(driver, row, prompt(2 + 3 * row, row), slot=slot, sampling=sampling, seed=row)
-        for row, slot in enumerate(slots)
+        Stream(driver, row, prompt(2 + 3 * row, row), slot=slot, sampling=params, seed=row)
+        for row, (slot, params) in enumerate(zip(slots, each, strict=True))
     ]
     generate(driver, streams, 5, chunk)
     for stream in streams:
@@ -168,7 +172,24 @@ def test_greedy_ids_stay_in_the_graph(pair: Pair, slots: list[int]) -> None:
     assert outputs == [s.output for s in answer(pair.reference, slots, PLAIN, 64)]
 
 
-def test_random_rows_draw_after_the_graph(pair: Pair) -> None:
-    hot = SamplingParams(temperature=0.7, top_k=30, repetition_penalty=1.2)
-    outputs = [s.output for s in answer(pair.gpu, [0, -1], hot, 64)]
-    assert outputs == [s.output for s in answer(pair.reference, [0, -1], hot, 64)]
+RANDOM = [
+    SamplingParams(temperature=0.7, top_k=30, repetition_penalty=1.2),
+    SamplingParams(top_p=0.9, logprobs=2),
+    SamplingParams(temperature=1.5, typical_p=0.8),
+    SamplingParams(min_p=0.1, logit_bias={5: 3.0}, logprobs=0),
+    SamplingParams(temperature=0.0, presence_penalty=0.5),
+    SamplingParams(),
+]
+
+
+@pytest.mark.parametrize("each", [RANDOM, [RANDOM[5], RANDOM[1]], RANDOM[:1], RANDOM[2:3]])
+def test_random_rows_draw_what_the_reference_draws(pair: Pair, each: list[SamplingParams]) -> None:
+    """In steps of decodes alone behind the graph, and in steps with prompts."""
+    slots = [(0, -1)[row % 2] for row in range(len(each))]
+    for chunk in (4, 64):
+        found = answer(pair.gpu, slots, each, chunk)
+        expected = answer(pair.reference, slots, each, chunk)
+        assert [s.output for s in found] == [s.output for s in expected]
+        for ours, theirs in zip(found, expected, strict=True):
+            scored = zip(ours.logprobs, theirs.logprobs, strict=True)
+            assert all(a.token_id == b.token_id for a, b in scored)

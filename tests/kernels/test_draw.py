@@ -1,0 +1,160 @@
+"""The draw kernel against the definition of what it does, in float64."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from server.engine.plan import RowStart
+from server.kernels.draw import DrawRows, draw_append
+from server.kernels.greedy import GreedyScratch
+from server.model.philox import uniform
+from server.model.row_sampling import RowSampling
+from server.protocol import SamplingParams
+
+NEVER = float("-inf")
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.3),
+    SamplingParams(top_k=1),
+    SamplingParams(temperature=1.7, top_k=40),
+    SamplingParams(top_k=10**6),
+    SamplingParams(top_p=0.9),
+    SamplingParams(temperature=2.0, top_p=0.999999),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(min_p=0.05),
+    SamplingParams(temperature=0.8, top_k=50, top_p=0.7, min_p=0.02),
+    SamplingParams(temperature=1e-6),
+    SamplingParams(temperature=1e-40, top_p=0.5),
+]
+
+
+@dataclass
+class Case:
+    """Every parameter of PARAMS beside the others, and rows of the logits in another order."""
+
+    logits: torch.Tensor
+    seed: int
+    prompt_len: int = 3
+    place: int = 5
+
+    def draw(self, params: list[SamplingParams], *, finite: bool = True) -> list[int]:
+        n, device = len(params), self.logits.device
+        sampling = RowSampling(n + 2, self.logits.shape[1], (), device)
+        rows = [n - i for i in range(n)]
+        sampling.start(
+            RowStart(row, [0], self.prompt_len, p, self.seed_of(i), i, 0)
+            for i, (row, p) in enumerate(zip(rows, params, strict=True))
+        )
+        tokens = torch.full((n + 3, 8), -5, dtype=torch.int32, device=device)
+        packed = np.array([self.sources(n), rows, [self.place] * n], dtype=np.int32)
+        of = DrawRows(*torch.from_numpy(packed).to(device))
+        scratch = GreedyScratch(n, device)
+        found = draw_append(self.logits, of, sampling.table, tokens, scratch, finite=finite)
+        assert tokens[rows, self.place].tolist() == found.clamp(min=0).tolist()
+        assert int((tokens != -5).sum()) == n
+        ids: list[int] = found.tolist()
+        return ids
+
+    def sources(self, n: int) -> list[int]:
+        return [(5 * i + 2) % len(self.logits) for i in range(n)]
+
+    def seed_of(self, i: int) -> int:
+        return (self.seed + i) * 0x9E3779B97F4A7C15 % 2**64
+
+    def uniform(self, i: int) -> float:
+        seed = np.array([self.seed_of(i)], dtype=np.uint64).view(np.int64)
+        index = torch.tensor([self.place - self.prompt_len])
+        return float(uniform(torch.from_numpy(seed), torch.tensor([i]), index))
+
+    def check(self, i: int, params: SamplingParams, found: int) -> None:
+        """`found` is where the cumulated mass passes the row's number, up to rounding."""
+        x = self.logits[self.sources(i + 1)[i]].double().cpu()
+        if params.temperature == 0:
+            assert found == int(x.argmax())
+            return
+        mass = kept(x, params)
+        assert mass[found] > 0
+        total = float(mass.sum())
+        above = float(mass[: found + 1].sum())
+        target = self.uniform(i) * total
+        slack = 1e-5 * total
+        assert above - float(mass[found]) - slack <= target <= above + slack
+
+
+def kept(x: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Mass of each id beside that of the best; float64 `[vocab]`."""
+    mass = ((x - x.max()) / params.temperature).exp()
+    if 0 < params.top_k < len(x):
+        mass = mass.where(x >= x.topk(params.top_k).values[-1], 0.0)
+    if params.top_p < 1:
+        order = mass.argsort(descending=True)
+        before = mass[order].cumsum(0) - mass[order]
+        last = int((before < params.top_p * mass.sum()).sum()) - 1
+        mass = mass.where(mass >= mass[order[last]], 0.0)
+    return mass.where(mass >= params.min_p, 0.0)
+
+
+def random_logits(shape: tuple[int, int], seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 3 - 1).to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [5, 1000, 20_000])
+def test_draws_are_those_of_the_definition(
+    device: torch.device, vocab: int, dtype: torch.dtype
+) -> None:
+    for seed in range(2):
+        case = Case(random_logits((4, vocab), seed, device).to(dtype), seed)
+        for i, (params, found) in enumerate(zip(PARAMS, case.draw(PARAMS), strict=True)):
+            case.check(i, params, found)
+
+
+def test_equal_logits_are_kept_or_cut_off_together(device: torch.device) -> None:
+    logits = torch.zeros(1, 300, device=device)
+    logits[0, 50:100] = -0.0
+    logits[0, 100:] = -1.0
+    found = Case(logits, 3).draw([SamplingParams(top_k=7), SamplingParams(top_p=0.01)] * 12)
+    assert max(found) < 100
+    assert len(set(found)) > 15
+
+
+def test_what_is_not_finite_fails_alone(device: torch.device) -> None:
+    logits = random_logits((4, 1500), 1, device)
+    expected = Case(logits, 1).draw(PARAMS)
+    broken = logits.clone()
+    broken[0, 3], broken[1, 1400] = float("nan"), float("inf")
+    broken[2, 700] = NEVER
+    for finite, bad in ((True, {0, 1, 2}), (False, {0, 1})):
+        case = Case(broken, 1)
+        found = case.draw(PARAMS, finite=finite)
+        for i, source in enumerate(case.sources(len(PARAMS))):
+            if source in bad:
+                assert found[i] == -1
+            elif source == 2:
+                assert found[i] not in (-1, 700)
+            else:
+                assert found[i] == expected[i]
+
+
+def test_nothing_can_be_chosen(device: torch.device) -> None:
+    logits = torch.full((1, 40), NEVER, device=device)
+    assert Case(logits, 0).draw(PARAMS, finite=False) == [-1] * len(PARAMS)
+
+
+def test_ids_at_minus_infinity_are_never_drawn(device: torch.device) -> None:
+    logits = torch.full((1, 3000), NEVER, device=device)
+    logits[0, [17, 2900]] = 1.0
+    found = Case(logits, 5).draw(PARAMS * 3, finite=False)
+    assert set(found) == {17, 2900}
+
+
+def test_neighbours_do_not_change_a_draw(device: torch.device) -> None:
+    case = Case(random_logits((1, 5000), 9, device), 4)
+    together = case.draw(PARAMS)
+    for count in (1, 5, 9):
+        others = [SamplingParams(top_p=0.3)] * count
+        assert case.draw(others + PARAMS[count:])[count:] == together[count:]

@@ -26,6 +26,7 @@ from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
 from server.model.sampler import Drawn, Sampler, ScoredSlice
 from server.model.sites import SiteIndex
+from server.model.start_phases import StartPhases
 from server.model.step import Step
 from server.model.transfers import to_device, to_host
 from server.model.weights import ModelWeights, load_weights
@@ -55,15 +56,17 @@ class TorchExecutor:
         self.device = torch.device(config.device)
         if self.device.type == "cpu":
             _leave_a_core()
+        phases = StartPhases()
         with torch.inference_mode():
             load = weights or partial(load_weights, folder)
             parts = _build_parts(config, model, load, self.device)
+            phases.done("weights and memory")
             self.limits = parts.limits
             self._rows, self._table = parts.rows, parts.table
-            built = build(parts, graph_batches)
+            built = build(parts, graph_batches, phases)
         self._decoder: Decoder[Any, Any, Any] = built.decoder
         self._graphs, self._token_graphs = built.graphs, built.token_graphs
-        self.summary = (*parts.summary, f"operations: {built.backend}")
+        self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._copies = AdapterCopies(self._table, host_arena)

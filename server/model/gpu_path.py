@@ -19,6 +19,7 @@ from server.model.ops_torch import TorchOps
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
 from server.model.sampler import Draws
+from server.model.start_phases import StartPhases
 from server.model.weights import ModelWeights
 
 log = logging.getLogger(__name__)
@@ -72,9 +73,9 @@ def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -
     return unsupported(model, dtype, torch.cuda.get_device_capability(device))
 
 
-def build(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
+def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:
     """graph_batches: padded batch sizes to capture, and none of steps with prompts; None = all that
-    the limits need."""
+    the limits need. phases: what takes long is noted there."""
     device = parts.cache.k.device
     if device.type == "cpu":
         return _build_reference(parts, "computing on the CPU")
@@ -82,10 +83,10 @@ def build(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
     if reason is not None:
         log.warning("serving with plain torch, which is slower: %s", reason)
         return _build_reference(parts, reason)
-    return _build_fast(parts, graph_batches)
+    return _build_fast(parts, graph_batches, phases)
 
 
-def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
+def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:
     # Not at the top: neither package is needed on a CPU.
     from server.model.attention_cuda import PagedAttention
     from server.model.decode_graphs import DecodeGraphs, graph_sizes
@@ -105,7 +106,9 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
         _warm(decoder, rows, min(tokens, limits.max_context, limits.max_step_tokens), adapters)
     draws = CudaDraws(rows, parts.parameters)
     draws.warm(parts.model.vocab_size, parts.cache.k.dtype)
+    phases.done("kernels")
     ops.products.measure(sizes, _products(parts.weights))
+    phases.done("products")
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
     token_graphs = None
     if graph_batches is None:
@@ -115,6 +118,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None) -> Built:
         if token_graphs is not None:
             token_graphs.capture(with_adapters)
     torch.cuda.synchronize()
+    phases.done("graphs")
     _tell_of_late_kernels()
     backend = (
         f"FlashInfer ({attention.prefill_backend} for prompts), decode graphs for up to"

@@ -1,5 +1,6 @@
 """The executor's promises to the scheduler: limits, rows, copies, isolation, invariance."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,9 @@ def test_half_precision_agrees_roughly(folder: Path, driver: Driver) -> None:
         half.close()
         for a, b in zip(stream.prompt_logprobs, exact.prompt_logprobs, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=0.5)
+
+
+def test_the_summary_tells_what_serves_and_where_the_start_went(driver: Driver) -> None:
+    operations, start = driver.executor.summary[-2:]
+    assert operations.startswith("operations: plain torch")
+    assert re.fullmatch(r"start: \d+\.\d s \(weights and memory \d+\.\d s\)", start)

@@ -83,6 +83,11 @@ def told_name(ref: AdapterRef) -> str:
     return format_ref(ref) if is_public else ref.name.rpartition("/")[2]
 
 
+def is_name(text: str) -> bool:
+    """Whether an adapter could be registered under it."""
+    return bool(_NAMES["alias"].fullmatch(text)) and _well_formed("alias", text)
+
+
 def is_pinned(ref: AdapterRef) -> bool:
     """Whether the reference names one content for ever: a commit, or a folder's fingerprint."""
     if ref.revision is None:

@@ -5,9 +5,10 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from launcher.router_client import Failed, add_router_options, as_json, connect, send, table
+from router.owned_name import OwnedName
 
 ACTIONS = {
     "load": "bring adapters to every worker's device, and into service",
@@ -24,7 +25,10 @@ GUARDS = {
     "max_error_increase": float,
     "max_latency_ratio": float,
 }
-_COLUMNS = ("NAME", "STATE", "PINNED", "DIGEST", "RANKS", "BYTES", "ON DEVICE", "REFERENCE")
+_COLUMNS = (
+    *("NAME", "TENANT", "STATE", "PINNED", "DIGEST"),
+    *("RANKS", "BYTES", "ON DEVICE", "REFERENCE"),
+)
 
 
 def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argparse.ArgumentParser]:
@@ -43,6 +47,7 @@ def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argpar
         parser.add_argument("names", metavar="NAME", nargs="+")
         parsers[name] = parser
     for parser in parsers.values():
+        parser.add_argument("--tenant", help="whose names they are [the fleet's]")
         add_router_options(parser)
     return parsers
 
@@ -96,25 +101,32 @@ def _requests(
 ) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
     action = arguments.action
     if action == "list" and not arguments.names:
-        yield "GET", "/v1/adapters", None
+        yield "GET", f"/v1/adapters{_query(arguments)}", None
     elif action == "register":
-        body = {"name": arguments.name, "ref": arguments.ref}
+        body = {"name": arguments.name, "ref": arguments.ref, "tenant": arguments.tenant}
         flags = {"pin": arguments.pin, "replace": arguments.replace}
         yield "POST", "/v1/adapters", {**body, **flags, "token": token}
     elif action in ("rollout", "promote", "rollback", "history"):
         yield _rollout_request(arguments)
     else:
         for name in arguments.names:
-            path = f"/v1/adapters/{quote(name, safe='')}"
-            if action in ("list", "delete"):
-                yield ("GET" if action == "list" else "DELETE"), path, None
-            else:
-                yield "POST", f"{path}/{action}", None
+            method = {"list": "GET", "delete": "DELETE"}.get(action)
+            path = _path(arguments, name, "" if method else f"/{action}")
+            yield method or "POST", path, None
+
+
+def _path(arguments: argparse.Namespace, name: str, rest: str) -> str:
+    return f"/v1/adapters/{quote(name, safe='')}{rest}{_query(arguments)}"
+
+
+def _query(arguments: argparse.Namespace) -> str:
+    tenant = arguments.tenant
+    return "" if tenant is None else f"?{urlencode({'tenant': tenant})}"
 
 
 def _rollout_request(arguments: argparse.Namespace) -> tuple[str, str, dict[str, Any] | None]:
     action = arguments.action
-    path = f"/v1/adapters/{quote(arguments.name, safe='')}/{action}"
+    path = _path(arguments, arguments.name, f"/{action}")
     if action == "history":
         return "GET", path, None
     if action != "rollout":
@@ -133,7 +145,7 @@ def _rollout_request(arguments: argparse.Namespace) -> tuple[str, str, dict[str,
 
 def _text(arguments: argparse.Namespace, told: list[Any]) -> str:
     if arguments.action == "delete":
-        return "".join(f"{one['id']} deleted\n" for one in told)
+        return "".join(f"{_named(one)} deleted\n" for one in told)
     if arguments.action == "refresh":
         return "".join(_refreshed(one) for one in told)
     if arguments.action == "history":
@@ -143,11 +155,11 @@ def _text(arguments: argparse.Namespace, told: list[Any]) -> str:
     adapters: list[dict[str, Any]] = []
     for one in told:
         adapters += one["data"] if one["object"] == "list" else [one]
-    notes = [f"{a['id']}: {a['error']}" for a in adapters if a["error"]]
+    notes = [f"{_named(a)}: {a['error']}" for a in adapters if a["error"]]
     notes += [problem for one in told for problem in one.get("file_errors", [])]
     for one in adapters:
         if one.get("rollout"):
-            notes += [f"{one['id']}: {line}" for line in _versions(one["rollout"])]
+            notes += [f"{_named(one)}: {line}" for line in _versions(one["rollout"])]
     lines = [*table([_COLUMNS, *map(_row, adapters)]), *notes]
     return "".join(f"{line}\n" for line in lines) if adapters or notes else ""
 
@@ -183,7 +195,7 @@ def _history(changes: list[dict[str, Any]]) -> list[str]:
 
 
 def _refreshed(one: dict[str, Any]) -> str:
-    name, old, new = one["adapter"]["id"], one["old_digest"], one["new_digest"]
+    name, old, new = _named(one["adapter"]), one["old_digest"], one["new_digest"]
     if not one["changed"]:
         return f"{name} unchanged: {_short(new)}\n"
     return f"{name} changed: {_short(old)} -> {_short(new)}\n"
@@ -192,6 +204,7 @@ def _refreshed(one: dict[str, Any]) -> str:
 def _row(adapter: dict[str, Any]) -> tuple[str, ...]:
     return (
         adapter["id"],
+        adapter.get("tenant") or "-",
         adapter["state"],
         "yes" if adapter["pinned"] else "no",
         _short(adapter["digest"]),
@@ -200,6 +213,10 @@ def _row(adapter: dict[str, Any]) -> tuple[str, ...]:
         ",".join(adapter["resident_on"]) or "-",
         adapter["ref"],
     )
+
+
+def _named(adapter: dict[str, Any]) -> str:
+    return str(OwnedName(adapter["id"], adapter.get("tenant") or ""))
 
 
 def _short(digest: str | None) -> str:

@@ -21,6 +21,7 @@ from router.adapter_workers import AdapterWorkers
 from router.aliases import Aliases
 from router.catalog import Catalog
 from router.generation import Secret
+from router.owned_name import OwnedName
 from router.registration import Event, Registration, conflicts, move, seen
 from router.rollout import Content
 from router.shared.replica import REFRESH_S
@@ -52,8 +53,8 @@ class AdapterAdmin:
         self._catalog = catalog
         self._aliases: Aliases = catalog.rules.aliases
         self._is_taken = is_taken
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._draining: dict[str, asyncio.Task[None]] = {}
+        self._locks: WeakValueDictionary[OwnedName, asyncio.Lock] = WeakValueDictionary()
+        self._draining: dict[OwnedName, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._aliases.on_change = workers.sync_pins
 
@@ -67,35 +68,39 @@ class AdapterAdmin:
 
     # ---- the table
 
-    def get(self, name: str) -> Registration:
+    def get(self, name: OwnedName) -> Registration:
         """Raises AdapterError (not_found, gone)."""
         registration = self._aliases.get(name)
         if registration is None:
-            raise AdapterError("not_found", f"no adapter is registered as {name[:200]!r}")
+            raise AdapterError("not_found", f"no adapter is registered as {str(name)[:200]!r}")
         if registration.state == "deleted":
-            raise AdapterError("gone", f"adapter {name!r} has been deleted")
+            raise AdapterError("gone", f"adapter '{name}' has been deleted")
         return registration
 
-    def is_registered(self, name: str) -> bool:
+    def is_registered(self, name: OwnedName) -> bool:
         registration = self._aliases.get(name)
         return registration is not None and registration.state != "deleted"
 
     def all(self) -> list[Registration]:
         return self._aliases.all()
 
-    def check_free(self, name: str, *origins: str) -> None:
+    def claim(self, names: frozenset[OwnedName]) -> None:
+        """What the adapters file names; see `Aliases`."""
+        self._aliases.claimed = names
+
+    def check_free(self, name: OwnedName, *origins: str) -> None:
         """Raises AdapterError (conflict) for what a declaration of such an origin decides."""
         declared = self._aliases.declared(name)
         if declared is not None and declared.origin in origins:
             where = "the adapters file" if declared.origin == "file" else "--adapter"
             raise AdapterError(
-                "conflict", f"adapter {name!r} is declared by {where}: change it there"
+                "conflict", f"adapter '{name}' is declared by {where}: change it there"
             )
 
     async def register(self, wish: Wish) -> Registration:
         """Fetches and checks it first; a name that already means it is left as it is."""
-        if self._is_taken(wish.name):
-            raise AdapterError("conflict", f"{wish.name!r} is a name of the base model")
+        if self._is_taken(wish.name.name):
+            raise AdapterError("conflict", f"{wish.name.name!r} is a name of the base model")
         async with self.lock(wish.name):
             before = self._aliases.get(wish.name)
             wanted = self._wanted(wish, before)
@@ -110,15 +115,18 @@ class AdapterAdmin:
 
     def _wanted(self, wish: Wish, before: Registration | None) -> Registration:
         """Raises AdapterError where somebody else has the say."""
-        wanted = Registration(wish.name, wish.ref, wish.origin, wish.pin, wish.token)
-        declared = self._aliases.declared(wish.name)
+        name = wish.name
+        wanted = Registration(
+            *(name.name, wish.ref, wish.origin, wish.pin, wish.token), tenant=name.tenant
+        )
+        declared = self._aliases.declared(name)
         if wish.origin == "file":
             if before is not None and before.origin == "option":
                 conflicts(before, wish.ref, wish.replace)
             return wanted
         if declared is not None:
             if declared.ref != wish.ref:
-                self.check_free(wish.name, "file", "option")
+                self.check_free(name, "file", "option")
             pinned = declared.pinned if declared.origin == "file" else wish.pin
             wanted = msgspec.structs.replace(wanted, origin=declared.origin, pinned=pinned)
         if before is not None and before.state != "deleted":
@@ -126,7 +134,7 @@ class AdapterAdmin:
             move(before, "admit")
         return wanted
 
-    async def load(self, name: str) -> Registration:
+    async def load(self, name: OwnedName) -> Registration:
         """To the device of every worker, and into service if it was unloaded."""
         async with self.lock(name):
             before = self.get(name)
@@ -134,7 +142,7 @@ class AdapterAdmin:
             await self._bring_all(registration)
             return await self.commit(before, registration)
 
-    async def pin(self, name: str) -> Registration:
+    async def pin(self, name: OwnedName) -> Registration:
         """As `load`; and there it stays."""
         async with self.lock(name):
             before = self.get(name)
@@ -143,13 +151,13 @@ class AdapterAdmin:
             pinned = msgspec.structs.replace(registration, pinned=True)
             return await self.commit(before, pinned, declare=before.origin == "file")
 
-    async def unpin(self, name: str) -> Registration:
+    async def unpin(self, name: OwnedName) -> Registration:
         async with self.lock(name):
             before = self.get(name)
             unpinned = msgspec.structs.replace(before, pinned=False)
             return await self.commit(before, unpinned, declare=before.origin == "file")
 
-    async def refresh(self, name: str, by: str = "") -> tuple[str | None, Registration]:
+    async def refresh(self, name: OwnedName, by: str = "") -> tuple[str | None, Registration]:
         """What the reference means now. Returns the digest before, and the registration after."""
         async with self.lock(name):
             before = self.get(name)
@@ -164,7 +172,7 @@ class AdapterAdmin:
                 raise
             return before.digest, await self.commit(before, after)
 
-    async def unload(self, name: str, wait_s: float) -> Registration:
+    async def unload(self, name: OwnedName, wait_s: float) -> Registration:
         """Takes no new requests at once; waits so long for the rest, which goes on by itself."""
         async with self.lock(name):
             registration = move(self.get(name), "unload")
@@ -177,7 +185,7 @@ class AdapterAdmin:
             await asyncio.wait([task], timeout=wait_s)
         return self.get(name)
 
-    async def delete(self, name: str) -> Registration:
+    async def delete(self, name: OwnedName) -> Registration:
         """Requests that name it are told so from now on; running ones finish."""
         async with self.lock(name):
             before = self.get(name)
@@ -194,7 +202,7 @@ class AdapterAdmin:
 
     # ---- for operations on rollouts, too
 
-    def lock(self, name: str) -> asyncio.Lock:
+    def lock(self, name: OwnedName) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
     def token(self, registration: Registration) -> Secret | None:
@@ -226,7 +234,7 @@ class AdapterAdmin:
         else:
             await self._aliases.write(after)
         if before is not None:
-            self._retire_all(after.name, before.digests - after.digests)
+            self._retire_all(after.key, before.digests - after.digests)
         return after
 
     # ---- inside
@@ -238,7 +246,7 @@ class AdapterAdmin:
             await self.workers.bring(content, self.token(registration))
 
     async def _drain(self, unloading: Registration) -> None:
-        name = unloading.name
+        name = unloading.key
         await self._all_heard()
         await self.use.drained(name)
         problems = [await self._evict_unused(digest) for digest in unloading.digests]
@@ -255,11 +263,11 @@ class AdapterAdmin:
         if self._aliases.is_shared:
             await asyncio.sleep(_HEARD_S)
 
-    def _retire_all(self, name: str, digests: frozenset[str]) -> None:
+    def _retire_all(self, name: OwnedName, digests: frozenset[str]) -> None:
         for digest in digests:
             self._spawn(self._retire(name, digest))
 
-    async def _retire(self, name: str, digest: str) -> None:
+    async def _retire(self, name: OwnedName, digest: str) -> None:
         await self._all_heard()
         await self.use.drained(name, digest)
         problem = await self._evict_unused(digest)

@@ -4,11 +4,12 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
+from router.owned_name import OwnedName
 from router.served import ServedAdapter
 
 MAX_REMEMBERED = 1 << 16
 
-_Use = tuple[str | None, str]  # registered name (None: named by reference), digest
+_Use = tuple[OwnedName | None, str]  # registered name (None: named by reference), digest
 
 
 class AdapterUse:
@@ -29,7 +30,7 @@ class AdapterUse:
         self._touch(adapter.digest)
         return lambda: self._release(use)
 
-    def running(self, name: str, digest: str | None = None) -> int:
+    def running(self, name: OwnedName, digest: str | None = None) -> int:
         """Requests that named it so. digest: only those that got this content."""
         return sum(
             count
@@ -37,14 +38,14 @@ class AdapterUse:
             if alias == name and digest in (None, content)
         )
 
-    def in_use(self) -> list[tuple[str, str]]:
+    def in_use(self) -> list[tuple[OwnedName, str]]:
         """Registered name and digest of each adapter that a running request named by its name."""
         return [(name, digest) for name, digest in self._running if name is not None]
 
     def last_used(self, digest: str) -> float | None:
         return self._last_used.get(digest)
 
-    async def drained(self, name: str, digest: str | None = None) -> None:
+    async def drained(self, name: OwnedName, digest: str | None = None) -> None:
         """Until no running request uses it."""
         self._waiting += 1
         try:

@@ -4,6 +4,7 @@ import msgspec
 
 from adapters.ref import AdapterRef
 from router.generation import Secret
+from router.owned_name import OwnedName
 from router.registration import Origin
 from router.rollout import Declared, Guards
 
@@ -14,7 +15,7 @@ class Wish(msgspec.Struct, frozen=True):
     by: who wants it, for the history.
     """
 
-    name: str
+    name: OwnedName
     ref: AdapterRef
     origin: Origin
     pin: bool = False

@@ -111,7 +111,7 @@ class AdapterWorkers:
                 try:
                     await session.admit(content.ref, token, content.digest)
                 except AdapterError as error:
-                    log.warning("adapter %s cannot be pinned: %s", registration.name, error.message)
+                    log.warning("adapter %s cannot be pinned: %s", registration.key, error.message)
                 except WorkerLost:
                     return
         with contextlib.suppress(WorkerLost):

@@ -5,6 +5,7 @@ adapters:
     ref: hub:org/sql-lora@main
     pin: true
     versions: [{reference: "hub:org/sql-lora@next", weight: 5}]
+    tenant: acme
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,24 +20,27 @@ from router.api.adapters import Name, check_name, parse_target, rollout_wish
 from router.api.body import require
 from router.api.rollouts import Versions
 from router.generation import RequestError
+from router.owned_name import OwnedName
 from router.registration import Registration
 from router.rollout import Declared, Guards
 from router.rollout_moves import split
+from router.tenancy.keys import Word
 
 BY = "the adapters file"
 MAX_FILE_BYTES = 4 << 20
 # Where errors of the file as a whole stand among those of its entries.
-WHOLE = ""
+WHOLE = OwnedName("")
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One adapter as it is written."""
+    """One adapter as it is written. tenant: whose name it is; absent = the fleet's."""
 
     name: Name
     ref: str
     pin: bool = False
     versions: Versions | None = None
     guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
+    tenant: Word | None = None
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -50,8 +54,13 @@ class Wanted(msgspec.Struct, frozen=True):
 class FileContents(msgspec.Struct, frozen=True):
     """errors: by name, or WHOLE; what they are about is left as it is."""
 
-    wanted: dict[str, Wanted]
-    errors: dict[str, str]
+    wanted: dict[OwnedName, Wanted]
+    errors: dict[OwnedName, str]
+
+    @property
+    def names(self) -> frozenset[OwnedName]:
+        """What the file says something of."""
+        return frozenset(self.wanted.keys() | self.errors.keys())
 
     @property
     def is_readable(self) -> bool:
@@ -62,10 +71,10 @@ class Plan(msgspec.Struct, frozen=True):
     """What to do. errors: entries that contradict what --adapter declares."""
 
     register: tuple[Wish, ...] = ()
-    pin: tuple[str, ...] = ()
-    unpin: tuple[str, ...] = ()
-    delete: tuple[str, ...] = ()
-    errors: dict[str, str] = {}
+    pin: tuple[OwnedName, ...] = ()
+    unpin: tuple[OwnedName, ...] = ()
+    delete: tuple[OwnedName, ...] = ()
+    errors: dict[OwnedName, str] = {}
 
 
 def unreadable(why: str) -> FileContents:
@@ -82,11 +91,11 @@ def read(data: bytes, default_source: str) -> FileContents:
         return unreadable(" ".join(str(error).split()))
     entries = plain.get("adapters") if isinstance(plain, dict) else None
     if not isinstance(plain, dict) or set(plain) != {"adapters"} or not isinstance(entries, list):
-        return unreadable("expected one key, `adapters`, with a list of name, ref and pin")
-    wanted: dict[str, Wanted] = {}
-    errors: dict[str, str] = {}
+        return unreadable("expected one key, `adapters`, with a list of name, ref, pin and tenant")
+    wanted: dict[OwnedName, Wanted] = {}
+    errors: dict[OwnedName, str] = {}
     for number, entry in enumerate(entries, 1):
-        name = _name_of(entry) or f"entry {number}"
+        name = _name_of(entry) or OwnedName(f"entry {number}")
         problem = (
             "it is there twice" if name in wanted else _read_entry(entry, wanted, default_source)
         )
@@ -102,11 +111,11 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
     """
     if not contents.is_readable:
         return Plan()
-    present = {registration.name: registration for registration in registrations}
+    present = {registration.key: registration for registration in registrations}
     register: list[Wish] = []
-    pin: list[str] = []
-    unpin: list[str] = []
-    errors: dict[str, str] = {}
+    pin: list[OwnedName] = []
+    unpin: list[OwnedName] = []
+    errors: dict[OwnedName, str] = {}
     for name, wanted in contents.wanted.items():
         there = present.get(name)
         if there is None or there.origin == "api" or _is_new(there, wanted):
@@ -120,16 +129,16 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
             errors[name] = "it is declared by --adapter: versions need a name that is not"
         elif there.origin == "file" and there.in_service and there.pinned != wanted.pin:
             (pin if wanted.pin else unpin).append(name)
-    named = contents.wanted.keys() | contents.errors.keys()
-    delete = [r.name for r in present.values() if r.origin == "file" and r.name not in named]
+    named = contents.names
+    delete = [r.key for r in present.values() if r.origin == "file" and r.key not in named]
     return Plan(tuple(register), tuple(pin), tuple(unpin), tuple(delete), errors)
 
 
 class RolloutPlan(msgspec.Struct, frozen=True):
     """end: names whose rollouts the file wants no more."""
 
-    roll_out: dict[str, RolloutWish]
-    end: tuple[str, ...]
+    roll_out: dict[OwnedName, RolloutWish]
+    end: tuple[OwnedName, ...]
 
 
 def plan_rollouts(contents: FileContents, registrations: Iterable[Registration]) -> RolloutPlan:
@@ -138,10 +147,10 @@ def plan_rollouts(contents: FileContents, registrations: Iterable[Registration])
     What became of a rollout since the file said so, as versions that went back, is left alone until
     the file says something else. Where it says nothing, so is an operator's rollout.
     """
-    wishes: dict[str, RolloutWish] = {}
-    end: list[str] = []
+    wishes: dict[OwnedName, RolloutWish] = {}
+    end: list[OwnedName] = []
     for registration in registrations:
-        wanted = contents.wanted.get(registration.name)
+        wanted = contents.wanted.get(registration.key)
         if wanted is None or registration.origin != "file" or registration.ref != wanted.ref:
             continue
         there = None if registration.rollout is None else registration.rollout.declared
@@ -149,19 +158,21 @@ def plan_rollouts(contents: FileContents, registrations: Iterable[Registration])
         if there == declared:
             continue
         if declared is None:
-            end.append(registration.name)
+            end.append(registration.key)
         else:
             wish = RolloutWish(declared.versions, declared.guards, BY, declared)
-            wishes[registration.name] = wish
+            wishes[registration.key] = wish
     return RolloutPlan(wishes, tuple(end))
 
 
-def _name_of(entry: Any) -> str | None:
-    name = entry.get("name") if isinstance(entry, Mapping) else None
-    return name[:96] if isinstance(name, str) and name else None
+def _name_of(entry: Any) -> OwnedName | None:
+    """As far as it can be told of an entry that may be wrong."""
+    told = entry if isinstance(entry, Mapping) else {}
+    name, tenant = (str(told.get(field) or "")[:96] for field in ("name", "tenant"))
+    return OwnedName(name, tenant) if name else None
 
 
-def _read_entry(entry: Any, wanted: dict[str, Wanted], default_source: str) -> str | None:
+def _read_entry(entry: Any, wanted: dict[OwnedName, Wanted], default_source: str) -> str | None:
     try:
         typed = msgspec.convert(entry, FileEntry)
         check_name(typed.name, "name")
@@ -173,7 +184,7 @@ def _read_entry(entry: Any, wanted: dict[str, Wanted], default_source: str) -> s
         return error.message
     except AdapterError as error:
         return f"`versions`: {error.message}"
-    wanted[typed.name] = Wanted(ref, typed.pin, rollout)
+    wanted[OwnedName(typed.name, typed.tenant or "")] = Wanted(ref, typed.pin, rollout)
     return None
 
 

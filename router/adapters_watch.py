@@ -17,6 +17,7 @@ from router.adapters_file import (
     read,
     unreadable,
 )
+from router.owned_name import OwnedName
 from router.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class AdaptersFile:
         clock: Callable[[], float],
         applied: asyncio.Event,
     ) -> None:
-        self.errors: dict[str, str] = {}
+        self.errors: dict[OwnedName, str] = {}
         self.applied = applied
         self._path = path
         self._admin = admin
@@ -57,7 +58,7 @@ class AdaptersFile:
     @property
     def problems(self) -> list[str]:
         """For people."""
-        return [f"{name or self._path}: {why}" for name, why in sorted(self.errors.items())]
+        return [f"{str(name) or self._path}: {why}" for name, why in sorted(self.errors.items())]
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -79,9 +80,11 @@ class AdaptersFile:
         self._tell(await self._reconcile(contents))
         self.applied.set()
 
-    async def _reconcile(self, contents: FileContents) -> dict[str, str]:
+    async def _reconcile(self, contents: FileContents) -> dict[OwnedName, str]:
         """What went wrong, by entry."""
         admin = self._admin
+        if contents.is_readable:
+            admin.claim(contents.names)
         todo = plan(contents, admin.all())
         failed = await self._do(
             *((wish.name, admin.register(wish)) for wish in todo.register),
@@ -93,10 +96,10 @@ class AdaptersFile:
         return {**errors, **await self._reconcile_rollouts(contents, errors)}
 
     async def _reconcile_rollouts(
-        self, contents: FileContents, failed: Container[str]
-    ) -> dict[str, str]:
+        self, contents: FileContents, failed: Container[OwnedName]
+    ) -> dict[OwnedName, str]:
         """What went wrong, by entry. failed: these are not what the file says."""
-        there = [r for r in self._admin.all() if r.name not in failed]
+        there = [r for r in self._admin.all() if r.key not in failed]
         todo = plan_rollouts(contents, there)
         errors = await self._do(
             *((name, self._rollouts.roll_out(name, wish)) for name, wish in todo.roll_out.items()),
@@ -106,7 +109,7 @@ class AdaptersFile:
         left = plan_rollouts(contents, self._admin.all())
         return {n: why for n, why in errors.items() if n in left.roll_out or n in left.end}
 
-    async def _do(self, *work: tuple[str, Awaitable[object]]) -> dict[str, str]:
+    async def _do(self, *work: tuple[OwnedName, Awaitable[object]]) -> dict[OwnedName, str]:
         """What went wrong, by name."""
         problems = await asyncio.gather(*(self._try(operation) for _, operation in work))
         return {
@@ -124,7 +127,7 @@ class AdaptersFile:
                 return "; ".join([error.message, *reasons])
         return None
 
-    def _tell(self, errors: dict[str, str]) -> None:
+    def _tell(self, errors: dict[OwnedName, str]) -> None:
         """Each error once, as long as it stays the same."""
         for name, why in errors.items():
             if self.errors.get(name) != why:

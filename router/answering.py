@@ -51,13 +51,8 @@ class Answerer:
         if self.base.text is None:  # without a model's names nothing can be told of the body
             until = self.dispatcher.until_ready(caller.tenant, len(body), "chat")
             await until_disconnect(request, until)
-        api_request = self._parse(body, request, parse, caller)
-        call = msgspec.structs.replace(
-            api_request.call,
-            tenant=caller.tenant,
-            weight=caller.weight,
-            priority=caller.priority,
-        )
+        api_request = self._parse(body, request, parse)
+        call = self._authorised(api_request.call, caller)
         charge = self.tenancy.metering.charge(caller, request.state.request_id)
         start = self._start(call, charge, len(body))
         if not call.stream:
@@ -75,16 +70,26 @@ class Answerer:
         await self.dispatcher.until_ready(call.tenant, nbytes, call.api)
         return await self.dispatcher.start(call, charge)
 
-    def _parse(self, body: bytes, request: Request, parse: Parse, caller: Caller) -> ApiRequest:
-        """Raises RequestError, also for what the caller's key does not open."""
-        model = self.base.require()
+    def _parse(self, body: bytes, request: Request, parse: Parse) -> ApiRequest:
+        """Raises RequestError."""
+        self.base.require()
         # Where callers have keys, the bearer is one: no source of adapters is shown it.
         bearer = None if self.tenancy.needs_keys else _bearer(request)
-        api_request = parse(body, self.base.limits, bearer)
-        call = api_request.call
+        return parse(body, self.base.limits, bearer)
+
+    def _authorised(self, call: GenerationCall, caller: Caller) -> GenerationCall:
+        """As this caller's. Raises RequestError for what the caller's key does not open."""
+        adapter = None if call.adapter is None else call.adapter.asked_by(caller.tenant)
         param = "adapter_id" if call.api == "lorax" else "model"
-        check_scope(caller, call.adapter, model.card.names, self.registered, param)
-        return api_request
+        names = self.base.require().card.names
+        check_scope(caller, adapter, names, self.registered, param)
+        return msgspec.structs.replace(
+            call,
+            adapter=adapter,
+            tenant=caller.tenant,
+            weight=caller.weight,
+            priority=caller.priority,
+        )
 
 
 async def _whole(

@@ -15,7 +15,7 @@ import msgspec
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.merge_recipe import sole_member
-from adapters.ref import AdapterRef, format_ref
+from adapters.ref import AdapterRef, format_ref, is_name
 from router.aliases import Aliases
 from router.config import MAX_ADAPTER_TTL_S
 from router.generation import AdapterChoice, MergedChoice, Secret
@@ -46,14 +46,12 @@ class CatalogRules:
     def target(self, choice: AdapterChoice) -> tuple[AdapterRef, Secret | None]:
         """The reference to fetch, and the credential to fetch it with. Raises AdapterError."""
         alias = self.registration(choice)
+        self._check_known(choice, alias)
         if alias is not None:
             check_served(alias)
             is_hub = alias.ref.source == "hub"
             return alias.ref, self.credential(alias) or (choice.token if is_hub else None)
         if choice.ref.source == "alias":
-            if not self.aliases.is_known:
-                unread = "registered adapters are not known yet: no Redis; try again soon"
-                raise AdapterError("unavailable", unread, (), 2.0)
             raise AdapterError("not_found", f"no adapter is registered as {choice.adapter_id!r}")
         self.check_owner(choice.ref)
         if choice.ref.source != "hub":
@@ -62,12 +60,18 @@ class CatalogRules:
 
     def registration(self, choice: AdapterChoice) -> Registration | None:
         """What the caller named, if it is registered, or was."""
-        spelled = choice.ref.name if choice.ref.source == "alias" else choice.adapter_id
-        return self.aliases.get(spelled)
+        return self.aliases.find(choice.tenant, _spelled(choice))
 
     def registered_name(self, choice: AdapterChoice) -> str | None:
         registration = self.registration(choice)
         return None if registration is None else registration.name
+
+    def _check_known(self, choice: AdapterChoice, alias: Registration | None) -> None:
+        """Raises AdapterError while a name might turn out to be registered, or the tenant's own."""
+        is_certain = alias is not None and alias.tenant == choice.tenant
+        if not is_certain and not self.aliases.is_known and is_name(_spelled(choice)):
+            unread = "registered adapters are not known yet: no Redis; try again soon"
+            raise AdapterError("unavailable", unread, (), 2.0)
 
     def credential(self, alias: Registration) -> Secret | None:
         """Credentials of callers and operators are the Hub's; no other source is shown them."""
@@ -135,7 +139,7 @@ class Catalog:
             assert isinstance(served.origin, AdapterRef)
             content = Content(served.origin, served.manifest)
             self.rules.aliases.note(alias, seen(alias, content, self._unix_time()))
-        return msgspec.structs.replace(served, alias=alias.name)
+        return msgspec.structs.replace(served, alias=alias.key)
 
     async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
         key = (origin, _fingerprint(token))
@@ -233,7 +237,7 @@ class Catalog:
         rollout = "" if alias.rollout is None else alias.rollout.id
         return ServedAdapter(
             *(choice.adapter_id, content.ref, self.rules.credential(alias), content.manifest),
-            *(alias.name, rollout),
+            *(alias.key, rollout),
         )
 
     async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:
@@ -277,6 +281,10 @@ class Catalog:
     def _is_stale(self, authorised: float) -> bool:
         """Whether a caller's access must be proved once more: what it waited for took so long."""
         return self._clock() - authorised > MAX_ADAPTER_TTL_S
+
+
+def _spelled(choice: AdapterChoice) -> str:
+    return choice.ref.name if choice.ref.source == "alias" else choice.adapter_id
 
 
 def _name(origin: Origin) -> str:

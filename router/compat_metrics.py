@@ -93,7 +93,7 @@ class CompatMetrics:
         resident = self._resident()
         names: dict[bool, list[str]] = {True: [], False: []}
         for name, digest in self._use.in_use():
-            names[digest in resident].append(name)
+            names[digest in resident].append(str(name))
         running, waiting = (",".join(sorted(set(names[on]))[:MAX_NAMES]) for on in (True, False))
         yield (str(int(self._max_loaded())), running, waiting), time.time()
 
@@ -101,7 +101,7 @@ class CompatMetrics:
         resident = self._resident()
         found = (r for r in self._aliases.all() if r.in_service and r.digests & resident.keys())
         for _, registration in zip(range(MAX_NAMES), found, strict=False):
-            yield (registration.name, "gpu", str(registration.pinned).lower()), 1.0
+            yield (str(registration.key), "gpu", str(registration.pinned).lower()), 1.0
 
 
 def _alone(read: Callable[[], float]) -> list[Row]:

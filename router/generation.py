@@ -61,11 +61,18 @@ class Secret(str):
 
 
 class AdapterChoice(msgspec.Struct, frozen=True):
-    """Which adapter the caller named, in the caller's words, and with which credential."""
+    """Which adapter the caller named, in the caller's words, and with which credential.
+
+    tenant: the caller's, whose own names come first.
+    """
 
     adapter_id: str
     ref: AdapterRef
     token: Secret | None = None
+    tenant: str = ""
+
+    def asked_by(self, tenant: str) -> "AdapterChoice":
+        return msgspec.structs.replace(self, tenant=tenant)
 
     @property
     def source(self) -> str:
@@ -80,6 +87,10 @@ class MergedChoice(msgspec.Struct, frozen=True):
     strategy: MergeStrategy
     density: float
     majority_sign_method: SignMethod
+
+    def asked_by(self, tenant: str) -> "MergedChoice":
+        members = tuple(member.asked_by(tenant) for member in self.members)
+        return msgspec.structs.replace(self, members=members)
 
     @property
     def adapter_id(self) -> str:

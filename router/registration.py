@@ -10,6 +10,7 @@ import msgspec
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, format_ref
 from router.generation import Secret
+from router.owned_name import OwnedName
 from router.rollout import Content, Rollout
 
 MAX_HISTORY = 32
@@ -72,6 +73,7 @@ class Registration(msgspec.Struct, frozen=True):
 
     content: set once known; it is served as it is while `ready`. history: oldest first, the last
     is the present one. error: what went wrong last. rollout: other versions beside `content`.
+    tenant: whose name it is; "" = the fleet's.
     """
 
     name: str
@@ -84,6 +86,11 @@ class Registration(msgspec.Struct, frozen=True):
     history: tuple[Change, ...] = ()
     error: str | None = None
     rollout: Rollout | None = None
+    tenant: str = ""
+
+    @property
+    def key(self) -> OwnedName:
+        return OwnedName(self.name, self.tenant)
 
     @property
     def digest(self) -> str | None:
@@ -131,7 +138,7 @@ def move(registration: Registration, event: Event) -> Registration:
             check_served(registration)
         hint = _HINTS.get(registration.state, "that cannot be done now")
         raise AdapterError(
-            "conflict", f"adapter {registration.name!r} is {registration.state}: {hint}"
+            "conflict", f"adapter '{registration.key}' is {registration.state}: {hint}"
         )
     return msgspec.structs.replace(registration, state=state)
 
@@ -168,6 +175,6 @@ def conflicts(existing: Registration, ref: AdapterRef, replace: bool) -> None:
         return
     raise AdapterError(
         "conflict",
-        f"adapter {existing.name!r} is registered with another reference: "
+        f"adapter '{existing.key}' is registered with another reference: "
         "send `replace`: true to replace it, or delete it first",
     )

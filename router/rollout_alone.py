@@ -10,6 +10,7 @@ import msgspec
 
 from adapters.errors import AdapterError
 from router.aliases import Aliases
+from router.owned_name import OwnedName
 from router.policy.guards import breach
 from router.registration import Registration
 from router.rollout import Rollout
@@ -43,7 +44,7 @@ class LoneGuard:
         self._tally = tally
         self._audit = audit
         self._clock = clock
-        self._verdicts: dict[str, _Verdict] = {}
+        self._verdicts: dict[OwnedName, _Verdict] = {}
 
     def judge(self, rolling: Iterable[Registration]) -> None:
         for registration in rolling:
@@ -59,7 +60,7 @@ class LoneGuard:
                 why = breach(rollout.guards, old, new)
                 if why is not None:
                     told = f"{why}; counted by one router, without Redis"
-                    self._take_back(registration.name, rollout, version.digest, told)
+                    self._take_back(registration.key, rollout, version.digest, told)
 
     async def tell(self) -> None:
         """Makes its verdicts everybody's where all is as it was judged. Raises StoreDown.
@@ -89,9 +90,9 @@ class LoneGuard:
         back = {v.digest: v.why for v in there.rollout.versions if v.rolled_back}
         return all(back.get(digest) == why for digest, why in verdict.why.items())
 
-    def _take_back(self, name: str, before: Rollout, digest: str, why: str) -> None:
+    def _take_back(self, name: OwnedName, before: Rollout, digest: str, why: str) -> None:
         self._rollouts.take_back_here(name, digest, why)
         self._verdicts.setdefault(name, _Verdict(before, {})).why[digest] = why
         logger.error("adapter %s: %.12s is rolled back here: %s", name, digest, why)
         action = f"rollback by guard: {why}"
-        self._audit(AuditRecord(self._clock(), action, name, "", 200, "", ""))
+        self._audit(AuditRecord(self._clock(), action, name.name, name.tenant, 200, "", ""))

@@ -13,6 +13,7 @@ import msgspec
 
 from adapters.errors import AdapterError
 from router.aliases import Aliases
+from router.owned_name import OwnedName
 from router.policy.guards import Measured, breach
 from router.registration import Registration
 from router.rollout import Guards
@@ -51,7 +52,7 @@ class RolloutKeeper:
         self._audit = audit
         self._clock = clock
         self._alone = LoneGuard(aliases, rollouts, tally, audit, clock)
-        self._warming: dict[str, asyncio.Task[None]] = {}
+        self._warming: dict[OwnedName, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -75,7 +76,7 @@ class RolloutKeeper:
             self._alone.judge(self._rolling())
             raise
         for registration in self._rolling() if leads else ():
-            if registration.name not in self._warming:
+            if registration.key not in self._warming:
                 self._start_warming(registration)
             await self._judge(registration)
 
@@ -96,7 +97,7 @@ class RolloutKeeper:
         return [r for r in self._aliases.all() if r.rollout is not None and r.state == "ready"]
 
     def _start_warming(self, registration: Registration) -> None:
-        name, rollout = registration.name, registration.rollout
+        name, rollout = registration.key, registration.rollout
         if rollout is not None and rollout.is_warming:
             task = self._warming[name] = asyncio.create_task(self._warm(registration))
             task.add_done_callback(lambda _: self._warming.pop(name, None))
@@ -109,7 +110,7 @@ class RolloutKeeper:
 
     async def _warm(self, registration: Registration) -> None:
         try:
-            await self._rollouts.warm(registration.name)
+            await self._rollouts.warm(registration.key)
         except AdapterError as error:
             if error.code != "conflict":
                 note = f"not warm yet: {error.message}"
@@ -129,9 +130,9 @@ class RolloutKeeper:
             old = await read(rollout.id, registration.digest, window_s, version.since)
             why = breach(rollout.guards, old, new)
             if why is not None:
-                await self._roll_back(registration.name, version.digest, why)
+                await self._roll_back(registration.key, version.digest, why)
 
-    async def _roll_back(self, name: str, digest: str, why: str) -> None:
+    async def _roll_back(self, name: OwnedName, digest: str, why: str) -> None:
         try:
             await self._rollouts.roll_back(name, digest, why, GUARD)
         except AdapterError as error:
@@ -139,4 +140,4 @@ class RolloutKeeper:
             return
         logger.error("adapter %s: %.12s is rolled back: %s", name, digest, why)
         action = f"rollback by guard: {why}"
-        self._audit(AuditRecord(self._clock(), action, name, "", 200, "", ""))
+        self._audit(AuditRecord(self._clock(), action, name.name, name.tenant, 200, "", ""))

@@ -10,6 +10,7 @@ from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, parse_ref
 from router.adapter_admin import AdapterAdmin
 from router.adapter_wish import RolloutWish
+from router.owned_name import OwnedName
 from router.registration import Registration
 from router.rollout import Content, Declared, Guards, RolledBackBy, Rollout, Version
 from router.rollout_moves import (
@@ -43,7 +44,7 @@ class Rollouts:
         self._admin = admin
         self._count = count
 
-    async def roll_out(self, name: str, wish: RolloutWish) -> Registration:
+    async def roll_out(self, name: OwnedName, wish: RolloutWish) -> Registration:
         """Fetches and checks every version first; shares rise when they are warm."""
         admin = self._admin
         async with admin.lock(name):
@@ -69,7 +70,7 @@ class Rollouts:
                     await admin.workers.bring(content, admin.token(after))
             return await admin.commit(there, after)
 
-    async def warm(self, name: str) -> Registration:
+    async def warm(self, name: OwnedName) -> Registration:
         """Brings versions to as many devices as their shares need, then puts these in force."""
         admin = self._admin
         registration = admin.get(name)
@@ -83,11 +84,13 @@ class Rollouts:
         async with admin.lock(name):
             now = admin.get(name)
             if now.rollout != rollout or now.digest != registration.digest:
-                raise AdapterError("conflict", f"the rollout of {name!r} has just been changed")
+                raise AdapterError("conflict", f"the rollout of '{name}' has just been changed")
             warmed = msgspec.structs.replace(now, rollout=in_force(rollout), error=None)
             return await admin.commit(now, warmed)
 
-    async def roll_back(self, name: str, digest: str | None, why: str, by: str) -> Registration:
+    async def roll_back(
+        self, name: OwnedName, digest: str | None, why: str, by: str
+    ) -> Registration:
         """Takes a version's share away at once; None: every version's."""
         admin = self._admin
         async with admin.lock(name):
@@ -97,20 +100,20 @@ class Rollouts:
         self._count("guard" if by == GUARD else "operator")
         return done
 
-    def take_back_here(self, name: str, digest: str, why: str) -> None:
+    def take_back_here(self, name: OwnedName, digest: str, why: str) -> None:
         """As a guard's `roll_back`, for this router alone: the others do not hear of it yet."""
         there = self._admin.get(name)
         self._admin.note(there, rolled_back(there, digest, why, self._admin.clock(), GUARD))
         self._count("guard_alone")
 
-    async def tell(self, name: str, before: Rollout) -> Registration:
+    async def tell(self, name: OwnedName, before: Rollout) -> Registration:
         """Tells the others what was taken back here. before: the rollout that they know."""
         admin = self._admin
         async with admin.lock(name):
             there = admin.get(name)
             return await admin.commit(msgspec.structs.replace(there, rollout=before), there)
 
-    async def promote(self, name: str, digest: str | None, by: str) -> Registration:
+    async def promote(self, name: OwnedName, digest: str | None, by: str) -> Registration:
         """The name means this version from now on, once enough workers have it."""
         admin = self._admin
         admin.check_free(name, "file", "option")
@@ -120,7 +123,7 @@ class Rollouts:
             await self._warm_as_much(there, version.content)
             return await admin.commit(there, promoted(there, version, admin.clock(), by))
 
-    async def back(self, name: str, digest: str | None, by: str) -> Registration:
+    async def back(self, name: OwnedName, digest: str | None, by: str) -> Registration:
         """Takes versions' shares away while there are some; else the name means what it meant."""
         rollout = self._admin.get(name).rollout
         shared = [] if rollout is None else [v for v in rollout.versions if v.weight or v.live]
@@ -131,7 +134,7 @@ class Rollouts:
             return await self.roll_back(name, None, BY_OPERATOR, by)
         return await self.revert(name, digest, by)
 
-    async def revert(self, name: str, digest: str | None, by: str) -> Registration:
+    async def revert(self, name: OwnedName, digest: str | None, by: str) -> Registration:
         """Without a rollout: back to an earlier content of the name, if its source has it still."""
         admin = self._admin
         admin.check_free(name, "file", "option")
@@ -147,7 +150,7 @@ class Rollouts:
         self._count("operator")
         return done
 
-    async def end(self, name: str, by: str, *, by_file: bool = False) -> Registration:
+    async def end(self, name: OwnedName, by: str, *, by_file: bool = False) -> Registration:
         """The old version has everything again, and the others are forgotten."""
         admin = self._admin
         async with admin.lock(name):

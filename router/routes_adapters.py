@@ -21,14 +21,16 @@ from router.api.adapters import (
     parse_register,
     parse_rollout,
     parse_target,
+    parse_tenant,
     parse_unload,
     rollout_wish,
 )
-from router.api.body import decode_body
+from router.api.body import decode_body, require
 from router.api.rollouts import AdapterHistory, change_objects, parse_digest, rollout_object
 from router.generation import Secret
 from router.http_body import BodyLimits, read_json_body
 from router.operator_routes import Endpoint, who
+from router.owned_name import OwnedName
 from router.registration import Registration
 from router.rollout_moves import running
 from router.routes_info import json_response
@@ -61,21 +63,23 @@ class AdapterRoutes:
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":
             return await self._register(request)
-        registrations = self._admin.all()
+        tenant = parse_tenant(request.query_params)
+        registrations = [r for r in self._admin.all() if tenant in (None, r.tenant)]
         tiers = await self._admin.workers.tiers(d for r in registrations for d in r.digests)
         file = self._service.adapters_file
         problems = [] if file is None else file.problems
         return json_response(AdapterList([self._object(r, tiers) for r in registrations], problems))
 
     async def one(self, request: Request) -> Response:
-        name = request.path_params["name"]
+        name = _named(request)
         if request.method == "DELETE":
             self._admin.check_free(name, "file", "option")
-            return json_response(Deleted((await self._admin.delete(name)).name))
+            await self._admin.delete(name)
+            return json_response(Deleted(name.name, name.tenant or None))
         return await self._told(self._admin.get(name))
 
     async def load(self, request: Request) -> Response:
-        return await self._told(await self._admin.load(request.path_params["name"]))
+        return await self._told(await self._admin.load(_named(request)))
 
     async def pin(self, request: Request) -> Response:
         return await self._told(await self._admin.pin(self._unpinned_by_file(request)))
@@ -85,12 +89,13 @@ class AdapterRoutes:
 
     async def unload(self, request: Request) -> Response:
         """200 when all is freed, 202 while requests still run."""
+        name = _named(request)
         wait_s = parse_unload(await read_json_body(request, self._body_limits))
-        registration = await self._admin.unload(request.path_params["name"], wait_s)
+        registration = await self._admin.unload(name, wait_s)
         return await self._told(registration, 202 if registration.state == "unloading" else 200)
 
     async def refresh(self, request: Request) -> Response:
-        name = request.path_params["name"]
+        name = _named(request)
         old, registration = await self._admin.refresh(name, who(request))
         shown = await self._shown(registration)
         new = registration.digest
@@ -98,7 +103,7 @@ class AdapterRoutes:
 
     async def rollout(self, request: Request) -> Response:
         """Tells of it, sets it, or ends it."""
-        name = request.path_params["name"]
+        name = _named(request)
         if request.method == "DELETE":
             return await self._told(await self._rollouts.end(name, who(request)))
         if request.method == "POST":
@@ -113,62 +118,62 @@ class AdapterRoutes:
         return json_response(rollout_object(registration, measured, resident, of_all))
 
     async def promote(self, request: Request) -> Response:
+        name = _named(request)
         digest = parse_digest(await read_json_body(request, self._body_limits))
-        name = request.path_params["name"]
         return await self._told(await self._rollouts.promote(name, digest, who(request)))
 
     async def rollback(self, request: Request) -> Response:
         """Of a rollout, while one has shares; else to what the name meant before."""
+        name = _named(request)
         digest = parse_digest(await read_json_body(request, self._body_limits))
-        name, by = request.path_params["name"], who(request)
-        return await self._told(await self._rollouts.back(name, digest, by))
+        return await self._told(await self._rollouts.back(name, digest, who(request)))
 
     async def history(self, request: Request) -> Response:
-        registration = self._admin.get(request.path_params["name"])
-        changes = change_objects(registration)[::-1]
-        return json_response(AdapterHistory(registration.name, changes))
+        name = _named(request)
+        changes = change_objects(self._admin.get(name))[::-1]
+        return json_response(AdapterHistory(name.name, name.tenant or None, changes))
 
     async def load_lora(self, request: Request) -> Response:
         body, _ = decode_body(await read_json_body(request, self._body_limits), LoadLoraBody)
         check_name(body.lora_name, "lora_name")
-        request.state.target = body.lora_name
+        name = _named_in_body(request, body.lora_name, body.tenant)
         source = self._service.config.default_source
         ref = parse_target(body.lora_path, "lora_path", source)
-        wish = Wish(body.lora_name, ref, "api", replace=body.load_inplace, by=who(request))
+        wish = Wish(name, ref, "api", replace=body.load_inplace, by=who(request))
         await self._admin.register(wish)
-        await self._admin.load(body.lora_name)
+        await self._admin.load(name)
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
         return PlainTextResponse(text)
 
     async def unload_lora(self, request: Request) -> Response:
         body, _ = decode_body(await read_json_body(request, self._body_limits), UnloadLoraBody)
-        request.state.target = body.lora_name
-        self._admin.check_free(body.lora_name, "file", "option")
-        await self._admin.unload(body.lora_name, DEFAULT_WAIT_S)
-        await self._admin.delete(body.lora_name)
+        name = _named_in_body(request, body.lora_name, body.tenant)
+        self._admin.check_free(name, "file", "option")
+        await self._admin.unload(name, DEFAULT_WAIT_S)
+        await self._admin.delete(name)
         text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         return PlainTextResponse(text)
 
     async def _register(self, request: Request) -> Response:
         raw = await read_json_body(request, self._body_limits)
         body, ref = parse_register(raw, self._service.config.default_source)
-        request.state.target = body.name
+        name = _named_in_body(request, body.name, body.tenant)
         token = None if body.token is None else Secret(body.token)
         by = who(request)
-        wish = Wish(body.name, ref, "api", body.pin, token, body.replace, by)
+        wish = Wish(name, ref, "api", body.pin, token, body.replace, by)
         if body.versions is None:
             return await self._told(await self._admin.register(wish))
         source = self._service.config.default_source
         rollout = rollout_wish(body.versions, body.guards, source, by)
-        if not self._admin.is_registered(body.name):
+        if not self._admin.is_registered(name):
             registration = await self._admin.register(wish)
             if len(body.versions) == 1:
                 return await self._told(registration)
-        return await self._told(await self._rollouts.roll_out(body.name, rollout))
+        return await self._told(await self._rollouts.roll_out(name, rollout))
 
-    def _unpinned_by_file(self, request: Request) -> str:
+    def _unpinned_by_file(self, request: Request) -> OwnedName:
         """The name. Raises AdapterError where the adapters file says whether it is pinned."""
-        name = str(request.path_params["name"])
+        name = _named(request)
         self._admin.check_free(name, "file")
         return name
 
@@ -182,10 +187,23 @@ class AdapterRoutes:
     def _object(self, registration: Registration, tiers: Tiers) -> AdapterObject:
         use, digest = self._admin.use, registration.digest
         if digest is None:
-            return adapter_object(registration, {}, use.running(registration.name))
+            return adapter_object(registration, {}, use.running(registration.key))
         workers = {worker: told[digest] for worker, told in tiers.items() if digest in told}
-        running, last = use.running(registration.name), use.last_used(digest)
+        running, last = use.running(registration.key), use.last_used(digest)
         return adapter_object(registration, workers, running, last, partial(_resident, tiers))
+
+
+def _named(request: Request) -> OwnedName:
+    """The name in the path, of `?tenant` if it says one. Raises RequestError."""
+    tenant = request.state.tenant = parse_tenant(request.query_params) or ""
+    return OwnedName(request.path_params["name"], tenant)
+
+
+def _named_in_body(request: Request, name: str, tenant: str | None) -> OwnedName:
+    """Raises RequestError for a tenant that the query says: it would be lost."""
+    require(parse_tenant(request.query_params) is None, "say it in the body", "tenant")
+    request.state.target, request.state.tenant = name, tenant or ""
+    return OwnedName(name, tenant or "")
 
 
 def _resident(tiers: Tiers, digest: str) -> list[str]:

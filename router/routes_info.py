@@ -6,7 +6,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.aliases import names_in_service
 from router.api.models import Health, Info, ModelList, ModelObject
 from router.api.openapi import openapi_document
 from router.generation import RequestError
@@ -107,7 +106,7 @@ class InfoRoutes:
 
     def _names(self, caller: Caller) -> list[str]:
         """Registered adapters that the caller may use."""
-        names = names_in_service(self._service.catalog.rules.aliases)
+        names = self._service.catalog.rules.aliases.names_for(caller.tenant)
         return [name for name in names if caller.may_use((name,))]
 
     async def _names_for_anyone(self, request: Request) -> list[str]:

@@ -9,6 +9,7 @@ from adapters.manifest import AdapterManifest
 from adapters.merge_recipe import MergeMember, MergeRecipe, make_recipe
 from adapters.ref import AdapterRef, format_ref
 from router.generation import MergedChoice, Secret
+from router.owned_name import OwnedName
 from server.protocol import AdapterMerge, MemberSource
 
 _CHANGED_RETRY_S = 1.0
@@ -48,7 +49,7 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     origin: Origin
     token: Secret | None
     manifest: AdapterManifest
-    alias: str | None = None
+    alias: OwnedName | None = None
     rollout: str = ""
 
     @property

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from adapters.errors import AdapterError
 from adapters.meters import Meters, watch_loop_lag
-from adapters.ref import AdapterRef, parse_ref
+from adapters.ref import AdapterRef, is_name, parse_ref
 from router.adapter_admin import AdapterAdmin
 from router.adapter_use import AdapterUse
 from router.adapter_workers import AdapterWorkers
@@ -357,7 +357,7 @@ def _rules(config: RouterConfig, sharing: Sharing) -> CatalogRules:
 def _alias(text: str, config: RouterConfig) -> Registration:
     name, equals, target = text.partition("=")
     try:
-        if not equals or parse_ref(name) != AdapterRef("alias", name):
+        if not equals or not is_name(name):
             raise ConfigError(f"--adapter {text!r}: expected NAME=REF")
         ref = parse_ref(target, "local" if config.default_source == "local" else "hub")
     except AdapterError as error:

@@ -11,6 +11,7 @@ from router.catalog import Catalog
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
+from router.owned_name import OwnedName
 from router.rollout import VersionState
 from router.shared.sharing import Sharing
 from router.tenancy.admission import MODES
@@ -57,7 +58,7 @@ def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
     """Labels are registered names, as many as `top_adapters` shows; besides `_base`, `_other`."""
     top = metrics.top_adapters
 
-    def is_registered(name: str) -> bool:
+    def is_registered(name: OwnedName) -> bool:
         registration = aliases.get(name)
         return registration is not None and registration.state != "deleted"
 
@@ -97,14 +98,14 @@ def _versions(aliases: Aliases) -> Iterator[Row]:
     return (((state,), count) for state, count in counts.items())
 
 
-def _infos(aliases: Aliases, names: Iterable[str]) -> Iterator[Row]:
+def _infos(aliases: Aliases, names: Iterable[OwnedName]) -> Iterator[Row]:
     for name in names:
         registration = aliases.get(name)
         if registration is not None:
             content = registration.content
             rank = "" if content is None else str(max(content.manifest.ranks, default=0))
             pinned = str(registration.pinned).lower()
-            yield (name, registration.state, rank, pinned), 1.0
+            yield (str(name), registration.state, rank, pinned), 1.0
 
 
 def watch_sharing(metrics: RouterMetrics, sharing: Sharing, tenancy: Tenancy) -> None:

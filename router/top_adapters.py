@@ -8,13 +8,15 @@ import heapq
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+from router.owned_name import OwnedName
+
 Count = Literal["requests", "errors", "prompt_tokens", "generated_tokens"]
 COUNTS: tuple[Count, ...] = ("requests", "errors", "prompt_tokens", "generated_tokens")
 
 _REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS = range(len(COUNTS))
 # No registered name begins with `_`.
-OTHER = "_other"
-BASE = "_base"
+OTHER = OwnedName("_other")
+BASE = OwnedName("_base")
 
 RANK_INTERVAL_S = 10.0
 HALF_LIFE_S = 300.0
@@ -33,20 +35,20 @@ class TopAdapters:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._pending: dict[str, Amounts] = {}
-        self._shown: dict[str, Amounts] = {}
+        self._pending: dict[OwnedName, Amounts] = {}
+        self._shown: dict[OwnedName, Amounts] = {}
         self._fixed = {BASE: _none(), OTHER: _none()}
-        self._score: dict[str, float] = {}
+        self._score: dict[OwnedName, float] = {}
         self._ranked_at: float | None = None
 
-    def count(self, name: str, what: int, amount: int = 1) -> None:
+    def count(self, name: OwnedName, what: int, amount: int = 1) -> None:
         """name: a registered one, BASE or OTHER. what: an index into COUNTS."""
         amounts = self._pending.get(name)
         if amounts is None:
             amounts = self._pending[name] = _none()
         amounts[what] += amount
 
-    def settle(self, now: float, is_registered: Callable[[str], bool]) -> None:
+    def settle(self, now: float, is_registered: Callable[[OwnedName], bool]) -> None:
         """Choose anew who has a series, now and then; then credit to them what was counted.
 
         In this order no series takes along what nobody has read of it.
@@ -64,13 +66,15 @@ class TopAdapters:
         """As of the last `settle`."""
         index = COUNTS.index(what)
         for name, amounts in (*self._fixed.items(), *self._shown.items()):
-            yield (name,), amounts[index]
+            yield (str(name),), amounts[index]
 
     @property
-    def shown(self) -> frozenset[str]:
+    def shown(self) -> frozenset[OwnedName]:
         return frozenset(self._shown)
 
-    def _series(self, name: str, amounts: Amounts, is_registered: Callable[[str], bool]) -> Amounts:
+    def _series(
+        self, name: OwnedName, amounts: Amounts, is_registered: Callable[[OwnedName], bool]
+    ) -> Amounts:
         """Where these amounts of `name` are credited to."""
         fixed = self._fixed.get(name)
         if fixed is not None:
@@ -83,12 +87,12 @@ class TopAdapters:
             shown = self._shown[name] = _none()
         return self._fixed[OTHER] if shown is None else shown
 
-    def _rank(self, decay: float, is_registered: Callable[[str], bool]) -> None:
+    def _rank(self, decay: float, is_registered: Callable[[OwnedName], bool]) -> None:
         scores = {name: score * decay for name, score in self._score.items() if is_registered(name)}
         kept = heapq.nlargest(_REMEMBERED * self._size, scores, key=scores.__getitem__)
         self._score = {name: scores[name] for name in {*kept, *self._shown} & scores.keys()}
 
-        def rank(name: str) -> float:
+        def rank(name: OwnedName) -> float:
             return scores[name] * (MARGIN if name in self._shown else 1.0)
 
         top = heapq.nlargest(self._size, self._score, key=rank)

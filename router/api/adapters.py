@@ -1,13 +1,13 @@
 """Bodies and answers of the lifecycle routes, in our shape and in vLLM's. Pure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import Meta
 
 from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, RefSource, format_ref, parse_ref
+from adapters.ref import AdapterRef, RefSource, format_ref, is_name, parse_ref
 from router.adapter_wish import RolloutWish
 from router.api.body import decode_body, require
 from router.api.rollouts import (
@@ -22,6 +22,7 @@ from router.api.rollouts import (
 from router.generation import RequestError
 from router.registration import Registration
 from router.rollout import Guards
+from router.tenancy.keys import Word
 from server.protocol import AdapterTiers, TierStage
 
 DEFAULT_WAIT_S = 30.0
@@ -33,6 +34,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=96)]
 class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`ref`, or `source` with `id` and `revision`, or `versions`. token: opens it there.
 
+    tenant: whose name it is; absent = the fleet's.
     versions, guards: see RolloutBody; of a name that is new, the first version is its own.
     """
 
@@ -46,6 +48,7 @@ class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replace: bool = False
     versions: Versions | None = None
     guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
+    tenant: Word | None = None
 
 
 class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,17 +58,22 @@ class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoadLoraBody(msgspec.Struct, frozen=True):
-    """vLLM's. lora_path: a folder, or a reference. load_inplace: replace what the name means."""
+    """vLLM's. lora_path: a folder, or a reference. load_inplace: replace what the name means.
+
+    tenant: ours; whose name it is.
+    """
 
     lora_name: Name
     lora_path: Annotated[str, Meta(min_length=1)]
     load_inplace: bool = False
+    tenant: Word | None = None
 
 
 class UnloadLoraBody(msgspec.Struct, frozen=True):
-    """vLLM's."""
+    """vLLM's. tenant: as above."""
 
     lora_name: Name
+    tenant: Word | None = None
 
 
 class WorkerAdapter(msgspec.Struct, frozen=True):
@@ -87,6 +95,7 @@ class WorkerAdapter(msgspec.Struct, frozen=True):
 class AdapterObject(msgspec.Struct, frozen=True):
     """A registered adapter. digest, ranks, targets, nbytes: once it was resolved.
 
+    tenant: whose name it is; null = the fleet's.
     resident_on, loading_on: ids of workers. running: requests of this router. last_used: Unix
     seconds. history: oldest first.
     """
@@ -109,6 +118,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     history: list[ChangeObject] = []
     workers: list[WorkerAdapter] = []
     rollout: RolloutObject | None = None
+    tenant: str | None = None
     object: Literal["adapter"] = "adapter"
 
 
@@ -131,6 +141,7 @@ class Refreshed(msgspec.Struct, frozen=True):
 
 class Deleted(msgspec.Struct, frozen=True):
     id: str
+    tenant: str | None
     deleted: bool = True
     object: Literal["adapter"] = "adapter"
 
@@ -176,11 +187,24 @@ def rollout_wish(
 
 def check_name(name: str, param: str) -> None:
     """Raises RequestError unless callers could name an adapter so."""
-    try:
-        good = parse_ref(name) == AdapterRef("alias", name)
-    except AdapterError:
-        good = False
-    require(good, "expected letters, digits, '.', '_' and '-' only, a letter or digit first", param)
+    message = "expected letters, digits, '.', '_' and '-' only, a letter or digit first"
+    require(is_name(name), message, param)
+
+
+def parse_tenant(query: Mapping[str, str]) -> str | None:
+    """Whose name is meant, by the query; None = it does not say. Raises RequestError.
+
+    A parameter that is misspelt must not mean the fleet's name.
+    """
+    for parameter in query:
+        require(parameter == "tenant", "unknown parameter", parameter[:100])
+    tenant = query.get("tenant")
+    if tenant:
+        try:
+            msgspec.convert(tenant, Word)
+        except msgspec.ValidationError as error:
+            raise RequestError("invalid", f"`tenant`: {error}", param="tenant") from None
+    return tenant
 
 
 def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
@@ -228,6 +252,7 @@ def adapter_object(
         history=change_objects(registration),
         workers=[_worker(worker, workers[worker]) for worker in sorted(workers)],
         rollout=rollout_object(registration, None, resident),
+        tenant=registration.tenant or None,
     )
 
 

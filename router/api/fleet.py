@@ -89,7 +89,7 @@ class WorkerObject(msgspec.Struct, frozen=True):
 
 
 class RegisteredObject(msgspec.Struct, frozen=True):
-    """A registered adapter; `GET /v1/adapters` tells more of it."""
+    """A registered adapter; `GET /v1/adapters` tells more of it. tenant: null = the fleet's."""
 
     name: str
     ref: str
@@ -99,6 +99,7 @@ class RegisteredObject(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] | None
     nbytes: int | None
     error: str | None
+    tenant: str | None = None
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
@@ -156,6 +157,7 @@ def _registered(registration: Registration) -> RegisteredObject:
         ranks=None if manifest is None else tuple(manifest.ranks),
         nbytes=None if manifest is None else manifest.nbytes,
         error=registration.error,
+        tenant=registration.tenant or None,
     )
 
 

@@ -71,6 +71,7 @@ class Operation(msgspec.Struct, frozen=True):
     accepted: bool = False
     key: bool = False
     status: int = 200
+    query: tuple[str, ...] = ()
 
 
 def _admin(
@@ -110,9 +111,8 @@ _KEYS = (
     _admin("/v1/audit", "get", "What operators did", AuditList),
 )
 _ONE = "/v1/adapters/{name}"
-_LIFECYCLE = (
+_NAMED = (
     _admin("/v1/adapters", "get", "Registered adapters, by tier and worker", AdapterList),
-    _admin("/v1/adapters", "post", "Register an adapter", AdapterObject, RegisterBody),
     _admin(_ONE, "get", "One of them", AdapterObject),
     _admin(_ONE, "delete", "Delete it: requests that name it get 410", Deleted),
     _admin(f"{_ONE}/load", "post", "To every worker's device, and into service", AdapterObject),
@@ -130,6 +130,10 @@ _LIFECYCLE = (
     _admin(f"{_ONE}/promote", "post", "The name means this version", AdapterObject, DigestBody),
     _admin(f"{_ONE}/rollback", "post", "Back to the version before", AdapterObject, DigestBody),
     _admin(f"{_ONE}/history", "get", "What it meant, newest first", AdapterHistory),
+)
+_LIFECYCLE = (
+    *(msgspec.structs.replace(operation, query=("tenant",)) for operation in _NAMED),
+    _admin("/v1/adapters", "post", "Register an adapter", AdapterObject, RegisterBody),
     _admin("/v1/load_lora_adapter", "post", "Register and load (vLLM)", str, LoadLoraBody),
     _admin("/v1/unload_lora_adapter", "post", "Unload and delete (vLLM)", str, UnloadLoraBody),
 )
@@ -231,10 +235,12 @@ def _operation(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any
             "required": not operation.accepted and operation.request is not RotateKeyBody,
             "content": {"application/json": {"schema": schema_of[repr(operation.request)]}},
         }
-    if "{" in operation.path:
-        name = operation.path.partition("{")[2].partition("}")[0]
+    in_path = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+    parameters = [*(("path", name) for name in in_path), *(("query", q) for q in operation.query)]
+    if parameters:
         described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+            for place, name in parameters
         ]
     return described
 
@@ -266,7 +272,7 @@ def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
 
 def _errors_of(operation: Operation) -> frozenset[int]:
     if operation.admin:
-        return _ADMIN_ERRORS
+        return _ADMIN_ERRORS | {400} if operation.query else _ADMIN_ERRORS
     return _PLAIN_ERRORS | {400, 401, 403} if operation.key else _PLAIN_ERRORS
 
 

@@ -90,9 +90,10 @@ class RolloutObject(msgspec.Struct, frozen=True):
 
 
 class AdapterHistory(msgspec.Struct, frozen=True):
-    """Newest first."""
+    """Newest first. tenant: null = the fleet's name."""
 
     id: str
+    tenant: str | None
     data: list[ChangeObject]
     object: Literal["list"] = "list"
 

@@ -3,6 +3,7 @@
 import { sparkline } from "./chart.js";
 import { byId, bytes, clockTime, digits, h, percent, plural, setText } from "./dom.js";
 import { VirtualList } from "./list.js";
+import { spelled } from "./names.js";
 import { Workers } from "./workers.js";
 
 export class FleetView {
@@ -170,9 +171,9 @@ function row(adapter, found, names, sizes) {
   detail.push(adapter.error ?? whereText(found));
   const [badge, tone] = badgeOf(adapter, found);
   return {
-    id: `${adapter.name} ${adapter.digest}`,
+    id: `${spelled(adapter)} ${adapter.digest}`,
     digest: adapter.digest,
-    title: adapter.name,
+    title: spelled(adapter),
     detail: detail.join(" · "),
     mark: adapter.digest ? names.mark(adapter.digest) : "var(--line)",
     badge,

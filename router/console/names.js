@@ -4,6 +4,9 @@ import { shortDigest } from "./dom.js";
 
 const TURN = 137.508; // degrees: neighbours in the list differ most
 
+/** As the router spells it: a tenant's `sql` is `acme::sql`. */
+export const spelled = ({ name, tenant }) => (tenant ? `${tenant}::${name}` : name);
+
 export class Names {
   constructor() {
     this.names = new Map();
@@ -13,9 +16,10 @@ export class Names {
   /** The first registered name wins, then what a request last called it. */
   learn(fleet) {
     this.names.clear();
-    for (const { name, digest } of fleet.adapters) {
+    for (const adapter of fleet.adapters) {
+      const { digest } = adapter;
       if (!digest) continue;
-      if (!this.names.has(digest)) this.names.set(digest, name);
+      if (!this.names.has(digest)) this.names.set(digest, spelled(adapter));
       this.number(digest);
     }
     for (const worker of fleet.workers) {

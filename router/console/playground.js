@@ -84,7 +84,9 @@ export class Playground {
 
   markOf(name) {
     if (name === this.base) return "var(--muted)";
-    const digest = this.feed.fleet?.adapters.find((adapter) => adapter.name === name)?.digest;
+    // Whose key it is, and so which of several it means, is not known here.
+    const found = this.feed.fleet?.adapters.filter((adapter) => adapter.name === name) ?? [];
+    const digest = found.length === 1 ? found[0].digest : null;
     return digest ? this.names.mark(digest) : "var(--line-strong)";
   }
 

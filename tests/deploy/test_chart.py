@@ -16,6 +16,7 @@ from deploy.helm import options_schema
 from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
 from launcher.options import Option
 from router.adapters_file import read
+from router.owned_name import OwnedName
 from router.rollout import Guards
 from tests.deploy.chart import (
     CASES,
@@ -132,9 +133,13 @@ def test_adapters_are_written_as_the_router_reads_them() -> None:
     (config,) = [o for o in of_kind(objects("fleet"), "ConfigMap") if "adapters.yaml" in o["data"]]
     contents = read(config["data"]["adapters.yaml"].encode(), "hub")
     assert not contents.errors
-    declared = {entry["name"]: entry.get("pin", False) for entry in case("fleet")["adapters"]}
+    declared = {
+        OwnedName(entry["name"], entry.get("tenant", "")): entry.get("pin", False)
+        for entry in case("fleet")["adapters"]
+    }
     assert {name: wanted.pin for name, wanted in contents.wanted.items()} == declared
-    rollout = contents.wanted["support"].rollout
+    assert OwnedName("support", "umbrella") in declared
+    rollout = contents.wanted[OwnedName("support")].rollout
     assert rollout is not None
     assert [weight for _, weight in rollout.versions] == [5]
     assert rollout.guards == Guards(min_requests=200, max_latency_ratio=1.5)

@@ -48,6 +48,11 @@ UNFIT: list[tuple[str, Object, str]] = [
         {"adapters": [{"name": "a", "ref": "hub:x/a"}, {"name": "a", "ref": "hub:x/b"}]},
         'adapters: "a" is there twice',
     ),
+    (
+        "small",
+        {"adapters": [{"name": "a", "ref": f"hub:x/{n}", "tenant": "acme"} for n in "ab"]},
+        'adapters: "acme::a" is there twice',
+    ),
     ("small", KEDA, "set monitoring.prometheusAddress"),
     ("scale-to-zero", {"router": {"readyWithoutWorkers": False}}, "no request reaches a router"),
     ("scale-to-zero", {"router": {"options": {"worker-wait-s": 9}}}, "at least 60, got 9"),
@@ -87,6 +92,7 @@ MISWRITTEN: list[tuple[Object, str]] = [
     ({"pools": [{"name": "a", "gpu": 1}]}, "gpu"),
     ({"adapters": [{"name": "a b", "ref": "hub:x/y"}]}, "/adapters/0/name"),
     ({"adapters": [{"name": "a", "ref": "x/y"}]}, "/adapters/0/ref"),
+    ({"adapters": [{"name": "a", "ref": "hub:x/y", "tenant": "a/b"}]}, "/adapters/0/tenant"),
     (
         {"adapters": [{"name": "a", "ref": "hub:x/y", "versions": [{"reference": "hub:x/z"}]}]},
         "/adapters/0/versions/0",

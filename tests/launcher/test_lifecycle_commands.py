@@ -80,7 +80,14 @@ def command(stub: StubRouter, *arguments: str) -> int:
             [
                 (
                     *("POST", "/v1/adapters"),
-                    {"name": "one", "ref": "org/one", "pin": True, "replace": False, "token": None},
+                    {
+                        "name": "one",
+                        "ref": "org/one",
+                        "pin": True,
+                        "replace": False,
+                        "token": None,
+                        "tenant": None,
+                    },
                 )
             ],
         ),
@@ -90,20 +97,30 @@ def command(stub: StubRouter, *arguments: str) -> int:
         ),
         (["unpin", "one"], [("POST", "/v1/adapters/one/unpin", None)]),
         (["unload", "one"], [("POST", "/v1/adapters/one/unload", None)]),
+        (["list", "--tenant", "acme"], [("GET", "/v1/adapters?tenant=acme", None)]),
+        (["list", "one", "--tenant", ""], [("GET", "/v1/adapters/one?tenant=", None)]),
+        (
+            ["pin", "one", "two", "--tenant", "a&b"],
+            [
+                ("POST", "/v1/adapters/one/pin?tenant=a%26b", None),
+                ("POST", "/v1/adapters/two/pin?tenant=a%26b", None),
+            ],
+        ),
     ],
 )
 def test_what_is_asked(
     stub: StubRouter, arguments: list[str], asked: list[tuple[str, str, Any]], capsys: Any
 ) -> None:
-    if arguments == ["list"]:
+    is_list = arguments[0] == "list" and "one" not in arguments
+    if is_list:
         stub.answer = (200, {"object": "list", "data": [ADAPTER], "file_errors": ["x: bad"]})
     assert command(stub, *arguments) == 0
     assert [told[:3] for told in stub.asked] == asked
     assert {told[3] for told in stub.asked} == {"Bearer from the environment"}
     printed = capsys.readouterr().out
-    assert "one   ready  yes" in printed
+    assert "one   -       ready  yes" in printed
     assert "dddddddddddd  4,8" in printed
-    assert ("x: bad" in printed) == (arguments == ["list"])
+    assert ("x: bad" in printed) == is_list
 
 
 VERSIONS = [{"reference": "org/one@v2", "weight": 5}]
@@ -146,7 +163,7 @@ def test_rollouts_are_set(
     method, action, body = asked
     assert [told[:3] for told in stub.asked] == [(method, f"/v1/adapters/one/{action}", body)]
     printed = capsys.readouterr().out
-    assert "one   ready  yes" in printed
+    assert "one   -       ready  yes" in printed
     assert "eeeeeeeeeeee hub:org/one@v2  5       0     warming" in printed
 
 
@@ -227,3 +244,23 @@ def test_nobody_answers(stub: StubRouter, capsys: Any) -> None:
         main(["adapter", "list", "--url", "http://127.0.0.1:1"])
     assert left.value.code == 1
     assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_whose_name_it_is_is_asked_and_told(stub: StubRouter, capsys: Any) -> None:
+    acme = {**ADAPTER, "tenant": "acme", "error": "odd", "rollout": {**ROLLOUT, "measured": None}}
+    stub.answer = (200, acme)
+    assert command(stub, "register", "one", "org/one", "--tenant", "acme") == 0
+    assert stub.asked[-1][2]["tenant"] == "acme"
+    printed = capsys.readouterr().out
+    assert "one   acme    ready  yes" in printed
+    assert "acme::one: odd" in printed
+    assert "acme::one: VERSION" in printed
+    assert command(stub, "rollout", "one", "org/one@v2=5", "--tenant", "acme") == 0
+    assert stub.asked[-1][:2] == ("POST", "/v1/adapters/one/rollout?tenant=acme")
+    assert command(stub, "history", "one", "--tenant", "acme", "--json") == 0
+    assert stub.asked[-1][:2] == ("GET", "/v1/adapters/one/history?tenant=acme")
+    stub.answer = (200, {"id": "one", "tenant": "acme", "deleted": True, "object": "adapter"})
+    capsys.readouterr()
+    assert command(stub, "delete", "one", "--tenant", "acme") == 0
+    assert stub.asked[-1][:2] == ("DELETE", "/v1/adapters/one?tenant=acme")
+    assert capsys.readouterr().out == "acme::one deleted\n"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from adapters.ref import AdapterRef
 from router.adapters_file import MAX_FILE_BYTES, WHOLE, FileContents, Wanted, plan, read
 from router.adapters_watch import RETRY_S, AdaptersFile
+from router.owned_name import OwnedName
 from router.registration import Origin, Registration
 from tests.router.fake_worker import FakeWorker, running_worker
 from tests.router.serving import Running, running_router
@@ -29,8 +30,8 @@ adapters:
 
 def test_yaml_and_json_say_the_same() -> None:
     expected = {
-        "sql": Wanted(AdapterRef("hub", "org/sql", "main"), True),
-        "tone": Wanted(AdapterRef("local", "/srv/tone"), False),
+        OwnedName("sql"): Wanted(AdapterRef("hub", "org/sql", "main"), True),
+        OwnedName("tone"): Wanted(AdapterRef("local", "/srv/tone"), False),
     }
     assert read(YAML, "hub") == FileContents(expected, {})
     entries = [
@@ -77,8 +78,8 @@ def test_a_file_that_cannot_be_understood(data: bytes, words: str) -> None:
 def test_a_wrong_entry_costs_itself_only(entry: Any, name: str, words: str) -> None:
     good = {"name": "good", "ref": "org/one"}
     contents = read(json.dumps({"adapters": [good, entry]}).encode(), "hub")
-    assert contents.wanted == {"good": Wanted(AdapterRef("hub", "org/one"), False)}
-    assert words in contents.errors[name]
+    assert contents.wanted == {OwnedName("good"): Wanted(AdapterRef("hub", "org/one"), False)}
+    assert words in contents.errors[OwnedName(name)]
     kept = [Registration(name, AdapterRef("hub", "org/old"), "file")]
     assert plan(contents, kept).delete == ()
 
@@ -91,22 +92,23 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 
 REFS = [AdapterRef("hub", "org/one"), AdapterRef("hub", "org/two")]
 WANTED = st.builds(Wanted, st.sampled_from(REFS), st.booleans())
+NAMES = [OwnedName(name, tenant) for name in "abcd" for tenant in ("", "acme")]
 ORIGINS: list[Origin] = ["file", "api", "option"]
 
 
 @given(
-    st.dictionaries(st.sampled_from("abcd"), WANTED),
+    st.dictionaries(st.sampled_from(NAMES[:6]), WANTED),
     st.dictionaries(
-        st.sampled_from("abcde"),
+        st.sampled_from(NAMES),
         st.tuples(st.sampled_from(REFS), st.sampled_from(ORIGINS), st.booleans()),
     ),
 )
 def test_carried_out_the_plan_leaves_nothing_to_do(
-    wanted: dict[str, Wanted], before: dict[str, tuple[AdapterRef, Origin, bool]]
+    wanted: dict[OwnedName, Wanted], before: dict[OwnedName, tuple[AdapterRef, Origin, bool]]
 ) -> None:
     contents = FileContents(wanted, {})
     table = {
-        name: Registration(name, ref, origin, pinned)
+        name: Registration(name.name, ref, origin, pinned, tenant=name.tenant)
         for name, (ref, origin, pinned) in before.items()
     }
     foreign = {
@@ -117,7 +119,9 @@ def test_carried_out_the_plan_leaves_nothing_to_do(
     todo = plan(contents, table.values())
     for wish in todo.register:
         assert wish.replace == (wish.name in table)
-        table[wish.name] = Registration(wish.name, wish.ref, "file", wish.pin)
+        table[wish.name] = Registration(
+            *(wish.name.name, wish.ref, "file", wish.pin), tenant=wish.name.tenant
+        )
     for name in (*todo.pin, *todo.unpin):
         table[name] = msgspec.structs.replace(table[name], pinned=name in todo.pin)
     for name in todo.delete:
@@ -131,7 +135,7 @@ def test_carried_out_the_plan_leaves_nothing_to_do(
         else:
             there = foreign[name]
             assert (there.ref, there.pinned) != (entry.ref, entry.pin)
-    assert {r.name for r in table.values() if r.origin == "file"} <= set(wanted)
+    assert {r.key for r in table.values() if r.origin == "file"} <= set(wanted)
 
 
 class Clock:
@@ -175,13 +179,13 @@ async def test_added_changed_and_removed(followed: Followed, worker: FakeWorker)
     await followed.file.poll()
     assert followed.file.applied.is_set()
     assert followed.names == ["one", "two"]
-    one = followed.admin.get("one")
+    one = followed.admin.get(OwnedName("one"))
     assert one.pinned
     await worker.until(lambda: worker.pins == {one.digest})
     followed.write({"name": "one", "ref": "org/other"})
     await followed.file.poll()
     assert followed.names == ["one"]
-    assert followed.admin.get("one").ref.name == "org/other"
+    assert followed.admin.get(OwnedName("one")).ref.name == "org/other"
     await worker.until(lambda: not worker.pins)
     loads = len(worker.loads)
     await followed.file.poll()
@@ -212,9 +216,9 @@ async def test_faults_are_told_once_and_keep_what_works(
     await followed.file.poll()
     followed.write({"name": "one", "ref": "org/missing"}, {"name": "pirate", "ref": "org/x"})
     await followed.file.poll()
-    assert "no repository" in followed.file.errors["one"]
-    assert "--adapter" in followed.file.errors["pirate"]
-    assert followed.admin.get("one").ref.name == "org/one"
+    assert "no repository" in followed.file.errors[OwnedName("one")]
+    assert "--adapter" in followed.file.errors[OwnedName("pirate")]
+    assert followed.admin.get(OwnedName("one")).ref.name == "org/one"
     told = len(caplog.records)
     followed.clock.now += RETRY_S
     await followed.file.poll()
@@ -230,7 +234,7 @@ async def test_faults_are_told_once_and_keep_what_works(
     followed.write({"name": "one", "ref": "org/two"})
     await followed.file.poll()
     assert not followed.file.errors
-    assert followed.admin.get("one").ref.name == "org/two"
+    assert followed.admin.get(OwnedName("one")).ref.name == "org/two"
 
 
 async def test_what_could_not_be_had_is_tried_again(followed: Followed, worker: FakeWorker) -> None:
@@ -241,6 +245,6 @@ async def test_what_could_not_be_had_is_tried_again(followed: Followed, worker: 
     await followed.file.poll()
     assert len(worker.loads) == calls, "not at every look"
     followed.clock.now += RETRY_S
-    followed.admin.get("pirate")
+    followed.admin.get(OwnedName("pirate"))
     await followed.file.poll()
-    assert "does not answer" in followed.file.errors["one"]
+    assert "does not answer" in followed.file.errors[OwnedName("one")]

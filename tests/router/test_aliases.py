@@ -8,8 +8,9 @@ import pytest
 
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
-from router.aliases import MAX_DELETED, Aliases, names_in_service
+from router.aliases import MAX_DELETED, Aliases
 from router.generation import Secret
+from router.owned_name import OwnedName
 from router.registration import Registration, seen
 from router.rollout import Content, Rollout, Version
 from router.shared.memory_store import MemoryStore
@@ -41,18 +42,18 @@ async def test_what_one_writes_the_others_and_a_restarted_one_have(store: Store)
     rollout = Rollout("id", (version,), 95, 95)
     wanted = msgspec.structs.replace(ONE, rollout=rollout, pinned=True)
     await one.write(wanted)
-    assert one.get("one") == wanted
+    assert one.get(OwnedName("one")) == wanted
     await two.refresh()
     restarted = Aliases(store, True)
     await restarted.refresh()
     for aliases in (two, restarted):
         assert aliases.is_known
-        assert aliases.get("one") == wanted
+        assert aliases.get(OwnedName("one")) == wanted
         assert aliases.all() == [wanted]
         assert aliases.pinned() == [wanted]
     await two.write(msgspec.structs.replace(wanted, state="unloaded"))
     await one.refresh()
-    assert names_in_service(one) == []
+    assert one.names_for("") == []
 
 
 async def test_of_two_writers_the_second_is_told(store: Store) -> None:
@@ -61,7 +62,7 @@ async def test_of_two_writers_the_second_is_told(store: Store) -> None:
     with pytest.raises(AdapterError, match="somebody else") as caught:
         await two.write(ready("one", OTHER))
     assert caught.value.code == "conflict"
-    assert two.get("one") == ONE, "and knows now what there is"
+    assert two.get(OwnedName("one")) == ONE, "and knows now what there is"
     await two.write(ready("one", OTHER))
 
 
@@ -71,22 +72,22 @@ async def test_a_deleted_name_stays_gone_for_all_until_it_is_registered_again(st
     gone = msgspec.structs.replace(ONE, state="deleted", content=None)
     await one.write(gone)
     await two.refresh()
-    assert two.get("one") == gone
+    assert two.get(OwnedName("one")) == gone
     assert two.all() == []
     await two.write(ONE)
-    assert two.get("one") == ONE
+    assert two.get(OwnedName("one")) == ONE
 
 
 async def test_no_credential_is_in_the_store(store: Store) -> None:
     alone = Aliases(store, False)
     secret = msgspec.structs.replace(ONE, token=Secret("hf_secret"))
     await alone.write(secret)
-    assert alone.get("one") == secret, "a router by itself keeps it"
+    assert alone.get(OwnedName("one")) == secret, "a router by itself keeps it"
     table = await store.read("adapters")
     assert b"hf_secret" not in table.rows["one"].value
     changed = ready("one", OTHER)
     await alone.write(changed)
-    assert alone.get("one") == changed, "and forgets it with what it opened"
+    assert alone.get(OwnedName("one")) == changed, "and forgets it with what it opened"
     with pytest.raises(AdapterError, match="HF_TOKEN"):
         await Aliases(store, True).write(secret)
 
@@ -96,22 +97,24 @@ async def test_a_declaration_says_what_a_name_means(store: Store) -> None:
     aliases, other = Aliases(store, True), Aliases(store, True, [declared])
     await aliases.write(ready("one", OTHER))
     await other.refresh()
-    assert other.get("one") == declared, "also where another was registered"
+    assert other.get(OwnedName("one")) == declared, "also where another was registered"
     done = msgspec.structs.replace(ONE, origin="file", state="unloaded")
     await other.write(msgspec.structs.replace(done))
-    assert other.get("one") == done, "what was done to it counts for those who declare it so"
+    assert other.get(OwnedName("one")) == done, (
+        "what was done to it counts for those who declare it so"
+    )
     await aliases.refresh()
-    assert aliases.get("one") is None
+    assert aliases.get(OwnedName("one")) is None
     elsewhere = Aliases(store, True, [msgspec.structs.replace(declared, ref=OTHER)])
     await elsewhere.refresh()
-    found = elsewhere.get("one")
+    found = elsewhere.get(OwnedName("one"))
     assert found is not None
     assert (found.ref, found.state) == (OTHER, "registered")
     other.declare(msgspec.structs.replace(declared, pinned=True))
     assert [r.name for r in other.pinned()] == ["one"], "the file says what is pinned"
     gone = msgspec.structs.replace(declared, state="deleted")
     await other.drop(gone)
-    assert other.get("one") == gone
+    assert other.get(OwnedName("one")) == gone
     assert (await store.read("adapters")).rows["one"].value == b"", "nothing of it is left"
 
 
@@ -119,7 +122,7 @@ async def test_what_a_router_notes_lasts_until_somebody_changes_it(store: Store)
     aliases = Aliases(store, True, [Registration("mine", REF, "option")])
     await aliases.write(ONE)
     for name in ("one", "mine"):
-        found = aliases.get(name)
+        found = aliases.get(OwnedName(name))
         assert found is not None
         aliases.note(found, msgspec.structs.replace(found, error="odd"))
     await aliases.refresh()
@@ -162,7 +165,7 @@ async def test_rows_that_mean_nothing_are_left_out() -> None:
     await store.put("adapters", "odd", Row(1, b'{"name": 7}'))
     aliases = Aliases(store, True)
     await aliases.refresh()
-    assert aliases.get("odd") is None
+    assert aliases.get(OwnedName("odd")) is None
 
 
 async def test_the_table_is_bounded_and_deleted_names_go_first() -> None:
@@ -177,13 +180,13 @@ async def test_the_table_is_bounded_and_deleted_names_go_first() -> None:
     gone = msgspec.structs.replace(ready("n7"), state="deleted", content=None)
     await aliases.write(gone)
     await aliases.write(ONE)
-    assert aliases.get("n7") is None
-    assert aliases.get("one") == ONE
+    assert aliases.get(OwnedName("n7")) is None
+    assert aliases.get(OwnedName("one")) == ONE
 
 
 async def test_dropped_declarations_are_remembered_for_a_while() -> None:
     aliases = Aliases(MemoryStore(time.time), False)
     for number in range(MAX_DELETED + 1):
         await aliases.drop(Registration(f"n{number}", REF, "file", state="deleted"))
-    assert aliases.get("n0") is None
-    assert aliases.get("n1") is not None
+    assert aliases.get(OwnedName("n0")) is None
+    assert aliases.get(OwnedName("n1")) is not None

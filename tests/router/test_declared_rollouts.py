@@ -16,6 +16,7 @@ from adapters.ref import AdapterRef
 from router.adapter_wish import RolloutWish
 from router.adapters_file import BY, FileContents, Wanted, plan_rollouts, read
 from router.adapters_watch import RETRY_S, AdaptersFile
+from router.owned_name import OwnedName
 from router.registration import Registration, seen
 from router.rollout import Content, Declared, Guards, Rollout, Version
 from router.rollout_moves import Shares, rolled_back, split, stays_back, with_shares
@@ -25,6 +26,7 @@ from tests.router.serving import Running, poll, running_router
 from tests.router.shared.redis_server import running_redis
 from tests.router.test_shared_adapters import call
 
+MINE, PIRATE = OwnedName("mine"), OwnedName("pirate")
 OLD, NEW, NEXT = (AdapterRef("hub", f"org/{name}") for name in ("old", "new", "next"))
 
 
@@ -49,10 +51,10 @@ adapters:
 """
     guards = Guards(min_requests=7, max_latency_ratio=None)
     said = Declared(((OLD, 60), (NEW, 20)), guards)
-    assert read(yaml, "hub") == FileContents({"mine": Wanted(OLD, False, said)}, {})
-    usual = read(file_of(entry(("org/new", 5))), "hub").wanted["mine"].rollout
+    assert read(yaml, "hub") == FileContents({MINE: Wanted(OLD, False, said)}, {})
+    usual = read(file_of(entry(("org/new", 5))), "hub").wanted[MINE].rollout
     assert usual == Declared(((NEW, 5),), Guards())
-    none = read(file_of(entry(("org/new", 5), guards=None)), "hub").wanted["mine"].rollout
+    none = read(file_of(entry(("org/new", 5), guards=None)), "hub").wanted[MINE].rollout
     assert none == Declared(((NEW, 5),), None)
 
 
@@ -76,8 +78,8 @@ def test_a_wrong_rollout_is_told_and_leaves_its_name_alone(
     wrong: dict[str, Any], words: str
 ) -> None:
     contents = read(file_of(wrong, {"name": "good", "ref": "org/one"}), "hub")
-    assert set(contents.wanted) == {"good"}
-    assert words in contents.errors["mine"]
+    assert set(contents.wanted) == {OwnedName("good")}
+    assert words in contents.errors[MINE]
     there = Registration("mine", OLD, "file", rollout=Rollout("r", (), 100, 100))
     assert plan_rollouts(contents, [there]).end == ()
 
@@ -121,7 +123,7 @@ def test_what_went_back_stays_until_its_line_changes(
     before: dict[AdapterRef, int] = {}
     back: set[AdapterRef] = set()
     for said, goes in edits:
-        contents = FileContents({"mine": Wanted(OLD, False, said)}, {})
+        contents = FileContents({MINE: Wanted(OLD, False, said)}, {})
         todo = plan_rollouts(contents, [there])
         for wish in todo.roll_out.values():
             there = carry_out(there, wish)
@@ -144,10 +146,10 @@ def test_what_went_back_stays_until_its_line_changes(
 
 def test_an_operators_rollout_is_left_alone_where_the_file_says_nothing() -> None:
     operators = Registration("mine", OLD, "file", rollout=Rollout("r", (), 100, 100))
-    nothing = FileContents({"mine": Wanted(OLD, False)}, {})
+    nothing = FileContents({MINE: Wanted(OLD, False)}, {})
     assert plan_rollouts(nothing, [operators]).end == ()
-    said = FileContents({"mine": Wanted(OLD, False, Declared(((NEW, 5),), None))}, {})
-    assert set(plan_rollouts(said, [operators]).roll_out) == {"mine"}, "else it has the last word"
+    said = FileContents({MINE: Wanted(OLD, False, Declared(((NEW, 5),), None))}, {})
+    assert set(plan_rollouts(said, [operators]).roll_out) == {MINE}, "else it has the last word"
 
 
 # With a router
@@ -168,7 +170,7 @@ class Follower:
 
     @property
     def states(self) -> dict[str, tuple[str, int]]:
-        rollout = self.admin.get("mine").rollout
+        rollout = self.admin.get(MINE).rollout
         return {v.ref.name: (v.state, v.live) for v in rollout.versions} if rollout else {}
 
     async def until(self, **expected: tuple[str, int]) -> None:
@@ -202,14 +204,14 @@ async def test_rolled_out_moved_on_promoted_and_ended(follower: Follower) -> Non
     await follower.file.poll()
     assert follower.file.errors == {}
     await follower.until(new=("serving", 5))
-    [*_, change] = follower.admin.get("mine").history
+    [*_, change] = follower.admin.get(MINE).history
     assert (change.action, change.by) == ("rollout", BY)
     write(follower.path, entry(("org/new", 100)))
     await follower.file.poll()
     await follower.until(new=("serving", 100))
     write(follower.path, {"name": "mine", "ref": "org/new"})
     await follower.file.poll()
-    there = follower.admin.get("mine")
+    there = follower.admin.get(MINE)
     assert (there.ref, there.rollout) == (NEW, None), "promoted by declaring it"
     write(follower.path, entry(("org/next", 5), ref="org/new"))
     await follower.file.poll()
@@ -253,8 +255,8 @@ async def test_a_version_that_cannot_be_had_changes_nothing_else(
     await follower.until(new=("serving", 5))
     write(follower.path, entry(("org/missing", 5), pin=True))
     await follower.file.poll()
-    assert "no repository" in follower.file.errors["mine"]
-    assert follower.admin.get("mine").pinned
+    assert "no repository" in follower.file.errors[MINE]
+    assert follower.admin.get(MINE).pinned
     assert follower.states == {"org/new": ("serving", 5)}
     write(follower.path, entry(("org/next", 5)))
     follower.now += RETRY_S
@@ -264,13 +266,13 @@ async def test_a_version_that_cannot_be_had_changes_nothing_else(
 
 
 async def test_versions_of_a_name_that_is_declared_elsewhere(follower: Follower) -> None:
-    pirate = follower.admin.get("pirate")
+    pirate = follower.admin.get(PIRATE)
     assert pirate.origin == "option"
     write(follower.path, {**entry(("org/new", 5)), "name": "pirate", "ref": "hub:org/pirate"})
     await follower.file.poll()
-    assert "--adapter" in follower.file.errors["pirate"]
+    assert "--adapter" in follower.file.errors[PIRATE]
     with pytest.raises(AdapterError):
-        await follower.rollouts.end("pirate", "test")
+        await follower.rollouts.end(PIRATE, "test")
 
 
 async def test_routers_that_follow_the_same_file_carry_it_out_once(tmp_path: Path) -> None:
@@ -294,5 +296,5 @@ async def test_routers_that_follow_the_same_file_carry_it_out_once(tmp_path: Pat
                         return {name: live for name, (_, live) in there.items()} == dict(said)
 
                     await poll(agree)
-            [_, *changes] = both[0].admin.get("mine").history
+            [_, *changes] = both[0].admin.get(MINE).history
             assert [change.action for change in changes] == ["rollout"] * 3

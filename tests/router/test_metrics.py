@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config import RouterConfig
+from router.owned_name import OwnedName
 from router.service import build_service
 from router.top_adapters import COUNTS
 from tests.router.fake_worker import EOS, FakeWorker, running_worker
@@ -143,7 +144,7 @@ async def test_ten_thousand_adapters_fit(tmp_path: Path, accept: str) -> None:
     service = build_service(config, CollectorRegistry(), FakeHub())
     for i, name in enumerate(names):
         for what in range(len(COUNTS)):
-            service.metrics.top_adapters.count(name, what, i + 1)
+            service.metrics.top_adapters.count(OwnedName(name), what, i + 1)
     text, _ = service.metrics.meters.render(accept)
     assert len(text) < 1 << 20
     shown = [line for line in text.decode().splitlines() if line.startswith("loraplex_adapter_req")]

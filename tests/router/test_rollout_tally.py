@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from adapters.ref import AdapterRef
 from router.metrics import RouterMetrics
+from router.owned_name import OwnedName
 from router.policy.guards import Outcome, bucket_of
 from router.request_meter import ChoiceTimes, RequestMeter
 from router.rollout import MAX_WINDOW_S
@@ -90,7 +91,9 @@ async def test_what_could_not_be_told_is_told_later() -> None:
 def told(*, load_s: float | None = None, tokens: int = 3, fails: bool | None = None) -> list[str]:
     """Counters of one request in a rollout. fails: excused or not."""
     metrics, clock = RouterMetrics(CollectorRegistry(), 10), Clock()
-    served = ServedAdapter("mine", AdapterRef("hub", "org/one"), None, MANIFEST, "mine", "r")
+    served = ServedAdapter(
+        "mine", AdapterRef("hub", "org/one"), None, MANIFEST, OwnedName("mine"), "r"
+    )
     meter = RequestMeter(metrics, served, clock.now, clock)
     meter.begins(1)
     times = ChoiceTimes()

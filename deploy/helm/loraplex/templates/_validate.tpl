@@ -57,8 +57,10 @@
 {{- range $what, $list := dict "pools" .Values.pools "adapters" .Values.adapters -}}
 {{- $seen := dict -}}
 {{- range $list -}}
-{{- if hasKey $seen .name -}}{{- fail (printf "%s: %q is there twice" $what .name) -}}{{- end -}}
-{{- $_ := set $seen .name true -}}
+{{- $name := .name -}}
+{{- with .tenant -}}{{- $name = printf "%s::%s" . $name -}}{{- end -}}
+{{- if hasKey $seen $name -}}{{- fail (printf "%s: %q is there twice" $what $name) -}}{{- end -}}
+{{- $_ := set $seen $name true -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -1,0 +1,17 @@
+"""A registered name, and whose it is. Pure."""
+
+import msgspec
+
+
+class OwnedName(msgspec.Struct, frozen=True, order=True):
+    """tenant: whose name it is; "" = the fleet's, which callers of every tenant may use.
+
+    Equal names of two tenants are two names, and mean nothing to each other.
+    """
+
+    name: str
+    tenant: str = ""
+
+    def __str__(self) -> str:
+        """One spelling, for the store, metrics and operators. No reference is written so."""
+        return f"{self.tenant}::{self.name}" if self.tenant else self.name

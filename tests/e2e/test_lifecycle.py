@@ -164,8 +164,8 @@ def test_the_same_from_a_shell(server: Serving, admin: httpx.Client, root: Path)
     done = command(server, "register", "shell", f"local:{folder}")
     assert done.returncode == 0, done.stderr
     head, row = done.stdout.splitlines()
-    assert head.split()[:3] == ["NAME", "STATE", "PINNED"]
-    assert row.split()[:3] == ["shell", "ready", "no"]
+    assert head.split()[:4] == ["NAME", "TENANT", "STATE", "PINNED"]
+    assert row.split()[:4] == ["shell", "-", "ready", "no"]
     assert generate(admin, "shell") == generate(admin, "summary")
     listed = json.loads(command(server, "list", "shell", "--json").stdout)
     assert (listed["id"], listed["ref"]) == ("shell", f"local:{folder}")

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from router.owned_name import OwnedName
 from router.shared.memory_store import MemoryStore
 from router.shared.store import MAX_COUNTERS, Row, Settlement, Store
 from router.tenancy.quota import UNIT, Ask, Limits, Subject
@@ -185,6 +186,21 @@ async def test_what_was_written_since_a_version_is_read(store: Store) -> None:
     another_life = await store.read("t", "another:5")
     assert another_life.is_whole
     assert another_life.rows.keys() == {"k0", "k2", "k3", "k4", "k9"}
+
+
+async def test_equal_names_of_two_owners_are_rows_of_their_own(store: Store) -> None:
+    names = [str(OwnedName("sql", tenant)) for tenant in ("", "acme", "globex")]
+    for number, name in enumerate(names):
+        assert await store.put("adapters", name, Row(1, b"%d" % number))
+    first = await store.read("adapters")
+    assert first.rows == {name: Row(1, b"%d" % n) for n, name in enumerate(names)}
+    assert await store.put("adapters", names[1], Row(2, b"new"))
+    assert not await store.put("adapters", names[2], Row(1, b"late"))
+    changed = (await store.read("adapters", first.version)).rows
+    assert changed[names[1]] == Row(2, b"new")
+    await store.forget("adapters", names[:1])
+    left = await store.read("adapters")
+    assert left.rows == {names[1]: Row(2, b"new"), names[2]: Row(1, b"2")}
 
 
 async def test_rows_of_a_router_that_keeps_no_order_are_read() -> None:

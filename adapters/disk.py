@@ -27,26 +27,37 @@ def disk_errors() -> Iterator[None]:
         raise AdapterError("unavailable", message, (), _RETRY_S) from error
 
 
-def publish_folder(staged: Path, target: Path) -> None:
-    """Makes a staged folder appear as `target`, read-only and durable; the first one wins."""
+def publish_folder(staged: Path, target: Path, durable: bool = True) -> None:
+    """Makes a staged folder appear as `target`, read-only; the first one wins.
+
+    durable: whatever crashes then, it is there. Else some of its files may be torn by a crash.
+    """
     for path in staged.iterdir():
         path.chmod(0o444)
-        _sync(path)
-    _sync(staged)
+    if durable:
+        sync_files(staged)
+        sync_path(staged)
     try:
         staged.rename(target)
     except OSError as error:
         if error.errno not in _NOT_EMPTY:
             raise
-    _sync(target.parent)
+    if durable:
+        sync_path(target.parent)
 
 
 def publish_file(staged: Path, target: Path) -> None:
     """Makes a staged file appear as `target`, read-only and durable."""
     staged.chmod(0o444)
-    _sync(staged)
+    sync_path(staged)
     staged.rename(target)
-    _sync(target.parent)
+    sync_path(target.parent)
+
+
+def sync_files(folder: Path) -> None:
+    """The folder's files are on the disk; that they are in the folder may not be."""
+    for path in folder.iterdir():
+        sync_path(path)
 
 
 def mark_used(path: Path) -> None:
@@ -141,7 +152,7 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,35 @@ import numpy.typing as npt
 from adapters.manifest import SlabDtype
 
 Raw = npt.NDArray[np.uint8]
-_CHUNK_ITEMS = 1 << 20
+_CHUNK_BYTES = 1 << 18
 # Stored as a slab stores them: the slab's dtype, and numpy's (bfloat16 as uint16).
 _AS_STORED: dict[str, tuple[SlabDtype, str]] = {
     "F32": ("float32", "<f4"),
     "F16": ("float16", "<f2"),
     "BF16": ("bfloat16", "<u2"),
 }
-_BF16_INFINITY = 0x7F80
+STORED_AS: dict[SlabDtype, str] = {slab: stored for stored, (slab, _) in _AS_STORED.items()}
+_SLAB_VIEW: dict[SlabDtype, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+# Bytes of a number, and the bits of the smallest positive one that is not a number for float32:
+# infinite, NaN, or (in 64 bits) rounded to infinity. As bits, larger magnitudes are larger.
+_NOT_FINITE: dict[str, tuple[int, int]] = {
+    "F8_E4M3": (1, 0x7F),
+    "F8_E5M2": (1, 0x7C),
+    "F16": (2, 0x7C00),
+    "BF16": (2, 0x7F80),
+    "F32": (4, 0x7F80_0000),
+    "F64": (8, 0x47EF_FFFF_F000_0000),
+}
+# Of the smallest that becomes infinite in a slab, by what is stored; F64 is rounded to float32
+# before. What is not here cannot.
+_TOO_LARGE: dict[tuple[str, SlabDtype], int] = {
+    ("F32", "bfloat16"): 0x7F7F_8000,
+    ("F32", "float16"): 0x477F_F000,
+    ("BF16", "float16"): 0x4780,
+    ("F64", "float32"): 0x47EF_FFFF_F000_0000,
+    ("F64", "bfloat16"): 0x47EF_EFFF_F000_0000,
+    ("F64", "float16"): 0x40EF_FDFF_F000_0000,
+}
 
 
 def _e4m3_values() -> npt.NDArray[np.float32]:
@@ -52,10 +74,10 @@ def read_floats(raw: Raw, dtype: str) -> npt.NDArray[Any]:
 def write_floats(values: npt.NDArray[Any], dtype: SlabDtype) -> npt.NDArray[Any]:
     """`values` in the slab's dtype (bfloat16 as uint16), rounded to nearest, ties to even.
 
-    Finite values too large for the dtype become infinite: see `all_finite`.
+    Finite values too large for the dtype become infinite: see `fits`.
     """
     with np.errstate(over="ignore", under="ignore"):
-        single = values.astype(np.float32)
+        single = values.astype(np.float32, copy=False)
         if dtype == "float32":
             return single
         if dtype == "float16":
@@ -71,36 +93,89 @@ def convert(raw: Raw, dtype: str, slab: SlabDtype) -> npt.NDArray[Any]:
     return raw.view(view) if same == slab else write_floats(read_floats(raw, dtype), slab)
 
 
-def all_finite(stored: npt.NDArray[Any]) -> bool:
-    """Whether no value is NaN or infinite. uint16 is read as bfloat16."""
-    if stored.dtype == np.uint16:
-        exponents = stored & np.uint16(_BF16_INFINITY)
-        return bool((exponents != np.uint16(_BF16_INFINITY)).all())
-    return bool(np.isfinite(stored).all())
+def convert_into(raw: Raw, dtype: str, out: Raw, slab: SlabDtype) -> None:
+    """The same, written to `out`, the bytes that the slab has for them.
+
+    Quick for pieces that a core's cache holds: beside them little memory is touched.
+    """
+    if dtype == "F32" and slab == "bfloat16":
+        bits = raw.view("<u4")
+        rounded = bits >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += np.uint32(0x7FFF)
+        rounded += bits
+        out.view("<u2")[:] = rounded.view("<u2")[1::2]
+    elif _NOT_FINITE[dtype][0] <= 2 and _AS_STORED.get(dtype, ("",))[0] != slab:
+        _look_up(raw, dtype, out, slab)
+    else:
+        out.view(_SLAB_VIEW[slab])[:] = convert(raw, dtype, slab)
+
+
+def _look_up(raw: Raw, dtype: str, out: Raw, slab: SlabDtype) -> None:
+    """Numbers of 16 bits one by one, those of 8 bits in pairs."""
+    table = _table(dtype, slab)
+    pairs = len(raw) // 2
+    found = out[: pairs * table.itemsize].view(table.dtype)
+    # "clip" makes no difference to indices that are all in range, but numpy then needs no copy.
+    np.take(table, raw[: 2 * pairs].view("<u2"), mode="clip", out=found)
+    if len(raw) % 2:
+        out[found.nbytes :].view(_SLAB_VIEW[slab])[:] = convert(raw[-1:], dtype, slab)
+
+
+@cache
+def _table(dtype: str, slab: SlabDtype) -> npt.NDArray[Any]:
+    """What any two stored bytes are in the slab."""
+    every = np.arange(1 << 16, dtype="<u2").view(np.uint8)
+    with np.errstate(all="ignore"):
+        converted = convert(every, dtype, slab)
+    return converted.view(f"<u{converted.nbytes >> 16}")
 
 
 def is_finite(raw: Raw, dtype: str) -> bool:
-    """Whether no stored value is NaN or infinite, or too large for float32. Bounded memory."""
-    if dtype in _AS_STORED:
-        numbers = raw.view(_AS_STORED[dtype][1])
-        starts = range(0, len(numbers), _CHUNK_ITEMS)
-        return all(all_finite(numbers[start : start + _CHUNK_ITEMS]) for start in starts)
-    return all(all_finite(write_floats(chunk, "float32")) for chunk in _chunks(raw, dtype))
+    """Whether no stored value is NaN or infinite, or too large for float32."""
+    return _all_below(raw, *_NOT_FINITE[dtype])
+
+
+def may_overflow(dtype: str, slab: SlabDtype) -> bool:
+    """Whether a finite stored number can be too large for the slab."""
+    return (dtype, slab) in _TOO_LARGE
+
+
+def fits(raw: Raw, dtype: str, slab: SlabDtype) -> bool:
+    """Whether every stored value is finite in the slab, too."""
+    nbytes, limit = _NOT_FINITE[dtype]
+    return _all_below(raw, nbytes, _TOO_LARGE.get((dtype, slab), limit))
+
+
+def _all_below(raw: Raw, nbytes: int, limit: int) -> bool:
+    """Whether the magnitudes of all numbers are below the one with these bits."""
+    if not len(raw):
+        return True
+    signed, unsigned = raw.view(f"<i{nbytes}"), raw.view(f"<u{nbytes}")
+    # The largest of the signed is the largest positive number, of the unsigned a negative one's.
+    return bool(signed.max() < limit) and bool(unsigned.max() < limit + (1 << (8 * nbytes - 1)))
+
+
+class FloatDigest:
+    """sha256 of a tensor's values as float32. Equal values give equal digests, whatever dtype each
+    part of them is stored in."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+
+    def update(self, raw: Raw, dtype: str) -> None:
+        """The next values, in row-major order."""
+        for start in range(0, len(raw), _CHUNK_BYTES):
+            values = read_floats(raw[start : start + _CHUNK_BYTES], dtype)
+            self._sha256.update(write_floats(values, "float32").data)
+
+    def hexdigest(self) -> str:
+        return self._sha256.hexdigest()
 
 
 def float_digest(parts: Iterable[tuple[Raw, str]]) -> str:
-    """sha256 (hex) of a tensor's values as float32, whatever dtype each part is stored in.
-
-    parts: (bytes, dtype) pieces in row-major order. Equal values give equal digests.
-    """
-    digest = hashlib.sha256()
+    """`FloatDigest` (hex) of (bytes, dtype) pieces."""
+    digest = FloatDigest()
     for raw, dtype in parts:
-        for chunk in _chunks(raw, dtype):
-            digest.update(write_floats(chunk, "float32").data)
+        digest.update(raw, dtype)
     return digest.hexdigest()
-
-
-def _chunks(raw: Raw, dtype: str) -> Iterable[npt.NDArray[Any]]:
-    step = _CHUNK_ITEMS * 8
-    for start in range(0, len(raw), step):
-        yield read_floats(raw[start : start + step], dtype)

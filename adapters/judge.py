@@ -1,31 +1,30 @@
 """Judges the files of one adapter together: its manifest and tensors, or every reason why not."""
 
-import hashlib
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from adapters.adapter_files import is_relevant, small_files
 from adapters.base import BaseSpec
+from adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
 from adapters.disk import entries_of
 from adapters.errors import AdapterError
-from adapters.floats import float_digest, is_finite
+from adapters.floats import FloatDigest, fits, is_finite
 from adapters.header import TensorInfo
 from adapters.inferred_base import infer_base
 from adapters.layout import room_problem
-from adapters.manifest import AdapterManifest
-from adapters.peft_format import CONFIG_FILE, PeftConfig, parse_config, trained_for
+from adapters.manifest import AdapterManifest, SlabDtype
+from adapters.peft_format import CONFIG_FILE, parse_config, trained_for
 from adapters.targeting import Targeting
 from adapters.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
 from adapters.validate import (
     WEIGHTS_FILE,
     AdapterLimits,
     LoraTensors,
+    SlabRoom,
     check_base_name,
     check_config,
     may_be_lora,
@@ -35,14 +34,13 @@ from adapters.validate import (
 from adapters.violations import Findings
 from adapters.weights import WeightsFile, open_weights
 
-_DIGEST_VERSION = b"loraplex adapter 1"
-
 
 class Judged(NamedTuple):
-    """An adapter that can be served."""
+    """An adapter that can be served. seal: of the weights file as it lay in the folder."""
 
     manifest: AdapterManifest
     tensors: LoraTensors
+    seal: Seal
 
 
 def check_folder(
@@ -72,13 +70,18 @@ def judge_folder(folder: Path, base: BaseSpec | None, limits: AdapterLimits) -> 
         adapter = None
         if weights is not None and tensors is not None:
             adapter = place_tensors(targeting, tensors, base, limits, findings)
-            _check_values(weights, tensors, adapter, base, findings)
+            identity = weights.identity()
+            digest = None
+            if adapter is not None and not findings:
+                digest = ContentDigest(adapter.config, template)
+            reading = _Reading(weights, tensors, adapter, base, digest, limits.room)
+            fingerprint = reading.check_values(findings)
         findings.raise_if_any()
-        if adapter is None or weights is None:
+        if adapter is None or digest is None:
             raise AssertionError("files that cannot be read left no violation")
         _check_room(adapter, base, limits)
-        digest = _digest(adapter.config, template, weights)
-    return Judged(_manifest(digest, adapter, template), adapter)
+    manifest = _manifest(digest.hexdigest(), adapter, template)
+    return Judged(manifest, adapter, Seal(identity, fingerprint))
 
 
 def check_small(
@@ -122,7 +125,7 @@ def is_intact(folder: Path, adapter: LoraTensors, manifest: AdapterManifest) -> 
     """Whether content that was judged before still has the digest it is known by."""
     known = manifest.content_digest or manifest.digest
     with open_weights(folder / WEIGHTS_FILE) as weights:
-        return _digest(adapter.config, manifest.chat_template, weights) == known
+        return DigestCheck(weights, adapter.config, manifest.chat_template, known).holds()
 
 
 def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]]:
@@ -157,20 +160,69 @@ def _header(weights: WeightsFile, findings: Findings) -> tuple[TensorInfo, ...] 
     return None
 
 
-def _check_values(
-    weights: WeightsFile,
-    tensors: Iterable[TensorInfo],
-    adapter: LoraTensors | None,
-    base: BaseSpec,
-    findings: Findings,
-) -> None:
-    """adapter: None when the config cannot say what the tensors are."""
-    for tensor in filter(may_be_lora, tensors):
-        if not all(is_finite(raw, dtype) for raw, dtype in weights.pieces(tensor)):
+class _Reading:
+    """One pass over the weights file: each piece is checked and hashed while a core has it at hand.
+
+    adapter: None when the config cannot say what the tensors are. digest: None = it is known
+    already that there will be none. room: of which values must fit the dtype.
+    """
+
+    def __init__(
+        self,
+        weights: WeightsFile,
+        tensors: Sequence[TensorInfo],
+        adapter: LoraTensors | None,
+        base: BaseSpec,
+        digest: ContentDigest | None,
+        room: SlabRoom | None,
+    ) -> None:
+        self._weights = weights
+        self._tensors = tensors
+        self._base = base
+        self._digest = digest
+        self._slab: SlabDtype = "float32" if room is None else room.dtype
+        copies = adapter.base_copies if adapter else ()
+        self._copies = {tensor.name: module for module, tensor in copies}
+        modules = adapter.modules if adapter else ()
+        self._sealed = {tensor.name for module in modules for tensor in (module.a, module.b)}
+        self._fingerprint = Fingerprint()
+
+    def check_values(self, findings: Findings) -> int:
+        """Adds what is wrong with the values; the fingerprint of the LoRA tensors."""
+        start = self._tensors[0].start if self._tensors else self._weights.nbytes
+        if self._digest is not None:
+            for piece in self._weights.pieces(0, start):
+                self._digest.update(piece)
+        for tensor in self._tensors:
+            if tensor.name in self._copies:
+                self._check_copy(tensor, findings)
+            elif self._digest is not None or may_be_lora(tensor):
+                self._check_numbers(tensor, findings)
+        return self._fingerprint.value
+
+    def _check_numbers(self, tensor: TensorInfo, findings: Findings) -> None:
+        lora, finite, fitting = may_be_lora(tensor), True, True
+        for piece in self._weights.pieces(tensor.start, tensor.end):
+            if self._digest is not None:
+                self._digest.update(piece)
+            if tensor.name in self._sealed:
+                self._fingerprint.update(piece)
+            if lora and not fits(piece, tensor.dtype, self._slab):
+                fitting, finite = False, finite and is_finite(piece, tensor.dtype)
+        if not finite:
             message = f"{tensor.name} has NaN or infinite values"
             findings.add("not_finite", tensor.name, message)
-    for name, tensor in adapter.base_copies if adapter else ():
-        if float_digest(weights.pieces(tensor)) != base.embedding_digests.get(name):
+        elif not fitting:
+            message = f"{tensor.name} has values too large for {self._slab}"
+            findings.add("overflow", tensor.name, message)
+
+    def _check_copy(self, tensor: TensorInfo, findings: Findings) -> None:
+        values = FloatDigest()
+        for piece in self._weights.pieces(tensor.start, tensor.end):
+            if self._digest is not None:
+                self._digest.update(piece)
+            values.update(piece, tensor.dtype)
+        if values.hexdigest() != self._base.embedding_digests.get(self._copies[tensor.name]):
             message = (
                 f"{tensor.name}: differs from the base model's weights; save the adapter with "
                 "save_embedding_layers=False"
@@ -182,16 +234,6 @@ def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> 
     problem = None if limits.room is None else room_problem(adapter, base, limits.room)
     if problem is not None:
         raise AdapterError("too_large", problem)
-
-
-def _digest(config: PeftConfig, template: str | None, weights: WeightsFile) -> str:
-    """sha256 over the used config, the chat template and the weights file, each with its length."""
-    digest = hashlib.sha256(_DIGEST_VERSION)
-    for part in (msgspec.json.encode(config), (template or "").encode()):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    for chunk in weights.chunks(0, weights.nbytes):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _manifest(digest: str, adapter: LoraTensors, template: str | None) -> AdapterManifest:

@@ -1,193 +1,173 @@
-"""Writes a validated adapter's weights as one slab file, and reads slabs back.
+"""Packs an adapter's weights as they are read: checked against what was judged, converted, and
+written where the slab has them, in one pass over the file.
 
-File: magic, length of the msgpack `SlabLayout`, the layout, zeros up to a page, then the payload
-whose offsets the layout gives. Memory stays bounded by the largest tensor.
+Beside the slab's own memory it takes that of a few pieces (`adapters.weights.PIECE_BYTES`).
 """
 
-import os
-import shutil
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from adapters.base import SITE_PROJECTIONS, BaseSpec
-from adapters.disk import hold, publish_file
-from adapters.floats import all_finite, convert
-from adapters.header import TensorInfo
+from adapters.content_check import ContentCheck
+from adapters.floats import STORED_AS, Raw, convert_into, fits, may_overflow
+from adapters.header import DTYPE_BYTES, TensorInfo
 from adapters.layout import SLAB_ITEM_BYTES, a_matrix, b_matrices
-from adapters.manifest import LAYOUT_VERSION, SiteLayout, SlabLayout
+from adapters.manifest import SiteLayout, SlabLayout
+from adapters.slab_memory import SlabMemory
 from adapters.validate import LoraTensors, ModuleLora
 from adapters.violations import Findings
-from adapters.weights import WeightsFile, open_weights
-
-PAGE = 4096
-_MAGIC = b"LPXSLAB1"
-_PREFIX_BYTES = len(_MAGIC) + 8
-_MAX_LAYOUT_BYTES = 16 << 20
+from adapters.weights import PIECE_BYTES, WeightsFile
 
 
-class SlabError(OSError):
-    """The file is not a slab that this version can read."""
+class DamagedError(Exception):
+    """The weights are not those that were judged."""
 
 
-def write_slab(
-    weights: Path, adapter: LoraTensors, base: BaseSpec, layout: SlabLayout, target: Path
+def pack_weights(
+    weights: WeightsFile,
+    adapter: LoraTensors,
+    base: BaseSpec,
+    layout: SlabLayout,
+    target: SlabMemory,
+    check: ContentCheck,
 ) -> None:
-    """Packs the tensors of the safetensors file `weights` into the new file `target`.
+    """Fills the slab's memory, every byte of it. It is worth nothing unless this returns.
 
-    Raises AdapterError `invalid` when values are too large for the slab's dtype.
+    Raises DamagedError when `check` does not hold, AdapterError `invalid` when values are too large
+    for the slab's dtype.
     """
-    modules = {(module.layer, module.module): module for module in adapter.modules}
     findings = Findings()
-    with open_weights(weights) as source, target.open("xb") as out:
-        payload = _write_prefix(out, layout)
-        out.truncate(payload + layout.nbytes)
-        writer = _Writer(source, out, payload, layout, findings)
-        for site in layout.sites:
-            names = SITE_PROJECTIONS[site.kind]
-            parts = [modules.get((site.layer, name)) for name in names]
-            writer.site(site, parts, base)
-        out.flush()
-        os.fsync(out.fileno())
+    packer = _Packer(weights, layout, target, check, findings)
+    places = list(_places(adapter, base, layout))
+    for place in sorted(places, key=lambda place: place.tensor.start):
+        check.before(place.tensor.start)
+        packer.pack(place)
+    end = 0
+    for place in sorted(places, key=attrgetter("offset")):
+        target.clear(end, place.offset)
+        end = place.offset + place.nbytes
+    target.clear(end, layout.nbytes)
+    if not check.holds():
+        raise DamagedError
     findings.raise_if_any()
 
 
-class SlabFile:
-    """A slab open for reading: its bytes stay, whatever is removed or replaced meanwhile, and no
-    `adapters.disk.release` counts it as room until it is closed.
+class _Place(NamedTuple):
+    """Where a tensor lies in the slab. transposed: its rows are the slab's columns."""
 
-    path: where it lies.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raises SlabError (a short file too), or another OSError."""
-        self.path = path
-        self._hold = hold(path)
-        try:
-            self.layout, self._payload = _read_prefix(self._hold.fd)
-            nbytes = os.fstat(self._hold.fd).st_size
-            if nbytes < self._payload + self.layout.nbytes:
-                raise SlabError(f"the slab ends after {nbytes} bytes")
-        except OSError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self._hold.close()
-
-    def copy_runs(self, target: memoryview, first_extents: Sequence[int]) -> None:
-        """Copies the payload into an arena of extents, run by run, without parsing it.
-
-        target: the arena's bytes, writable. first_extents: for each run of the layout, the number
-        of the arena's extent where it goes. Raises OSError.
-        """
-        layout = self.layout
-        if len(first_extents) != len(layout.runs):
-            raise ValueError(f"{len(first_extents)} places for {len(layout.runs)} runs")
-        position = self._payload
-        for run, first in zip(layout.runs, first_extents, strict=True):
-            start, nbytes = first * layout.extent_bytes, run * layout.extent_bytes
-            _read_exactly(self._hold.fd, target[start : start + nbytes], position, nbytes)
-            position += nbytes
-
-    def save(self, target: Path) -> None:
-        """Copies the whole file to `target`. Raises OSError."""
-        with open(self._hold.fd, "rb", closefd=False) as file, target.open("wb") as out:
-            file.seek(0)
-            shutil.copyfileobj(file, out)
-
-    def publish(self, target: Path) -> None:
-        """Makes a staged file appear as `target`; it cannot be evicted before its first reader.
-
-        Raises OSError; then it is closed.
-        """
-        try:
-            publish_file(self.path, target)
-        except OSError:
-            self.close()
-            raise
-        self.path = target
+    tensor: TensorInfo
+    offset: int
+    nbytes: int
+    transposed: bool = False
 
 
-def _read_exactly(fd: int, target: memoryview, position: int, nbytes: int) -> None:
-    if len(target) != nbytes:
-        raise ValueError(f"the arena ends within a run of {nbytes} bytes")
-    done = 0
-    while done < nbytes:
-        count = os.preadv(fd, [target[done:]], position + done)
-        if count == 0:
-            raise SlabError(f"the slab ends after {position + done} bytes")
-        done += count
+def _places(adapter: LoraTensors, base: BaseSpec, layout: SlabLayout) -> Iterator[_Place]:
+    modules = {(module.layer, module.module): module for module in adapter.modules}
+    item_bytes = SLAB_ITEM_BYTES[layout.dtype]
+    for site in layout.sites:
+        parts = [modules.get((site.layer, name)) for name in SITE_PROJECTIONS[site.kind]]
+        yield from _site_places(site, parts, base, item_bytes)
 
 
-def _write_prefix(out: BinaryIO, layout: SlabLayout) -> int:
-    """Returns the payload's position."""
-    encoded = msgspec.msgpack.encode(layout)
-    out.write(_MAGIC + len(encoded).to_bytes(8, "little") + encoded)
-    return _payload_start(len(encoded))
+def _site_places(
+    site: SiteLayout, parts: list[ModuleLora | None], base: BaseSpec, item_bytes: int
+) -> Iterator[_Place]:
+    stacked = a_matrix(site, base, item_bytes)
+    transposed = site.kind == "embed_tokens"
+    offset = stacked.offset
+    for part, matrix in zip(parts, b_matrices(site, base, item_bytes), strict=True):
+        if part is None or matrix is None:
+            continue
+        nbytes = _numbers(part.a) * item_bytes
+        yield _Place(part.a, offset, nbytes, transposed)
+        offset += nbytes
+        yield _fitting(_Place(part.b, matrix.offset, _numbers(part.b) * item_bytes), matrix.nbytes)
+    if offset != stacked.offset + stacked.nbytes:
+        raise AssertionError(f"A of layer {site.layer} {site.kind} is not as its layout says")
 
 
-def _payload_start(layout_bytes: int) -> int:
-    return -(-(_PREFIX_BYTES + layout_bytes) // PAGE) * PAGE
+def _fitting(place: _Place, nbytes: int) -> _Place:
+    if place.nbytes != nbytes:
+        raise AssertionError(f"{place.tensor.name} is not as its layout says")
+    return place
 
 
-def _read_prefix(fd: int) -> tuple[SlabLayout, int]:
-    """The layout, and where the payload begins."""
-    prefix = os.pread(fd, _PREFIX_BYTES, 0)
-    size = int.from_bytes(prefix[len(_MAGIC) :], "little")
-    if prefix[: len(_MAGIC)] != _MAGIC or size > _MAX_LAYOUT_BYTES:
-        raise SlabError("not a slab file")
-    try:
-        layout = msgspec.msgpack.decode(os.pread(fd, size, _PREFIX_BYTES), type=SlabLayout)
-    except msgspec.DecodeError as error:
-        raise SlabError(f"the slab's layout cannot be read: {error}") from error
-    if layout.version != LAYOUT_VERSION:
-        raise SlabError(f"layout version {layout.version}, expected {LAYOUT_VERSION}")
-    return layout, _payload_start(size)
+def _numbers(tensor: TensorInfo) -> int:
+    return tensor.nbytes // DTYPE_BYTES[tensor.dtype]
 
 
-class _Writer:
-    """Converts and writes one site at a time."""
+class _Packer:
+    """Reads, checks, converts and writes a piece at a time."""
 
     def __init__(
         self,
-        source: WeightsFile,
-        out: BinaryIO,
-        payload: int,
+        weights: WeightsFile,
         layout: SlabLayout,
+        target: SlabMemory,
+        check: ContentCheck,
         findings: Findings,
     ) -> None:
-        self._source = source
-        self._out = out
-        self._payload = payload
-        self._layout = layout
+        self._weights = weights
+        self._dtype = layout.dtype
         self._item_bytes = SLAB_ITEM_BYTES[layout.dtype]
+        self._target = target
+        self._check = check
         self._findings = findings
+        self._read = np.empty(PIECE_BYTES, np.uint8)
+        self._turned = np.empty(0, np.uint8)
 
-    def site(self, site: SiteLayout, parts: list[ModuleLora | None], base: BaseSpec) -> None:
-        stacked = np.concatenate([self._convert(part.a) for part in parts if part], axis=0)
-        if site.kind == "embed_tokens":
-            stacked = np.ascontiguousarray(stacked.T)
-        placed = a_matrix(site, base, self._item_bytes)
-        self._write(placed.offset, placed.shape, stacked)
-        for part, matrix in zip(parts, b_matrices(site, base, self._item_bytes), strict=True):
-            if part is not None and matrix is not None:
-                self._write(matrix.offset, matrix.shape, self._convert(part.b))
-
-    def _convert(self, tensor: TensorInfo) -> npt.NDArray[Any]:
-        raw = self._source.read(tensor)
-        stored = convert(raw, tensor.dtype, self._layout.dtype)
-        if not all_finite(stored):
-            message = f"{tensor.name} has values too large for {self._layout.dtype}"
+    def pack(self, place: _Place) -> None:
+        tensor, fitting = place.tensor, True
+        number_bytes = DTYPE_BYTES[tensor.dtype]
+        out: Raw = np.frombuffer(self._target.at(place.offset, place.nbytes), np.uint8)
+        for position in range(tensor.start, tensor.end, PIECE_BYTES):
+            nbytes = min(PIECE_BYTES, tensor.end - position)
+            first = (position - tensor.start) // number_bytes
+            numbers = range(first, first + nbytes // number_bytes)
+            if place.transposed:
+                fitting &= self._turn(tensor, position, numbers, out)
+            else:
+                written = out[numbers.start * self._item_bytes : numbers.stop * self._item_bytes]
+                fitting &= self._piece(tensor, position, nbytes, written)
+        if not fitting:
+            message = f"{tensor.name} has values too large for {self._dtype}"
             self._findings.add("overflow", tensor.name, message)
-        return stored.reshape(tensor.shape)
 
-    def _write(self, offset: int, shape: tuple[int, int], values: npt.NDArray[Any]) -> None:
-        if values.shape != shape:
-            raise AssertionError(f"packed {values.shape} where the layout has {shape}")
-        self._out.seek(self._payload + offset)
-        self._out.write(values.data)
+    def _piece(self, tensor: TensorInfo, position: int, nbytes: int, written: Raw) -> bool:
+        """Whether its numbers fit. Those that need no change are read to where they belong."""
+        same = tensor.dtype == STORED_AS[self._dtype]
+        piece = written if same else self._read[:nbytes]
+        self._weights.read_into(position, piece)
+        self._check.update(piece)
+        if not same:
+            convert_into(piece, tensor.dtype, written, self._dtype)
+        checked = may_overflow(tensor.dtype, self._dtype)
+        return not checked or fits(piece, tensor.dtype, self._dtype)
+
+    def _turn(self, tensor: TensorInfo, position: int, numbers: range, out: Raw) -> bool:
+        """A piece whose numbers go to the columns of `out`."""
+        nbytes = len(numbers) * self._item_bytes
+        if len(self._turned) < nbytes:
+            self._turned = np.empty(nbytes, np.uint8)
+        turned = self._turned[:nbytes]
+        fitting = self._piece(tensor, position, len(numbers) * DTYPE_BYTES[tensor.dtype], turned)
+        rows, columns = tensor.shape
+        matrix = _as_numbers(out, self._item_bytes).reshape(columns, rows)
+        values = _as_numbers(turned, self._item_bytes)
+        at = numbers.start
+        while at < numbers.stop:
+            row, column = divmod(at, columns)
+            stop = min(numbers.stop, at - column + columns)
+            part = values[at - numbers.start : stop - numbers.start]
+            matrix[column : column + len(part), row] = part
+            at = stop
+        return fitting
+
+
+def _as_numbers(raw: Raw, item_bytes: int) -> npt.NDArray[np.unsignedinteger]:
+    numbers: npt.NDArray[np.unsignedinteger] = raw.view(f"<u{item_bytes}")
+    return numbers

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from adapters.boot import boot_id
 from adapters.disk import entries_of, release, stored_bytes
 from adapters.errors import AdapterChanged, AdapterError
 
@@ -24,7 +25,6 @@ MAX_KEPT_BYTES = 16 << 30
 KEPT_S = 86_400.0
 _ATTEMPTS = 8
 _KEPT = "resume-"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def resumable_folder(parent: Path, key: str) -> Iterator[Path]:
     key: names the content exactly. The folder is left when AdapterError `unavailable` ends it, and
     when the process dies. Whoever finds it in use by another gets a fresh one.
     """
-    folder = parent / f"{_KEPT}{hashlib.sha256(f'{_boot_id()} {key}'.encode()).hexdigest()[:40]}"
+    folder = parent / f"{_KEPT}{hashlib.sha256(f'{boot_id()} {key}'.encode()).hexdigest()[:40]}"
     lock = _take(folder)
     if lock is None:
         with staging_folder(parent) as fresh:
@@ -80,14 +80,6 @@ def remove_stale(parent: Path) -> None:
         with suppress(OSError):
             _remove(path)
     release(stored_bytes((parent,)) - MAX_KEPT_BYTES, (parent,))
-
-
-def _boot_id() -> str:
-    """What a machine wrote before it was cut off may never have reached its disk."""
-    try:
-        return _BOOT_ID.read_text()
-    except OSError:
-        return ""
 
 
 def _new_folder(parent: Path) -> tuple[Path, int]:

@@ -5,11 +5,12 @@ processes may share a root. Blocking and thread-safe; who may use which adapter 
 """
 
 import hashlib
-import re
-import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,53 +18,46 @@ import msgspec
 
 from adapters.adapter_files import fetched_bytes, small_files
 from adapters.base import BaseSpec
-from adapters.disk import (
-    disk_errors,
-    hold,
-    mark_used,
-    publish_file,
-    publish_folder,
-)
+from adapters.content import Contents
+from adapters.content_check import ContentCheck, DigestCheck, SealCheck
+from adapters.disk import disk_errors, mark_used, publish_file
 from adapters.errors import AdapterChanged, AdapterError
-from adapters.judge import check_small, is_intact, judge_folder, rejudge
+from adapters.judge import Judged, check_small, is_intact, judge_folder, rejudge
 from adapters.layout import make_layout
-from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype
+from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype, SlabLayout
 from adapters.merge_job import MergeJob, write_job
 from adapters.merge_plan import plan_merge
 from adapters.merge_recipe import MergeRecipe
-from adapters.pack import SlabError, SlabFile, write_slab
-from adapters.peft_format import CONFIG_FILE
 from adapters.quota import Quota
+from adapters.recent import Recent
 from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name
+from adapters.references import References
 from adapters.retries import Retries
 from adapters.single_flight import SingleFlight
+from adapters.slab_file import SlabError, SlabFile, SlabSource, write_slab_file
 from adapters.sources.base import Source
 from adapters.sources.partial import partial_bytes
 from adapters.staging import remove_stale, resumable_folder, staging_folder
+from adapters.unpacked import Unpacked
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
 from adapters.violations import Findings, invalid
+from adapters.weights import WeightsFile, open_weights
 
 Stage = Literal["fetching", "checking"]
 Progress = Callable[[Stage], None]
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_MANIFEST_FILE = "manifest.json"
 _FAILURE_TTL_S = 5.0
 _MERGE_FAILURE_TTL_S = 600.0
-_MAX_REFS = 65_536
-
-
-class _Remembered(msgspec.Struct, frozen=True):
-    """What a pinned reference turned out to be."""
-
-    ref: AdapterRef
-    digest: str
+# Some 300 KB each: what comes is used soon.
+_MAX_JUDGED = 128
 
 
 class AdapterStore:
     """Adapters for one base model under `root`.
 
     sources: those that references may name; others are refused. clock: monotonic seconds.
+    syncing: a thread that waits for the disk, so that nobody who wants an adapter does; None = it
+    is waited for before `admit` returns. judging: how many are judged at once; it takes a core.
     Every method raises AdapterError when the adapter cannot be had.
     """
 
@@ -75,28 +69,31 @@ class AdapterStore:
         limits: AdapterLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         retries: Retries | None = None,
+        syncing: Executor | None = None,
+        judging: int = 4,
     ) -> None:
         self._base = base
         self._retries = retries or Retries()
         self._sources = dict(sources)
         self._limits = limits or AdapterLimits()
         home = root.expanduser() / (base.digest[:32] or "base")
-        self._content = home / "content"
-        self._refs = home / "refs"
+        content, refs = home / "content", home / "refs"
         self._slabs = home / "slabs"
         self._staging = home / "staging"
-        self._quota = Quota(
-            self._limits.max_store_bytes, (self._content, self._slabs), self._staging
-        )
+        self._contents = Contents(content, syncing)
+        self._references = References(refs)
+        self._quota = Quota(self._limits.max_store_bytes, (content, self._slabs), self._staging)
         self._admissions: SingleFlight[AdapterRef, AdapterManifest]
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
-        self._packings: SingleFlight[Path, Path] = SingleFlight(clock, _FAILURE_TTL_S)
+        self._judged: Recent[str, Judged] = Recent(_MAX_JUDGED)
+        self._judging = threading.BoundedSemaphore(judging)
         self._merges: SingleFlight[str, AdapterManifest]
         self._merges = SingleFlight(clock, _MERGE_FAILURE_TTL_S)
         with disk_errors():
-            for folder in (self._content, self._refs, self._slabs, self._staging):
+            for folder in (content, refs, self._slabs, self._staging):
                 folder.mkdir(parents=True, exist_ok=True)
             remove_stale(self._staging)
+            self._contents.sync_all()
 
     def admit(
         self,
@@ -143,38 +140,59 @@ class AdapterStore:
 
     def manifest(self, digest: str) -> AdapterManifest:
         """Of an admitted adapter."""
-        with disk_errors(), self._held(digest) as manifest:
+        with disk_errors(), self._contents.held(digest) as manifest:
             return _present(manifest, digest)
 
     def has(self, digest: str) -> bool:
         """Whether it is here. It does not count as a use."""
-        return (
-            bool(_DIGEST.fullmatch(digest)) and (self._content / digest / _MANIFEST_FILE).is_file()
-        )
+        return self._contents.has(digest)
 
-    def slab(
+    def open_slab(
         self, digest: str, dtype: SlabDtype, extent_bytes: int, tp_rank: int = 0, tp_size: int = 1
-    ) -> SlabFile:
-        """An admitted adapter's slab, packed now if need be; the caller closes it."""
+    ) -> SlabSource:
+        """An admitted adapter's slab, from its file or else to be packed as it is read; the caller
+        closes it."""
         if (tp_rank, tp_size) != (0, 1):
             raise ValueError("slabs are not sharded: tp_size must be 1")
-        key = f"{digest}-{dtype}-{extent_bytes}-{tp_rank}of{tp_size}-v{LAYOUT_VERSION}.slab"
-        target = self._slabs / key
-        mine: list[SlabFile] = []
-
-        def pack() -> Path:
-            mine.append(self._pack(manifest, dtype, extent_bytes, target))
-            return target
-
-        with disk_errors(), self._held(digest) as known:
+        with disk_errors(), ExitStack() as held:
+            known = held.enter_context(self._contents.held(digest))
             manifest = _present(known, digest)
-            while True:
-                self._packings.run(target, "", pack)
-                if mine:
-                    return mine[0]
-                # Another packed it; it may be gone before it is opened here: then once more.
-                with suppress(FileNotFoundError, SlabError):
-                    return SlabFile(target)
+            target = self._slab_file(digest, dtype, extent_bytes)
+            with suppress(FileNotFoundError, SlabError):
+                slab = SlabFile(target)
+                mark_used(target)
+                return slab
+            weights = held.enter_context(open_weights(self._contents.path(digest) / WEIGHTS_FILE))
+            adapter, check = self._checked(manifest, weights)
+            layout = make_layout(adapter, self._base, digest, dtype, extent_bytes)
+            damaged = partial(self._damaged, digest)
+            unpacked = Unpacked(weights, adapter, self._base, layout, check, damaged)
+            unpacked.hold(held.pop_all())
+            return unpacked
+
+    def save_slab(
+        self,
+        layout: SlabLayout,
+        arena: memoryview,
+        first_extents: Sequence[int],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Keeps on disk what `SlabSource.copy_runs` brought to the arena: a copy is quicker than
+        packing. False: `stopped` became true, and nothing is kept."""
+        target = self._slab_file(layout.digest, layout.dtype, layout.extent_bytes)
+        with disk_errors():
+            if target.exists():
+                return True
+            self._quota.check(layout.nbytes)
+            with self._quota.room(layout.nbytes), staging_folder(self._staging) as folder:
+                staged = folder / "slab"
+                if not write_slab_file(staged, layout, arena, first_extents, stopped):
+                    return False
+                publish_file(staged, target)
+                return True
+
+    def _slab_file(self, digest: str, dtype: SlabDtype, extent_bytes: int) -> Path:
+        return self._slabs / f"{digest}-{dtype}-{extent_bytes}-0of1-v{LAYOUT_VERSION}.slab"
 
     def _admit_current(
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
@@ -198,10 +216,11 @@ class AdapterStore:
                 progress("fetching")
                 self._fetch(source, ref, token, folder)
                 progress("checking")
-                manifest = judge_folder(folder, self._base, self._limits).manifest
-                self._keep(folder, manifest)
-                self._remember(ref, manifest.digest, folder)
-            return manifest
+                with self._judging:
+                    judged = judge_folder(folder, self._base, self._limits)
+                self._keep(folder, judged)
+                self._references.remember(ref, judged.manifest.digest, folder)
+            return judged.manifest
 
     def _merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
         with disk_errors(), ExitStack() as held:
@@ -209,7 +228,7 @@ class AdapterStore:
             if known is not None:
                 return known
             members = [
-                _member(held.enter_context(self._held(member.digest)), member.digest)
+                _member(held.enter_context(self._contents.held(member.digest)), member.digest)
                 for member in recipe.members
             ]
             return self._make(recipe, members, run)
@@ -225,13 +244,14 @@ class AdapterStore:
         self._quota.check(nbytes)
         with self._quota.room(nbytes), staging_folder(self._staging) as folder:
             job = MergeJob(recipe, self._base, self._limits)
-            write_job(folder, job, [self._content / member.digest for member in members])
+            write_job(folder, job, [self._contents.path(member.digest) for member in members])
             run(folder)
-            made = judge_folder(folder, self._base, self._limits).manifest
+            judged = judge_folder(folder, self._base, self._limits)
+            made = judged.manifest
             manifest = msgspec.structs.replace(
                 made, digest=recipe.digest, content_digest=made.digest
             )
-            self._keep(folder, manifest)
+            self._keep(folder, judged._replace(manifest=manifest))
         return manifest
 
     def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> None:
@@ -272,100 +292,51 @@ class AdapterStore:
             return staging_folder(self._staging)
         return resumable_folder(self._staging, format_ref(ref))
 
-    def _keep(self, folder: Path, manifest: AdapterManifest) -> None:
-        """Moves judged content to its place, the manifest and what packing needs."""
-        target = self._content / manifest.digest
-        staged = folder / manifest.digest
-        staged.mkdir(exist_ok=True)
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
-            (folder / name).rename(staged / name)
-        (staged / _MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
-        with self._held(manifest.digest) as known:
-            if known is None and target.exists():
-                shutil.rmtree(target)
-        publish_folder(staged, target)
-
-    @contextmanager
-    def _held(self, digest: str) -> Iterator[AdapterManifest | None]:
-        """Stored content, safe from eviction meanwhile. None: it is not here, or was damaged."""
-        found = bool(_DIGEST.fullmatch(digest))
-        with ExitStack() as held:
-            if found:
-                try:
-                    held.enter_context(closing(hold(self._content / digest)))
-                except FileNotFoundError:
-                    found = False
-            yield self._read_manifest(digest) if found else None
-
-    def _read_manifest(self, digest: str) -> AdapterManifest | None:
-        folder = self._content / digest
-        try:
-            manifest = msgspec.json.decode(
-                (folder / _MANIFEST_FILE).read_bytes(), type=AdapterManifest
-            )
-            weights = (folder / WEIGHTS_FILE).stat().st_size
-        except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
-            return None
-        if manifest.digest != digest or weights < manifest.nbytes:
-            return None
-        mark_used(folder)
-        return manifest
+    def _keep(self, folder: Path, judged: Judged) -> None:
+        self._contents.keep(folder, judged.manifest)
+        self._judged.put(judged.manifest.digest, judged)
 
     def _recall(self, ref: AdapterRef) -> AdapterManifest | None:
         """What is known of a pinned reference."""
-        try:
-            known = msgspec.json.decode(self._ref_file(ref).read_bytes(), type=_Remembered)
-        except (FileNotFoundError, msgspec.DecodeError):
-            return None
-        return self._known(known.digest) if known.ref == ref else None
+        digest = self._references.digest(ref)
+        return None if digest is None else self._known(digest)
 
     def _known(self, digest: str) -> AdapterManifest | None:
         """Of stored content, judged again under the limits of today."""
-        with self._held(digest) as manifest:
+        with self._contents.held(digest) as manifest:
             if manifest is not None:
-                rejudge(self._content / digest, self._base, self._limits)
+                rejudge(self._contents.path(digest), self._base, self._limits)
             return manifest
-
-    def _remember(self, ref: AdapterRef, digest: str, folder: Path) -> None:
-        staged = folder / "ref.json"
-        staged.write_bytes(msgspec.json.encode(_Remembered(ref, digest)))
-        publish_file(staged, self._ref_file(ref))
-        files = sorted(self._refs.iterdir(), key=lambda path: path.stat().st_mtime)
-        for old in files[: max(0, len(files) - _MAX_REFS)]:
-            old.unlink(missing_ok=True)
-
-    def _ref_file(self, ref: AdapterRef) -> Path:
-        name = hashlib.sha256(format_ref(ref).encode()).hexdigest()
-        return self._refs / f"{name}.json"
 
     def _intact(self, manifest: AdapterManifest) -> LoraTensors:
         """The tensors of stored content, which is given up if the disk has changed it."""
-        folder = self._content / manifest.digest
+        folder = self._contents.path(manifest.digest)
         adapter = rejudge(folder, self._base, self._limits)
         if not is_intact(folder, adapter, manifest):
-            shutil.rmtree(folder)
-            message = "the stored adapter was damaged and has been removed; try again"
-            raise AdapterError("unavailable", message, (), 1.0)
+            raise self._damaged(manifest.digest)
         return adapter
 
-    def _pack(
-        self, manifest: AdapterManifest, dtype: SlabDtype, extent_bytes: int, target: Path
-    ) -> SlabFile:
-        """manifest: of content that is held."""
-        with disk_errors():
-            with suppress(FileNotFoundError, SlabError):
-                slab = SlabFile(target)
-                mark_used(target)
-                return slab
-            adapter = self._intact(manifest)
-            layout = make_layout(adapter, self._base, manifest.digest, dtype, extent_bytes)
-            self._quota.check(layout.nbytes)
-            with self._quota.room(layout.nbytes), staging_folder(self._staging) as folder:
-                weights = self._content / manifest.digest / WEIGHTS_FILE
-                write_slab(weights, adapter, self._base, layout, folder / "slab")
-                slab = SlabFile(folder / "slab")
-                slab.publish(target)
-                return slab
+    def _checked(
+        self, manifest: AdapterManifest, weights: WeightsFile
+    ) -> tuple[LoraTensors, Callable[[], ContentCheck]]:
+        """The tensors of stored content, and what tells whether they are read as they were judged.
+
+        Content that this process judged itself, and whose file is still the same, need not be
+        hashed again.
+        """
+        judged = self._judged.get(manifest.digest)
+        if judged is not None and judged.seal.identity == weights.identity():
+            return judged.tensors, partial(SealCheck, judged.seal)
+        adapter = rejudge(self._contents.path(manifest.digest), self._base, self._limits)
+        known = manifest.content_digest or manifest.digest
+        template = manifest.chat_template
+        return adapter, partial(DigestCheck, weights, adapter.config, template, known)
+
+    def _damaged(self, digest: str) -> AdapterError:
+        """Gives up stored content that the disk has changed."""
+        self._contents.give_up(digest)
+        message = "the stored adapter was damaged and has been removed; try again"
+        return AdapterError("unavailable", message, (), 1.0)
 
 
 def _present(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:

@@ -1,4 +1,4 @@
-"""A safetensors file on disk: its header, and one tensor's bytes at a time."""
+"""A safetensors file on disk: its header, and its bytes in pieces."""
 
 import os
 from collections.abc import Iterator
@@ -6,13 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from adapters.floats import Raw
 from adapters.header import PREFIX_BYTES, TensorInfo, header_size, parse_header
 from adapters.violations import invalid
 
-_CHUNK_BYTES = 8 << 20
+# A core's own cache holds it, so that whatever is done with a piece reads no memory again; and
+# enough that Python's part in it does not count. Whole numbers of any dtype.
+PIECE_BYTES = 256 << 10
 
 
 class WeightsFile:
@@ -30,29 +31,38 @@ class WeightsFile:
 
     def read(self, tensor: TensorInfo) -> Raw:
         """The tensor's bytes."""
-        raw: npt.NDArray[np.uint8] = np.frombuffer(
-            self._bytes(tensor.start, tensor.end), dtype=np.uint8
-        )
+        raw: Raw = np.empty(tensor.nbytes, np.uint8)
+        self.read_into(tensor.start, raw)
         return raw
 
-    def pieces(self, tensor: TensorInfo) -> Iterator[tuple[Raw, str]]:
-        """The tensor's bytes in bounded pieces, each with its dtype."""
-        for chunk in self.chunks(tensor.start, tensor.end):
-            yield np.frombuffer(chunk, dtype=np.uint8), tensor.dtype
+    def read_into(self, start: int, target: Raw) -> None:
+        """Fills `target` with the bytes from `start` on."""
+        view = target.data
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._fd, [view[done:]], start + done)
+            if not count:
+                message = f"{self._name} ends after {start + done} bytes"
+                raise invalid("truncated", self._name, message)
+            done += count
 
-    def chunks(self, start: int, end: int) -> Iterator[bytes]:
-        for position in range(start, end, _CHUNK_BYTES):
-            yield self._bytes(position, min(position + _CHUNK_BYTES, end))
+    def pieces(self, start: int, end: int) -> Iterator[Raw]:
+        """The bytes in order. Each piece is overwritten by the next."""
+        buffer: Raw = np.empty(min(PIECE_BYTES, end - start), np.uint8)
+        for position in range(start, end, PIECE_BYTES):
+            piece = buffer[: min(PIECE_BYTES, end - position)]
+            self.read_into(position, piece)
+            yield piece
+
+    def identity(self) -> tuple[int, ...]:
+        """Of the file as it is now; not of its name."""
+        found = os.fstat(self._fd)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def _bytes(self, start: int, end: int) -> bytes:
-        parts: list[bytes] = []
-        while start < end:
-            part = os.pread(self._fd, min(end - start, 1 << 30), start)
-            if not part:
-                raise invalid("truncated", self._name, f"{self._name} ends after {start} bytes")
-            parts.append(part)
-            start += len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        raw: Raw = np.empty(end - start, np.uint8)
+        self.read_into(start, raw)
+        return raw.tobytes()
 
 
 @contextmanager

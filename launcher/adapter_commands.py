@@ -15,6 +15,8 @@ from adapters.errors import AdapterError
 from adapters.judge import check_folder
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef, RefSource, parse_ref
+from adapters.slab_file import write_slab_file
+from adapters.slab_memory import one_after_another
 from adapters.sources.base import Source
 from adapters.sources.enabled import open_sources
 from adapters.store import AdapterStore
@@ -124,8 +126,12 @@ def _pack(
     store: AdapterStore, manifest: AdapterManifest, base: BaseSpec, arguments: argparse.Namespace
 ) -> None:
     extent_bytes = choose_extent_bytes(base, arguments.dtype, PACK_ARENA_BYTES)
-    with contextlib.closing(store.slab(manifest.digest, arguments.dtype, extent_bytes)) as slab:
-        slab.save(Path(arguments.out))
+    source = store.open_slab(manifest.digest, arguments.dtype, extent_bytes)
+    with contextlib.closing(source) as slab:
+        memory = memoryview(bytearray(slab.layout.nbytes))
+        places = one_after_another(slab.layout)
+        slab.copy_runs(memory, places)
+    write_slab_file(Path(arguments.out), slab.layout, memory, places)
 
 
 def _say_stage(stage: str) -> None:

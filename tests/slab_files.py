@@ -3,8 +3,15 @@
 from contextlib import closing
 from pathlib import Path
 
-from adapters.manifest import SlabLayout
-from adapters.pack import SlabFile
+from adapters.base import BaseSpec
+from adapters.floats import Raw
+from adapters.manifest import SlabDtype, SlabLayout
+from adapters.pack import pack_weights
+from adapters.slab_file import SlabFile, write_slab_file
+from adapters.slab_memory import SlabMemory, one_after_another
+from adapters.store import AdapterStore
+from adapters.validate import LoraTensors
+from adapters.weights import open_weights
 
 
 def read_layout(path: Path) -> SlabLayout:
@@ -17,11 +24,44 @@ def read_payload(path: Path) -> bytes:
     with closing(SlabFile(path)) as slab:
         layout = slab.layout
         memory = bytearray(layout.nbytes)
-        slab.copy_runs(memoryview(memory), [sum(layout.runs[:i]) for i in range(len(layout.runs))])
+        slab.copy_runs(memoryview(memory), one_after_another(layout))
     return bytes(memory)
 
 
-def closed(slab: SlabFile) -> Path:
-    """Closes it; where it lies."""
-    slab.close()
-    return slab.path
+def write_slab(
+    weights: Path, adapter: LoraTensors, base: BaseSpec, layout: SlabLayout, target: Path
+) -> None:
+    """Packs a safetensors file, whatever it holds."""
+    memory = memoryview(bytearray(b"\xee") * layout.nbytes)
+    places = one_after_another(layout)
+    with open_weights(weights) as file:
+        pack_weights(file, adapter, base, layout, SlabMemory(layout, memory, places), Unchecked())
+    write_slab_file(target, layout, memory, places)
+
+
+class Unchecked:
+    """Takes any weights for those that were judged."""
+
+    def before(self, position: int) -> None: ...
+
+    def update(self, piece: Raw) -> None: ...
+
+    def holds(self) -> bool:
+        return True
+
+
+def save_slab(store: AdapterStore, digest: str, dtype: SlabDtype, extent_bytes: int) -> Path:
+    """Packs an adapter and keeps it packed; where its file lies."""
+    with closing(store.open_slab(digest, dtype, extent_bytes)) as source:
+        layout = source.layout
+        memory = memoryview(bytearray(b"\xee") * layout.nbytes)
+        source.copy_runs(memory, one_after_another(layout))
+    assert store.save_slab(layout, memory, one_after_another(layout))
+    return slab_path(store, digest, dtype, extent_bytes)
+
+
+def slab_path(store: AdapterStore, digest: str, dtype: SlabDtype, extent_bytes: int) -> Path:
+    """Of a slab that is kept."""
+    with closing(store.open_slab(digest, dtype, extent_bytes)) as slab:
+        assert isinstance(slab, SlabFile)
+        return slab.path

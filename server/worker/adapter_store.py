@@ -1,5 +1,7 @@
 """The worker's adapter store, as its configuration wants it."""
 
+from concurrent.futures import Executor
+
 from adapters.base import BaseSpec
 from adapters.sources.enabled import open_sources
 from adapters.store import AdapterStore
@@ -7,9 +9,11 @@ from adapters.validate import AdapterLimits, SlabRoom
 from server.config import EngineConfig, WorkerConfig
 
 
-def open_store(config: WorkerConfig, base: BaseSpec, engine: EngineConfig) -> AdapterStore:
-    """engine: which serves them. Raises AdapterError when the cache folder cannot be used, or a
-    source has what is no host."""
+def open_store(
+    config: WorkerConfig, base: BaseSpec, engine: EngineConfig, syncing: Executor, judging: int
+) -> AdapterStore:
+    """engine: which serves them. syncing, judging: see AdapterStore. Raises AdapterError when the
+    cache folder cannot be used, or a source has what is no host."""
     return AdapterStore(
         config.cache_dir,
         base,
@@ -17,6 +21,8 @@ def open_store(config: WorkerConfig, base: BaseSpec, engine: EngineConfig) -> Ad
             config.hub_owners, config.adapter_roots, config.s3_buckets, config.https_hosts
         ),
         adapter_limits(config, engine),
+        syncing=syncing,
+        judging=judging,
     )
 
 

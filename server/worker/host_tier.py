@@ -1,7 +1,7 @@
 """Packed adapters in host memory that the engine maps: staged from disk, pinned while it copies.
 
 What lies where and who must go is `AdapterArena`'s policy. Everything here runs on the event loop;
-only reading from disk is done on threads.
+only reading from disk, packing and writing to it are done on threads.
 """
 
 import asyncio
@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
-from adapters.pack import SlabFile
+from adapters.slab_file import SlabSource
 from server.engine.eviction import EvictionReason
 from server.engine.residency import AdapterArena, AdapterStage, Placement, Span
 from server.engine.shared_memory import map_shared
 from server.worker.metrics import WorkerMetrics
+from server.worker.slab_saver import SlabSaver
 
 log = logging.getLogger(__name__)
 
@@ -63,12 +64,15 @@ class HostTier:
         self,
         memory: memoryview,
         arena: AdapterArena,
-        open_slab: Callable[[str], SlabFile],
+        open_slab: Callable[[str], SlabSource],
         threads: Executor,
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
+        saver: SlabSaver | None = None,
     ) -> None:
+        """saver: None = what is packed here is not kept on disk."""
         self._clock = clock
+        self._saver = saver
         self._memory = memory
         self._metrics = metrics
         self._arena = arena
@@ -81,6 +85,8 @@ class HostTier:
         # Callers on their way to a pin: what they wait for must not be evicted before they run.
         self._awaited: Counter[str] = Counter()
         self._room = asyncio.Event()
+        if saver is not None:
+            saver.freed = self._room.set
 
     @property
     def used_bytes(self) -> int:
@@ -130,13 +136,19 @@ class HostTier:
                 await asyncio.wait([job])
             elif self._arena.stage(digest) == "absent":
                 return
-            elif not self._arena.leases(digest) and digest not in self._awaited:
+            elif not self._arena.leases(digest) and digest not in self._kept():
                 self._arena.drop(digest)
                 self._forget_evicted()
                 self._room.set()
             else:
                 self._room.clear()
+                if self._saver is not None and digest in self._saver.reading:
+                    self._saver.stop_reading()
                 await self._room.wait()
+
+    def _kept(self) -> Collection[str]:
+        """Not to be evicted, whoever needs the room."""
+        return self._awaited if self._saver is None else self._saver.reading.union(self._awaited)
 
     def prefetch(self, digest: str) -> None:
         """Begin to stage it: the engine will ask for it soon. Failures show when it does."""
@@ -231,6 +243,8 @@ class HostTier:
         self._arena.finish(digest, load_s)
         self._layouts[digest] = slab.layout
         self._load_s[digest] = load_s
+        if self._saver is not None and not slab.on_disk:
+            self._saver.offer(slab.layout, extents)
 
     async def _place(self, digest: str, layout: SlabLayout) -> tuple[int, ...]:
         """Wait for room. It comes: the engine holds a pin only for the time of a copy."""
@@ -255,7 +269,10 @@ class HostTier:
             refusal = arena.refusal(layout.runs)
             if refusal is not None:
                 raise SlabUnavailable(f"{refusal} (option host_adapter_memory)")
-            return arena.place(digest, layout.runs, self._awaited)
+            placement = arena.place(digest, layout.runs, self._kept())
+            if placement is None and self._saver is not None and arena.would_fit(layout.runs, ()):
+                self._saver.stop_reading()
+            return placement
         finally:
             arena.pin_only(pins)
 
@@ -263,3 +280,5 @@ class HostTier:
         for digest in [d for d in self._layouts if self._arena.stage(d) == "absent"]:
             del self._layouts[digest]
             self._load_s.pop(digest, None)
+            if self._saver is not None:
+                self._saver.forget(digest)

@@ -110,6 +110,7 @@ async def _serve(
     finally:
         server.should_exit = True
         prepared.merger.close()
+        prepared.syncing.shutdown(wait=False, cancel_futures=True)
         await supervisor.close()
         await asyncio.wait([tasks["http"]])
         for task in tasks.values():

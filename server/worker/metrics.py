@@ -147,6 +147,12 @@ class WorkerMetrics:
         self.copied_bytes = meters.counter(
             "adapter_copied_bytes", "Bytes of adapters brought to the device"
         )
+        self.slabs_saved = meters.counter(
+            "slabs_saved",
+            "Packed adapters written from host memory to disk, by result; given_up: their room was"
+            " needed",
+            {"result": ("saved", "given_up", "failed")},
+        )
         self.staged = meters.counter(
             "adapters_staged",
             "Adapters brought to host memory, by result",

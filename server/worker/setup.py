@@ -33,14 +33,19 @@ from server.worker.host_tier import HostMemory, HostTier
 from server.worker.merging import Merger
 from server.worker.metrics import WorkerMetrics
 from server.worker.model_source import ModelError, ModelFolder, find_model
-from server.worker.sizing import choose_dtype, choose_extent_bytes, choose_sizes
+from server.worker.sizing import (
+    choose_dtype,
+    choose_extent_bytes,
+    choose_sizes,
+    heavy_threads,
+)
+from server.worker.slab_saver import SlabSaver
 from server.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
 _LEAST_WAITING = 16
 LOAD_THREADS = 16
-STAGE_THREADS = 4
 READ_THREADS = 4
 
 
@@ -50,7 +55,8 @@ class WorkerStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A worker that is ready to run but for its engine process. name: of the model."""
+    """A worker that is ready to run but for its engine process. name: of the model. syncing: a
+    thread with work that need not be done before the process ends."""
 
     worker: Worker
     worker_id: str
@@ -58,6 +64,7 @@ class Prepared:
     engine: EngineConfig
     memory: HostMemory
     merger: Merger
+    syncing: ThreadPoolExecutor
 
 
 def prepare(config: WorkerConfig) -> Prepared:
@@ -81,6 +88,11 @@ def _device(config: WorkerConfig) -> ChosenDevice:
     return device
 
 
+def _cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -102,10 +114,11 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     )
     memory = HostMemory(engine.host_arena_bytes)
     worker_id = config.worker_id or f"worker-{secrets.token_hex(4)}"
-    store = open_store(config, base, engine)
+    syncing = ThreadPoolExecutor(1, "store-sync")
+    store = open_store(config, base, engine, syncing, heavy_threads(_cores()))
     merger = Merger(store, config.merge_timeout_s)
     worker = _worker(config, worker_id, card, store, merger, engine, memory)
-    return Prepared(worker, worker_id, names[0], engine, memory, merger)
+    return Prepared(worker, worker_id, names[0], engine, memory, merger, syncing)
 
 
 def _engine_config(
@@ -160,16 +173,18 @@ def _worker(
     metrics = WorkerMetrics()
     sources: tuple[RefSource, ...] = get_args(RefSource)
     loading = {name: ThreadPoolExecutor(LOAD_THREADS, f"load-{name}") for name in sources}
-    staging = ThreadPoolExecutor(STAGE_THREADS, "slab-stage")
+    staging = ThreadPoolExecutor(heavy_threads(_cores()), "slab-stage")
+    saving = ThreadPoolExecutor(1, "slab-save")
     # Their own: packing takes long, and what is asked of adapters that are here must not wait.
     reading = ThreadPoolExecutor(READ_THREADS, "store-read")
     extents = engine.host_arena_bytes // engine.extent_bytes
     tier = HostTier(
         memory.view,
         AdapterArena(extents, engine.extent_bytes, extents),
-        partial(store.slab, dtype=engine.dtype, extent_bytes=engine.extent_bytes),
+        partial(store.open_slab, dtype=engine.dtype, extent_bytes=engine.extent_bytes),
         staging,
         metrics,
+        saver=SlabSaver(memory.view, store.save_slab, saving, metrics),
     )
     metrics.adapter_limit.labels("host").set(engine.host_arena_bytes)
     loads = AdapterService(store, loading, reading, merger, metrics)

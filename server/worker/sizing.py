@@ -1,4 +1,5 @@
-"""Arithmetic of a worker's start: sizes left to us, dtype of slabs, size of extents. Pure."""
+"""Arithmetic of a worker's start: sizes left to us, dtype of slabs, size of extents, threads.
+Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,7 @@ MAX_EXTENT = 4 << 20
 TYPICAL_LORA_RANK = 16
 # An arena is cut into at least so many extents, however small it is.
 MIN_EXTENTS = 64
+MAX_HEAVY_THREADS = 16
 
 _CPU_ADAPTERS, _CPU_HOST_ADAPTERS, _CPU_KV = 256 << 20, 512 << 20, 256 << 20
 _CPU_RUNNING, _CPU_STEP_TOKENS = 64, 512
@@ -86,3 +88,9 @@ def choose_extent_bytes(base: BaseSpec, dtype: SlabDtype, adapter_memory: int) -
     while extent < min(largest_tensor, MAX_EXTENT) and extent * 2 * MIN_EXTENTS <= adapter_memory:
         extent *= 2
     return extent
+
+
+def heavy_threads(cores: int) -> int:
+    """How many adapters are hashed, or converted, at once. The other cores are the engine's, the
+    event loop's and the router's."""
+    return min(MAX_HEAVY_THREADS, max(2, cores // 2))

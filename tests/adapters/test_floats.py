@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.floats import all_finite, convert, float_digest, is_finite, read_floats
+from adapters.floats import (
+    convert,
+    convert_into,
+    fits,
+    float_digest,
+    is_finite,
+    may_overflow,
+    read_floats,
+)
 from adapters.manifest import SlabDtype
 
 TORCH: dict[str, torch.dtype] = {
@@ -44,7 +52,12 @@ def test_converts_as_torch_does(values: list[float], stored: Stored, target: Sla
     expected = tensor.to(torch.float32).to(TORCH[target])
     ours = convert(raw_of(tensor), stored, target)
     assert ours.tobytes() == raw_of(expected).tobytes()
-    assert all_finite(ours) is bool(torch.isfinite(expected).all())
+    written = np.zeros(ours.nbytes, np.uint8)
+    convert_into(raw_of(tensor), stored, written, target)
+    assert written.tobytes() == ours.tobytes()
+    fitting = bool(torch.isfinite(expected).all())
+    assert fits(raw_of(tensor), stored, target) is fitting
+    assert may_overflow(stored, target) or fitting
 
 
 def test_every_float8_is_read_exactly() -> None:
@@ -61,6 +74,57 @@ def test_every_bfloat16_and_float16_is_read_exactly() -> None:
             torch.from_numpy(bits.view(np.int16).copy()).view(dtype).to(torch.float32).numpy()
         )
         np.testing.assert_array_equal(read_floats(bits.view(np.uint8), stored), expected)
+
+
+@pytest.mark.parametrize("stored", ["F8_E4M3", "F8_E5M2", "F16", "BF16"])
+@pytest.mark.parametrize("target", ["float32", "float16", "bfloat16"])
+def test_every_pattern_of_bits_is_judged_and_converted(stored: Stored, target: SlabDtype) -> None:
+    raw = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    numbers = torch.from_numpy(raw).view(TORCH[stored])
+    finite = torch.isfinite(numbers.to(torch.float32))
+    item = numbers.element_size()
+    for start in range(0, len(raw) // item, 97):
+        some = raw[start * item : (start + 97) * item]
+        assert is_finite(some, stored) is bool(finite[start : start + 97].all())
+    good = raw.reshape(-1, item)[finite.numpy()].reshape(-1)[: -item or None]
+    out = np.zeros(len(good) // item * TORCH[target].itemsize, np.uint8)
+    convert_into(good, stored, out, target)
+    expected = numbers[finite][:-1].to(torch.float32).to(TORCH[target])
+    assert out.tobytes() == raw_of(expected).tobytes()
+    assert may_overflow(stored, target) is not bool(torch.isfinite(expected).all())
+
+
+@pytest.mark.parametrize("target", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("stored", ["F32", "F64"])
+def test_the_first_number_that_is_too_large_is_known(stored: Stored, target: SlabDtype) -> None:
+    """A bisection over all bit patterns, by torch's rounding."""
+    integer = np.dtype(f"<i{TORCH[stored].itemsize}")
+
+    def fitting(bits: int) -> tuple[bool, bool]:
+        raw = np.array([bits], dtype=integer).view(np.uint8)
+        number = torch.from_numpy(raw).view(TORCH[stored])
+        rounded = number.to(torch.float32).to(TORCH[target])
+        return fits(raw, stored, target), bool(torch.isfinite(rounded).all())
+
+    low, high = 0, int(np.array([np.inf], dtype=f"<f{integer.itemsize}").view(integer)[0])
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(middle)[1] else (low, middle)
+    assert fitting(low) == (True, True)
+    assert fitting(high) == (False, False)
+
+
+@pytest.mark.parametrize("stored", ["F32", "F16", "BF16", "F64"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_number_is_finite_and_the_next_is_not(stored: Stored, sign: float) -> None:
+    largest = min(torch.finfo(TORCH[stored]).max, (2.0 - 2.0**-23) * 2.0**127)
+    tensor = torch.tensor([0.0, sign * largest, 1.0], dtype=TORCH[stored])
+    assert is_finite(raw_of(tensor), stored)
+    if stored == "F64":  # what rounds to the largest of float32, and what rounds to infinity
+        edge = sign * (2.0**128 - 2.0**103)
+        below = float(np.nextafter(edge, 0.0))
+        assert is_finite(raw_of(torch.tensor([below], dtype=torch.float64)), stored)
+        assert not is_finite(raw_of(torch.tensor([edge], dtype=torch.float64)), stored)
 
 
 @pytest.mark.parametrize("stored", ["F32", "F16", "BF16", "F64"])

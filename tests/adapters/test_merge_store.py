@@ -25,7 +25,7 @@ from adapters.validate import AdapterLimits, SlabRoom
 from adapters.weights import open_weights
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, violation_codes
-from tests.slab_files import closed, read_layout
+from tests.slab_files import read_layout, save_slab
 
 BASE = small_base()
 LIMITS = AdapterLimits(max_lora_rank=32)
@@ -154,7 +154,7 @@ def test_the_same_recipe_makes_the_same_content(tmp_path: Path, strategy: MergeS
 def test_a_merge_packs_like_any_adapter(store: Store) -> None:
     pairs = [(store.publish(f"m{i}", seed=i, rank=2 + i), 0.5) for i in range(2)]
     digest = store.merge(*pairs, strategy="ties")
-    layout = read_layout(closed(store.store.slab(digest, "bfloat16", 4096)))
+    layout = read_layout(save_slab(store.store, digest, "bfloat16", 4096))
     assert layout.digest == digest
     assert {site.ranks for site in layout.sites} == {(3, 0, 3)}
 
@@ -182,10 +182,10 @@ def test_damaged_content_is_made_again(store: Store) -> None:
     weights = store.content(digest) / "adapter_model.safetensors"
     weights.chmod(0o644)
     weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\0")
-    assert refusal(lambda: store.store.slab(digest, "float32", 4096)) is not None
+    assert refusal(lambda: save_slab(store.store, digest, "float32", 4096)) is not None
     assert store.merge(*pairs) == digest
     later = AdapterStore(store.root / "store", BASE, {}, LIMITS)
-    assert closed(later.slab(digest, "float32", 4096)).exists()
+    assert save_slab(later, digest, "float32", 4096).exists()
 
 
 def fails(folder: Path) -> None:

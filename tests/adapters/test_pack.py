@@ -2,6 +2,7 @@
 
 import os
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,18 @@ import numpy as np
 import pytest
 
 from adapters.base import SITE_PROJECTIONS
+from adapters.content_check import DigestCheck, SealCheck
 from adapters.disk import release
+from adapters.floats import convert
+from adapters.header import TensorInfo
 from adapters.judge import judge_folder
 from adapters.layout import SLAB_ITEM_BYTES, a_matrix, b_matrices, make_layout
 from adapters.manifest import SlabDtype, SlabLayout
-from adapters.pack import PAGE, SlabError, SlabFile, write_slab
-from adapters.validate import AdapterLimits
+from adapters.pack import DamagedError, pack_weights
+from adapters.slab_file import PAGE, SlabError, SlabFile
+from adapters.slab_memory import SlabMemory, one_after_another
+from adapters.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
+from adapters.weights import open_weights
 from tests.adapter_folders import (
     ALL_PROJECTIONS,
     Dtype,
@@ -26,7 +33,7 @@ from tests.adapter_folders import (
     write_config,
 )
 from tests.adapters.refusals import violation_codes
-from tests.slab_files import read_layout, read_payload
+from tests.slab_files import read_layout, read_payload, write_slab
 
 BASE = small_base(num_layers=3)
 EXTENT = 2048
@@ -37,13 +44,8 @@ def packed(folder: Path, dtype: SlabDtype, extent: int = EXTENT) -> Path:
     judged = judge_folder(folder, BASE, AdapterLimits())
     layout = make_layout(judged.tensors, BASE, judged.manifest.digest, dtype, extent)
     target = folder.parent / f"{dtype}.slab"
-    write_slab(folder / "adapter_model.safetensors", judged.tensors, BASE, layout, target)
+    write_slab(folder / WEIGHTS_FILE, judged.tensors, BASE, layout, target)
     return target
-
-
-def places(layout: SlabLayout) -> list[int]:
-    """The runs one after the other."""
-    return [sum(layout.runs[:index]) for index in range(len(layout.runs))]
 
 
 def matrix(
@@ -75,7 +77,7 @@ def test_every_tensor_is_where_the_layout_says(
     tensors = lora_tensors(BASE, rank=8, targets=EVERYTHING, ranks=ranks, layers=[0, 2])
     config = adapter_config(BASE, 8, EVERYTHING) | {"rank_pattern": ranks, "use_rslora": True}
     write_config(folder, config)
-    (folder / "adapter_model.safetensors").write_bytes(safetensors_bytes(tensors, stored))
+    (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors, stored))
     path = packed(folder, dtype)
     layout = read_layout(path)
     payload = read_payload(path)
@@ -105,6 +107,126 @@ def _path(layer: int, name: str) -> str:
     if layer < 0:
         return f"base_model.model.{BASE.model_modules[name].path}"
     return f"base_model.model.model.layers.{layer}.{BASE.layer_modules[name].path}"
+
+
+@pytest.mark.parametrize("piece", [64, 1000, 1 << 18])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        ("F32", "bfloat16"),
+        ("BF16", "bfloat16"),
+        ("F16", "float32"),
+        ("F16", "bfloat16"),
+        ("F32", "float16"),
+    ],
+)
+def test_packing_in_pieces_is_packing_as_a_whole(
+    stored: Dtype, dtype: SlabDtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against each tensor converted at once, in memory that was full of something else."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    ranks = {"k_proj": 3, "up_proj": 41, "lm_head": 1, "embed_tokens": 5}
+    tensors = lora_tensors(BASE, rank=7, targets=EVERYTHING, ranks=ranks)
+    write_config(folder, adapter_config(BASE, 7, EVERYTHING) | {"rank_pattern": ranks})
+    (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors, stored))
+    monkeypatch.setattr("adapters.pack.PIECE_BYTES", piece)
+    monkeypatch.setattr("adapters.weights.PIECE_BYTES", piece)
+    judged = judge_folder(folder, BASE, AdapterLimits())
+    layout = make_layout(judged.tensors, BASE, judged.manifest.digest, dtype, EXTENT)
+    expected = bytearray(layout.nbytes)
+    item = SLAB_ITEM_BYTES[dtype]
+    modules = {(module.layer, module.module): module for module in judged.tensors.modules}
+    with open_weights(folder / WEIGHTS_FILE) as weights:
+
+        def whole(tensor: TensorInfo) -> "np.ndarray[Any, np.dtype[Any]]":
+            return convert(weights.read(tensor), tensor.dtype, dtype).reshape(tensor.shape)
+
+        for site in layout.sites:
+            parts = [modules[site.layer, name] for name in SITE_PROJECTIONS[site.kind]]
+            stacked = np.concatenate([whole(part.a) for part in parts])
+            a = stacked.T if site.kind == "embed_tokens" else stacked
+            expected[site.a_offset : site.a_offset + a.nbytes] = a.tobytes()
+            for part, b in zip(parts, b_matrices(site, BASE, item), strict=True):
+                assert b is not None
+                expected[b.offset : b.offset + b.nbytes] = whole(part.b).tobytes()
+        target, places = memory_of(layout)
+        for check in (
+            SealCheck(judged.seal),
+            DigestCheck(weights, judged.tensors.config, None, judged.manifest.digest),
+        ):
+            target[:] = b"\xee" * len(target)
+            memory = SlabMemory(layout, target, places)
+            pack_weights(weights, judged.tensors, BASE, layout, memory, check)
+            assert bytes(target) == expected
+
+
+@pytest.mark.parametrize("how", ["seal", "digest"])
+def test_what_is_packed_is_what_was_judged(how: str, tmp_path: Path) -> None:
+    """Any byte of a tensor that is not what it was; by the digest, any byte of the file."""
+    folder = write_adapter(tmp_path / "a", BASE)
+    path = folder / WEIGHTS_FILE
+    judged = judge_folder(folder, BASE, AdapterLimits())
+    layout = make_layout(judged.tensors, BASE, judged.manifest.digest, "float32", EXTENT)
+    whole = path.read_bytes()
+    first = min(tensor.start for m in judged.tensors.modules for tensor in (m.a, m.b))
+    positions = [first, first + 5, len(whole) // 2, len(whole) - 1]
+    if how == "digest":
+        positions.append(first - 1)
+
+    def packing() -> None:
+        target, places = memory_of(layout)
+        with open_weights(path) as weights:
+            config, digest = judged.tensors.config, judged.manifest.digest
+            check = (
+                SealCheck(judged.seal)
+                if how == "seal"
+                else DigestCheck(weights, config, None, digest)
+            )
+            memory = SlabMemory(layout, target, places)
+            pack_weights(weights, judged.tensors, BASE, layout, memory, check)
+
+    packing()
+    for position in positions:
+        changed = bytearray(whole)
+        changed[position] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(DamagedError):
+            packing()
+    path.write_bytes(whole[: first + 100] + whole[first + 108 :] + whole[first + 100 : first + 108])
+    with pytest.raises(DamagedError):
+        packing()
+    path.write_bytes(whole[:-8])
+    assert violation_codes(packing) == {"truncated"}
+
+
+def test_judging_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And packing what was judged reads the tensors once more, and nothing else."""
+    folder = write_adapter(tmp_path / "a", BASE, targets=EVERYTHING)
+    header = int.from_bytes((folder / WEIGHTS_FILE).read_bytes()[:8], "little") + 8
+    nbytes = (folder / WEIGHTS_FILE).stat().st_size
+    read = [0]
+    real = os.preadv
+
+    def counted(*arguments: Any) -> int:
+        done = real(*arguments)
+        read[0] += done
+        return done
+
+    monkeypatch.setattr("adapters.weights.os.preadv", counted)
+    judged = judge_folder(folder, BASE, AdapterLimits())
+    assert read[0] == nbytes + header
+    read[0] = 0
+    layout = make_layout(judged.tensors, BASE, judged.manifest.digest, "bfloat16", EXTENT)
+    target, places = memory_of(layout)
+    with open_weights(folder / WEIGHTS_FILE) as weights:
+        memory = SlabMemory(layout, target, places)
+        pack_weights(weights, judged.tensors, BASE, layout, memory, SealCheck(judged.seal))
+    assert read[0] == nbytes - header
+
+
+def memory_of(layout: SlabLayout) -> tuple[memoryview, list[int]]:
+    return memoryview(bytearray(layout.nbytes)), one_after_another(layout)
 
 
 def test_untargeted_projections_have_rank_0(tmp_path: Path) -> None:
@@ -148,9 +270,15 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", BASE)
     tensors = lora_tensors(BASE)
     next(iter(tensors.values()))[1, 2] = 1e6
-    (folder / "adapter_model.safetensors").write_bytes(safetensors_bytes(tensors))
+    (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors))
     assert violation_codes(lambda: packed(folder, "float16")) == {"overflow"}
     packed(folder, "bfloat16")
+    room = SlabRoom("float16", EXTENT, 1 << 30, 1 << 30)
+    judging = partial(judge_folder, folder, BASE, AdapterLimits(room=room))
+    assert violation_codes(judging) == {"overflow"}, "known before it is used"
+    next(iter(tensors.values()))[1, 2] = np.inf
+    (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors))
+    assert violation_codes(judging) == {"not_finite"}
 
 
 def test_damaged_slabs_are_errors_of_the_file(tmp_path: Path) -> None:
@@ -163,7 +291,7 @@ def test_damaged_slabs_are_errors_of_the_file(tmp_path: Path) -> None:
     path.write_bytes(data)
     with closing(SlabFile(path)) as slab:
         memory = memoryview(bytearray(slab.layout.nbytes))
-        firsts = places(slab.layout)
+        firsts = one_after_another(slab.layout)
         with pytest.raises(ValueError, match="places"):
             slab.copy_runs(memory, firsts[:-1])
         with pytest.raises(ValueError, match="ends within"):
@@ -185,9 +313,7 @@ def test_an_open_slab_is_read_whatever_becomes_of_its_name(tmp_path: Path) -> No
         path.unlink()
         path.write_bytes(b"something else")
         memory = bytearray(slab.layout.nbytes)
-        slab.copy_runs(memoryview(memory), places(slab.layout))
-        slab.save(tmp_path / "saved")
+        slab.copy_runs(memoryview(memory), one_after_another(slab.layout))
     assert bytes(memory) == payload
-    assert (tmp_path / "saved").read_bytes() == data
     release(1, [store])
     assert not path.exists()

@@ -67,7 +67,7 @@ def test_another_boot_does_not_trust_what_lies_there(
     break_off(tmp_path, "a", passing())
     boot = tmp_path / "boot-id"
     boot.write_text("another")
-    monkeypatch.setattr("adapters.staging._BOOT_ID", boot)
+    monkeypatch.setattr("adapters.boot._BOOT_ID", boot)
     with resumable_folder(tmp_path, "a") as folder:
         assert list(folder.iterdir()) == []
 

@@ -6,7 +6,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from adapters.content_check import ContentDigest
 from adapters.disk import Hold, hold, release
 from adapters.errors import AdapterError
 from adapters.judge import rejudge
@@ -21,13 +22,14 @@ from adapters.layout import make_layout
 from adapters.manifest import AdapterManifest
 from adapters.quota import HEADROOM_BYTES
 from adapters.ref import AdapterRef, RefSource
+from adapters.slab_memory import one_after_another
 from adapters.sources.local import LocalSource
 from adapters.staging import staging_folder
 from adapters.store import AdapterStore
 from adapters.validate import AdapterLimits
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, violation_codes
-from tests.slab_files import closed, read_layout, read_payload
+from tests.slab_files import read_payload, save_slab
 
 BASE = small_base()
 WEIGHTS = "adapter_model.safetensors"
@@ -96,7 +98,7 @@ def test_a_restart_fetches_nothing(hub: FakeHub, tmp_path: Path) -> None:
     hub.fetches.clear()
     again = store_of(hub, tmp_path)
     assert again.admit(PINNED, None) == again.manifest(manifest.digest) == manifest
-    assert closed(again.slab(manifest.digest, "float32", 4096)).exists()
+    assert save_slab(again, manifest.digest, "float32", 4096).exists()
     assert hub.fetches == []
     assert hub.resolved == 0
 
@@ -140,47 +142,20 @@ def test_one_fetch_for_all_who_ask_at_once(good: bool, hub: FakeHub, tmp_path: P
         assert files(tmp_path / "store") == []
 
 
-def test_one_packing_for_all_who_ask_at_once(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = store_of(hub, tmp_path)
-    digest = store.admit(PINNED, None).digest
-    packed: list[Path] = []
-    started, go = threading.Event(), threading.Event()
-    real = msgspec.msgpack.encode
-
-    def slow_encode(layout: object) -> bytes:
-        packed.append(tmp_path)
-        started.set()
-        assert go.wait(60)
-        return real(layout)
-
-    monkeypatch.setattr("adapters.pack.msgspec.msgpack.encode", slow_encode)
-    with ThreadPoolExecutor(CALLERS) as pool:
-        jobs = [pool.submit(store.slab, digest, "bfloat16", 4096) for _ in range(CALLERS)]
-        assert started.wait(60)
-        go.set()
-        paths = {closed(job.result(60)) for job in jobs}
-    assert len(paths) == len(packed) == 1
-    layout = read_layout(paths.pop())
-    assert (layout.digest, layout.base_digest) == (digest, BASE.digest)
-    assert (layout.dtype, layout.extent_bytes) == ("bfloat16", 4096)
-
-
 def test_slabs_of_other_shapes_are_other_files(hub: FakeHub, tmp_path: Path) -> None:
     store = store_of(hub, tmp_path)
     digest = store.admit(PINNED, None).digest
     made = {
-        closed(store.slab(digest, "float32", 4096)),
-        closed(store.slab(digest, "bfloat16", 4096)),
-        closed(store.slab(digest, "bfloat16", 8192)),
+        save_slab(store, digest, "float32", 4096),
+        save_slab(store, digest, "bfloat16", 4096),
+        save_slab(store, digest, "bfloat16", 8192),
     }
     assert len(made) == 3
     before = {path: path.stat().st_ino for path in made}
-    closed(store.slab(digest, "bfloat16", 8192))
+    save_slab(store, digest, "bfloat16", 8192)
     assert {path: path.stat().st_ino for path in made} == before
     with pytest.raises(ValueError, match="tp_size"):
-        store.slab(digest, "float32", 4096, tp_rank=1, tp_size=2)
+        store.open_slab(digest, "float32", 4096, tp_rank=1, tp_size=2)
 
 
 def test_identity_is_content(hub: FakeHub, tmp_path: Path) -> None:
@@ -214,7 +189,7 @@ def test_expected_digest(hub: FakeHub, tmp_path: Path) -> None:
 @pytest.mark.parametrize("digest", ["", "0" * 64, "../../x", "A" * 64, "0" * 63 + "\n"])
 def test_unknown_digests(digest: str, hub: FakeHub, tmp_path: Path) -> None:
     store = store_of(hub, tmp_path)
-    for call in (store.manifest, lambda d: store.slab(d, "float32", 4096)):
+    for call in (store.manifest, lambda d: save_slab(store, d, "float32", 4096)):
         error = refusal(lambda call=call: call(digest))  # type: ignore[misc]
         assert error is not None
         assert error.code == "not_found"
@@ -297,7 +272,7 @@ def test_damaged_content_is_fetched_again(damage: str, hub: FakeHub, tmp_path: P
         path.write_bytes(b"{}")
     store = store_of(hub, tmp_path)
     assert store.admit(PINNED, None) == manifest
-    assert closed(store.slab(manifest.digest, "float32", 4096)).exists()
+    assert save_slab(store, manifest.digest, "float32", 4096).exists()
     assert hub.fetches.count(WEIGHTS) == 2
 
 
@@ -309,12 +284,160 @@ def test_a_flipped_bit_is_never_packed(hub: FakeHub, tmp_path: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    error = refusal(lambda: store.slab(manifest.digest, "float32", 4096))
+    error = refusal(lambda: save_slab(store, manifest.digest, "float32", 4096))
     assert error is not None
     assert error.code == "unavailable"
     later = store_of(hub, tmp_path)
     assert later.admit(PINNED, None) == manifest
-    assert closed(later.slab(manifest.digest, "float32", 4096)).exists()
+    assert save_slab(later, manifest.digest, "float32", 4096).exists()
+
+
+def test_content_is_hashed_once_by_the_process_that_judges_it(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And again by one that did not see it, and when its file is not the same any more."""
+    hashed: list[str] = []
+    real = ContentDigest.hexdigest
+
+    def watched(self: ContentDigest) -> str:
+        hashed.append(real(self))
+        return hashed[-1]
+
+    monkeypatch.setattr(ContentDigest, "hexdigest", watched)
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    path = save_slab(store, digest, "bfloat16", 4096)
+    assert hashed == [digest]
+    for turn, other in enumerate((store_of(hub, tmp_path), store)):
+        path.unlink()
+        if other is store:
+            os.utime(home(tmp_path) / "content" / digest / WEIGHTS, (0, 0))
+        save_slab(other, digest, "bfloat16", 4096)
+        assert hashed == [digest] * (2 + turn)
+
+
+def test_a_disk_that_garbles_what_was_judged_is_noticed(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file looks the same, its bytes are not."""
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    weights = home(tmp_path) / "content" / digest / WEIGHTS
+    times = weights.stat()
+    weights.chmod(0o644)
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    error = refusal(lambda: save_slab(store, digest, "float32", 4096))
+    assert error is not None
+    assert error.code == "unavailable"
+    assert not store.has(digest)
+    assert store.admit(PINNED, None).digest == digest
+    assert save_slab(store, digest, "float32", 4096).exists()
+
+
+def test_a_slab_that_is_given_up_leaves_nothing(hub: FakeHub, tmp_path: Path) -> None:
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    with closing(store.open_slab(digest, "float32", 4096)) as slab:
+        memory = memoryview(bytearray(slab.layout.nbytes))
+        places = one_after_another(slab.layout)
+        slab.copy_runs(memory, places)
+    answers = iter([False, True])
+    assert not store.save_slab(slab.layout, memory, places, lambda: next(answers))
+    assert files(home(tmp_path) / "slabs") == files(home(tmp_path) / "staging") == []
+    assert store.save_slab(slab.layout, memory, places)
+
+
+class Later(Executor):
+    """Jobs are done when they are asked for."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Callable[[], Any]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        self.jobs.append(lambda: fn(*args, **kwargs))
+        return Future()
+
+    def do_all(self) -> None:
+        while self.jobs:
+            self.jobs.pop(0)()
+
+
+def patient(hub: FakeHub, tmp_path: Path, later: Later) -> AdapterStore:
+    return AdapterStore(tmp_path / "store", BASE, {"hub": hub}, syncing=later)
+
+
+def test_nobody_waits_for_the_disk_and_a_crash_is_survived(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What had not reached the disk when the machine went down is fetched again, whatever lies
+    there; what had is used."""
+    boot = tmp_path / "boot"
+    boot.write_text("first")
+    monkeypatch.setattr("adapters.boot._BOOT_ID", boot)
+    synced: list[int] = []
+    monkeypatch.setattr("adapters.disk.os.fsync", synced.append)
+    later = Later()
+    store = patient(hub, tmp_path, later)
+    manifest = store.admit(PINNED, None)
+    assert synced == []
+    content = home(tmp_path) / "content" / manifest.digest
+    assert store.has(manifest.digest)
+    assert store.admit(PINNED, None) == store.manifest(manifest.digest) == manifest
+    assert hub.fetches.count(WEIGHTS) == 1
+
+    boot.write_text("second")
+    (content / WEIGHTS).chmod(0o644)
+    (content / WEIGHTS).write_bytes(bytes((content / WEIGHTS).stat().st_size))
+    later = Later()
+    store = patient(hub, tmp_path, later)
+    assert not store.has(manifest.digest)
+    assert store.admit(PINNED, None) == manifest
+    assert hub.fetches.count(WEIGHTS) == 2
+    later.do_all()
+    assert synced
+    assert files(content) == ["adapter_config.json", WEIGHTS, "manifest.json"]
+
+    boot.write_text("third")
+    assert patient(hub, tmp_path, Later()).admit(PINNED, None) == manifest
+    assert hub.fetches.count(WEIGHTS) == 2
+
+
+def test_what_a_process_left_unsynced_the_next_one_syncs(hub: FakeHub, tmp_path: Path) -> None:
+    digest = patient(hub, tmp_path, Later()).admit(PINNED, None).digest
+    content = home(tmp_path) / "content" / digest
+    assert "manifest.json" not in files(content)
+    later = Later()
+    patient(hub, tmp_path, later)
+    later.do_all()
+    assert "manifest.json" in files(content)
+    assert len(files(content)) == 3
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_sync_that_fails_costs_nobody_the_adapter(
+    gone: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = Later()
+    store = patient(hub, tmp_path, later)
+    digest = store.admit(PINNED, None).digest
+    if gone:
+        release(1 << 40, (home(tmp_path) / "content",))
+    else:
+        monkeypatch.setattr("adapters.disk.os.fsync", _broken)
+    later.do_all()
+    assert store.has(digest) is not gone
+    assert store.admit(PINNED, None).digest == digest
+    with closing(store.open_slab(digest, "float32", 4096)) as slab:
+        slab.copy_runs(memoryview(bytearray(slab.layout.nbytes)), one_after_another(slab.layout))
+
+
+def _broken(fd: int) -> None:
+    raise OSError(errno.EIO, "broken")
 
 
 def test_limits_of_today_hold_for_content_of_yesterday(hub: FakeHub, tmp_path: Path) -> None:
@@ -373,28 +496,13 @@ def test_a_slab_is_not_taken_from_who_was_given_it(hub: FakeHub, tmp_path: Path)
     store = store_of(hub, tmp_path, AdapterLimits(max_store_bytes=1 << 16))
     digest = store.admit(PINNED, None).digest
     slabs = home(tmp_path) / "slabs"
-    with closing(store.slab(digest, "float32", 4096)) as slab:
+    path = save_slab(store, digest, "float32", 4096)
+    with closing(store.open_slab(digest, "float32", 4096)) as slab:
+        assert slab.on_disk
         release(1 << 40, (slabs,))
-        assert read_payload(slab.path)
+        assert read_payload(path)
     release(1 << 40, (slabs,))
     assert list(slabs.iterdir()) == []
-
-
-def test_a_slab_that_another_packed_and_that_is_gone_again_is_packed_again(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = store_of(hub, tmp_path)
-    digest = store.admit(PINNED, None).digest
-    run, turns = store._packings.run, []
-
-    def share(target: Path, credential: str, pack: Callable[[], Path]) -> Path:
-        """The first time another's packing, evicted before it is opened here."""
-        turns.append(target)
-        return target if len(turns) == 1 else run(target, credential, pack)
-
-    monkeypatch.setattr(store._packings, "run", share)
-    assert read_layout(closed(store.slab(digest, "float32", 4096))).digest == digest
-    assert len(turns) == 2
 
 
 def test_content_is_not_taken_from_who_looks_at_it(
@@ -413,7 +521,7 @@ def test_content_is_not_taken_from_who_looks_at_it(
         monkeypatch.setattr(f"adapters.store.{name}", look)
     assert store.admit(PINNED, None).digest == digest
     assert store.recall(PINNED) is not None
-    closed(store.slab(digest, "float32", 4096))
+    save_slab(store, digest, "float32", 4096)
     assert hub.fetches.count(WEIGHTS) == 1
     assert (content / digest).exists()
 
@@ -431,12 +539,12 @@ def test_content_that_leaves_while_it_is_wanted_may_come_again_at_once(
         return hold(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr("adapters.store.hold", late)
-        error = refusal(lambda: store.slab(digest, "float32", 4096))
+        patched.setattr("adapters.content.hold", late)
+        error = refusal(lambda: save_slab(store, digest, "float32", 4096))
     assert error is not None
     assert error.code == "not_found"
     assert store.admit(PINNED, None).digest == digest
-    closed(store.slab(digest, "float32", 4096))
+    save_slab(store, digest, "float32", 4096)
 
 
 def test_room_is_made_before_the_weights_come(hub: FakeHub, tmp_path: Path) -> None:
@@ -506,7 +614,7 @@ def test_several_stores_share_a_root(hub: FakeHub, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda store: store.admit(PINNED, None), stores))
         digest = found[0].digest
-        paths = list(pool.map(lambda store: closed(store.slab(digest, "float32", 4096)), stores))
+        paths = list(pool.map(lambda store: save_slab(store, digest, "float32", 4096), stores))
     assert len(set(found)) == len(set(paths)) == 1
     assert hub.fetches.count(WEIGHTS) == 4
     assert list((home(tmp_path) / "staging").iterdir()) == []

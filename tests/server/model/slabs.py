@@ -11,12 +11,11 @@ from safetensors.torch import load_file, save_file
 from adapters.header import header_size, parse_header
 from adapters.layout import make_layout
 from adapters.manifest import SlabDtype, SlabLayout
-from adapters.pack import write_slab
 from adapters.peft_format import parse_config
 from adapters.validate import AdapterLimits, validate
 from adapters.violations import Findings
 from server.model.config import ModelConfig, base_spec
-from tests.slab_files import read_payload
+from tests.slab_files import read_payload, write_slab
 
 
 def pack(

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from adapters.manifest import SlabLayout
-from adapters.pack import PAGE
+from adapters.slab_file import PAGE
 
 EXTENT = 4096
 _MAGIC = b"LPXSLAB1"

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ import pytest
 
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
-from adapters.pack import SlabFile
+from adapters.slab_file import SlabFile, SlabSource
 from server.engine.residency import AdapterArena
 from server.worker.host_tier import MAX_HINTS, HostMemory, HostTier, SlabUnavailable
 from server.worker.metrics import WorkerMetrics
+from server.worker.slab_saver import SlabSaver
 from tests.server.worker.slabs import EXTENT, write_slab_file
 from tests.slab_files import read_layout
 
@@ -355,6 +356,135 @@ async def test_an_eviction_ends_however_a_staging_does(
         await turns(before)
         await asyncio.wait_for(tier.evict("a"), 30)
         assert arena.stage("a") == "absent"
+
+
+class Packing:
+    """A slab that no file holds."""
+
+    on_disk = False
+
+    def __init__(self, slab: SlabFile) -> None:
+        self._slab = slab
+        self.layout = slab.layout
+        self.copy_runs = slab.copy_runs
+        self.close = slab.close
+
+
+class Saving:
+    """A store that is told what to keep; a gate holds it back."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[str, bytes]] = []
+        self.given_up: list[str] = []
+        self.begun: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: AdapterError | None = None
+
+    def save(
+        self,
+        layout: SlabLayout,
+        arena: memoryview,
+        first_extents: Sequence[int],
+        stopped: Callable[[], bool],
+    ) -> bool:
+        self.begun.append(layout.digest)
+        while not self.gate.wait(0.01):
+            if stopped():
+                self.given_up.append(layout.digest)
+                return False
+        if self.error is not None:
+            raise self.error
+        held = b"".join(bytes(arena[x * EXTENT : (x + 1) * EXTENT]) for x in first_extents)
+        self.saved.append((layout.digest, held))
+        return True
+
+
+@pytest.fixture
+def saving() -> Saving:
+    return Saving()
+
+
+@pytest.fixture
+def packing_tier(
+    disk: Disk, threads: ThreadPoolExecutor, memory: HostMemory, saving: Saving
+) -> HostTier:
+    """Nothing is on disk, but for what is saved."""
+    metrics = WorkerMetrics()
+    arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
+    saver = SlabSaver(memory.view, saving.save, threads, metrics)
+
+    def open_slab(digest: str) -> SlabSource:
+        slab = disk.open(digest)
+        return slab if digest in dict(saving.saved) else Packing(slab)
+
+    return HostTier(memory.view, arena, open_slab, threads, metrics, lambda: 0.0, saver)
+
+
+async def test_what_is_packed_is_used_at_once_and_saved_behind(
+    packing_tier: HostTier, disk: Disk, saving: Saving
+) -> None:
+    saving.gate.clear()
+    for digest in "abc":
+        disk.add(digest)
+        await packing_tier.acquire(digest)  # whatever is not saved yet
+    saving.gate.set()
+    await until(lambda: len(saving.saved) == 3)
+    assert saving.saved == [(digest, digest.encode() * EXTENT) for digest in "abc"]
+    for digest in "abc":
+        packing_tier.release(digest)
+    for digest in "abc":
+        await packing_tier.evict(digest)
+        await packing_tier.acquire(digest)
+    assert saving.begun == list("abc"), "what is on disk is not saved again"
+
+
+async def test_nobody_waits_for_room_that_a_file_is_written_from(
+    packing_tier: HostTier, disk: Disk, saving: Saving
+) -> None:
+    saving.gate.clear()
+    disk.add("a", EXTENTS)
+    disk.add("b", EXTENTS)
+    await packing_tier.acquire("a")
+    await until(lambda: saving.begun == ["a"])
+    packing_tier.release("a")
+    assert (await asyncio.wait_for(packing_tier.acquire("b"), 30)).layout.digest == "b"
+    assert saving.given_up == ["a"]
+    packing_tier.release("b")
+    await until(lambda: saving.begun == ["a", "b"])
+    await asyncio.wait_for(packing_tier.evict("b"), 30)
+    assert (saving.given_up, saving.saved) == (["a", "b"], [])
+
+
+async def test_what_has_left_is_not_saved(
+    packing_tier: HostTier, disk: Disk, saving: Saving
+) -> None:
+    """Its place holds another by then."""
+    saving.gate.clear()
+    for digest in "ab":
+        disk.add(digest)
+        await packing_tier.acquire(digest)
+        packing_tier.release(digest)
+    await packing_tier.evict("b")
+    disk.add("c", EXTENTS - 1)
+    await packing_tier.acquire("c")
+    saving.gate.set()
+    await until(lambda: [digest for digest, _ in saving.saved] == ["a", "c"])
+
+
+async def test_a_file_that_cannot_be_written_is_nobodys_loss(
+    packing_tier: HostTier, disk: Disk, saving: Saving
+) -> None:
+    saving.error = AdapterError("unavailable", "the disk is full")
+    for digest in "ab":
+        disk.add(digest)
+        await packing_tier.acquire(digest)
+    await until(lambda: saving.begun == ["a", "b"])
+    packing_tier.release("a")
+    await packing_tier.evict("a")
+    saving.error = None
+    assert (await packing_tier.acquire("a")).layout.digest == "a"
+    await until(lambda: [digest for digest, _ in saving.saved] == ["a"])
 
 
 async def turns(count: int) -> None:

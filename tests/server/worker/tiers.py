@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.pack import SlabFile
+from adapters.slab_file import SlabFile
 from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.loop import EngineLoop

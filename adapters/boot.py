@@ -1,0 +1,13 @@
+"""Which run of the machine this is."""
+
+from pathlib import Path
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """What a machine wrote in another run may never have reached its disk. "": not to be told."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,109 @@
+"""Whether weights that are read again are those that were judged."""
+
+import hashlib
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from adapters.floats import Raw
+from adapters.peft_format import PeftConfig
+from adapters.weights import WeightsFile
+
+_DIGEST_VERSION = b"loraplex adapter 1"
+_MIX = 0x9E37_79B9_7F4A_7C15
+_MASK = (1 << 64) - 1
+
+
+class ContentDigest:
+    """sha256 over the used config, the chat template and the weights file, each with its length."""
+
+    def __init__(self, config: PeftConfig, template: str | None) -> None:
+        self._sha256 = hashlib.sha256(_DIGEST_VERSION)
+        for part in (msgspec.json.encode(config), (template or "").encode()):
+            self._sha256.update(len(part).to_bytes(8, "little") + part)
+
+    def update(self, piece: Raw) -> None:
+        """The next bytes of the weights file."""
+        self._sha256.update(piece.data)
+
+    def hexdigest(self) -> str:
+        return self._sha256.hexdigest()
+
+
+class Fingerprint:
+    """A sum over pieces, quick to make. It tells what a disk has garbled, not what was forged."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def update(self, piece: Raw) -> None:
+        """The same pieces in the same order make the same value."""
+        words = len(piece) // 8
+        total = int(np.add.reduce(piece[: 8 * words].view("<u8")))
+        total += int.from_bytes(piece[8 * words :].tobytes(), "little")
+        self.value = (self.value * _MIX + total + len(piece)) & _MASK
+
+
+class Seal(NamedTuple):
+    """Of weights whose digest this process has computed: their file, and the fingerprint of their
+    LoRA tensors in the file's order."""
+
+    identity: tuple[int, ...]
+    fingerprint: int
+
+
+class ContentCheck(Protocol):
+    """Sees what is read of a weights file, in the file's order."""
+
+    def before(self, position: int) -> None:
+        """What is read next begins here."""
+        ...
+
+    def update(self, piece: Raw) -> None: ...
+
+    def holds(self) -> bool:
+        """Nothing more is read: whether it was what it should have been."""
+        ...
+
+
+class SealCheck:
+    """By the seal. The file must be the one that it was made of."""
+
+    def __init__(self, seal: Seal) -> None:
+        self._seal = seal
+        self._found = Fingerprint()
+
+    def before(self, position: int) -> None:
+        pass
+
+    def update(self, piece: Raw) -> None:
+        self._found.update(piece)
+
+    def holds(self) -> bool:
+        return self._found.value == self._seal.fingerprint
+
+
+class DigestCheck:
+    """By the digest of the whole file: what is not read otherwise is read here."""
+
+    def __init__(
+        self, weights: WeightsFile, config: PeftConfig, template: str | None, digest: str
+    ) -> None:
+        self._weights = weights
+        self._expected = digest
+        self._found = ContentDigest(config, template)
+        self._position = 0
+
+    def before(self, position: int) -> None:
+        for piece in self._weights.pieces(self._position, position):
+            self._found.update(piece)
+        self._position = position
+
+    def update(self, piece: Raw) -> None:
+        self._found.update(piece)
+        self._position += len(piece)
+
+    def holds(self) -> bool:
+        self.before(self._weights.nbytes)
+        return self._found.hexdigest() == self._expected

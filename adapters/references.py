@@ -1,0 +1,60 @@
+"""What pinned references turned out to be, on disk."""
+
+import hashlib
+import itertools
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from adapters.disk import entries_of
+from adapters.ref import AdapterRef, format_ref
+
+MAX_REFERENCES = 65_536
+_TRIM_EVERY = 1024
+
+
+class _Remembered(msgspec.Struct, frozen=True):
+    ref: AdapterRef
+    digest: str
+
+
+class References:
+    """A file each in `folder`, some 65,536 at most; those that were put in first go. Thread-safe.
+
+    Nothing waits for the disk: what a crash takes away is looked up again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._added = itertools.count()
+
+    def digest(self, ref: AdapterRef) -> str | None:
+        """Of the content. Raises OSError."""
+        try:
+            known = msgspec.json.decode(self._file(ref).read_bytes(), type=_Remembered)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+        return known.digest if known.ref == ref else None
+
+    def remember(self, ref: AdapterRef, digest: str, staging: Path) -> None:
+        """staging: a folder of the caller's own beside this one. Raises OSError."""
+        staged = staging / "ref.json"
+        staged.write_bytes(msgspec.json.encode(_Remembered(ref, digest)))
+        staged.chmod(0o444)
+        staged.rename(self._file(ref))
+        if next(self._added) % _TRIM_EVERY == 0:
+            self._trim()
+
+    def _trim(self) -> None:
+        entries = entries_of(self._folder)
+        if len(entries) <= MAX_REFERENCES:
+            return
+        with suppress(FileNotFoundError):  # another process does the same
+            entries.sort(key=lambda entry: entry.stat().st_mtime)
+            for old in entries[: len(entries) - MAX_REFERENCES]:
+                Path(old.path).unlink(missing_ok=True)
+
+    def _file(self, ref: AdapterRef) -> Path:
+        name = hashlib.sha256(format_ref(ref).encode()).hexdigest()
+        return self._folder / f"{name}.json"

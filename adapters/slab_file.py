@@ -1,0 +1,137 @@
+"""Slab files: packed adapters on disk, written from memory and read into it.
+
+File: magic, length of the msgpack `SlabLayout`, the layout, zeros up to a page, then the payload
+whose offsets the layout gives.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from adapters.disk import hold
+from adapters.manifest import LAYOUT_VERSION, SlabLayout
+from adapters.slab_memory import SlabMemory
+
+PAGE = 4096
+_MAGIC = b"LPXSLAB1"
+_PREFIX_BYTES = len(_MAGIC) + 8
+_MAX_LAYOUT_BYTES = 16 << 20
+
+
+class SlabError(OSError):
+    """The file is not a slab that this version can read."""
+
+
+class SlabSource(Protocol):
+    """An adapter that can be brought into an arena, packed."""
+
+    layout: SlabLayout
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether there is a slab file of it."""
+        ...
+
+    def copy_runs(self, arena: memoryview, first_extents: Sequence[int]) -> None:
+        """Writes the payload into an arena of extents, every byte of it. The arena's places mean
+        nothing until it returns.
+
+        arena: its bytes, writable. first_extents: for each run of the layout, the number of the
+        arena's extent where it goes. Raises OSError, AdapterError.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+def write_slab_file(
+    target: Path,
+    layout: SlabLayout,
+    arena: memoryview,
+    first_extents: Sequence[int],
+    stopped: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Writes the file `target` from an arena, as `SlabSource.copy_runs` left it there.
+
+    stopped: asked before each run; once it is true, False is returned and the file is worthless.
+    Raises OSError.
+    """
+    encoded = msgspec.msgpack.encode(layout)
+    payload = _payload_start(len(encoded))
+    with target.open("wb", buffering=0) as out:
+        _write(out.fileno(), _MAGIC + len(encoded).to_bytes(8, "little") + encoded, 0)
+        for offset, run in SlabMemory(layout, arena, first_extents).runs():
+            if stopped():
+                return False
+            _write(out.fileno(), run, payload + offset)
+    return True
+
+
+class SlabFile:
+    """A slab open for reading: its bytes stay, whatever is removed or replaced meanwhile, and no
+    `adapters.disk.release` counts it as room until it is closed.
+
+    path: where it lies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises SlabError (a short file too), or another OSError."""
+        self.path = path
+        self._hold = hold(path)
+        try:
+            self.layout, self._payload = _read_prefix(self._hold.fd)
+            nbytes = os.fstat(self._hold.fd).st_size
+            if nbytes < self._payload + self.layout.nbytes:
+                raise SlabError(f"the slab ends after {nbytes} bytes")
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._hold.close()
+
+    @property
+    def on_disk(self) -> bool:
+        return True
+
+    def copy_runs(self, arena: memoryview, first_extents: Sequence[int]) -> None:
+        """As `SlabSource`; without parsing anything."""
+        for offset, run in SlabMemory(self.layout, arena, first_extents).runs():
+            _read_exactly(self._hold.fd, run, self._payload + offset)
+
+
+def _read_exactly(fd: int, target: memoryview, position: int) -> None:
+    done = 0
+    while done < len(target):
+        count = os.preadv(fd, [target[done:]], position + done)
+        if count == 0:
+            raise SlabError(f"the slab ends after {position + done} bytes")
+        done += count
+
+
+def _write(fd: int, data: bytes | memoryview, position: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], position + done)
+
+
+def _payload_start(layout_bytes: int) -> int:
+    return -(-(_PREFIX_BYTES + layout_bytes) // PAGE) * PAGE
+
+
+def _read_prefix(fd: int) -> tuple[SlabLayout, int]:
+    """The layout, and where the payload begins."""
+    prefix = os.pread(fd, _PREFIX_BYTES, 0)
+    size = int.from_bytes(prefix[len(_MAGIC) :], "little")
+    if prefix[: len(_MAGIC)] != _MAGIC or size > _MAX_LAYOUT_BYTES:
+        raise SlabError("not a slab file")
+    try:
+        layout = msgspec.msgpack.decode(os.pread(fd, size, _PREFIX_BYTES), type=SlabLayout)
+    except msgspec.DecodeError as error:
+        raise SlabError(f"the slab's layout cannot be read: {error}") from error
+    if layout.version != LAYOUT_VERSION:
+        raise SlabError(f"layout version {layout.version}, expected {LAYOUT_VERSION}")
+    return layout, _payload_start(size)

@@ -1,0 +1,55 @@
+"""A stored adapter that no slab file holds: packed as it is brought into an arena."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from adapters.base import BaseSpec
+from adapters.content_check import ContentCheck
+from adapters.errors import AdapterError
+from adapters.manifest import SlabLayout
+from adapters.pack import DamagedError, pack_weights
+from adapters.slab_memory import SlabMemory
+from adapters.validate import LoraTensors
+from adapters.weights import WeightsFile
+
+
+class Unpacked:
+    """A `SlabSource`. The content stays where it is until it is closed."""
+
+    def __init__(
+        self,
+        weights: WeightsFile,
+        adapter: LoraTensors,
+        base: BaseSpec,
+        layout: SlabLayout,
+        check: Callable[[], ContentCheck],
+        damaged: Callable[[], AdapterError],
+    ) -> None:
+        """check: a new one for each reading. damaged: told when one does not hold."""
+        self.layout = layout
+        self._weights = weights
+        self._adapter = adapter
+        self._base = base
+        self._check = check
+        self._damaged = damaged
+        self._held = ExitStack()
+
+    @property
+    def on_disk(self) -> bool:
+        return False
+
+    def hold(self, held: ExitStack) -> None:
+        """Takes over what is to be closed with this."""
+        self._held = held
+
+    def copy_runs(self, arena: memoryview, first_extents: Sequence[int]) -> None:
+        memory = SlabMemory(self.layout, arena, first_extents)
+        try:
+            pack_weights(
+                self._weights, self._adapter, self._base, self.layout, memory, self._check()
+            )
+        except DamagedError:
+            raise self._damaged() from None
+
+    def close(self) -> None:
+        self._held.close()

@@ -259,13 +259,19 @@ class AdapterArena:
             for extent in entry.extents:
                 space[extent] = _FREE
         first: list[int] = [0] * len(runs)
+        # A search goes on where the last of this length ended: before that there is no such hole.
+        low, high, last = 0, len(space), 0
         for i in sorted(range(len(runs)), key=lambda i: -runs[i]):
             length = runs[i]
             hole = bytes([_FREE]) * length
-            at = space.rfind(hole) if length == 1 else space.find(hole)
+            if length == 1:
+                at = high = space.rfind(hole, 0, high)
+            else:
+                at = space.find(hole, low if length == last else 0)
             if at < 0:
                 return None
             space[at : at + length] = bytes([_TAKEN]) * length
+            low, last = at + length, length
             first[i] = at
         return tuple(first)
 

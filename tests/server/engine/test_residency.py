@@ -1,7 +1,7 @@
 """Residency: tables for each operation, and a state machine against a plain model."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -47,6 +47,27 @@ def test_evicts_the_least_recently_used_and_only_as_many_as_needed() -> None:
     assert arena.place("d", (1, 1)) is not None
     assert "".join(arena.ready) == "ca"
     assert arena.evictions == {"bytes": 1}
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40),
+    st.lists(st.integers(1, 4), min_size=1, max_size=12),
+)
+def test_runs_lie_where_a_search_of_the_whole_arena_finds_them(
+    taken: list[bool], runs: list[int]
+) -> None:
+    """Long ones first fit, single ones from the end."""
+    arena = AdapterArena(len(taken), 1, 1)
+    arena._map[:] = bytes(not t for t in taken)
+    free, expected = [not t for t in taken], [-1] * len(runs)
+    for i in sorted(range(len(runs)), key=lambda i: -runs[i]):
+        holes = [at for at in range(len(free)) if free[at : at + runs[i]] == [True] * runs[i]]
+        if holes:
+            expected[i] = holes[-1] if runs[i] == 1 else holes[0]
+            free[expected[i] : expected[i] + runs[i]] = [False] * runs[i]
+    placement = arena.place("a", runs)
+    assert (placement is None) == (-1 in expected)
+    assert placement is None or placement.extents == tuple(expected)
 
 
 def test_spares_a_small_old_adapter_when_a_larger_one_must_go_anyway() -> None:

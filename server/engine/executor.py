@@ -7,6 +7,9 @@ import msgspec
 from adapters.manifest import SlabLayout
 from server.engine.plan import SliceResult, StepPlan
 
+# What callers are told of a copy that failed for no fault of the adapter's.
+COPY_FAILED = "it could not be copied to the device"
+
 
 class ExecutorLimits(msgspec.Struct, frozen=True):
     """What the executor allocated; constant for its life.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from server.engine.channel import ShellGone
-from server.engine.executor import CopyDone, Executor, Ticket
+from server.engine.executor import COPY_FAILED, CopyDone, Executor, Ticket
 from server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
@@ -244,7 +244,7 @@ class EngineLoop(Generic[T]):
                 self._executor.start_copy(copy)
             except Exception as error:  # foreign, and no reason to stop the others
                 log.error("a copy failed", exc_info=error)
-                failed = CopyDone(copy.adapter_slot, digest, "it could not be copied to the device")
+                failed = CopyDone(copy.adapter_slot, digest, COPY_FAILED)
                 self._scheduler.copy_done(failed, self._clock())
         # In this order: one that was pushed out as soon as it came may be needed again.
         for digest in released:

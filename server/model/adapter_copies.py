@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from server.engine.executor import AdapterCopy, CopyDone
+from server.engine.executor import COPY_FAILED, AdapterCopy, CopyDone
 from server.model.lora import Adapter, AdapterTable
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,9 @@ class AdapterCopies:
 
     def close(self) -> None:
         """Ends the thread after the copy that it is at."""
-        while not self._pending.empty():
-            self._pending.get_nowait()
+        with suppress(queue.Empty):  # the thread may take the last one
+            while True:
+                self._pending.get_nowait()
         self._pending.put(None)
         self._thread.join()
         if self._pinned and self._host is not None:
@@ -76,8 +77,11 @@ class AdapterCopies:
                     )
                     if self._stream is not None:
                         self._stream.synchronize()
-                except (ValueError, RuntimeError) as error:
+                except ValueError as error:
                     self._finished.put(_Finished(copy, None, str(error)))
+                except Exception as error:  # the device's; later copies must still be answered
+                    log.error("a copy failed", exc_info=error)
+                    self._finished.put(_Finished(copy, None, COPY_FAILED))
                 else:
                     copy_s = time.perf_counter() - started
                     self._finished.put(_Finished(copy, adapter, None, copy_s))

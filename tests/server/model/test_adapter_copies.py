@@ -1,5 +1,6 @@
 """Copies of adapters: what does not fit is reported, what fits is found through the table."""
 
+import queue
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from adapters.manifest import SlabLayout
-from server.engine.executor import AdapterCopy
+from server.engine.executor import COPY_FAILED, AdapterCopy
 from server.engine.residency import AdapterArena
 from server.model.adapter_copies import coalesce
 from server.model.executor import TorchExecutor
@@ -156,3 +157,29 @@ def test_close_ends_the_copy_thread(folder: Path) -> None:
     executor = TorchExecutor(engine_config(folder), memoryview(arena))
     executor.close()
     arena.append(0)  # raises BufferError while anything still holds the arena
+
+
+def test_what_no_copy_expects_fails_that_copy_alone(
+    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("unforeseen")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.executor._table, "prepare", fail)
+        assert driver.load(0, *slab, first=0).error == COPY_FAILED
+    assert driver.load(0, *slab, first=0).error is None
+
+
+def test_close_while_the_thread_takes_the_last_copy(folder: Path) -> None:
+    class Taken(queue.SimpleQueue[AdapterCopy | None]):
+        """Nothing is left of what was there."""
+
+        def empty(self) -> bool:
+            return False
+
+    executor = TorchExecutor(engine_config(folder), memoryview(bytearray(1 << 16)))
+    executor._copies.close()
+    copies = executor._copies
+    copies._pending = Taken()
+    copies.close()

@@ -48,7 +48,9 @@ class WorkerConfig:
         default=4 << 30,
         metadata={"min": 1, "help": "largest adapter, in bytes as published", "unit": "bytes"},
     )
-    max_lora_rank: int = field(default=256, metadata={"min": 1, "help": "largest LoRA rank"})
+    max_lora_rank: int = field(
+        default=256, metadata={"min": 1, "max": 256, "help": "largest LoRA rank"}
+    )
     adapter_memory: int | None = field(
         default=None,
         metadata={

@@ -18,6 +18,7 @@ from server.model.weights import expected_tensors
 from server.protocol import SamplingParams
 
 PAGE_SIZE = 16
+_ADAPTER_SLOTS = 256  # as many as a server has
 _SHORT_OUTPUT = 16
 _STEP_TOKENS = 8192
 _PREFILL_ROUNDS = 4
@@ -93,7 +94,7 @@ def engine_for(grid: Grid, max_step_tokens: int) -> OfflineEngine:
         max_running=most,
         max_waiting=2 * most,
         max_step_tokens=max_step_tokens,
-        adapter_slots=256 if distinct else 0,
+        adapter_slots=max(_ADAPTER_SLOTS, distinct) if distinct else 0,
     )
     return OfflineEngine(grid.folder, config, grid.batches)
 

@@ -43,7 +43,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--socket-fd", type=int, required=True, help="stream socket to the shell")
     parser.add_argument("--arena-fd", type=int, required=True, help="memory file with the slabs")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    parser.add_argument("--pipeline-depth", type=int, help="default: 2 on cuda, else 1")
+    parser.add_argument(
+        "--pipeline-depth", type=int, choices=(1, 2), help="default: 2 on cuda, else 1"
+    )
     parser.add_argument(
         "--executor",
         default="torch",

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from adapters.base import LAYER_SITES, MODEL_SITES
 from adapters.manifest import SlabDtype
 from server.config import EngineConfig
 from server.engine.executor import ExecutorLimits
@@ -37,7 +38,10 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     activations = engine.max_step_tokens * widths * item
     logits = engine.max_running * model.vocab_size * (item + 4 * _LOGITS_COPIES)
     context = engine.max_context or model.max_context
-    tables = engine.max_running * context * 4 + context * model.head_dim * 4
+    # Of each row its tokens and its pages; the rotation of each position; adapters' records.
+    row = context * 4 + -(-context // engine.page_size) * 8
+    records = engine.adapter_slots * (model.num_layers * len(LAYER_SITES) + len(MODEL_SITES)) * 64
+    tables = engine.max_running * row + context * model.head_dim * 4 + records
     return _FIXED_WORKSPACE + 2 * activations + logits + tables
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from launcher.bench.offline import SHIPPED
@@ -42,3 +43,12 @@ def test_too_little_gives_the_estimate_and_advice() -> None:
     memory = DeviceMemory(24 * GIB, 23 * GIB, 8 * GIB)
     with pytest.raises(ValueError, match=r"weights 15\.0 GiB.*Raise gpu_memory_utilization"):
         fill_device(MODEL, AUTO, memory)
+
+
+def test_tables_of_pages_and_adapters_are_counted() -> None:
+    def workspace(**changes: int) -> int:
+        return workspace_bytes(MODEL, msgspec.structs.replace(AUTO, **changes))
+
+    pages = MODEL.max_context // 16
+    assert workspace(page_size=1) - workspace() == AUTO.max_running * 15 * pages * 8
+    assert workspace(adapter_slots=1016) - workspace(adapter_slots=16) == 1000 * (32 * 4 + 2) * 64

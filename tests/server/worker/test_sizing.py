@@ -1,11 +1,14 @@
 """What a worker allocates where nobody said how much."""
 
+from dataclasses import fields
 from typing import Literal
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters.validate import MAX_LORA_RANK
 from server.config import WorkerConfig
+from server.kernels.table import MAX_RANK
 from server.worker.sizing import choose_sizes
 
 GIB = 1 << 30
@@ -37,3 +40,8 @@ def test_what_was_asked_for_is_kept(device: Literal["cpu", "cuda"], gpu: int, ho
     sizes = choose_sizes(config, device, gpu, host)
     assert (sizes.adapter_memory, sizes.host_adapter_memory, sizes.kv_memory) == (1, 2, 3)
     assert (sizes.max_running, sizes.max_step_tokens) == (4, 5)
+
+
+def test_the_largest_rank_to_accept_is_what_the_kernels_serve() -> None:
+    option = next(field for field in fields(WorkerConfig) if field.name == "max_lora_rank")
+    assert option.metadata["max"] == option.default == MAX_LORA_RANK == MAX_RANK

@@ -23,7 +23,7 @@ from server.model.attention_cuda import Attention
 from server.model.capture import padded_size, record, sizes_up_to
 from server.model.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
 from server.model.decoder import Decoder
-from server.model.ops_cuda import MAX_DECODE_ROWS, CudaOps, CudaPlan, DeviceLora, Product
+from server.model.ops_cuda import FEW_TOKENS, CudaOps, CudaPlan, DeviceLora, Product
 from server.model.rows import Rows
 
 # One more than uploads that can be on their way while the next is written.
@@ -32,10 +32,10 @@ _ALIGNMENT = 64
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, then by eights up to what `max_rows` sequences need, at most 256."""
-    top = min(max_rows, MAX_DECODE_ROWS)
-    sizes = [1, 2, 4, *range(8, MAX_DECODE_ROWS + 1, 8)]
-    return sizes_up_to(sizes, top)
+    """1, 2, 4, by eights to 256, then by 64 up to what `max_rows` sequences need, at most 1024:
+    what pads a step is never more than a fifth of it from there on."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, FEW_TOKENS + 1, 64)]
+    return sizes_up_to(sizes, max_rows)
 
 
 T = TypeVar("T", np.ndarray, torch.Tensor)

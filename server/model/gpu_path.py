@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -96,9 +96,12 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
 
     limits, rows = parts.limits, parts.rows
     rows.page_table[rows.scratch] = limits.num_pages
-    sizes = tuple(sorted(graph_batches or graph_sizes(limits.max_rows)))
+    most_decodes = min(limits.max_rows, limits.max_step_tokens)
+    sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
+    prompt_sizes = () if graph_batches else token_sizes(limits.max_step_tokens)
     attention = PagedAttention(parts.model, parts.cache, max(limits.max_rows, sizes[-1]))
-    reach = (limits.max_context, limits.max_step_tokens)
+    most_tokens = max(limits.max_step_tokens, sizes[-1], *prompt_sizes)
+    reach = (limits.max_context, most_tokens)
     ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
     decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
     adapters = limits.adapter_slots > 0
@@ -110,9 +113,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     ops.products.measure(sizes, _products(parts.weights))
     phases.done("products")
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
-    token_graphs = None
-    if graph_batches is None:
-        token_graphs = TokenGraphs(decoder, ops, token_sizes(limits.max_step_tokens))
+    token_graphs = TokenGraphs(decoder, ops, prompt_sizes) if prompt_sizes else None
     for with_adapters in (False, True)[: 1 + adapters]:
         graphs.capture(with_adapters)
         if token_graphs is not None:
@@ -150,7 +151,8 @@ def _tell_of_late_kernels() -> None:
 
 
 def _warm(decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, adapters: bool) -> None:
-    """A mixed step on the scratch row: one decode, and a chunk of the rest."""
+    """A mixed step on the scratch row: one decode, and a chunk of the rest. With adapters also as
+    if they changed the embedding and the head, which no graph does."""
     num_new = np.array([1, tokens - 1][: min(tokens, 2)])
     positions = np.concatenate([np.arange(n) for n in num_new])
     layout = StepLayout(
@@ -163,7 +165,11 @@ def _warm(decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, adapters: bo
     )
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
     for slot in (-1, 0) if adapters else (-1,):
-        lora = decoder.ops.lora(np.full(tokens, slot))
-        normed = decoder.forward(token_ids, decoder.ops.plan(layout), lora)
-        decoder.logits(normed[-1:], None)
+        of_all, of_last = (_everywhere(decoder.ops.lora(np.full(n, slot))) for n in (tokens, 1))
+        normed = decoder.forward(token_ids, decoder.ops.plan(layout), of_all)
+        decoder.logits(normed[-1:], of_last)
     torch.cuda.synchronize()
+
+
+def _everywhere(lora: Any) -> Any:
+    return lora if lora is None else replace(lora, model_sites=True)

@@ -1,5 +1,7 @@
 """The GPU's set of ops: FlashInfer, cuBLAS, and the project's own Triton kernels."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import flashinfer
@@ -27,11 +29,9 @@ from server.model.products import Products
 from server.model.rope import cos_sin, inverse_frequencies
 from server.model.transfers import to_device
 
-# The most sequences of a captured step of decodes.
-MAX_DECODE_ROWS = 256
 # Up to so many tokens, most of them decodes, adapters may be as many as tokens: a program takes few
-# rows, and inputs are split.
-_FEW_TOKENS = 1024
+# rows, and inputs are split. The most sequences of a captured step of decodes, too.
+FEW_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Product:
 
 
 def _phase(rows: int) -> Phase:
-    return "decode" if rows <= _FEW_TOKENS else "prefill"
+    return "decode" if rows <= FEW_TOKENS else "prefill"
 
 
 class CudaOps:
@@ -84,7 +84,7 @@ class CudaOps:
         attention: PagedAttention,
         limits: tuple[int, int],
     ) -> None:
-        """limits: the longest context, and the most tokens of a step."""
+        """limits: the longest context, and the most tokens of a step, with what pads it."""
         max_context, max_tokens = limits
         self.model = model
         self.cache = cache
@@ -99,7 +99,7 @@ class CudaOps:
         angles = cos_sin(places, inv_freq, model.rope.attention_factor)
         self._cos_sin = torch.cat(angles, dim=-1).squeeze(1).contiguous()
         self._workspaces: dict[Phase, Workspace] = {
-            "decode": self._workspace("decode", _FEW_TOKENS),
+            "decode": self._workspace("decode", FEW_TOKENS),
             "prefill": self._workspace("prefill", max_tokens),
         }
 
@@ -163,21 +163,30 @@ class CudaOps:
         table = self.table.device_table
         is_gate_up = LAYER_SITES[site % len(LAYER_SITES)] == "gate_up"
         delta = None
-        main = torch.cuda.current_stream()
-        self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):
-            self._shrink(x, lora, site)
-            if lora.decodes and not is_gate_up:
-                delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-                self._expand(delta, lora, site, accumulate=False)
-        y = self.products.linear(x, weight, bias, out)
-        main.wait_stream(self._side)
+        with self._beside() as side:
+            with torch.cuda.stream(side):
+                self._shrink(x, lora, site)
+                if lora.decodes and not is_gate_up:
+                    delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+                    self._expand(delta, lora, site, accumulate=False)
+            y = self.products.linear(x, weight, bias, out)
         if is_gate_up:
             return Product(y, lora=PendingLora(table, site, lora.segments, lora.workspace))
         if delta is not None:
             return Product(y, delta=PendingDelta(table, site, lora.slots, delta))
         self._expand(y, lora, site)
         return Product(y)
+
+    @contextmanager
+    def _beside(self) -> Iterator[torch.cuda.Stream]:
+        """A stream beside the current one, which goes on when both are done. Also after an error:
+        what the stream still reads must not be given to the next step."""
+        main = torch.cuda.current_stream()
+        self._side.wait_stream(main)
+        try:
+            yield self._side
+        finally:
+            main.wait_stream(self._side)
 
     def logits(
         self, x: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: int

@@ -65,8 +65,8 @@ def _attend(
     return attended.transpose(0, 1)
 
 
-class _Stream:
-    def wait_stream(self, other: "_Stream") -> None: ...
+class Stream:
+    def wait_stream(self, other: "Stream") -> None: ...
 
 
 class Replay:
@@ -100,8 +100,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch, name, _unpinned(getattr(torch, name)))
     patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    patch.setattr(torch.cuda, "Stream", lambda device=None: _Stream())
-    patch.setattr(torch.cuda, "current_stream", _Stream)
+    patch.setattr(torch.cuda, "Stream", lambda device=None: Stream())
+    patch.setattr(torch.cuda, "current_stream", Stream)
     patch.setattr(torch.cuda, "stream", _use_stream)
     patch.setattr(torch.cuda, "synchronize", lambda: None)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
@@ -109,7 +109,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def _use_stream(stream: _Stream) -> Iterator[None]:
+def _use_stream(stream: Stream) -> Iterator[None]:
     yield
 
 

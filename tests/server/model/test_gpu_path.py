@@ -1,24 +1,17 @@
-"""The GPU path's steps, plans, columns and kernels, run on the CPU and compared with the reference.
-
-Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
-"""
+"""The GPU path's steps, plans, columns and kernels, on the CPU and compared with the reference."""
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from peft import LoraConfig
 
-from server.model import executor as executor_module
-from server.model.decode_batch import DecodeBatch
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
-from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
-from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model
-from tests.server.model.slabs import pack
+from tests.server.model.driver import EVERY_LOGPROB
+from tests.server.model.gpu_pair import Pair, answer
+from tests.server.model.hub_models import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
@@ -33,117 +26,17 @@ PLAIN = SamplingParams(temperature=0.0)
 SCORED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=1)
 
 
-class Pair:
-    """The same model and adapters, by the reference and by the GPU path."""
-
-    def __init__(self, name: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        model = make_model(name, **SIZES)
-        save_model(model, folder)
-        oracle = add_adapter(model, "layers", LAYERS, 1)
-        oracle = add_adapter(oracle, "everywhere", EVERYWHERE, 2)
-        slabs = [pack(oracle, adapter) for adapter in ("layers", "everywhere")]
-        self.reference = Driver(folder, max_running=6)
-        fake_flashinfer.install(patch)
-        self.graphs = _replace_graphs(patch)
-        self.gpu = Driver(folder, max_running=6)
-        for driver in (self.reference, self.gpu):
-            first = 0
-            for slot, (layout, slab) in enumerate(slabs):
-                assert driver.load(slot, layout, slab, first).error is None
-                first += sum(layout.runs)
-
-    def close(self) -> None:
-        self.reference.close()
-        self.gpu.close()
-
-
-class _Replays:
-    """A step's pieces, run again; the result is where the latest run left it."""
-
-    def __init__(self, states: Any, pieces: list[Callable[[], None]]) -> None:
-        self._states = states
-        self.graphs = [fake_flashinfer.Replay(piece) for piece in pieces]
-
-    @property
-    def normed(self) -> torch.Tensor:
-        found: torch.Tensor = self._states.normed
-        return found
-
-
-def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
-    """Build the GPU path, and note the batch of every step that a graph took; of steps with
-    prompts, less the number of their tokens."""
-    from server.model import decode_graphs, gpu_path, products, token_graphs
-
-    taken: list[int] = []
-
-    def capture_tokens(self: token_graphs.TokenGraphs, with_adapters: bool) -> None:
-        for size in self.sizes:
-            lora = None
-            if with_adapters:
-                lora = self._ops.captured_lora(self._slots[:size], decodes=False)
-            replays: Any = _Replays(*self._pieces(size, lora))
-            self._captured[size, with_adapters] = replays
-
-    forward = token_graphs.TokenGraphs.forward
-
-    def noted_tokens(
-        self: token_graphs.TokenGraphs, token_ids: torch.Tensor, plan: Any, slots: Any
-    ) -> torch.Tensor:
-        taken.append(-len(token_ids))
-        return forward(self, token_ids, plan, slots)
-
-    patch.setattr(token_graphs.TokenGraphs, "capture", capture_tokens)
-    patch.setattr(token_graphs.TokenGraphs, "forward", noted_tokens)
-
-    def capture(self: decode_graphs.DecodeGraphs, with_adapters: bool) -> None:
-        for size in self.sizes:
-            step: Any = fake_flashinfer.Replay(self._step(size, with_adapters))
-            self._graphs[size, with_adapters] = step
-
-    launch = decode_graphs.DecodeGraphs.launch
-
-    def noted(self: decode_graphs.DecodeGraphs, batch: DecodeBatch) -> decode_graphs.GraphStep:
-        taken.append(len(batch))
-        return launch(self, batch)
-
-    patch.setattr(decode_graphs.DecodeGraphs, "capture", capture)
-    patch.setattr(decode_graphs.DecodeGraphs, "launch", noted)
-    patch.setattr(gpu_path, "_WARM_TOKENS", ())
-    patch.setattr(products, "_time", lambda *_: 1.0)
-    patch.setattr(executor_module, "build", gpu_path._build_fast)
-    return taken
-
-
 @pytest.fixture(scope="module", params=["llama-biases-tied", "qwen3"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
-        found = Pair(request.param, tmp_path_factory.mktemp("base"), patch)
+        model = make_model(request.param, **SIZES)
+        adapters = {"layers": LAYERS, "everywhere": EVERYWHERE}
+        found = Pair(model, adapters, tmp_path_factory.mktemp("base"), patch, max_running=6)
         yield found
         found.close()
     fake_flashinfer.forget()
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-
-
-def answer(
-    driver: Driver, slots: list[int], sampling: SamplingParams | list[SamplingParams], chunk: int
-) -> list[Stream]:
-    """sampling: of all, or of each."""
-    each = sampling if isinstance(sampling, list) else [sampling] * len(slots)
-    streams = [
-        Stream(driver, row, prompt(2 + 3 * row, row), slot=slot, sampling=params, seed=row)
-        for row, (slot, params) in enumerate(zip(slots, each, strict=True))
-    ]
-    generate(driver, streams, 5, chunk)
-    for stream in streams:
-        stream.free()
-    return streams
 
 
 @pytest.mark.parametrize("slots", [[-1, -1, -1], [0, -1, 0], [1, 0, -1]])
@@ -193,3 +86,37 @@ def test_random_rows_draw_what_the_reference_draws(pair: Pair, each: list[Sampli
         for ours, theirs in zip(found, expected, strict=True):
             scored = zip(ours.logprobs, theirs.logprobs, strict=True)
             assert all(a.token_id == b.token_id for a, b in scored)
+
+
+def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No graph has these products' LoRA: its kernels must be compiled before somebody needs it."""
+    from server.model import gpu_path, ops_cuda
+
+    module: Any = ops_cuda
+    decoder, rows = pair.gpu.executor._decoder, pair.gpu.executor._rows
+    expand, sites = module.expand, set[int]()
+
+    def noted(y: Any, widths: Any, table: Any, site: int, *rest: Any, **options: Any) -> None:
+        sites.add(site)
+        expand(y, widths, table, site, *rest, **options)
+
+    monkeypatch.setattr(module, "expand", noted)
+    gpu_path._warm(decoder, rows, 3, adapters=True)
+    assert {decoder.sites.embed, decoder.sites.lm_head} <= sites
+
+
+def test_a_failed_product_leaves_nothing_running_beside(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its LoRA reads is given to the next step, which must come after it."""
+    ops: Any = pair.gpu.executor._decoder.ops
+    waits: list[object] = []
+    monkeypatch.setattr(fake_flashinfer.Stream, "wait_stream", lambda _, other: waits.append(other))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(ops.products, "linear", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        answer(pair.gpu, [0], PLAIN, 64)
+    assert waits[-1] is ops._side

@@ -1,0 +1,129 @@
+"""The same model and adapters by the reference and by the GPU path, which runs on the CPU.
+
+Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from server.model import executor as executor_module
+from server.model.decode_batch import DecodeBatch
+from server.protocol import SamplingParams
+from tests.server.model import fake_flashinfer
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.hub_models import VOCAB, add_adapter, save_model
+from tests.server.model.slabs import pack
+
+
+class Pair:
+    """graphs: the batch of every step that a graph took; of steps with prompts, less the number of
+    their tokens."""
+
+    def __init__(
+        self,
+        model: Any,
+        adapters: Mapping[str, LoraConfig],
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        **changes: Any,
+    ) -> None:
+        """adapters: in slots 0, 1, …; changes: of `engine_config`."""
+        save_model(model, folder)
+        for seed, (name, config) in enumerate(adapters.items()):
+            model = add_adapter(model, name, config, seed + 1)
+        slabs = [pack(model, name) for name in adapters]
+        self.reference = Driver(folder, **changes)
+        fake_flashinfer.install(patch)
+        self.graphs = _replace_graphs(patch)
+        self.gpu = Driver(folder, **changes)
+        for driver in (self.reference, self.gpu):
+            first = 0
+            for slot, (layout, slab) in enumerate(slabs):
+                assert driver.load(slot, layout, slab, first).error is None
+                first += sum(layout.runs)
+
+    def close(self) -> None:
+        self.reference.close()
+        self.gpu.close()
+
+
+class _Replays:
+    """A step's pieces, run again; the result is where the latest run left it."""
+
+    def __init__(self, states: Any, pieces: list[Callable[[], None]]) -> None:
+        self._states = states
+        self.graphs = [fake_flashinfer.Replay(piece) for piece in pieces]
+
+    @property
+    def normed(self) -> torch.Tensor:
+        found: torch.Tensor = self._states.normed
+        return found
+
+
+def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
+    """Build the GPU path; returns `Pair.graphs`."""
+    from server.model import decode_graphs, gpu_path, products, token_graphs
+
+    taken: list[int] = []
+
+    def capture_tokens(self: token_graphs.TokenGraphs, with_adapters: bool) -> None:
+        for size in self.sizes:
+            lora = None
+            if with_adapters:
+                lora = self._ops.captured_lora(self._slots[:size], decodes=False)
+            replays: Any = _Replays(*self._pieces(size, lora))
+            self._captured[size, with_adapters] = replays
+
+    forward = token_graphs.TokenGraphs.forward
+
+    def noted_tokens(
+        self: token_graphs.TokenGraphs, token_ids: torch.Tensor, plan: Any, slots: Any
+    ) -> torch.Tensor:
+        taken.append(-len(token_ids))
+        return forward(self, token_ids, plan, slots)
+
+    patch.setattr(token_graphs.TokenGraphs, "capture", capture_tokens)
+    patch.setattr(token_graphs.TokenGraphs, "forward", noted_tokens)
+
+    def capture(self: decode_graphs.DecodeGraphs, with_adapters: bool) -> None:
+        for size in self.sizes:
+            step: Any = fake_flashinfer.Replay(self._step(size, with_adapters))
+            self._graphs[size, with_adapters] = step
+
+    launch = decode_graphs.DecodeGraphs.launch
+
+    def noted(self: decode_graphs.DecodeGraphs, batch: DecodeBatch) -> decode_graphs.GraphStep:
+        taken.append(len(batch))
+        return launch(self, batch)
+
+    patch.setattr(decode_graphs.DecodeGraphs, "capture", capture)
+    patch.setattr(decode_graphs.DecodeGraphs, "launch", noted)
+    patch.setattr(gpu_path, "_WARM_TOKENS", ())
+    patch.setattr(products, "_time", lambda *_: 1.0)
+    patch.setattr(executor_module, "build", gpu_path._build_fast)
+    return taken
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def answer(
+    driver: Driver, slots: list[int], sampling: SamplingParams | list[SamplingParams], chunk: int
+) -> list[Stream]:
+    """sampling: of all, or of each."""
+    each = sampling if isinstance(sampling, list) else [sampling] * len(slots)
+    streams = [
+        Stream(driver, row, prompt(2 + 3 * row, row), slot=slot, sampling=params, seed=row)
+        for row, (slot, params) in enumerate(zip(slots, each, strict=True))
+    ]
+    generate(driver, streams, 5, chunk)
+    for stream in streams:
+        stream.free()
+    return streams

@@ -62,6 +62,8 @@ def note_call(request: RequestInHand, call: GenerationCall, base_name: str) -> N
         "gen_ai.request.top_p": sampling.top_p,
         "loraplex.request.id": request.request_id,
     }
+    if call.tenant:
+        request.notes["loraplex.tenant"] = call.tenant
     if call.max_tokens is not None:
         request.notes["gen_ai.request.max_tokens"] = call.max_tokens
     if request.keeps_prompts:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from router.owned_name import OwnedName
+from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import EOS, FakeWorker, make_manifest
 from tests.router.serving import Running, poll
 from tests.router.shared.redis_server import running_redis
@@ -191,6 +192,43 @@ async def test_rollouts_of_equal_names_are_apart(
     assert await shared.all_get() == [digest("next"), digest("globex"), "404"]
 
 
+async def test_a_guard_takes_back_one_owners_version_of_the_same_content(
+    shared: Shared, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.rollout_keeper.TICK_S", 0.05)
+    router, failing = shared.router, digest("next")
+    body = {
+        "versions": [{"reference": "org/next", "weight": 100}],
+        "guards": {"min_requests": 3, "max_latency_ratio": None},
+    }
+
+    async def fail(worker: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:
+        return "internal" if request.adapter == failing else None
+
+    async def states() -> dict[str, str]:
+        shown = {t: await done(router, "GET", f"/bot/rollout?tenant={t}") for t in TENANTS}
+        return {tenant: one["versions"][1]["state"] for tenant, one in shown.items()}
+
+    async def are(**expected: str) -> None:
+        async def so() -> bool:
+            return await states() == expected
+
+        await poll(so)
+
+    worker.before_token = fail
+    for tenant in TENANTS:
+        await done(router, "POST", f"/bot/rollout?tenant={tenant}", **body)
+    await are(acme="serving", globex="serving")
+    for _ in range(3):
+        assert (await ask(router, shared.acme)).status_code == 500
+    await are(acme="rolled_back", globex="serving")
+    assert await got(router, shared.acme) == digest("acme")
+    records = (await router.client.get("/v1/audit", headers=ADMIN)).json()["data"]
+    assert [(r["target"], r["tenant"]) for r in records if "guard" in r["action"]] == [
+        ("bot", "acme")
+    ]
+
+
 async def test_lists_and_pictures_tell_whose_a_name_is(shared: Shared) -> None:
     router = shared.router
     await done(router, "POST", "", name="bot", ref="org/fleet")
@@ -205,6 +243,16 @@ async def test_lists_and_pictures_tell_whose_a_name_is(shared: Shared) -> None:
     fleet = (await router.client.get("/v1/fleet", headers=ADMIN)).json()
     told = [(one["name"], one["tenant"]) for one in fleet["adapters"]]
     assert told == [("bot", None), ("bot", "acme"), ("bot", "globex"), ("pirate", None)]
+
+
+async def test_a_request_is_logged_with_its_tenant(
+    tmp_path: Path, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "router.request_log")
+    async with keyed(tmp_path, worker, log_requests="yes") as router:
+        await ask(router, await create(router, tenant="acme"), "pirate")
+    [facts] = [record.__dict__["facts"] for record in caplog.records if "facts" in vars(record)]
+    assert (facts["gen_ai.request.model"], facts["loraplex.tenant"]) == ("pirate", "acme")
 
 
 async def test_figures_are_apart(shared: Shared, worker: FakeWorker) -> None:

@@ -1,12 +1,16 @@
 """What sequences hold of the KV cache: taking pages, sharing full ones, giving them up. Pure."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 from server.engine.pages import PageHash, PagePool
 from server.engine.sequence import Sequence
 
 # A prompt waits for another's prefill of the same tokens when that saves at least so many.
 SHARE_WORTH_TOKENS = 64
+# Pages that one plan hashes at most to find what is cached of prompts, while others run: 16 pages
+# take some 20 us.
+HASHED_PER_PLAN = 256
 
 
 class SequencePages:
@@ -14,7 +18,31 @@ class SequencePages:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.pool = PagePool(num_pages, page_size)
-        self._computing: dict[PageHash, Sequence] = {}  # full prompt pages on their way
+        # Full prompt pages on their way: of each sequence the next ones, as many as decide whether
+        # another waits for it.
+        self._computing: dict[PageHash, Sequence] = {}
+        self._next_pages = -(-SHARE_WORTH_TOKENS // page_size)
+        self._budget = HASHED_PER_PLAN
+
+    def begin_plan(self) -> None:
+        self._budget = HASHED_PER_PLAN
+
+    def look_up(self, sequence: Sequence, others_wait: bool) -> bool:
+        """Hashes its prompt as far as it can be read, or is computed. False: this plan has hashed
+        enough, and the next goes on.
+
+        others_wait: there is a step to launch; else it costs nobody anything.
+        """
+        hashes, size = sequence.hashes, self.pool.page_size
+        full = 0 if sequence.needs_prompt_logprobs else (len(sequence.tokens) - 1) // size
+        while len(hashes) < full:
+            if hashes and not (hashes[-1] in self._computing or self.pool.knows(hashes[-1])):
+                break
+            if others_wait and not self._budget:
+                return False
+            self._budget = max(0, self._budget - 1)
+            sequence.page_hash(size, len(hashes))
+        return True
 
     def is_computed_elsewhere(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to publish much of the same prompt.
@@ -46,8 +74,7 @@ class SequencePages:
         sequence.pages = cached + fresh
         sequence.num_published = len(cached)
         sequence.num_computed = len(cached) * self.pool.page_size
-        for digest in self._readable(sequence, len(cached)):
-            self._computing.setdefault(digest, sequence)
+        self._computes_next(sequence)
         return True
 
     def missing(self, sequence: Sequence) -> int:
@@ -64,6 +91,7 @@ class SequencePages:
             self.pool.publish(sequence.pages[i], digest)
             self._no_longer_computes(sequence, digest)
         sequence.num_published = num_full
+        self._computes_next(sequence)
 
     def release(self, sequence: Sequence) -> None:
         for digest in sequence.hashes[sequence.num_published :]:
@@ -83,6 +111,10 @@ class SequencePages:
         size = self.pool.page_size
         for page in range(first, (len(sequence.tokens) - 1) // size):
             yield sequence.page_hash(size, page)
+
+    def _computes_next(self, sequence: Sequence) -> None:
+        for digest in islice(self._readable(sequence, sequence.num_published), self._next_pages):
+            self._computing.setdefault(digest, sequence)
 
     def _no_longer_computes(self, sequence: Sequence, digest: PageHash) -> None:
         if self._computing.get(digest) is sequence:

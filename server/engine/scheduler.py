@@ -252,10 +252,15 @@ class Scheduler:
     def _admit(self, batch: Batch) -> None:
         if any(s.leaving for s in self._departing):
             return
+        self.pages.begin_plan()
         for sequence in list(self._waiting):
             if not batch.budget or not self._free_rows:
                 return
-            if self.loads.holds_back(sequence) or self.pages.is_computed_elsewhere(sequence):
+            if self.loads.holds_back(sequence):
+                continue
+            if not self.pages.look_up(sequence, bool(self._running)):
+                return  # in order, as below
+            if self.pages.is_computed_elsewhere(sequence):
                 continue
             if not self._has_adapter(sequence):
                 self._discard(self._waiting, sequence)

@@ -5,7 +5,7 @@ no bytes and knows no clock: recency is the order of calls. What is worth keepin
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -176,8 +176,7 @@ class AdapterArena:
         assert extents is not None
         placement = Placement(self._free_slots.pop(), extents)
         entry = _Entry(placement, _spread(extents, runs), _join(extents, runs))
-        for extent in entry.extents:
-            self._map[extent] = _TAKEN
+        _mark(self._map, entry.spans, _TAKEN)
         self._entries[digest] = entry
         return placement
 
@@ -215,8 +214,7 @@ class AdapterArena:
 
     def _remove(self, digest: str) -> None:
         entry = self._entries.pop(digest)
-        for extent in entry.extents:
-            self._map[extent] = _FREE
+        _mark(self._map, entry.spans, _FREE)
         self._free_slots.append(entry.placement.adapter_slot)
 
     def _choose_victims(self, runs: Sequence[int], candidates: list[str]) -> list[str] | None:
@@ -256,8 +254,7 @@ class AdapterArena:
             return None
         space = bytearray(self._map)
         for entry in gone:
-            for extent in entry.extents:
-                space[extent] = _FREE
+            _mark(space, entry.spans, _FREE)
         first: list[int] = [0] * len(runs)
         # A search goes on where the last of this length ended: before that there is no such hole.
         low, high, last = 0, len(space), 0
@@ -289,6 +286,11 @@ class AdapterArena:
         for digest, entry in self._entries.items():
             assert entry.leases >= 0, f"negative leases of {digest}"
             assert entry.ready or entry.leases == 0, f"{digest} leased while loading"
+
+
+def _mark(extents: bytearray, spans: Iterable[Span], state: int) -> None:
+    for first, length in spans:
+        extents[first : first + length] = bytes([state]) * length
 
 
 def _spread(firsts: Sequence[int], runs: Sequence[int]) -> tuple[int, ...]:

@@ -40,8 +40,12 @@ def unsupported(model: ModelConfig, dtype: torch.dtype, capability: tuple[int, i
         return "FlashInfer computes in bfloat16 and float16, not in float32"
     if model.head_dim not in _HEAD_DIMS:
         return f"FlashInfer has head sizes {_HEAD_DIMS}, the model {model.head_dim}"
-    if any(window is not None for window in model.windows):
-        return "sliding windows are left to the reference attention"
+    windows = [window for window in model.windows if window is not None]
+    if windows:
+        return (
+            "sliding windows are left to the reference attention; with a --max-context of at most"
+            f" {min(windows)} the model has none"
+        )
     return None
 
 

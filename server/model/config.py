@@ -67,7 +67,13 @@ class ModelConfig(msgspec.Struct, frozen=True):
         result = _read(fields, generation or {})
         if fields.problems:
             raise ValueError("this model is not supported: " + "; ".join(fields.problems))
-        return result
+        return result.within(result.max_context)
+
+    def within(self, max_context: int) -> "ModelConfig":
+        """The same for contexts of at most so many tokens: a window that no position can leave is
+        no window."""
+        windows = tuple(w if w is not None and w < max_context else None for w in self.windows)
+        return msgspec.structs.replace(self, windows=windows)
 
     @property
     def q_size(self) -> int:
@@ -144,7 +150,7 @@ def _read(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        windows=_windows(fields, family, layers, max_context),
+        windows=_windows(fields, family, layers),
         max_context=max_context,
         eos_token_ids=_eos(fields, family, generation, sizes["vocab_size"]),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
@@ -174,10 +180,8 @@ def _refuse_other_maths(fields: Fields) -> None:
         fields.refuse("auto_map: the model needs code of its own, which is never run")
 
 
-def _windows(
-    fields: Fields, family: Family, layers: int, max_context: int
-) -> tuple[int | None, ...]:
-    """Per layer; a window that no position can leave is no window."""
+def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
+    """Per layer."""
     config = fields.config
     full: tuple[int | None, ...] = (None,) * layers
     qwen = family in ("qwen2", "qwen3")
@@ -195,8 +199,6 @@ def _windows(
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         fields.refuse("layer_types must say full_attention or sliding_attention for each layer")
-        return full
-    if window >= max_context:
         return full
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 

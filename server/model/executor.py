@@ -190,6 +190,7 @@ def _build_parts(
         config = fill_device(model, config, DeviceMemory(before[1], before[0], now))
         summary = estimate_lines(model, config, before[0] - now)
     limits = executor_limits(model, config)
+    model = model.within(limits.max_context)
     # One page more than the scheduler has: padding of batches is written there.
     shape = (limits.num_pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
     k, v = (torch.zeros(model.num_layers, *shape, dtype=dtype, device=device) for _ in "kv")

@@ -144,6 +144,12 @@ def test_windows() -> None:
     assert read(**qwen, use_sliding_window=True, layer_types=kinds).windows == (64, None)
 
 
+def test_windows_that_contexts_cannot_leave_are_none() -> None:
+    config = read(model_type="mistral", architectures=[], num_key_value_heads=2, sliding_window=100)
+    assert config.within(101).windows == (100, 100)
+    assert config.within(100).windows == (None, None)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

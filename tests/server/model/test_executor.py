@@ -88,6 +88,15 @@ def test_context_is_cut_to_memory_when_not_asked_for(folder: Path) -> None:
     assert (limits.num_pages, limits.max_context) == (10, 40)
 
 
+def test_no_windows_where_contexts_are_no_longer(tmp_path: Path) -> None:
+    """So that short contexts of a model with windows need no reference attention on a GPU."""
+    folder = save_model(make_model("mistral-window"), tmp_path)
+    for max_context, windows in ((7, {None}), (8, {7})):
+        driver = Driver(folder, max_context=max_context)
+        assert set(driver.executor._decoder.config.windows) == windows
+        driver.close()
+
+
 def test_empty_plan(driver: Driver) -> None:
     assert driver.run(StepPlan(0, [], [], [], [])) == []
 

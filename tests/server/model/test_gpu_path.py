@@ -4,7 +4,9 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from peft import LoraConfig
 
 from server.protocol import SamplingParams
@@ -120,3 +122,13 @@ def test_a_failed_product_leaves_nothing_running_beside(
     with pytest.raises(RuntimeError, match="out of memory"):
         answer(pair.gpu, [0], PLAIN, 64)
     assert waits[-1] is ops._side
+
+
+def test_models_with_windows_are_told_how_to_do_without(pair: Pair) -> None:
+    from server.model.attention_cuda import unsupported
+
+    config = msgspec.structs.replace(
+        pair.gpu.executor._decoder.config, head_dim=64, windows=(None, 4096)
+    )
+    assert "--max-context of at most 4096" in str(unsupported(config, torch.bfloat16, (9, 0)))
+    assert unsupported(config.within(4096), torch.bfloat16, (9, 0)) is None

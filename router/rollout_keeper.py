@@ -7,14 +7,15 @@ the same time is told apart by the table's revisions. While the store is away ea
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
 from adapters.errors import AdapterError
 from router.aliases import Aliases
 from router.owned_name import OwnedName
-from router.policy.guards import Measured, breach
+from router.policy.guards import Measured, Measurements, Verdict, breach, judged
 from router.registration import Registration
 from router.rollout import Guards
 from router.rollout_alone import LoneGuard
@@ -80,18 +81,34 @@ class RolloutKeeper:
                 self._start_warming(registration)
             await self._judge(registration)
 
-    async def measured(self, registration: Registration) -> tuple[dict[str, Measured], bool]:
-        """By digest, of the guards' window; and whether of all routers, or else of this one."""
-        rollout = registration.rollout
-        if rollout is None:
-            return {}, True
-        window_s = (rollout.guards or Guards()).window_s
-        asked = [(v.digest, window_s, v.since) for v in rollout.versions]
-        asked.append((registration.digest or "", window_s, 0))
+    async def measured(self, registration: Registration) -> Measurements:
+        """Of the guards' window; by this router alone while there is no Redis."""
         try:
-            return {ask[0]: await self._tally.read(rollout.id, *ask) for ask in asked}, True
+            return await self._measured(registration, self._tally.read)
         except StoreDown:
-            return {ask[0]: self._tally.read_own(rollout.id, *ask) for ask in asked}, False
+
+            async def read_own(*asked: Any) -> Measured:
+                return self._tally.read_own(*asked)
+
+            own = await self._measured(registration, read_own)
+            return msgspec.structs.replace(own, of_all=False)
+
+    async def _measured(
+        self, registration: Registration, read: Callable[[str, str, int, int], Awaitable[Measured]]
+    ) -> Measurements:
+        rollout, digest = registration.rollout, registration.digest or ""
+        if rollout is None:
+            return Measurements({}, {})
+        window_s = (rollout.guards or Guards()).window_s
+        versions = {digest: await read(rollout.id, digest, window_s, 0)}
+        verdicts: dict[str, Verdict] = {}
+        for version in rollout.versions:
+            new = await read(rollout.id, version.digest, window_s, version.since)
+            versions[version.digest] = new
+            if rollout.guards is not None and version.live:
+                old = await read(rollout.id, digest, window_s, version.since)
+                verdicts[version.digest] = judged(rollout.guards, old, new)
+        return Measurements(versions, verdicts)
 
     def _rolling(self) -> list[Registration]:
         return [r for r in self._aliases.all() if r.rollout is not None and r.state == "ready"]

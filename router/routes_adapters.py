@@ -112,10 +112,10 @@ class AdapterRoutes:
             return await self._told(await self._rollouts.roll_out(name, wish))
         registration = self._admin.get(name)
         running(registration)
-        measured, of_all = await self._service.keeper.measured(registration)
+        measured = await self._service.keeper.measured(registration)
         tiers = await self._admin.workers.tiers(registration.digests)
         resident = partial(_resident, tiers)
-        return json_response(rollout_object(registration, measured, resident, of_all))
+        return json_response(rollout_object(registration, measured, resident))
 
     async def promote(self, request: Request) -> Response:
         name = _named(request)

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from adapters.ref import format_ref
+from router.api.rollouts import RolloutObject, rollout_object
 from router.registration import Registration
 from server.protocol import AdapterPlace, ModelCard, TierStage, WorkerPicture, WorkerStatus
 
@@ -89,7 +90,10 @@ class WorkerObject(msgspec.Struct, frozen=True):
 
 
 class RegisteredObject(msgspec.Struct, frozen=True):
-    """A registered adapter; `GET /v1/adapters` tells more of it. tenant: null = the fleet's."""
+    """A registered adapter; `GET /v1/adapters` tells more of it, `…/rollout` what was measured.
+
+    tenant: null = the fleet's.
+    """
 
     name: str
     ref: str
@@ -100,6 +104,7 @@ class RegisteredObject(msgspec.Struct, frozen=True):
     nbytes: int | None
     error: str | None
     tenant: str | None = None
+    rollout: RolloutObject | None = None
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
@@ -158,6 +163,7 @@ def _registered(registration: Registration) -> RegisteredObject:
         nbytes=None if manifest is None else manifest.nbytes,
         error=registration.error,
         tenant=registration.tenant or None,
+        rollout=rollout_object(registration),
     )
 
 

@@ -1,6 +1,6 @@
 """Bodies and answers of rollouts and of names' history. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from adapters.ref import format_ref
 from router.api.body import decode_body
-from router.policy.guards import Measured, quantile
+from router.policy.guards import Measurements, Verdict, quantile
 from router.registration import Registration
 from router.rollout import MAX_VERSIONS, Guards, VersionState, Weight
 
@@ -67,13 +67,17 @@ class VersionObject(msgspec.Struct, frozen=True):
 
 
 class MeasuredObject(msgspec.Struct, frozen=True):
-    """Requests of one version in the guards' window. Seconds; null = too few."""
+    """Requests of one version in the guards' window. Seconds; null = too few.
+
+    verdict: of the guards; null of what they do not judge.
+    """
 
     digest: str
     requests: int
     failed: int
     first_token_p95_s: float | None
     token_p95_s: float | None
+    verdict: Verdict | None = None
 
 
 class RolloutObject(msgspec.Struct, frozen=True):
@@ -113,14 +117,10 @@ def change_objects(registration: Registration) -> list[ChangeObject]:
 
 def rollout_object(
     registration: Registration,
-    measured: Mapping[str, Measured] | None = None,
+    measured: Measurements | None = None,
     resident: Callable[[str], list[str]] = lambda digest: [],
-    of_all: bool = True,
 ) -> RolloutObject | None:
-    """measured: by digest, of all routers or of this one alone.
-
-    resident: the workers that have a digest on their devices.
-    """
+    """resident: the workers that have a digest on their devices."""
     rollout, content = registration.rollout, registration.content
     if rollout is None or content is None:
         return None
@@ -133,11 +133,12 @@ def rollout_object(
     ]
     if measured is None:
         return RolloutObject(rollout.id, versions, rollout.guards)
-    told = [_measured(digest, of_version) for digest, of_version in measured.items()]
-    by: Literal["all", "this_router"] = "all" if of_all else "this_router"
+    told = [_measured(digest, measured) for digest in measured.versions]
+    by: Literal["all", "this_router"] = "all" if measured.of_all else "this_router"
     return RolloutObject(rollout.id, versions, rollout.guards, told, by)
 
 
-def _measured(digest: str, measured: Measured) -> MeasuredObject:
+def _measured(digest: str, measurements: Measurements) -> MeasuredObject:
+    measured, verdict = measurements.versions[digest], measurements.verdicts.get(digest)
     first, token = quantile(measured.first_token), quantile(measured.token)
-    return MeasuredObject(digest, measured.requests, measured.failed, first, token)
+    return MeasuredObject(digest, measured.requests, measured.failed, first, token, verdict)

@@ -60,4 +60,12 @@ export const plural = (count, one, many = `${one}s`) => `${digits(count)} ${coun
 export const clockTime = (unix) =>
   new Date(unix * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 
+export const dateTime = (unix) => new Date(unix * 1000).toLocaleString();
+
 export const shortDigest = (digest) => digest.slice(0, 12);
+
+/** The end of a reference, which tells versions apart. */
+export function shortReference(reference) {
+  const parts = reference.replace(/^\w+:\/*/, "").split("/").filter(Boolean);
+  return parts.length > 2 ? `…/${parts.slice(-2).join("/")}` : parts.join("/");
+}

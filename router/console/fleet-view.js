@@ -4,6 +4,7 @@ import { sparkline } from "./chart.js";
 import { byId, bytes, clockTime, digits, h, percent, plural, setText } from "./dom.js";
 import { VirtualList } from "./list.js";
 import { spelled } from "./names.js";
+import { RolloutCard, rolloutBadge } from "./rollout.js";
 import { Workers } from "./workers.js";
 
 export class FleetView {
@@ -14,21 +15,25 @@ export class FleetView {
     this.openKeys = openKeys;
     this.sizes = new Map(); // packed bytes of what was once seen in memory
     this.picked = null; // digest
+    this.pickedName = null; // where several names mean it
     const pick = (digest) => this.pick(digest);
     this.workers = new Workers(names, pick);
     this.list = new VirtualList("Adapters", 50, {
       empty: "",
-      onPick: (item) => pick(item.digest),
+      onPick: (item) => this.pick(item.digest, item.title),
     });
     byId("adapters").append(this.list.node);
+    this.card = new RolloutCard(names);
     this.filter = byId("adapter-filter");
     this.filter.addEventListener("input", () => this.showAdapters());
     this.tiles = ["Tokens per second", "Waiting", "KV cache", "On devices", "Errors"].map(tile);
     byId("tiles").append(...this.tiles.map(({ node }) => node));
   }
 
-  pick(digest) {
-    this.picked = digest === this.picked ? null : digest;
+  pick(digest, name = null) {
+    const again = digest === this.picked && (name === null || name === this.pickedName);
+    this.picked = again ? null : digest;
+    this.pickedName = again ? null : name;
     this.show();
   }
 
@@ -87,7 +92,17 @@ export class FleetView {
     for (const row of shown) row.selected = row.digest !== null && row.digest === this.picked;
     const nothing = all.length ? `No adapter has “${this.filter.value}” in its name.` : "No adapter is registered or loaded yet. Name one in a request, or register it.";
     this.list.show(shown, nothing);
+    this.card.show(this.chosen(fleet));
     setText(byId("adapters-count"), shown.length === all.length ? digits(all.length) : `${digits(shown.length)} of ${digits(all.length)}`);
+  }
+
+  /** The registered adapter that was chosen, also by one of its versions. */
+  chosen(fleet) {
+    if (this.picked === null) return null;
+    const means = ({ digest, rollout }) =>
+      digest === this.picked || (rollout?.versions ?? []).some((version) => version.digest === this.picked);
+    const found = fleet.adapters.filter(means);
+    return found.find((adapter) => spelled(adapter) === this.pickedName) ?? found[0] ?? null;
   }
 
   showErrors(fleet) {
@@ -101,7 +116,7 @@ export class FleetView {
       node.replaceChildren(h("p", { class: "empty" }, "Nobody was told of an error since the router started."));
       return;
     }
-    node.replaceChildren(h("ol", { class: "error-list" }, ...all.map(errorRow)));
+    node.replaceChildren(h("ol", { class: "error-list", tabindex: "0", "aria-labelledby": "errors-title" }, ...all.map(errorRow)));
   }
 }
 
@@ -184,6 +199,7 @@ function row(adapter, found, names, sizes) {
 function badgeOf(adapter, found) {
   if (adapter.error) return ["error", "bad"];
   if (adapter.state === "unloading" || adapter.state === "unloaded") return [adapter.state, ""];
+  if (adapter.rollout) return rolloutBadge(adapter.rollout);
   if (found?.loading) return ["loading", "busy"];
   if (found?.running) return [`${digits(found.running)} active`, "busy"];
   return adapter.pinned || found?.pinned ? ["pinned", ""] : ["", ""];

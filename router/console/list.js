@@ -32,7 +32,7 @@ export class VirtualList {
       this.sizer,
     );
     this.node = h("div", { class: "list-holder" }, this.box, this.empty);
-    new ResizeObserver(() => this.draw()).observe(this.box);
+    new ResizeObserver(() => this.activate(this.active)).observe(this.box);
   }
 
   show(items, emptyText = null) {
@@ -71,7 +71,10 @@ export class VirtualList {
   fill(row, item, index) {
     row.node.hidden = !item;
     row.item = item;
-    if (!item) return;
+    if (!item) {
+      for (const name of ["id", "aria-selected"]) row.node.removeAttribute(name);
+      return;
+    }
     row.node.style.transform = `translateY(${index * this.rowHeight}px)`;
     setAttribute(row.node, "id", this.idOf(index));
     setAttribute(row.node, "aria-selected", item.selected ? "true" : "false");

@@ -1,6 +1,6 @@
 // What people know an adapter's content by: its name and its colour, by digest.
 
-import { shortDigest } from "./dom.js";
+import { shortDigest, shortReference } from "./dom.js";
 
 const TURN = 137.508; // degrees: neighbours in the list differ most
 
@@ -21,6 +21,13 @@ export class Names {
       if (!digest) continue;
       if (!this.names.has(digest)) this.names.set(digest, spelled(adapter));
       this.number(digest);
+    }
+    for (const adapter of fleet.adapters) {
+      for (const { digest, reference } of adapter.rollout?.versions ?? []) {
+        const name = `${spelled(adapter)} (${shortReference(reference)})`;
+        if (!this.names.has(digest)) this.names.set(digest, name);
+        this.number(digest);
+      }
     }
     for (const worker of fleet.workers) {
       for (const { name, digest } of worker.places) {

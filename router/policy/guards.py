@@ -5,6 +5,7 @@ Latencies are counted in buckets of 10 %, which add up over routers and over tim
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +20,12 @@ _FIRST_TOKEN_NOISE_S, _TOKEN_NOISE_S = 0.02, 0.002
 
 # Bucket -> how many.
 Histogram = dict[int, int]
+
+Verdict = Literal[
+    "early",  # it has not had enough requests yet
+    "holds",  # it may stay
+    "breaks",  # it must go back
+]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -42,6 +49,17 @@ class Measured(msgspec.Struct):
         return self.failed / self.requests if self.requests else 0.0
 
 
+class Measurements(msgspec.Struct, frozen=True):
+    """Of a rollout's versions, by digest. verdicts: of those that are judged.
+
+    of_all: of all routers' requests, not of this one's alone.
+    """
+
+    versions: Mapping[str, Measured]
+    verdicts: Mapping[str, Verdict]
+    of_all: bool = True
+
+
 def bucket_of(seconds: float) -> int:
     return round(math.log(max(seconds, _SHORTEST_S)) / _BASE)
 
@@ -54,6 +72,12 @@ def quantile(histogram: Mapping[int, int], share: float = QUANTILE) -> float | N
         if rest <= 0:
             return math.exp(bucket * _BASE)
     return None
+
+
+def judged(guards: Guards, old: Measured, new: Measured) -> Verdict:
+    if new.requests < guards.min_requests:
+        return "early"
+    return "holds" if breach(guards, old, new) is None else "breaks"
 
 
 def breach(guards: Guards, old: Measured, new: Measured) -> str | None:

@@ -3,7 +3,8 @@
 import random
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
+from launcher.demo import adapter_paths
 from router.api.fleet import (
     FleetObject,
     PlaceObject,
@@ -19,6 +21,7 @@ from router.api.fleet import (
     RouterObject,
     WorkerObject,
 )
+from router.rollout_tally import SLICE_S
 from tests.e2e.serving import ROOT, Serving, start_serving
 
 KEY = "admin-key-of-the-test"
@@ -43,7 +46,11 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Its device has room for a few of the demo's adapters."""
     folder = tmp_path_factory.mktemp("console")
     (folder / "admin-key").write_text(KEY)
+    broken = folder / "own" / "broken"
+    shutil.copytree(adapter_paths()["summary"], broken)
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
     server = start_serving(
+        *("--adapter-root", str(broken.parent)),
         *("--admin-key-file", str(folder / "admin-key"), "--cache-dir", str(folder / "cache")),
         *("--adapter-memory", "4MiB", "--host-adapter-memory", "8MiB", "--auth", "keys"),
         log=folder / "log",
@@ -313,6 +320,102 @@ def test_fits_a_phone(opener: Opener, view: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+class Operator:
+    """Rolls a name out, and sends callers to it."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        self.http = httpx.Client(base_url=url, timeout=60)
+        self.admin = {"authorization": f"Bearer {KEY}"}
+        self.caller = {"authorization": f"Bearer {api_key}"}
+
+    def do(self, method: str, path: str, **body: Any) -> None:
+        url = f"/v1/adapters{path}"
+        self.http.request(method, url, json=body or None, headers=self.admin).raise_for_status()
+
+    def roll_out(self, **weights: int) -> None:
+        paths = {**adapter_paths(), "broken": "broken"}
+        versions = [
+            {"reference": f"local:{paths[name]}", "weight": weight}
+            for name, weight in weights.items()
+        ]
+        guards = {"min_requests": 5, "max_latency_ratio": None}
+        self.do("POST", "/support/rollout", versions=versions, guards=guards)
+
+    def chat(self, users: int) -> None:
+        messages = [{"role": "user", "content": "hello"}]
+        for user in range(users):
+            body = {"model": "support", "messages": messages, "max_tokens": 1, "user": f"u{user}"}
+            self.http.post("/v1/chat/completions", json=body, headers=self.caller)
+
+
+    def chat_until(self, condition: Callable[[], bool]) -> None:
+        """What comes in a version's first seconds is not judged yet."""
+        deadline = time.monotonic() + STEP_MS / 1000 + SLICE_S
+        while not condition():
+            assert time.monotonic() < deadline
+            self.chat(10)
+
+
+@pytest.fixture
+def operator(keyed: Serving, api_key: str) -> Iterator[Operator]:
+    operator = Operator(keyed.url, api_key)
+    operator.do("POST", "", name="support", ref=f"local:{adapter_paths()['pirate']}")
+    yield operator
+    operator.do("DELETE", "/support")
+    operator.http.close()
+
+
+def test_a_rollout_from_its_begin_to_its_end(opener: Opener, operator: Operator) -> None:
+    """The page is open all the time, and is told by nobody but the router."""
+    page = opener.open()
+    live(page)
+    row = page.get_by_role("option").filter(has_text=re.compile("^support"))
+    row.first.click()
+    card = page.locator("#adapter-card")
+    expect(card).to_contain_text("no rollout")
+    expect(card.locator(".history li")).to_have_count(1)
+    expect(card.locator(".history")).to_contain_text("register by api")
+    operator.roll_out(polite=30)
+    old, new = (card.locator(".versions li").nth(number) for number in range(2))
+    expect(new.locator("strong")).to_have_text("30 %", timeout=STEP_MS)
+    expect(new).to_contain_text("…/adapters/polite")
+    expect(old.locator("strong")).to_have_text("70 %")
+    expect(card.locator(".shares").first).to_have_attribute("aria-label", re.compile("30 %$"))
+    expect(row.first.locator(".badge")).to_have_text("30 % new")
+    expect(card).to_contain_text("Goes back at 5 % more failures, in 300 seconds.")
+    expect(new).to_contain_text("Judged after 5 requests.")
+    operator.chat(40)
+    expect(new).to_contain_text("No worse than the old one.", timeout=STEP_MS)
+    expect(old).to_contain_text(re.compile(r"old · \d\d requests · 0 % failed · p95 "))
+    operator.roll_out(broken=50)
+    expect(new.locator("strong")).to_have_text("50 %", timeout=STEP_MS)
+    operator.chat_until(lambda: "taken back" in new.inner_text())
+    expect(new.locator(".verdict")).to_have_text(re.compile(r"^100\.0% of its \d+ requests failed"))
+    expect(old.locator("strong")).to_have_text("100 %")
+    expect(card.locator(".history li").first).to_contain_text("rollback by guard")
+    operator.do("DELETE", "/support/rollout")
+    expect(card.locator(".versions")).to_be_hidden(timeout=STEP_MS)
+    expect(card.locator(".history li").first).to_contain_text("ended", timeout=STEP_MS)
+    page.keyboard.press("Escape")
+    expect(card).to_be_hidden()
+    opener.complaints = [c for c in opener.complaints if "status of 409" not in c]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_rollout_is_accessible(opener: Opener, operator: Operator, scheme: Any) -> None:
+    operator.roll_out(polite=30, broken=30)
+    page = opener.open(color_scheme=scheme, bypass_csp=True)
+    live(page)
+    page.get_by_role("option").filter(has_text=re.compile("^support")).first.focus()
+    page.locator("#adapters .list").focus()
+    page.keyboard.press("End")
+    page.get_by_role("option").filter(has_text=re.compile("^support")).first.click()
+    operator.chat_until(lambda: "taken back" in page.locator("#adapter-card").inner_text())
+    expect(page.locator("#adapter-card .history li").first).to_contain_text("rollback")
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+
+
 # Many workers and adapters, of which only those in sight are drawn
 
 
@@ -359,6 +462,7 @@ def tell(page: Page, fleet: FleetObject) -> None:
         route.fulfill(status=200, headers={"content-type": "text/event-stream"}, body=body)
 
     page.route("**/v1/fleet", answer)
+    page.route("**/v1/adapters/*/history", lambda route: route.fulfill(json={"data": []}))
 
 
 def test_a_thousand_adapters_on_64_workers(opener: Opener) -> None:

@@ -79,6 +79,26 @@ async def test_a_stream_tells_places_and_adapters_once(router: Running, worker: 
     await seen.aclose()
 
 
+async def test_a_stream_tells_when_a_rollout_moves(router: Running) -> None:
+    seen = pictures(router)
+    first = await anext(seen)
+    assert [one["rollout"] for one in first["adapters"]] == [None]
+    body = {"versions": [{"reference": "hub:org/other", "weight": 5}]}
+    answer = await router.client.post("/v1/adapters/pirate/rollout", json=body)
+    assert answer.status_code == 200, answer.text
+    states = []
+    async for later in seen:
+        for adapter in later["adapters"] or ():
+            old, new = adapter["rollout"]["versions"]
+            assert (old["digest"], new["digest"]) == (PIRATE, OTHER)
+            states.append((new["state"], new["weight"], new["live_weight"]))
+        if states and states[-1][0] == "serving":
+            break
+    await seen.aclose()
+    assert states[-1] == ("serving", 5, 5)
+    assert adapter["rollout"]["measured"] is None
+
+
 async def test_errors_are_listed_once_and_counted(router: Running) -> None:
     for _ in range(3):
         body = {"inputs": "hi", "parameters": {"adapter_id": "nobody"}}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.guards import Measured, breach, bucket_of, quantile
+from router.policy.guards import Measured, breach, bucket_of, judged, quantile
 from router.rollout import Guards
 
 GUARDS = Guards(min_requests=10, max_error_increase=0.1, max_latency_ratio=2.0)
@@ -45,6 +45,10 @@ def test_table(old: Measured, new: Measured, words: str | None) -> None:
     why = breach(GUARDS, old, new)
     assert (why is None) == (words is None), why
     assert words is None or (why is not None and words in why)
+    if new.requests < GUARDS.min_requests:
+        assert judged(GUARDS, old, new) == "early"
+    else:
+        assert judged(GUARDS, old, new) == ("holds" if why is None else "breaks")
 
 
 def test_a_limit_of_nothing_allows_nothing() -> None:

@@ -347,7 +347,6 @@ class Operator:
             body = {"model": "support", "messages": messages, "max_tokens": 1, "user": f"u{user}"}
             self.http.post("/v1/chat/completions", json=body, headers=self.caller)
 
-
     def chat_until(self, condition: Callable[[], bool]) -> None:
         """What comes in a version's first seconds is not judged yet."""
         deadline = time.monotonic() + STEP_MS / 1000 + SLICE_S
@@ -462,7 +461,7 @@ def tell(page: Page, fleet: FleetObject) -> None:
         route.fulfill(status=200, headers={"content-type": "text/event-stream"}, body=body)
 
     page.route("**/v1/fleet", answer)
-    page.route("**/v1/adapters/*/history", lambda route: route.fulfill(json={"data": []}))
+    page.route("**/v1/adapters/*/history*", lambda route: route.fulfill(json={"data": []}))
 
 
 def test_a_thousand_adapters_on_64_workers(opener: Opener) -> None:

@@ -11,7 +11,7 @@ from tests.router.serving import Running, poll, running_router
 from tests.router.shared.redis_server import RedisServer, running_redis
 from tests.router.test_shared_adapters import call, generate
 
-GUARDS = {"min_requests": 5, "max_error_increase": 0.2}
+GUARDS = {"min_requests": 5, "max_error_increase": 0.2, "max_latency_ratio": None}
 ALONE = 'loraplex_adapter_rollbacks_total{by="guard_alone"}'
 
 

@@ -109,6 +109,18 @@ class Service:
                 raise ConfigError(f"--model-card: {refusal}")
         cards = CardStore(self.config.cache_dir)
         self.fleet.connect(self.config.workers, self.router_id, self.config.secret, cards)
+        try:
+            async with self.sharing.run(), self.tenancy.run(), self._tasks():
+                await self._registered_adapters()
+                await self._first_worker()
+                yield
+        finally:
+            await self.sandbox.close()
+            await asyncio.to_thread(self.tracing.close)
+
+    @asynccontextmanager
+    async def _tasks(self) -> AsyncIterator[None]:
+        """They are over before the store that they ask is closed."""
         tasks = [
             asyncio.create_task(self.fleet.run()),
             asyncio.create_task(watch_loop_lag(self.metrics.loop_lag_s.observe)),
@@ -121,17 +133,12 @@ class Service:
         if self.adapters_file is not None:
             tasks.append(asyncio.create_task(self.adapters_file.run()))
         try:
-            async with self.sharing.run(), self.tenancy.run():
-                await self._registered_adapters()
-                await self._first_worker()
-                yield
+            yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.admin.close()
-            await self.sandbox.close()
-            await asyncio.to_thread(self.tracing.close)
 
     async def _registered_adapters(self) -> None:
         """Names that others registered are known before anybody asks, if Redis soon answers."""

@@ -113,7 +113,11 @@ async def test_what_one_router_found_holds_for_all_when_redis_is_back(
     for router in (fleet.one, fleet.two):
         await until_alone(router)
     await until_taken_back(fleet, fleet.one)
-    assert NEW in {await fleet_digest(fleet.two, user) for user in USERS[:10]}, "it saw nothing"
+    for user in USERS:  # one request that fails is too few to judge by
+        if await fleet_digest(fleet.two, user) == NEW:
+            break
+    else:
+        pytest.fail("the other saw nothing, and gives the version its share")
     assert await fleet.two.metric(ALONE) == 0
     redis.thaw()
     await fleet.until(fleet.two, "serving", "rolled_back")

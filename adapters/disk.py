@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,32 +89,43 @@ def hold(path: Path) -> Hold:
     return Hold(fd)
 
 
-def stored_bytes(folders: Iterable[Path]) -> int:
-    return sum(size for _, size, _ in _entries(folders))
+def entry_bytes(entry: os.DirEntry[str]) -> int:
+    """Of a file, or of all files in a folder. Raises OSError."""
+    if entry.is_dir():
+        return sum(map(entry_bytes, entries_of(Path(entry.path))))
+    return entry.stat().st_size
 
 
-def release(nbytes: int, folders: Iterable[Path]) -> None:
+Size = Callable[[os.DirEntry[str]], int]
+
+
+def stored_bytes(folders: Iterable[Path], size: Size = entry_bytes) -> int:
+    """Of all entries together."""
+    total = 0
+    for folder in folders:
+        for entry in entries_of(folder):
+            with suppress(OSError):
+                total += size(entry)
+    return total
+
+
+def release(nbytes: int, folders: Iterable[Path], size: Size = entry_bytes) -> None:
     """Removes entries of `folders`, least recently used first, until `nbytes` are gone.
 
     Never what a `Hold` holds.
     """
     if nbytes <= 0:
         return
-    for _, size, path in sorted(_entries(folders)):
-        if _remove_unused(path):
-            nbytes -= size
-            if nbytes <= 0:
-                return
-
-
-def _entries(folders: Iterable[Path]) -> list[tuple[float, int, Path]]:
-    """When each was used last, its bytes, and where it lies."""
-    found: list[tuple[float, int, Path]] = []
+    found: list[tuple[float, int, str]] = []
     for folder in folders:
         for entry in entries_of(folder):
             with suppress(OSError):
-                found.append((entry.stat().st_mtime, _size(Path(entry.path)), Path(entry.path)))
-    return found
+                found.append((entry.stat().st_mtime, size(entry), entry.path))
+    for _, freed, path in sorted(found):
+        if _remove_unused(Path(path)):
+            nbytes -= freed
+            if nbytes <= 0:
+                return
 
 
 def _remove_unused(path: Path) -> bool:
@@ -136,12 +147,6 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
 
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
-
-
-def _size(path: Path) -> int:
-    if not path.is_dir():
-        return path.stat().st_size
-    return sum(_size(Path(entry.path)) for entry in entries_of(path))
 
 
 def _lock(fd: int) -> bool:

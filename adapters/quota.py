@@ -1,14 +1,16 @@
 """How much disk stored content may use, kept by removing what was not used for longest."""
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapters.disk import free_bytes, release, stored_bytes
+from adapters.disk import entry_bytes, free_bytes, release, stored_bytes
 from adapters.errors import AdapterError
 
 HEADROOM_BYTES = 64 << 20
+MAX_SIZES = 1 << 17
 _RETRY_S = 30.0
 
 
@@ -25,6 +27,7 @@ class Quota:
         self._spare = (spare,)
         self._lock = threading.Lock()
         self._expected = 0
+        self._sizes: dict[tuple[str, int], int] = {}
 
     def check(self, nbytes: int) -> None:
         """Raises AdapterError when the disk has no room for `nbytes`, whatever were removed."""
@@ -39,14 +42,26 @@ class Quota:
         # One at a time: two who saw the same content would both remove what one of them needs.
         with self._lock:
             release(self._shortage(nbytes), self._spare)
-            excess = stored_bytes(self._folders) + self._expected + nbytes - self.max_bytes
-            release(max(excess, self._shortage(nbytes)), self._folders)
+            excess = (
+                stored_bytes(self._folders, self._size) + self._expected + nbytes - self.max_bytes
+            )
+            release(max(excess, self._shortage(nbytes)), self._folders, self._size)
             self._expected += nbytes
         try:
             yield
         finally:
             with self._lock:
                 self._expected -= nbytes
+
+    def _size(self, entry: os.DirEntry[str]) -> int:
+        """What is stored never changes: it is measured once, as there may be thousands."""
+        key = entry.path, entry.inode()
+        size = self._sizes.get(key)
+        if size is None:
+            if len(self._sizes) >= MAX_SIZES:
+                self._sizes.clear()
+            size = self._sizes[key] = entry_bytes(entry)
+        return size
 
     def _shortage(self, nbytes: int) -> int:
         return nbytes + HEADROOM_BYTES - free_bytes(self._folders[0])

@@ -50,6 +50,7 @@ _FAILURE_TTL_S = 5.0
 _MERGE_FAILURE_TTL_S = 600.0
 # Some 300 KB each: what comes is used soon.
 _MAX_JUDGED = 128
+_MAX_ALLOWED = 65_536
 
 
 class AdapterStore:
@@ -86,6 +87,7 @@ class AdapterStore:
         self._admissions: SingleFlight[AdapterRef, AdapterManifest]
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
         self._judged: Recent[str, Judged] = Recent(_MAX_JUDGED)
+        self._allowed: Recent[str, bool] = Recent(_MAX_ALLOWED)
         self._judging = threading.BoundedSemaphore(judging)
         self._merges: SingleFlight[str, AdapterManifest]
         self._merges = SingleFlight(clock, _MERGE_FAILURE_TTL_S)
@@ -295,6 +297,7 @@ class AdapterStore:
     def _keep(self, folder: Path, judged: Judged) -> None:
         self._contents.keep(folder, judged.manifest)
         self._judged.put(judged.manifest.digest, judged)
+        self._allowed.put(judged.manifest.digest, True)
 
     def _recall(self, ref: AdapterRef) -> AdapterManifest | None:
         """What is known of a pinned reference."""
@@ -302,10 +305,11 @@ class AdapterStore:
         return None if digest is None else self._known(digest)
 
     def _known(self, digest: str) -> AdapterManifest | None:
-        """Of stored content, judged again under the limits of today."""
+        """Of stored content, judged again under the limits of today, once."""
         with self._contents.held(digest) as manifest:
-            if manifest is not None:
+            if manifest is not None and self._allowed.get(digest) is None:
                 rejudge(self._contents.path(digest), self._base, self._limits)
+                self._allowed.put(digest, True)
             return manifest
 
     def _intact(self, manifest: AdapterManifest) -> LoraTensors:

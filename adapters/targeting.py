@@ -80,8 +80,12 @@ class _Names:
     def match(self, path: str) -> bool:
         if self._pattern is not None:
             return self._pattern.fullmatch(path)
-        parts = path.split(".")
-        return any(".".join(parts[start:]) in self.names for start in range(len(parts)))
+        rest = path if self.names else ""
+        while rest:
+            if rest in self.names:
+                return True
+            rest = rest.partition(".")[2]
+        return False
 
 
 class _Overrides(Generic[_Value]):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.errors import AdapterError
-from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, parse_ref
+from adapters.ref import AdapterRef, RefSource, format_ref, is_name, is_pinned, parse_ref
 from tests.adapters.refusals import refusal
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -148,6 +148,14 @@ def test_any_text_is_a_reference_or_bad_ref(text: str, default: RefSource) -> No
         assert parse_ref(format_ref(ref)) == ref
         assert text.isascii()
         assert text.isprintable()
+
+
+@given(st.from_regex(r"[A-Za-z0-9._:@/+ -]{0,12}", fullmatch=True) | st.text(max_size=120))
+def test_a_name_is_what_spells_itself(text: str) -> None:
+    named = refusal(lambda: parse_ref(text)) is None and parse_ref(text) == AdapterRef(
+        "alias", text
+    )
+    assert is_name(text) == named
 
 
 def test_pinned_means_a_commit_or_a_fingerprint() -> None:

@@ -484,6 +484,26 @@ def test_a_thousand_adapters_on_64_workers(opener: Opener) -> None:
     expect(page.locator("#adapters .empty")).to_contain_text("No adapter has")
 
 
+def test_equal_names_are_told_apart(opener: Opener) -> None:
+    page = opener.open("playground")
+    fleet, owners = picture(1, 3, 3), (None, "acme", "globex")
+    adapters = tuple(
+        msgspec.structs.replace(adapter, name="sql", tenant=tenant)
+        for adapter, tenant in zip(fleet.adapters or (), owners, strict=True)
+    )
+    tell(page, msgspec.structs.replace(fleet, adapters=adapters))
+    page.keyboard.press("1")
+    page.reload()
+    rows = page.locator("#adapters .row")
+    expect(rows).to_have_count(3, timeout=STEP_MS)
+    for row, spelled in enumerate(("sql", "acme::sql", "globex::sql")):
+        expect(rows.nth(row)).to_contain_text(re.compile(rf"^{spelled}rank"))
+    rows.nth(1).click()
+    expect(page.locator("#adapters .row[aria-selected=true]")).to_contain_text("acme::sql")
+    page.locator("#adapter-filter").fill("globex")
+    expect(page.locator("#adapters-count")).to_have_text("1 of 3")
+
+
 def test_a_router_that_is_gone_leaves_the_last_picture(opener: Opener) -> None:
     page = opener.open("playground")
     tell(page, picture(2, 5, 5))

@@ -152,6 +152,26 @@ def test_an_operators_rollout_is_left_alone_where_the_file_says_nothing() -> Non
     assert set(plan_rollouts(said, [operators]).roll_out) == {MINE}, "else it has the last word"
 
 
+def test_versions_are_of_the_owner_that_an_entry_names() -> None:
+    contents = read(
+        file_of(
+            entry(("org/new", 5)),
+            entry(("org/next", 7), tenant="acme"),
+            {"name": "mine", "ref": "org/old", "tenant": "globex"},
+        ),
+        "hub",
+    )
+    assert contents.errors == {}
+    there = [
+        Registration("mine", OLD, "file", tenant=tenant) for tenant in ("", "acme", "globex", "x")
+    ]
+    wishes = plan_rollouts(contents, there).roll_out
+    assert {name: wish.versions for name, wish in wishes.items()} == {
+        MINE: ((NEW, 5),),
+        OwnedName("mine", "acme"): ((NEXT, 7),),
+    }
+
+
 # With a router
 
 

@@ -172,6 +172,34 @@ async def test_unloading_waits_for_its_own_requests_only(
     assert (await running).status_code == 200
 
 
+async def test_a_pin_of_the_same_content_is_each_owners(shared: Shared, worker: FakeWorker) -> None:
+    router, same = shared.router, digest("globex")
+    await done(router, "POST", "", name="bot", ref="org/globex", tenant="acme", replace=True)
+    for tenant in TENANTS:
+        await done(router, "POST", f"/bot/pin?tenant={tenant}")
+    await done(router, "POST", "/bot/unpin?tenant=acme")
+    shown = [await done(router, "GET", f"/bot?tenant={tenant}") for tenant in TENANTS]
+    assert [one["pinned"] for one in shown] == [False, True]
+    await done(router, "POST", "/bot/unload?tenant=acme")
+    assert worker.pins == {same}, "the other's is served from where it lay"
+    assert await shared.all_get() == ["409", same, "404"]
+    await done(router, "POST", "/bot/unpin?tenant=globex")
+    await worker.until(lambda: not worker.pins)
+
+
+async def test_one_idempotency_key_is_a_request_of_each(shared: Shared) -> None:
+    body = {"model": "bot", "prompt": "x"}
+    for _ in range(2):
+        answers = [
+            await shared.router.client.post(
+                "/v1/completions", json=body, headers={**bearer(key), "idempotency-key": "same"}
+            )
+            for key in (shared.acme, shared.globex)
+        ]
+        assert [answer.headers[DIGEST] for answer in answers] == [digest("acme"), digest("globex")]
+    assert {answer.headers["idempotency-replayed"] for answer in answers} == {"true"}
+
+
 async def test_rollouts_of_equal_names_are_apart(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,8 +95,13 @@ async def test_concurrency_is_shared_and_a_dead_routers_places_come_back(
 
         gate.set()
         assert (await running).status_code == 200
-        # Nobody settles this one: it is a router's that has died.
         admission = one.service.tenancy.metering.admission
+
+        async def settled() -> bool:
+            return not admission._live and not admission._tasks
+
+        await poll(settled)
+        # Nobody settles this one: it is a router's that has died.
         monkeypatch.setattr(admission, "settle", lambda admitted, used: None)
         assert (await complete(one, key)).status_code == 200
         admission._live.clear()

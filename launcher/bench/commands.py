@@ -96,7 +96,7 @@ def _grid(arguments: argparse.Namespace) -> "Grid":
     from launcher.bench.grid import Grid
     from launcher.bench.offline import model_folder
 
-    return Grid(
+    grid = Grid(
         folder=model_folder(arguments.config),
         device=arguments.device,
         dtype=arguments.dtype,
@@ -107,6 +107,9 @@ def _grid(arguments: argparse.Namespace) -> "Grid":
         output_tokens=arguments.output_tokens,
         sampling=_sampling(arguments.sampling),
     )
+    if not any(grid.points()) or min(grid.prompt_tokens, grid.output_tokens) < 1:
+        raise SystemExit("loraplex: expected tokens and, for some --adapters, as large a --batch")
+    return grid
 
 
 def _sampling(text: str) -> SamplingParams:
@@ -122,8 +125,10 @@ def _sampling(text: str) -> SamplingParams:
 
 
 def run_decode(arguments: argparse.Namespace) -> None:
-    from launcher.bench.grid import decode
+    from launcher.bench.grid import SHORT_OUTPUT, decode
 
+    if arguments.output_tokens <= SHORT_OUTPUT:
+        raise SystemExit(f"loraplex: --output-tokens must be more than {SHORT_OUTPUT}")
     _measure(decode(_grid(arguments)), arguments.json)
 
 

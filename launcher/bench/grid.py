@@ -19,7 +19,8 @@ from server.protocol import SamplingParams
 
 PAGE_SIZE = 16
 _ADAPTER_SLOTS = 256  # as many as a server has
-_SHORT_OUTPUT = 16
+# Of the shorter of the two runs whose difference is a step's time.
+SHORT_OUTPUT = 16
 _STEP_TOKENS = 8192
 _PREFILL_ROUNDS = 4
 _COPY_BYTES = 2 << 30
@@ -115,8 +116,8 @@ def decode(grid: Grid) -> Iterator[StepTime]:
 
         point = (batch, distinct, lora_rank)
         seconds(4, point)
-        short, long = seconds(_SHORT_OUTPUT, point), seconds(grid.output_tokens, point)
-        step_s = (long - short) / (grid.output_tokens - _SHORT_OUTPUT)
+        short, long = seconds(SHORT_OUTPUT, point), seconds(grid.output_tokens, point)
+        step_s = (long - short) / (grid.output_tokens - SHORT_OUTPUT)
         floor = step_bytes(grid, point) / bandwidth
         rank = lora_rank if distinct else 0
         yield StepTime(batch, distinct, rank, round(1e3 * step_s, 3), round(1e3 * floor, 3))
@@ -176,7 +177,7 @@ def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
     batch, distinct, lora_rank = point
     model = read_config(grid.folder)
     weights = matrix_parameters(model) + model.vocab_size * model.hidden_size
-    context = grid.prompt_tokens + (_SHORT_OUTPUT + grid.output_tokens) / 2
+    context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
     adapters = distinct * adapter_bytes(grid, lora_rank)
     cache = batch * context * token_bytes(model, grid.dtype)
     return weights * ITEM_BYTES[grid.dtype] + adapters + cache

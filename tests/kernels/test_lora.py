@@ -107,6 +107,17 @@ def test_rank_zero_projections_are_not_touched(
         assert y[:, column].isnan().all() or rank > 0
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("ranks", [(256, 256, 256), (200, 1, 5)])
+def test_largest_and_odd_ranks(device: torch.device, ranks: tuple[int, ...], phase: Phase) -> None:
+    """The first fill a row of the workspace to its end."""
+    torch.manual_seed(9)
+    adapters = Adapters(torch.float32, device, 2)
+    adapters.put(0, 64, (40, 24, 16), ranks)
+    adapters.put(1, 64, (40, 24, 16), ranks[::-1])
+    check(adapters, [0, 1, -1, 1, 1], 64, (40, 24, 16), phase)
+
+
 @pytest.mark.parametrize("slots", [[-1] * 5, [], [2] * 20, list(range(20))])
 def test_shapes_of_batches(device: torch.device, slots: list[int]) -> None:
     """No adapter, no row, one adapter for all, each row its own."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher.__main__ import main
-from launcher.bench.grid import Grid, adapter_bytes, step_bytes
+from launcher.bench.grid import Grid, adapter_bytes, engine_for, step_bytes
 from launcher.bench.offline import SHIPPED, model_folder
 
 TINY = {
@@ -47,6 +47,29 @@ def test_decode(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (3, 2, 8),
     ]
     assert all(p["floor_ms"] >= 0 for p in points)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--output-tokens", "16"], "more than 16"),
+        (["--batch", "0"], "--batch"),
+        (["--batch", "2", "--adapters", "4"], "--batch"),
+        (["--prompt-tokens", "0"], "tokens"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    tiny: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit, match=words):
+        bench(capsys, "decode", "--config", str(tiny), *options)
+
+
+def test_more_adapters_than_a_server_has_slots(tiny: Path) -> None:
+    grid = Grid(tiny, "cpu", "float32", (300,), (300,), (1,), 1, 24)
+    engine = engine_for(grid, 512)
+    assert engine.executor.limits.adapter_slots == 300
+    engine.close()
 
 
 def test_sampling(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,11 @@ class Executor(Protocol[T]):
         """Wait for the step; one result per slice, in order."""
         ...
 
+    def drain(self) -> None:
+        """After a failure: wait until nothing runs of what was launched and is not collected.
+        Raises anything when the device is lost for good."""
+        ...
+
     def start_copy(self, copy: AdapterCopy) -> None:
         """Begin a copy beside running steps; never blocks them."""
         ...

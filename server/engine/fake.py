@@ -261,6 +261,9 @@ class CertifyingExecutor:
         self._kv[page][position % self.limits.page_size] = mark
         row.marks.append(mark)
 
+    def drain(self) -> None:
+        self._in_flight.clear()
+
     # ---- adapters
 
     def start_copy(self, copy: AdapterCopy) -> None:

@@ -228,6 +228,12 @@ class EngineLoop(Generic[T]):
         self._failures += 1
         log.error("a step failed", exc_info=error)
         self._in_flight.clear()
+        try:
+            # What its sequences give up must not be read by a step that still runs.
+            self._executor.drain()
+        except Exception as lost:
+            # Nobody is told of an end: the shell has the sequences go on elsewhere.
+            raise ExecutorLost(f"the device is lost: {lost}") from lost
         self._scheduler.fail_running(*_describe(error))
         if self._failures >= MAX_FAILURES_IN_A_ROW:
             self._tell(None)

@@ -89,6 +89,10 @@ class TorchExecutor:
     def collect(self, ticket: StepTicket) -> list[SliceResult]:
         return ticket.results()
 
+    def drain(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def start_copy(self, copy: AdapterCopy) -> None:
         self._copies.start(copy)
 

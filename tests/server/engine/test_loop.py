@@ -228,14 +228,12 @@ class FailingExecutor(CertifyingExecutor):
     def launch(self, plan: StepPlan) -> FakeTicket:
         ticket = super().launch(plan)
         if plan.step in self.launches:
-            self._in_flight.clear()
             raise self.error
         return ticket
 
     def collect(self, ticket: FakeTicket) -> list[SliceResult]:
         results = super().collect(ticket)
         if ticket.plan.step in self.collects:
-            self._in_flight.clear()
             raise self.error
         return results
 
@@ -271,6 +269,22 @@ def test_steps_that_keep_failing_end_the_loop() -> None:
             engine.shell.answer(key)
         engine.join()
         assert isinstance(engine.end, ExecutorLost)
+
+
+class LostDevice(FailingExecutor):
+    def drain(self) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_a_lost_device_ends_the_loop_and_no_sequence() -> None:
+    """The shell ends them in `engine_lost`, and they go on elsewhere."""
+    with running(LostDevice({3}, set(), RuntimeError()), 2) as engine:
+        engine.shell.submit(1, make_request([5], 30))
+        engine.join()
+        assert isinstance(engine.end, ExecutorLost)
+        assert "illegal memory access" in str(engine.end)
+        told = engine.shell.events.get(1, [])
+        assert not [event for event in told if event.finish or event.error]
 
 
 class NoCopies(CertifyingExecutor):

@@ -24,7 +24,7 @@ WINDOW_HELP = (
 
 
 def add_load_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
-    """`serve`, `streams`, `adapters`, `make-model` and `adapter-copies`."""
+    """`serve`, `streams`, `adapters`, `make-model`, `adapter-copies` and `cold-adapters`."""
     serve = actions.add_parser("serve", help="load on a running server")
     _add_target(serve)
     _add_load(serve)
@@ -44,6 +44,9 @@ def add_load_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     copies = actions.add_parser("adapter-copies", help="adapters from host memory to the device")
     _add_copies(copies)
     copies.set_defaults(run=run_copies)
+    cold = actions.add_parser("cold-adapters", help="adapters from a folder to host memory")
+    _add_cold(cold)
+    cold.set_defaults(run=run_cold)
 
 
 # ---- the server and its adapters
@@ -272,8 +275,31 @@ def run_copies(arguments: argparse.Namespace) -> None:
 
     folder = model_folder(arguments.config)
     device, dtype = arguments.device, arguments.dtype
-    result = asdict(measure(folder, device, dtype, arguments.rank, arguments.adapters))
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        print("\n".join(f"{name:20} {value:10.3f}" for name, value in result.items()))
+    _print_times(measure(folder, device, dtype, arguments.rank, arguments.adapters), arguments.json)
+
+
+def _add_cold(parser: Parser) -> None:
+    parser.add_argument("--config", required=True, metavar="FOLDER", help="as of make-model")
+    parser.add_argument(
+        "--adapters-in", type=Path, required=True, metavar="DIR", help="adapter folders in it"
+    )
+    parser.add_argument("--first", type=int, default=0, help="from this one of them")
+    parser.add_argument("--count", type=int, default=4, help="so many of them (0 = all)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the slabs")
+    parser.add_argument("--rounds", type=int, default=5, help="the best counts")
+
+
+def run_cold(arguments: argparse.Namespace) -> None:
+    from launcher.bench.cold_adapters import measure
+    from launcher.bench.offline import model_folder
+
+    folder, names = model_folder(arguments.config), _names(arguments)
+    times = measure(folder, arguments.adapters_in, names, arguments.dtype, arguments.rounds)
+    _print_times(times, arguments.json)
+
+
+def _print_times(times: Any, as_json: bool) -> None:
+    """times: a dataclass of numbers."""
+    values = asdict(times)
+    lines = (f"{name:20} {value:10.3f}" for name, value in values.items())
+    print(json.dumps(values) if as_json else "\n".join(lines))

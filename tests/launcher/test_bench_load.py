@@ -200,3 +200,11 @@ def test_copies_beside_a_plain_one(made: Path, capfd: pytest.CaptureFixture[str]
     (times,) = bench(capfd, "adapter-copies", *options, "--device", "cpu", "--dtype", "float32")
     assert times["mb"] > 0  # type: ignore[operator]
     assert 0 < times["transfer_ms"] <= times["alone_p99_ms"]  # type: ignore[operator]
+
+
+def test_a_cold_adapters_way_by_stages(made: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    where = ("--config", str(made / "shape"), "--adapters-in", str(made / "adapters"))
+    (times,) = bench(capfd, "cold-adapters", *where, "--count", "2", "--rounds", "1")
+    assert all(value > 0 for name, value in times.items() if name != "sha256_ms")  # type: ignore[operator]
+    assert times["first_use_ms"] >= times["judge_ms"] + times["pack_ms"]  # type: ignore[operator]

@@ -14,6 +14,9 @@ from adapters.errors import AdapterError
 _RETRY_S = 30.0
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# Other file systems, or kernels, or what a sandbox forbids.
+_CANNOT_SHARE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+_COPY_BYTES = 256 << 10
 
 
 @contextmanager
@@ -58,6 +61,35 @@ def sync_files(folder: Path) -> None:
     """The folder's files are on the disk; that they are in the folder may not be."""
     for path in folder.iterdir():
         sync_path(path)
+
+
+def copy_bytes(source: int, target: int, most: int) -> int:
+    """Copies what follows in the open file `source` to that of `target`; returns how much there
+    was, at most `most`. A file system that can lets both share it until one is written to.
+
+    Raises OSError.
+    """
+    copied = 0
+    try:
+        while copied < most:
+            count = os.copy_file_range(source, target, most - copied)
+            if not count:
+                break
+            copied += count
+    except OSError as error:
+        if error.errno not in _CANNOT_SHARE:
+            raise
+    # Some file systems tell that there is nothing where there is.
+    piece = memoryview(bytearray(_COPY_BYTES))
+    while copied < most:
+        count = os.readv(source, [piece[: most - copied]])
+        if not count:
+            break
+        copied += count
+        rest = piece[:count]
+        while rest:
+            rest = rest[os.write(target, rest) :]
+    return copied
 
 
 def mark_used(path: Path) -> None:

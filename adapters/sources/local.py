@@ -7,7 +7,6 @@ any link: what was judged is what is read.
 import errno
 import hashlib
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from adapters.adapter_files import is_relevant
+from adapters.disk import copy_bytes
 from adapters.errors import AdapterChanged, AdapterError
 from adapters.ref import AdapterRef, told_name
 from adapters.violations import Findings, invalid, shown
@@ -51,9 +51,9 @@ class LocalSource:
         source = self._folder(ref) / name
         with self._open(source, ref) as file:
             before = os.fstat(file.fileno())
-            with (folder / name).open("xb") as target:
-                shutil.copyfileobj(file, target, 1 << 20)
-                copied = target.tell()
+            with (folder / name).open("xb", buffering=0) as target:
+                # A byte more than there should be tells that the file has grown.
+                copied = copy_bytes(file.fileno(), target.fileno(), before.st_size + 1)
             after = os.fstat(file.fileno())
         try:
             if copied != before.st_size or _identity(before) != _identity(after):

@@ -1,11 +1,14 @@
 """Local adapters: under the roots only, whatever links say; pinned by fingerprint."""
 
+import errno
+import itertools
 import os
 import socket
 from pathlib import Path
 
 import pytest
 
+from adapters.disk import copy_bytes
 from adapters.ref import AdapterRef
 from adapters.sources.local import LocalSource
 from tests.adapter_folders import small_base, write_adapter
@@ -41,6 +44,44 @@ def test_relative_absolute_and_second_root(root: Path, tmp_path: Path) -> None:
     target.mkdir()
     source.fetch_file(pinned, None, WEIGHTS, target)
     assert (target / WEIGHTS).read_bytes() == (root / "team/a" / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("kernel", ["shares", "cannot", "stops", "says nothing"])
+def test_a_copy_is_whole_whatever_the_file_system_can_do(
+    kernel: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.copy_file_range, itertools.count()
+
+    def copy_file_range(source: int, target: int, count: int) -> int:
+        if kernel == "cannot" or (kernel == "stops" and next(calls)):
+            raise OSError(errno.EXDEV, "another disk")
+        if kernel == "says nothing":
+            return 0
+        return real(source, target, min(count, 100))
+
+    monkeypatch.setattr("adapters.disk.os.copy_file_range", copy_file_range)
+    monkeypatch.setattr("adapters.disk._COPY_BYTES", 64)
+    source = LocalSource([root])
+    pinned = source.resolve(ref("team/a"), None)
+    source.fetch_file(pinned, None, WEIGHTS, tmp_path)
+    whole = (root / "team/a" / WEIGHTS).read_bytes()
+    assert (tmp_path / WEIGHTS).read_bytes() == whole
+    with (root / "team/a" / WEIGHTS).open("rb") as file, (tmp_path / "short").open("wb") as short:
+        assert copy_bytes(file.fileno(), short.fileno(), 150) == 150
+    assert (tmp_path / "short").read_bytes() == whole[:150]
+
+
+def test_a_disk_that_fills_up_under_a_copy_is_told_as_one(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: int, target: int, count: int) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("adapters.disk.os.copy_file_range", full)
+    source = LocalSource([root])
+    pinned = source.resolve(ref("team/a"), None)
+    with pytest.raises(OSError, match="full"):
+        source.fetch_file(pinned, None, WEIGHTS, tmp_path)
 
 
 def test_a_root_may_be_one_adapter(root: Path) -> None:

@@ -81,7 +81,7 @@ def draw_append(
         tokens.stride(0),
         UNUSED=_UNUSED_BITS[logits.dtype],
         SPLITS=SPLITS,
-        BLOCK=_BLOCK,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(vocab)),
         num_warps=_WARPS,
     )
     return drawn

@@ -102,8 +102,16 @@ def random_logits(shape: tuple[int, int], seed: int, device: torch.device) -> to
     return (torch.randn(shape, generator=generator) * 3 - 1).to(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [5, 1000, 20_000])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        (5, torch.float32),
+        (1000, torch.float16),
+        (1000, torch.bfloat16),
+        (20_000, torch.float32),
+        (20_000, torch.bfloat16),
+    ],
+)
 def test_draws_are_those_of_the_definition(
     device: torch.device, vocab: int, dtype: torch.dtype
 ) -> None:
@@ -155,6 +163,6 @@ def test_ids_at_minus_infinity_are_never_drawn(device: torch.device) -> None:
 def test_neighbours_do_not_change_a_draw(device: torch.device) -> None:
     case = Case(random_logits((1, 5000), 9, device), 4)
     together = case.draw(PARAMS)
-    for count in (1, 5, 9):
+    for count in (1, 7):
         others = [SamplingParams(top_p=0.3)] * count
         assert case.draw(others + PARAMS[count:])[count:] == together[count:]

@@ -77,17 +77,15 @@ RANDOM = [
 ]
 
 
-@pytest.mark.parametrize("each", [RANDOM, [RANDOM[5], RANDOM[1]], RANDOM[:1], RANDOM[2:3]])
+@pytest.mark.parametrize("each", [RANDOM, RANDOM[1:2]])
 def test_random_rows_draw_what_the_reference_draws(pair: Pair, each: list[SamplingParams]) -> None:
     """In steps of decodes alone behind the graph, and in steps with prompts."""
     slots = [(0, -1)[row % 2] for row in range(len(each))]
-    for chunk in (4, 64):
-        found = answer(pair.gpu, slots, each, chunk)
-        expected = answer(pair.reference, slots, each, chunk)
-        assert [s.output for s in found] == [s.output for s in expected]
-        for ours, theirs in zip(found, expected, strict=True):
-            scored = zip(ours.logprobs, theirs.logprobs, strict=True)
-            assert all(a.token_id == b.token_id for a, b in scored)
+    found, expected = (answer(driver, slots, each, 4) for driver in (pair.gpu, pair.reference))
+    assert [s.output for s in found] == [s.output for s in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        scored = zip(ours.logprobs, theirs.logprobs, strict=True)
+        assert all(a.token_id == b.token_id for a, b in scored)
 
 
 def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ class Matcher(Generic[T]):
         with_room = [worker for worker in workers if worker.has_room] if len(self.queue) else []
         if not with_room:
             return None
+        self.queue.shares.rows = sum(worker.size for worker in workers if worker.able)
         to_spare = [worker for worker in with_room if worker.has_spare]
         for ticket, entry, held_s in self.queue.candidates(now):
             # Who has more than its share leaves some rows of each worker to the others.

@@ -16,13 +16,17 @@ _FADED = 0.01
 
 
 class TenantShares:
-    """Sequences on workers, by tenant: now, and as means over some seconds."""
+    """Sequences on workers, by tenant: now, and as means over some seconds.
+
+    rows: what tenants share, as far as it is known: sequences that can be computed at once.
+    """
 
     def __init__(self) -> None:
+        self.rows = 0
         self._running: Counter[str] = Counter()
         self._total = 0
         self._means: dict[str, float] = {}
-        self._mean_total = 0.0
+        self._mean_rows = 0.0
         self._aged_at = 0.0
         # When each last asked, and its weight.
         self._about: OrderedDict[str, tuple[float, float]] = OrderedDict()
@@ -57,20 +61,26 @@ class TenantShares:
             for tenant in {**self._means, **self._running}
         }
         self._means = {tenant: mean for tenant, mean in means.items() if mean > _FADED}
-        self._mean_total = sum(self._means.values())
+        self._mean_rows = kept * self._mean_rows + (1.0 - kept) * self._shared
         self._weights = math.fsum(weight for _, weight in self._about.values())
 
     def is_over(self, tenant: str) -> bool:
         """Whether it wants more than its share, and there are others.
 
-        Who has more than that now is over if it had so for a while, or has far more.
+        Who has more than that now is over if it had so for a while, or has far more. Rows that are
+        kept free are part of what is shared: else who lives within its share would seem to be over.
         """
         if len(self._about) < 2:
             return False
         _, weight = self._about.get(tenant, (0.0, 1.0))
         part = weight / max(self._weights, weight)
-        share, own = part * self._total, self._running[tenant]
+        share, own = part * self._shared, self._running[tenant]
         if own <= share:
             return False
-        wants_more = self._means.get(tenant, 0.0) > part * self._mean_total
+        wants_more = self._means.get(tenant, 0.0) > part * self._mean_rows
         return wants_more or own > share + _SPREAD * math.sqrt(share)
+
+    @property
+    def _shared(self) -> int:
+        """Those of a worker that leaves are still taken for a while."""
+        return max(self.rows, self._total)

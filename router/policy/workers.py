@@ -57,6 +57,11 @@ class WorkerView(msgspec.Struct, eq=False):
         return self.ready and not self.draining
 
     @property
+    def size(self) -> int:
+        """Own sequences that it can compute at once, as far as it is known."""
+        return self.rows or self.credits
+
+    @property
     def has_room(self) -> bool:
         if not self.ready or self.draining or self.in_flight >= self.credits:
             return False
@@ -70,7 +75,7 @@ class WorkerView(msgspec.Struct, eq=False):
 
         The root of the rows, rounded up: what random arrivals vary by (square-root staffing).
         """
-        size = self.rows or self.credits
+        size = self.size
         taken = self.begun + self.starting if self.rows else self.in_flight
         return taken < size - math.ceil(math.sqrt(size))
 

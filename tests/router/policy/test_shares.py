@@ -32,6 +32,15 @@ def test_a_little_more_is_no_sign_of_wanting_more() -> None:
     assert shares_of({**rest, "a": 30}).is_over("a")
 
 
+def test_rows_that_are_kept_free_are_part_of_what_is_shared() -> None:
+    """Eleven are no more than a share of 48 rows, though they are of the 40 in use."""
+    for rows, is_over in ((48, False), (40, True), (8, True)):
+        shares = shares_of({"a": 11, "b": 10, "c": 10, "d": 9})
+        shares.rows = rows
+        live(shares, 5.0)
+        assert shares.is_over("a") == is_over
+
+
 def test_a_little_more_for_a_while_is() -> None:
     shares = shares_of({"a": 20, "b": 12, "c": 16, "d": 16})
     live(shares, 5.0)
@@ -69,12 +78,14 @@ def test_tenants_that_left_have_no_share() -> None:
     st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 40), min_size=2),
     st.dictionaries(st.sampled_from("abcdef"), st.sampled_from([0.1, 1.0, 3.0, 10.0])),
     st.integers(0, 10),
+    st.integers(0, 300),
 )
 def test_never_is_everybody_over(
-    running: dict[str, int], weights: dict[str, float], seconds: int
+    running: dict[str, int], weights: dict[str, float], seconds: int, rows: int
 ) -> None:
     """Rows that are kept for those within their share must have somebody to be kept for."""
     shares = shares_of(running, weights)
+    shares.rows = rows
     live(shares, seconds)
     assert not all(shares.is_over(tenant) for tenant in running)
 

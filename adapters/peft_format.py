@@ -163,7 +163,9 @@ class _Reader:
         self._findings = findings
 
     def refuse(self, key: str, reason: str) -> None:
-        self._findings.add("bad_value", key, f"{key}: {reason}")
+        """key: of the config, or a pattern that a tenant wrote."""
+        told = key if key.isascii() and key.isprintable() else shown(key)
+        self._findings.add("bad_value", key, f"{told}: {reason}")
 
     def text(self, key: str) -> str:
         value = self.raw.get(key)

@@ -13,7 +13,7 @@ from adapters.peft_fields import HARMLESS, REFUSED, USED
 from adapters.peft_format import MAX_CONFIG_BYTES, PeftConfig, parse_config
 from adapters.violations import Findings
 from tests.adapter_folders import adapter_config, small_base
-from tests.adapters.refusals import violation_codes
+from tests.adapters.refusals import refusal, violation_codes
 
 
 def read(data: bytes) -> PeftConfig:
@@ -213,3 +213,11 @@ def test_any_config_is_read_or_refused(changes: dict[str, Any]) -> None:
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     findings = Findings()
     assert parse_config(data, findings) is not None or len(findings)
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_with_control_characters_is_shown_without_them(key: str) -> None:
+    error = refusal(lambda: read_with(**{key: {"\x1b[2Jq_proj": "x"}}))
+    assert error is not None
+    assert error.message.isprintable()
+    assert all(violation.message.isprintable() for violation in error.violations)

@@ -183,7 +183,8 @@ class AdapterStore:
         packing. False: `stopped` became true, and nothing is kept."""
         target = self._slab_file(layout.digest, layout.dtype, layout.extent_bytes)
         with disk_errors():
-            if target.exists():
+            with suppress(FileNotFoundError, SlabError):
+                SlabFile(target).close()
                 return True
             self._quota.check(layout.nbytes)
             with self._quota.room(layout.nbytes), staging_folder(self._staging) as folder:

@@ -339,6 +339,21 @@ def test_a_disk_that_garbles_what_was_judged_is_noticed(
     assert save_slab(store, digest, "float32", 4096).exists()
 
 
+def test_a_slab_that_cannot_be_read_is_packed_and_written_anew(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    path = save_slab(store, digest, "float32", 4096)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], b"X" + whole[1:]):
+        path.chmod(0o644)
+        path.write_bytes(damaged)
+        with closing(store.open_slab(digest, "float32", 4096)) as slab:
+            assert not slab.on_disk
+        assert save_slab(store, digest, "float32", 4096).read_bytes() == whole
+
+
 def test_a_slab_that_is_given_up_leaves_nothing(hub: FakeHub, tmp_path: Path) -> None:
     store = store_of(hub, tmp_path)
     digest = store.admit(PINNED, None).digest

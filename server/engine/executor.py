@@ -89,7 +89,8 @@ class Executor(Protocol[T]):
         ...
 
     def finished_copies(self) -> list[CopyDone]:
-        """Copies that ended since the last call; never blocks."""
+        """Copies that ended since the last call; never blocks. Raises anything when the device is
+        lost for good."""
         ...
 
     def close(self) -> None: ...

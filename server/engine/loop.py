@@ -181,7 +181,10 @@ class EngineLoop(Generic[T]):
 
     def _note_copies(self) -> bool:
         """Whether one is over."""
-        finished = self._executor.finished_copies()
+        try:
+            finished = self._executor.finished_copies()
+        except Exception as lost:
+            raise ExecutorLost(f"the device is lost: {lost}") from lost
         for done in finished:
             self._copy_s[done.digest] = done.copy_s
             self._scheduler.copy_done(done, self._clock())

@@ -45,10 +45,15 @@ class AdapterCopies:
         self._pending.put(copy)
 
     def finished(self) -> list[CopyDone]:
-        """Bind the slots whose copies are over, between steps; never blocks."""
+        """Bind the slots whose copies are over, between steps; never blocks.
+
+        Raises what CUDA says when it is the device that fails them all.
+        """
         done = []
         while not self._finished.empty():
             copy, adapter, error, copy_s = self._finished.get()
+            if error == COPY_FAILED and self._stream is not None:
+                self._stream.synchronize()
             if adapter is not None:
                 self.table.bind(copy.adapter_slot, adapter)
             done.append(CopyDone(copy.adapter_slot, copy.layout.digest, error, copy_s))

@@ -11,7 +11,14 @@ from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import AdapterCopy, CopyDone
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket, certified_output
 from server.engine.loop import MAX_FAILURES_IN_A_ROW, EngineLoop, ExecutorLost
-from server.engine.messages import AbortSequence, Shutdown, SlabMissing, StepOutput, encode
+from server.engine.messages import (
+    AbortSequence,
+    NeedSlab,
+    Shutdown,
+    SlabMissing,
+    StepOutput,
+    encode,
+)
 from server.engine.plan import SliceResult, StepPlan
 from server.engine.scheduler import Scheduler, SchedulerConfig
 from tests.server.engine.harness import limits, make_request
@@ -285,6 +292,22 @@ def test_a_lost_device_ends_the_loop_and_no_sequence() -> None:
         assert "illegal memory access" in str(engine.end)
         told = engine.shell.events.get(1, [])
         assert not [event for event in told if event.finish or event.error]
+
+
+class LostInACopy(CertifyingExecutor):
+    def finished_copies(self) -> list[CopyDone]:
+        if self._copies:
+            raise RuntimeError("an uncorrectable error was encountered")
+        return super().finished_copies()
+
+
+def test_a_device_that_is_lost_in_a_copy_ends_the_loop() -> None:
+    """There may be no step that finds it out: every request waits for an adapter."""
+    with running(LostInACopy(LIMITS, OPTIONS)) as engine:
+        engine.shell.submit(1, make_request([5], 4, "a"))
+        engine.shell.expect(NeedSlab)
+        engine.join()
+        assert isinstance(engine.end, ExecutorLost)
 
 
 class NoCopies(CertifyingExecutor):

@@ -96,8 +96,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         setattr(module, item.__name__, item)
     patch.setitem(sys.modules, "flashinfer", module)
     forget()
-    for name in ("empty", "zeros"):
-        patch.setattr(torch, name, _unpinned(getattr(torch, name)))
+    patch.setattr(torch, "zeros", _unpinned(torch.zeros))
+    patch.setattr(torch, "empty", _unwritten(_unpinned(torch.empty)))
     patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(torch.cuda, "Stream", lambda device=None: Stream())
@@ -111,6 +111,17 @@ def install(patch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def _use_stream(stream: Stream) -> Iterator[None]:
     yield
+
+
+def _unwritten(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Whatever is read before it is written is seen in the results. Memory as it comes would also
+    have signalling NaN, of which numpy warns."""
+
+    def made(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = make(*shape, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    return made
 
 
 def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -171,6 +171,22 @@ def test_what_no_copy_expects_fails_that_copy_alone(
     assert driver.load(0, *slab, first=0).error is None
 
 
+def test_a_lost_device_is_told_apart_from_a_failed_copy(
+    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost:
+        def synchronize(self) -> None:
+            raise RuntimeError("uncorrectable")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the copy")
+
+    monkeypatch.setattr(driver.executor._table, "prepare", fail)
+    monkeypatch.setattr(driver.executor._copies, "_stream", Lost())
+    with pytest.raises(RuntimeError, match="uncorrectable"):
+        driver.load(0, *slab, first=0)
+
+
 def test_close_while_the_thread_takes_the_last_copy(folder: Path) -> None:
     class Taken(queue.SimpleQueue[AdapterCopy | None]):
         """Nothing is left of what was there."""

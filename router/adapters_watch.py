@@ -33,6 +33,7 @@ class AdaptersFile:
     """errors: by entry, or WHOLE; what they are about stays as it was. clock: seconds.
 
     applied: set once every entry has been tried; before that, names are missing that will be there.
+    New versions of a name are not waited for: it means its `ref` until they are there.
     """
 
     def __init__(
@@ -78,7 +79,6 @@ class AdaptersFile:
         self._stamp, self._tried_at = stamp, now
         contents = await asyncio.to_thread(_read, self._path, self._default_source)
         self._tell(await self._reconcile(contents))
-        self.applied.set()
 
     async def _reconcile(self, contents: FileContents) -> dict[OwnedName, str]:
         """What went wrong, by entry."""
@@ -92,6 +92,7 @@ class AdaptersFile:
             *((name, admin.unpin(name)) for name in todo.unpin),
             *((name, admin.delete(name)) for name in todo.delete),
         )
+        self.applied.set()
         errors = {**contents.errors, **todo.errors, **failed}
         return {**errors, **await self._reconcile_rollouts(contents, errors)}
 

@@ -60,6 +60,13 @@ export const plural = (count, one, many = `${one}s`) => `${digits(count)} ${coun
 export const clockTime = (unix) =>
   new Date(unix * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 
+/** The time of today's, the day of what is older. */
+export function shortTime(unix) {
+  const when = new Date(unix * 1000);
+  if (when.toDateString() === new Date().toDateString()) return clockTime(unix);
+  return when.toLocaleDateString("en", { month: "short", day: "numeric" });
+}
+
 export const dateTime = (unix) => new Date(unix * 1000).toLocaleString();
 
 export const shortDigest = (digest) => digest.slice(0, 12);

@@ -1,7 +1,7 @@
 // One adapter's card: its versions and their shares, what the guards say of them, its history.
 
 import { keys, request } from "./api.js";
-import { byId, clockTime, dateTime, digits, h, percent, plural, seconds, setText, shortDigest, shortReference } from "./dom.js";
+import { byId, dateTime, digits, h, percent, plural, seconds, setText, shortDigest, shortReference, shortTime } from "./dom.js";
 import { spelled } from "./names.js";
 
 const EVERY_MS = 2000;
@@ -125,7 +125,7 @@ export class RolloutCard {
       h(
         "li",
         {},
-        h("time", { class: "muted", title: dateTime(change.since) }, clockTime(change.since)),
+        h("time", { class: "muted", title: dateTime(change.since) }, shortTime(change.since)),
         h(
           "div",
           {},

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
 from router.adapter_wish import RolloutWish
 from router.adapters_file import BY, FileContents, Wanted, plan_rollouts, read
@@ -21,6 +22,7 @@ from router.registration import Registration, seen
 from router.rollout import Content, Declared, Guards, Rollout, Version
 from router.rollout_moves import Shares, rolled_back, split, stays_back, with_shares
 from router.rollouts import GUARD
+from server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import Running, poll, running_router
 from tests.router.shared.redis_server import running_redis
@@ -283,6 +285,27 @@ async def test_a_version_that_cannot_be_had_changes_nothing_else(
     await follower.file.poll()
     assert follower.file.errors == {}
     await follower.until(next=("serving", 5))
+
+
+async def test_a_name_does_not_wait_for_its_versions(
+    follower: Follower, worker: FakeWorker
+) -> None:
+    come = asyncio.Event()
+
+    async def load(load: AdapterLoad) -> AdapterManifest:
+        if load.ref.name == NEW.name:
+            await come.wait()
+        return make_manifest(load.ref.name)
+
+    worker.loader = load
+    write(follower.path, entry(("org/new", 5)))
+    polling = asyncio.create_task(follower.file.poll())
+    await follower.file.applied.wait()
+    assert follower.admin.get(MINE).ref == OLD
+    assert not polling.done()
+    come.set()
+    await polling
+    await follower.until(new=("serving", 5))
 
 
 async def test_versions_of_a_name_that_is_declared_elsewhere(follower: Follower) -> None:

@@ -9,6 +9,8 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
+
 from launcher.options import OptionError
 from launcher.router_client import Failed, add_router_options, as_json, connect, send, table
 
@@ -81,7 +83,13 @@ def run(arguments: argparse.Namespace, admin_key: str) -> int:
 
 def _generate(key_id: str) -> int:
     from router.tenancy.keyring import digest_of, new_secret
+    from router.tenancy.keys import Word
 
+    try:
+        msgspec.convert(key_id, Word)
+    except msgspec.ValidationError:
+        expected = "a word of A-Za-z0-9._- that begins with a letter or digit, up to 64"
+        raise OptionError(f"ID must be {expected}, got {key_id[:80]!r}") from None
     key = new_secret()
     sys.stdout.write(f"{key}\n\nkeys:\n  - id: {key_id}\n    sha256: {digest_of(key)}\n")
     return 0

@@ -13,6 +13,7 @@ from router.api.keys import (
     NewKeyObject,
     RecordList,
     UsageList,
+    check_query,
     key_object,
     parse_change,
     parse_count,
@@ -28,6 +29,7 @@ from router.service import Service
 from router.shared.store import StoreDown
 from router.tenancy.keyring import Keyring
 from router.tenancy.keys import ApiKey
+from router.tenancy.usage import MAX_DAYS
 
 MAX_BODY_BYTES = 64 << 10
 
@@ -88,9 +90,11 @@ class UsageRoutes:
     async def usage(self, request: Request) -> Response:
         """?start, ?end (days), ?tenant, ?key, ?adapter."""
         query = request.query_params
+        check_query(query, ("start", "end", "tenant", "key", "adapter"))
         first, last = parse_days(query, int(time.time() // 86400))
         try:
-            rows = await self._tenancy.metering.usage(await self._tenants(request), first, last)
+            tenants = await self._tenants(request, first, last)
+            rows = await self._tenancy.metering.usage(tenants, first, last)
         except StoreDown:
             raise _no_store() from None
         rows = [
@@ -102,23 +106,27 @@ class UsageRoutes:
 
     async def requests(self, request: Request) -> Response:
         """?limit, ?tenant: the latest requests, each."""
+        check_query(request.query_params, ("limit", "tenant"))
         count = parse_count(request.query_params)
+        today = int(time.time() // 86400)
         try:
-            records = await self._tenancy.metering.latest(await self._tenants(request), count)
+            tenants = await self._tenants(request, today - MAX_DAYS, today)
+            records = await self._tenancy.metering.latest(tenants, count)
         except StoreDown:
             raise _no_store() from None
         return json_response(RecordList(records))
 
     async def audit(self, request: Request) -> Response:
         """?limit. It wants the admin key."""
+        check_query(request.query_params, ("limit",))
         count = parse_count(request.query_params)
         try:
             return json_response(AuditList(await self._tenancy.audit.newest(count)))
         except StoreDown:
             raise _no_store() from None
 
-    async def _tenants(self, request: Request) -> list[str]:
-        """Those whose use the caller may see. Raises RequestError."""
+    async def _tenants(self, request: Request, first: int, last: int) -> list[str]:
+        """Those whose use of these days the caller may see. Raises RequestError, StoreDown."""
         asked = request.query_params.get("tenant")
         try:
             self._operator.check(request)
@@ -134,8 +142,10 @@ class UsageRoutes:
                     "forbidden", "a key tells of its own tenant only", param="tenant"
                 ) from None
             return [caller.tenant]
-        known = {"", *self._tenancy.keyring.tenants()}
-        return sorted(known) if asked is None else [asked[:64]]
+        if asked is not None:
+            return [asked[:64]]
+        used = await self._tenancy.metering.tenants(first, last)
+        return sorted({"", *self._tenancy.keyring.tenants(), *used})
 
 
 def _tell(request: Request, key: ApiKey) -> None:

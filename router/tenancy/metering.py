@@ -17,18 +17,22 @@ from router.tenancy.quota import Ask, Verdict
 from router.tenancy.rate_headers import rate_headers, refusal
 from router.tenancy.usage import (
     MAX_DAYS,
+    OTHER,
     Outcome,
     Pending,
     UsageRecord,
     UsageRow,
     book_name,
+    day_and_tenant,
     group_of,
     rows_of,
+    tenants_book,
 )
 
 FLUSH_S = 1.0
 KEPT_RECORDS = 10_000  # of each tenant
 _MAX_UNWRITTEN = 10_000
+_LISTED_S = 600.0
 _BOOK_TTL_S = (MAX_DAYS + 1) * 86400.0
 
 
@@ -44,6 +48,7 @@ class Metering:
         self._pending = Pending()
         self._records: deque[UsageRecord] = deque(maxlen=_MAX_UNWRITTEN)
         self._flushing = asyncio.Lock()
+        self._listed: dict[tuple[int, str], float] = {}
 
     def charge(self, caller: Caller, request_id: str) -> "Charge":
         """Of one request, until it is closed."""
@@ -66,6 +71,13 @@ class Metering:
         await self.admission.close()
         with contextlib.suppress(StoreDown):
             await self.flush()
+
+    async def tenants(self, first: int, last: int) -> set[str]:
+        """Who used something in these days, though they may have no key any more. Raises
+        StoreDown."""
+        await self.flush()
+        books = [await self._store.counts(tenants_book(day)) for day in range(first, last + 1)]
+        return {tenant for book in books for tenant in book}
 
     async def usage(self, tenants: Sequence[str], first: int, last: int) -> list[UsageRow]:
         """Of these days since 1970-01-01, both included. Raises StoreDown."""
@@ -96,6 +108,7 @@ class Metering:
             name, counters = book
             groups = {counter: group_of(counter) for counter in counters}
             try:
+                await self._list_tenant(*day_and_tenant(name))
                 await self._store.count(name, counters, groups, _BOOK_TTL_S)
             except StoreDown:
                 self._pending.give_back(name, counters)
@@ -112,6 +125,15 @@ class Metering:
             except StoreDown:
                 self._records.extend(records)
                 raise
+
+    async def _list_tenant(self, day: int, tenant: str) -> None:
+        """Once in a while, as a store may come back empty. Raises StoreDown."""
+        now = self.clock()
+        if self._listed.get((day, tenant), 0.0) > now:
+            return
+        await self._store.count(tenants_book(day), {tenant: 1}, {tenant: OTHER}, _BOOK_TTL_S)
+        self._listed = {known: until for known, until in self._listed.items() if until > now}
+        self._listed[day, tenant] = now + _LISTED_S
 
 
 def _log_name(tenant: str) -> str:

@@ -75,8 +75,8 @@ class Pending:
         return book_name(tenant, day), counters
 
     def give_back(self, name: str, counters: Mapping[str, int]) -> None:
-        day, _, tenant = name.removeprefix("usage:").partition(":")
-        book = self._books.setdefault((tenant, int(day)), {})
+        day, tenant = day_and_tenant(name)
+        book = self._books.setdefault((tenant, day), {})
         for counter, amount in counters.items():
             self._size += counter not in book
             book[counter] = book.get(counter, 0) + amount
@@ -85,6 +85,17 @@ class Pending:
 def book_name(tenant: str, day: int) -> str:
     """day: since 1970-01-01 UTC."""
     return f"usage:{day}:{tenant}"
+
+
+def tenants_book(day: int) -> str:
+    """Of a day: a counter for each tenant that used something."""
+    return f"tenants:{day}"
+
+
+def day_and_tenant(name: str) -> tuple[int, str]:
+    """Those of a book's name."""
+    day, _, tenant = name.removeprefix("usage:").partition(":")
+    return int(day), tenant
 
 
 def group_of(counter: str) -> str:

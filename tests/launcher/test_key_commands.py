@@ -89,6 +89,15 @@ def test_a_time_without_a_zone(keys: StubRouter, capsys: pytest.CaptureFixture[s
     assert not keys.asked
 
 
+@pytest.mark.parametrize("key_id", ["my app", "-", "a" * 65, "a: b"])
+def test_an_id_that_no_file_may_hold(key_id: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["key", "generate", "--", key_id])
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, "ID must be a word" in err) == ("", True)
+
+
 def test_generated_keys_fit_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["key", "generate", "app"])

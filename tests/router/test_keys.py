@@ -278,8 +278,27 @@ async def test_usage_by_key_and_adapter(guarded: Running) -> None:
     assert [(r["adapter"], r["outcome"]) for r in records] == [("pirate", "ok")] * 2
     for query in ("start=x", "start=2026-01-02&end=2026-01-01", "start=1970-01-01", "end=9"):
         assert (await get(f"/v1/usage?{query}", headers=ADMIN)).status_code == 400
+    for path in ("usage?tennant=acme", "usage/requests?key=a", "audit?tenant=acme"):
+        misspelt = await get(f"/v1/{path}", headers=ADMIN)
+        assert (misspelt.status_code, "unknown parameter" in misspelt.text) == (400, True)
     old = await get("/v1/usage?start=2026-01-01&end=2026-01-31", headers=ADMIN)
     assert old.json()["data"] == []
+
+
+async def test_a_tenant_without_keys_is_still_in_the_bill(guarded: Running) -> None:
+    key = await create(guarded, id="a", tenant="acme")
+    assert (await complete(guarded, key)).status_code == 200
+    assert (await guarded.client.delete("/v1/keys/a", headers=ADMIN)).status_code == 200
+    for path in ("usage", "usage/requests"):
+        told = (await guarded.client.get(f"/v1/{path}", headers=ADMIN)).json()["data"]
+        assert [(row["tenant"], row["key"]) for row in told] == [("acme", "a")]
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "x", "", "0000000019", "1" * 5000])
+async def test_a_limit_that_is_none(guarded: Running, limit: str) -> None:
+    for path in ("usage/requests", "audit"):
+        answer = await guarded.client.get(f"/v1/{path}?limit={limit}", headers=ADMIN)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
 
 
 async def test_a_stream_that_is_left_counts_what_it_got(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ ARGUMENTS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 STEP_MS = 20_000
+expect.set_options(timeout=STEP_MS)
 # What a page without a key is told; the browser reports it as an error of loading.
 LOCKED = re.compile(r"status of 40[13]")
 
@@ -128,7 +129,7 @@ def opener(browser: Browser, keyed: Serving, api_key: str) -> Iterator[Opener]:
 
 
 def live(page: Page) -> None:
-    expect(page.locator("#live")).to_have_text("Live", timeout=STEP_MS)
+    expect(page.locator("#live")).to_have_text("Live")
 
 
 def focused(page: Page) -> str:
@@ -143,7 +144,7 @@ def run_prompt(page: Page, *models: str) -> None:
         page.locator("#model-filter").press("Enter")
     page.locator("#prompt").fill(MESSAGE)
     page.get_by_role("button", name="Run").click()
-    expect(page.locator("#run")).to_be_enabled(timeout=STEP_MS)
+    expect(page.locator("#run")).to_be_enabled()
 
 
 def test_adapters_side_by_side_and_the_picture_follows(opener: Opener) -> None:
@@ -163,8 +164,10 @@ def test_adapters_side_by_side_and_the_picture_follows(opener: Opener) -> None:
         assert int(tokens) > 10
     expect(page.get_by_role("article", name="loraplex/demo").locator(".output")).not_to_be_empty()
     page.get_by_role("tab", name="Fleet").click()
-    expect(arena).to_have_attribute("aria-label", re.compile("2 adapters"), timeout=STEP_MS)
-    assert arena.screenshot() != blank
+    expect(arena).to_have_attribute("aria-label", re.compile("2 adapters"))
+    deadline = time.monotonic() + STEP_MS / 1000
+    while arena.screenshot() == blank:  # it is painted behind its label
+        assert time.monotonic() < deadline
     row = page.get_by_role("option").filter(has_text="json")
     expect(row).to_contain_text("on 1 device")
 
@@ -376,7 +379,7 @@ def test_a_rollout_from_its_begin_to_its_end(opener: Opener, operator: Operator)
     expect(card.locator(".history")).to_contain_text("register by api")
     operator.roll_out(polite=30)
     old, new = (card.locator(".versions li").nth(number) for number in range(2))
-    expect(new.locator("strong")).to_have_text("30 %", timeout=STEP_MS)
+    expect(new.locator("strong")).to_have_text("30 %")
     expect(new).to_contain_text("…/adapters/polite")
     expect(old.locator("strong")).to_have_text("70 %")
     expect(card.locator(".shares").first).to_have_attribute("aria-label", re.compile("30 %$"))
@@ -384,17 +387,17 @@ def test_a_rollout_from_its_begin_to_its_end(opener: Opener, operator: Operator)
     expect(card).to_contain_text("Goes back at 5 % more failures, in 300 seconds.")
     expect(new).to_contain_text("Judged after 5 requests.")
     operator.chat(40)
-    expect(new).to_contain_text("No worse than the old one.", timeout=STEP_MS)
+    expect(new).to_contain_text("No worse than the old one.")
     expect(old).to_contain_text(re.compile(r"old · \d\d requests · 0 % failed · p95 "))
     operator.roll_out(broken=50)
-    expect(new.locator("strong")).to_have_text("50 %", timeout=STEP_MS)
+    expect(new.locator("strong")).to_have_text("50 %")
     operator.chat_until(lambda: "taken back" in new.inner_text())
     expect(new.locator(".verdict")).to_have_text(re.compile(r"^100\.0% of its \d+ requests failed"))
     expect(old.locator("strong")).to_have_text("100 %")
     expect(card.locator(".history li").first).to_contain_text("rollback by guard")
     operator.do("DELETE", "/support/rollout")
-    expect(card.locator(".versions")).to_be_hidden(timeout=STEP_MS)
-    expect(card.locator(".history li").first).to_contain_text("ended", timeout=STEP_MS)
+    expect(card.locator(".versions")).to_be_hidden()
+    expect(card.locator(".history li").first).to_contain_text("ended")
     page.keyboard.press("Escape")
     expect(card).to_be_hidden()
     opener.complaints = [c for c in opener.complaints if "status of 409" not in c]
@@ -469,7 +472,7 @@ def test_a_thousand_adapters_on_64_workers(opener: Opener) -> None:
     tell(page, picture(64, 1000, 60))
     page.keyboard.press("1")
     page.reload()
-    expect(page.locator(".worker")).to_have_count(64, timeout=STEP_MS)
+    expect(page.locator(".worker")).to_have_count(64)
     expect(page.locator("#adapters-count")).to_have_text("1,000")
     assert page.locator("#adapters .row").count() < 60
     drawn = "[...document.querySelectorAll('canvas.arena')].filter((c) => c.width !== 300).length"
@@ -495,7 +498,7 @@ def test_equal_names_are_told_apart(opener: Opener) -> None:
     page.keyboard.press("1")
     page.reload()
     rows = page.locator("#adapters .row")
-    expect(rows).to_have_count(3, timeout=STEP_MS)
+    expect(rows).to_have_count(3)
     for row, spelled in enumerate(("sql", "acme::sql", "globex::sql")):
         expect(rows.nth(row)).to_contain_text(re.compile(rf"^{spelled}rank"))
     rows.nth(1).click()
@@ -511,7 +514,7 @@ def test_a_router_that_is_gone_leaves_the_last_picture(opener: Opener) -> None:
     page.reload()
     expect(page.locator(".worker")).to_have_count(2)
     page.route("**/v1/fleet", lambda route: route.abort())
-    expect(page.locator("#live")).to_have_text("Reconnecting", timeout=STEP_MS)
+    expect(page.locator("#live")).to_have_text("Reconnecting")
     expect(page.locator("#fleet-notice")).to_contain_text("Reconnecting")
     expect(page.locator(".worker")).to_have_count(2)
     page.unroute("**/v1/fleet")

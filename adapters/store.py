@@ -168,9 +168,8 @@ class AdapterStore:
             adapter, check = self._checked(manifest, weights)
             layout = make_layout(adapter, self._base, digest, dtype, extent_bytes)
             damaged = partial(self._damaged, digest)
-            unpacked = Unpacked(weights, adapter, self._base, layout, check, damaged)
-            unpacked.hold(held.pop_all())
-            return unpacked
+            kept = held.pop_all()
+            return Unpacked(weights, adapter, self._base, layout, check, damaged, kept)
 
     def save_slab(
         self,

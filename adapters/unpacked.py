@@ -24,23 +24,21 @@ class Unpacked:
         layout: SlabLayout,
         check: Callable[[], ContentCheck],
         damaged: Callable[[], AdapterError],
+        held: ExitStack,
     ) -> None:
-        """check: a new one for each reading. damaged: told when one does not hold."""
+        """check: a new one for each reading. damaged: told when one does not hold. held: closed
+        with this."""
         self.layout = layout
         self._weights = weights
         self._adapter = adapter
         self._base = base
         self._check = check
         self._damaged = damaged
-        self._held = ExitStack()
+        self._held = held
 
     @property
     def on_disk(self) -> bool:
         return False
-
-    def hold(self, held: ExitStack) -> None:
-        """Takes over what is to be closed with this."""
-        self._held = held
 
     def copy_runs(self, arena: memoryview, first_extents: Sequence[int]) -> None:
         memory = SlabMemory(self.layout, arena, first_extents)

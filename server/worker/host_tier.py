@@ -66,11 +66,11 @@ class HostTier:
         arena: AdapterArena,
         open_slab: Callable[[str], SlabSource],
         threads: Executor,
+        saver: SlabSaver,
         metrics: WorkerMetrics,
         clock: Callable[[], float] = time.monotonic,
-        saver: SlabSaver | None = None,
     ) -> None:
-        """saver: None = what is packed here is not kept on disk."""
+        """saver: keeps on disk what is packed here."""
         self._clock = clock
         self._saver = saver
         self._memory = memory
@@ -85,8 +85,7 @@ class HostTier:
         # Callers on their way to a pin: what they wait for must not be evicted before they run.
         self._awaited: Counter[str] = Counter()
         self._room = asyncio.Event()
-        if saver is not None:
-            saver.freed = self._room.set
+        saver.freed = self._room.set
 
     @property
     def used_bytes(self) -> int:
@@ -142,13 +141,13 @@ class HostTier:
                 self._room.set()
             else:
                 self._room.clear()
-                if self._saver is not None and digest in self._saver.reading:
+                if digest in self._saver.reading:
                     self._saver.stop_reading()
                 await self._room.wait()
 
     def _kept(self) -> Collection[str]:
         """Not to be evicted, whoever needs the room."""
-        return self._awaited if self._saver is None else self._saver.reading.union(self._awaited)
+        return self._saver.reading.union(self._awaited)
 
     def prefetch(self, digest: str) -> None:
         """Begin to stage it: the engine will ask for it soon. Failures show when it does."""
@@ -243,7 +242,7 @@ class HostTier:
         self._arena.finish(digest, load_s)
         self._layouts[digest] = slab.layout
         self._load_s[digest] = load_s
-        if self._saver is not None and not slab.on_disk:
+        if not slab.on_disk:
             self._saver.offer(slab.layout, extents)
 
     async def _place(self, digest: str, layout: SlabLayout) -> tuple[int, ...]:
@@ -270,7 +269,7 @@ class HostTier:
             if refusal is not None:
                 raise SlabUnavailable(f"{refusal} (option host_adapter_memory)")
             placement = arena.place(digest, layout.runs, self._kept())
-            if placement is None and self._saver is not None and arena.would_fit(layout.runs, ()):
+            if placement is None and arena.would_fit(layout.runs, ()):
                 self._saver.stop_reading()
             return placement
         finally:
@@ -280,5 +279,4 @@ class HostTier:
         for digest in [d for d in self._layouts if self._arena.stage(d) == "absent"]:
             del self._layouts[digest]
             self._load_s.pop(digest, None)
-            if self._saver is not None:
-                self._saver.forget(digest)
+            self._saver.forget(digest)

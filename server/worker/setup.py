@@ -183,8 +183,8 @@ def _worker(
         AdapterArena(extents, engine.extent_bytes, extents),
         partial(store.open_slab, dtype=engine.dtype, extent_bytes=engine.extent_bytes),
         staging,
+        SlabSaver(memory.view, store.save_slab, saving, metrics),
         metrics,
-        saver=SlabSaver(memory.view, store.save_slab, saving, metrics),
     )
     metrics.adapter_limit.labels("host").set(engine.host_arena_bytes)
     loads = AdapterService(store, loading, reading, merger, metrics)

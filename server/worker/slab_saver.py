@@ -27,15 +27,12 @@ class _Slab(NamedTuple):
 class SlabSaver:
     """Runs on the event loop; `thread` writes.
 
-    save: `AdapterStore.save_slab`. freed: called when what was read may be evicted again.
+    save: `AdapterStore.save_slab`. reading: what must not be evicted. freed: called when that
+    changes to nothing.
     """
 
     def __init__(
-        self,
-        memory: memoryview,
-        save: Save,
-        thread: Executor,
-        metrics: WorkerMetrics,
+        self, memory: memoryview, save: Save, thread: Executor, metrics: WorkerMetrics
     ) -> None:
         self._memory = memory
         self._save = save

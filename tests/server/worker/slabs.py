@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from adapters.manifest import SlabLayout
-from adapters.slab_file import PAGE
+from adapters.slab_file import PAGE, SlabFile
 
 EXTENT = 4096
 _MAGIC = b"LPXSLAB1"
@@ -18,3 +18,14 @@ def write_slab_file(path: Path, digest: str, extents: int) -> None:
     prefix = _MAGIC + len(encoded).to_bytes(8, "little") + encoded
     padding = bytes(-len(prefix) % PAGE)
     path.write_bytes(prefix + padding + digest.encode() * layout.nbytes)
+
+
+class Packing:
+    """A slab that no file holds, as far as the worker knows."""
+
+    on_disk = False
+
+    def __init__(self, slab: SlabFile) -> None:
+        self.layout = slab.layout
+        self.copy_runs = slab.copy_runs
+        self.close = slab.close

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ from server.engine.residency import AdapterArena
 from server.worker.host_tier import MAX_HINTS, HostMemory, HostTier, SlabUnavailable
 from server.worker.metrics import WorkerMetrics
 from server.worker.slab_saver import SlabSaver
-from tests.server.worker.slabs import EXTENT, write_slab_file
+from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
 from tests.slab_files import read_layout
 
 EXTENTS = 4
@@ -67,7 +68,24 @@ def memory() -> HostMemory:
 def tier(disk: Disk, threads: ThreadPoolExecutor, memory: HostMemory) -> HostTier:
     """All loads take the same time, as its clock stands still."""
     arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
-    return HostTier(memory.view, arena, disk.open, threads, WorkerMetrics(), lambda: 0.0)
+    return tier_of(memory, arena, disk, threads, lambda: 0.0)
+
+
+def tier_of(
+    memory: HostMemory,
+    arena: AdapterArena,
+    disk: Disk,
+    threads: Executor,
+    clock: Callable[[], float],
+) -> HostTier:
+    """Of slabs that are all on disk."""
+
+    def save(*arguments: object) -> bool:
+        raise AssertionError("it is there")
+
+    metrics = WorkerMetrics()
+    saver = SlabSaver(memory.view, save, threads, metrics)
+    return HostTier(memory.view, arena, disk.open, threads, saver, metrics, clock)
 
 
 async def test_bytes_lie_where_the_answer_says(
@@ -293,7 +311,7 @@ async def test_the_time_of_a_load_is_told_once(
 ) -> None:
     ticks = iter([10.0, 10.5])
     arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
-    tier = HostTier(memory.view, arena, disk.open, threads, WorkerMetrics(), lambda: next(ticks))
+    tier = tier_of(memory, arena, disk, threads, lambda: next(ticks))
     disk.add("a")
     assert [(await tier.acquire("a")).load_s for _ in range(2)] == [0.5, 0.0]
 
@@ -328,12 +346,11 @@ async def test_a_slab_that_leaves_the_disk_once_it_is_open_is_staged(
 async def test_a_slab_that_is_evicted_as_it_comes_is_staged_again(
     disk: Disk, memory: HostMemory
 ) -> None:
-    metrics = WorkerMetrics()
     for digest in "ab":
         disk.add(digest, EXTENTS)
     for before, after in itertools.product(range(2, 8), range(20)):
         arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
-        tier = HostTier(memory.view, arena, disk.open, Inline(), metrics)
+        tier = tier_of(memory, arena, disk, Inline(), time.monotonic)
         tier.prefetch("a")
         await turns(before)
         tier.prefetch("b")  # pushes it out when it is there
@@ -346,28 +363,15 @@ async def test_a_slab_that_is_evicted_as_it_comes_is_staged_again(
 async def test_an_eviction_ends_however_a_staging_does(
     disk: Disk, memory: HostMemory, there: bool
 ) -> None:
-    metrics = WorkerMetrics()
     if there:
         disk.add("a")
     for before in range(30):
         arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
-        tier = HostTier(memory.view, arena, disk.open, Inline(), metrics)
+        tier = tier_of(memory, arena, disk, Inline(), time.monotonic)
         tier.prefetch("a")
         await turns(before)
         await asyncio.wait_for(tier.evict("a"), 30)
         assert arena.stage("a") == "absent"
-
-
-class Packing:
-    """A slab that no file holds."""
-
-    on_disk = False
-
-    def __init__(self, slab: SlabFile) -> None:
-        self._slab = slab
-        self.layout = slab.layout
-        self.copy_runs = slab.copy_runs
-        self.close = slab.close
 
 
 class Saving:
@@ -418,7 +422,7 @@ def packing_tier(
         slab = disk.open(digest)
         return slab if digest in dict(saving.saved) else Packing(slab)
 
-    return HostTier(memory.view, arena, open_slab, threads, metrics, lambda: 0.0, saver)
+    return HostTier(memory.view, arena, open_slab, threads, saver, metrics, lambda: 0.0)
 
 
 async def test_what_is_packed_is_used_at_once_and_saved_behind(

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.slab_file import SlabFile
+from adapters.manifest import SlabLayout
+from adapters.slab_file import SlabFile, SlabSource
 from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.loop import EngineLoop
@@ -39,8 +40,9 @@ from server.worker.adapter_meter import AdapterMeter
 from server.worker.adapter_orders import AdapterOrders
 from server.worker.host_tier import HostTier
 from server.worker.metrics import WorkerMetrics
+from server.worker.slab_saver import SlabSaver
 from server.worker.staging import Staging
-from tests.server.worker.slabs import EXTENT, write_slab_file
+from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
 
 HOST_EXTENTS = 6
 ROUTER = 1
@@ -65,7 +67,7 @@ class Threads(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         future: Future[Any] = Future()
         slab = getattr(fn, "__self__", None)
-        digest = slab.layout.digest if isinstance(slab, SlabFile) else "".join(args)
+        digest = slab.layout.digest if isinstance(slab, SlabFile) else _digest_in(args)
         self.jobs.append(Job(future, lambda: fn(*args, **kwargs), digest))
         return future
 
@@ -83,6 +85,10 @@ class Threads(Executor):
             job.future.set_exception(raised)
         else:
             job.future.set_result(result)
+
+
+def _digest_in(arguments: Sequence[object]) -> str:
+    return "".join(argument for argument in arguments if isinstance(argument, str))
 
 
 class WatchedArena(AdapterArena):
@@ -225,6 +231,7 @@ class Tiers:
         self.now = 0.0
         self.wrong: list[str] = []
         self.threads = Threads()
+        self.saved: set[str] = set()  # those packed on disk
         self.jobs_until_failure: int | None = None
         self.broken: set[tuple[str, str]] = set()  # which failure was brought about, and for whom
         self.aio = asyncio.new_event_loop()
@@ -236,8 +243,9 @@ class Tiers:
             lambda: self.engine.executor.copying,
             self.wrong,
         )
+        saver = SlabSaver(self.memory, self._save, self.threads, metrics)
         self.tier = HostTier(
-            self.memory, self.arena, self._open, self.threads, metrics, lambda: self.now
+            self.memory, self.arena, self._open, self.threads, saver, metrics, lambda: self.now
         )
         self.orders = AdapterOrders(self.tier, self._on_disk, self.threads, lambda: self.now)
         self.orders.attach(self)
@@ -255,15 +263,34 @@ class Tiers:
         write_slab_file(self.folder / digest, digest, extents)
 
     def forget(self, digest: str) -> None:
+        self.saved.discard(digest)
         (self.folder / digest).unlink(missing_ok=True)
 
     def _on_disk(self, digest: str) -> bool:
         return (self.folder / digest).exists()
 
-    def _open(self, digest: str) -> SlabFile:
+    def _open(self, digest: str) -> SlabSource:
         if not self._on_disk(digest):
             raise AdapterError("not_found", f"no {digest}")
-        return SlabFile(self.folder / digest)
+        slab = SlabFile(self.folder / digest)
+        return slab if digest in self.saved else Packing(slab)
+
+    def _save(
+        self,
+        layout: SlabLayout,
+        arena: memoryview,
+        first_extents: Sequence[int],
+        stopped: Callable[[], bool],
+    ) -> bool:
+        """Whatever else has happened since it was begun."""
+        if stopped():
+            return False
+        for extent in first_extents:
+            held = bytes(arena[extent * EXTENT : (extent + 1) * EXTENT])
+            if held != layout.digest.encode() * EXTENT:
+                self.wrong.append(f"of {layout.digest} something else was saved")
+        self.saved.add(layout.digest)
+        return True
 
     def end_job(self, at: int) -> None:
         """It is done, or fails if its turn has come (`jobs_until_failure`)."""

@@ -91,11 +91,15 @@ class AdapterStore:
         self._judging = threading.BoundedSemaphore(judging)
         self._merges: SingleFlight[str, AdapterManifest]
         self._merges = SingleFlight(clock, _MERGE_FAILURE_TTL_S)
-        with disk_errors():
+        try:
             for folder in (content, refs, self._slabs, self._staging):
                 folder.mkdir(parents=True, exist_ok=True)
             remove_stale(self._staging)
             self._contents.sync_all()
+        except OSError as error:
+            reason = error.strerror or error
+            message = f"the cache folder {root} cannot be used: {reason}; --cache-dir names another"
+            raise AdapterError("unavailable", message) from error
 
     def admit(
         self,

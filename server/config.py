@@ -12,6 +12,10 @@ from adapters.validate import AdapterLimits
 Device = Literal["auto", "cpu", "cuda"]
 
 
+class ConfigError(ValueError):
+    """An option that this model or machine cannot have; str() names it, and what would do."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker: a model copy, shell and engine. Fields are options of `loraplex worker`."""

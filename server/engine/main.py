@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from adapters.logs import log_to_stderr
-from server.config import EngineConfig
+from server.config import ConfigError, EngineConfig
 from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import Executor, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions
@@ -79,6 +79,9 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
         config = msgspec.json.decode(options.config, type=EngineConfig)
         log_to_stderr(written=config.log_format, text="engine: %(levelname)s %(message)s")
         executor = _build(options, config)
+    except ConfigError as error:
+        channel.send(EngineFailed(str(error)))
+        return 1
     except Exception as error:  # the process's edge: the shell is told, whatever it was
         log.error("the engine cannot start", exc_info=error)
         channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
@@ -147,7 +150,7 @@ def _certifying(text: str, config: EngineConfig, arena: memoryview) -> Certifyin
     """For `certify` or `certify:{…}`. Vocabulary and context are the model's, if it is there."""
     name, _, given = text.partition(":")
     if name != "certify":
-        raise ValueError(f"--executor: expected torch or certify[:JSON], got {text!r}")
+        raise ConfigError(f"--executor: expected torch or certify[:JSON], got {text!r}")
     path = Path(config.model_path) / "config.json"
     model = json.loads(path.read_text()) if path.is_file() else {}
     eos = model.get("eos_token_id")

@@ -4,7 +4,7 @@ import msgspec
 
 from adapters.base import LAYER_SITES, MODEL_SITES
 from adapters.manifest import SlabDtype
-from server.config import EngineConfig
+from server.config import ConfigError, EngineConfig
 from server.engine.executor import ExecutorLimits
 from server.model.config import ModelConfig
 
@@ -48,7 +48,7 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
 def fill_device(model: ModelConfig, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:
     """`engine` with `kv_memory` resolved, after the weights are loaded.
 
-    Raises ValueError with the estimate and what to do when nothing is left for the KV cache.
+    Raises ConfigError with the estimate and what to do when nothing is left for the KV cache.
     """
     if engine.kv_memory:
         return engine
@@ -65,11 +65,11 @@ def fill_device(model: ModelConfig, engine: EngineConfig, memory: DeviceMemory) 
             "other programs": others,
         }
         estimate = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in parts.items())
-        raise ValueError(
+        raise ConfigError(
             f"not enough GPU memory for a KV cache: {estimate}, of {usable / _GIB:.1f} GiB"
             f" ({engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB). Raise"
-            " gpu_memory_utilization, lower adapter_memory, max_running, max_step_tokens or"
-            " max_context, or take a smaller model or a larger GPU"
+            " --gpu-memory-utilization, lower --adapter-memory, --max-running, --max-step-tokens"
+            " or --max-context, or take a smaller model or a larger GPU"
         )
     return msgspec.structs.replace(engine, kv_memory=left)
 
@@ -87,16 +87,16 @@ def estimate_lines(model: ModelConfig, engine: EngineConfig, weights: int) -> tu
 
 
 def executor_limits(model: ModelConfig, engine: EngineConfig) -> ExecutorLimits:
-    """Raises ValueError naming the option that is too small, with the value that would do."""
+    """Raises ConfigError naming the option that is too small, with the value that would do."""
     page = page_bytes(model, engine)
     num_pages = engine.kv_memory // page
     if num_pages < 1:
-        raise ValueError(f"kv_memory is {engine.kv_memory} bytes; one page alone takes {page}")
+        raise ConfigError(f"--kv-memory is {engine.kv_memory} bytes; one page alone takes {page}")
     room = num_pages * engine.page_size
     extents = engine.adapter_memory // engine.extent_bytes
     if engine.adapter_slots > 0 and extents < 1:
-        raise ValueError(
-            f"adapter_memory is {engine.adapter_memory} bytes; at least {engine.extent_bytes}"
+        raise ConfigError(
+            f"--adapter-memory is {engine.adapter_memory} bytes; at least {engine.extent_bytes}"
             " (one extent) are needed"
         )
     return ExecutorLimits(
@@ -118,13 +118,13 @@ def _max_context(model: ModelConfig, engine: EngineConfig, room: int, page: int)
     if engine.max_context is None:
         return min(model.max_context, room)
     if engine.max_context > model.max_context:
-        raise ValueError(
-            f"max_context is {engine.max_context}; the model reaches {model.max_context} tokens"
+        raise ConfigError(
+            f"--max-context is {engine.max_context}; the model reaches {model.max_context} tokens"
         )
     if engine.max_context > room:
         needed = -(-engine.max_context // engine.page_size) * page
-        raise ValueError(
-            f"kv_memory is {engine.kv_memory} bytes, enough for {room} tokens; max_context"
+        raise ConfigError(
+            f"--kv-memory is {engine.kv_memory} bytes, enough for {room} tokens; --max-context"
             f" {engine.max_context} takes {needed}"
         )
     return engine.max_context

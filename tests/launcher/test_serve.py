@@ -168,7 +168,7 @@ def failure(*arguments: str, code: int = 1, **variables: str) -> str:
         timeout=TIMEOUT_S,
     )
     assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("loraplex: ")]
     return sentence
 
@@ -208,6 +208,18 @@ def test_a_folder_without_a_model_is_said(tmp_path: Path) -> None:
 def test_an_engine_that_cannot_start_is_said(tmp_path: Path) -> None:
     options = ["--port", "0", "--cache-dir", str(tmp_path), "--executor", "nonsense"]
     assert "the engine cannot start" in failure("serve", *options)
+
+
+def test_what_the_model_cannot_have_is_said_by_the_options_name(tmp_path: Path) -> None:
+    options = ["--port", "0", "--cache-dir", str(tmp_path), "--max-context", "999999"]
+    assert "--max-context is 999999" in failure("serve", *options)
+
+
+def test_a_cache_folder_that_cannot_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "cache"
+    said = failure("serve", "--port", "0", "--cache-dir", str(folder), *QUICK)
+    assert f"the cache folder {folder} cannot be used: Not a directory" in said
 
 
 def test_bad_options_stop_the_start() -> None:

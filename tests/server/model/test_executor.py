@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 
 from adapters.manifest import SlabLayout
+from server.config import ConfigError
 from server.engine.executor import Executor
 from server.engine.plan import StepPlan
 from server.model.checkpoint import read_config
@@ -70,16 +71,16 @@ def test_implements_the_protocol(driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_memory": 100}, "kv_memory is 100"),
-        ({"adapter_memory": 100}, "adapter_memory is 100"),
-        ({"max_context": 257}, "max_context is 257"),
-        ({"max_context": 200, "kv_memory": 8 * 3072}, "kv_memory"),
+        ({"kv_memory": 100}, "--kv-memory is 100"),
+        ({"adapter_memory": 100}, "--adapter-memory is 100"),
+        ({"max_context": 257}, "--max-context is 257"),
+        ({"max_context": 200, "kv_memory": 8 * 3072}, "--kv-memory"),
     ],
 )
 def test_too_little_memory_names_the_option(
     folder: Path, changes: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ConfigError, match=words):
         TorchExecutor(engine_config(folder, **changes), memoryview(b""))
 
 

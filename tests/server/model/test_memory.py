@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from launcher.bench.offline import SHIPPED
+from server.config import ConfigError
 from server.model.checkpoint import read_config
 from server.model.memory import DeviceMemory, executor_limits, fill_device, workspace_bytes
 from tests.server.model.driver import engine_config
@@ -41,7 +42,7 @@ def test_what_was_asked_for_is_kept() -> None:
 
 def test_too_little_gives_the_estimate_and_advice() -> None:
     memory = DeviceMemory(24 * GIB, 23 * GIB, 8 * GIB)
-    with pytest.raises(ValueError, match=r"weights 15\.0 GiB.*Raise gpu_memory_utilization"):
+    with pytest.raises(ConfigError, match=r"weights 15\.0 GiB.*Raise --gpu-memory-utilization"):
         fill_device(MODEL, AUTO, memory)
 
 

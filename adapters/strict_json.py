@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 MAX_DEPTH = 32
 MAX_ITEMS = 500_000
+_KINDS = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 
 
 class StrictJsonError(ValueError):
@@ -31,7 +32,7 @@ def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     except ValueError as error:
         raise StrictJsonError(f"not JSON: {ascii(str(error))[:120]}") from None
     if not isinstance(value, dict):
-        raise StrictJsonError(f"not a JSON object but {type(value).__name__}")
+        raise StrictJsonError(f"not a JSON object but {_KINDS.get(type(value), 'a number')}")
     if _deeper_than(value, max_depth):
         raise StrictJsonError(f"nested more than {max_depth} deep")
     return value

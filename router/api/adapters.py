@@ -9,7 +9,7 @@ from msgspec import Meta
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, RefSource, format_ref, is_name, parse_ref
 from router.adapter_wish import RolloutWish
-from router.api.body import decode_body, require
+from router.api.body import decode_body, fault_text, require
 from router.api.rollouts import (
     ChangeObject,
     RolloutBody,
@@ -203,7 +203,8 @@ def parse_tenant(query: Mapping[str, str]) -> str | None:
         try:
             msgspec.convert(tenant, Word)
         except msgspec.ValidationError as error:
-            raise RequestError("invalid", f"`tenant`: {error}", param="tenant") from None
+            message = f"`tenant`: {fault_text(str(error))}"
+            raise RequestError("invalid", message, param="tenant") from None
     return tenant
 
 

@@ -12,6 +12,7 @@ from router.generation import RequestError
 MAX_PARTS = 1 << 16
 MAX_VALUES = 1 << 18
 _FAULT = re.compile(r"(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
+_PATTERN = re.compile(r"matching regex '\^(?P<form>.*)\\\\Z'", re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -71,11 +72,12 @@ def _field_error(text: str) -> RequestError:
     match = _FAULT.fullmatch(text)
     if match is None:
         missing = re.search(r"required field `(\w+)`", text)
-        return RequestError("invalid", _lower(text), param=missing[1] if missing else None)
+        return RequestError("invalid", fault_text(text), param=missing[1] if missing else None)
     path = match["path"].removeprefix("parameters.")
     key = "a key: " if match["key"] else ""
-    return RequestError("invalid", f"`{path}`: {key}{_lower(match['what'])}", param=path)
+    return RequestError("invalid", f"`{path}`: {key}{fault_text(match['what'])}", param=path)
 
 
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+def fault_text(text: str) -> str:
+    """msgspec's words for a fault, as they go on behind a field's name."""
+    return _PATTERN.sub(r"of the form \g<form>", text[:1].lower() + text[1:])

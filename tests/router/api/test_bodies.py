@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from adapters.ref import AdapterRef
 from router.api import lorax, openai_chat, openai_completions
-from router.api.body import MAX_PARTS, MAX_VALUES
+from router.api.body import MAX_PARTS, MAX_VALUES, decode_body
 from router.api.errors import dialect_of_path, error_answer
 from router.api.formatter import ApiLimits, ApiRequest
+from router.api.keys import CreateKeyBody
 from router.generation import AdapterChoice, GenerationCall, RequestError
 
 LIMITS = ApiLimits(base_names=("org/small", "small"), max_n=4, max_stop_sequences=4)
@@ -531,3 +532,20 @@ def test_chat_logprobs() -> None:
     assert call_of(CHAT, logprobs=True, top_logprobs=5).sampling.logprobs == 5
     assert call_of(CHAT, logprobs=False).sampling.logprobs is None
     assert call_of(CHAT, max_completion_tokens=5).max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"[]", "expected a JSON object: not a JSON object but an array"),
+        (b"null", "expected a JSON object: not a JSON object but null"),
+        (b"1.5", "expected a JSON object: not a JSON object but a number"),
+        (b"true", "expected a JSON object: not a JSON object but a boolean"),
+        (b'{"id": "a b"}', "`id`: expected `str` of the form [A-Za-z0-9][A-Za-z0-9._-]{0,63}"),
+        (b'{"label": 5}', "`label`: expected `str`, got `int`"),
+    ],
+)
+def test_faults_are_said_in_json_words(body: bytes, says: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        decode_body(body, CreateKeyBody)
+    assert str(refused.value) == says

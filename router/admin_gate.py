@@ -15,10 +15,10 @@ class AdminGate:
         self._key = _digest(config.admin_key) if config.admin_key else None
         self._is_local = is_loopback(config.host)
 
-    def check(self, authorization: str | None, origin: str | None) -> None:
-        """Raises RequestError: unauthorized (401), forbidden (403)."""
+    def check(self, authorization: str | None, origin: str | None, host: str | None) -> None:
+        """host: that header. Raises RequestError: unauthorized (401), forbidden (403)."""
         if self._key is None:
-            self._check_open(origin)
+            self._check_open(origin, host)
             return
         scheme, _, given = (authorization or "").partition(" ")
         is_right = hmac.compare_digest(_digest(given.strip()), self._key)
@@ -27,7 +27,7 @@ class AdminGate:
                 "unauthorized", "this route wants the admin key, as `Authorization: Bearer KEY`"
             )
 
-    def _check_open(self, origin: str | None) -> None:
+    def _check_open(self, origin: str | None, host: str | None) -> None:
         if not self._is_local:
             raise RequestError(
                 "forbidden",
@@ -41,6 +41,21 @@ class AdminGate:
                 "requests from web pages need an admin key: start the router with "
                 "--admin-key-file or LORAPLEX_ADMIN_KEY",
             )
+        # A page whose own name has come to mean this machine sends no origin with a GET, and a
+        # proxy that lends the router a public name sends none at all.
+        if host is not None and not is_loopback(_name_of(host)):
+            raise RequestError(
+                "forbidden",
+                "requests for other hosts than this machine's loopback addresses need an admin "
+                "key: start the router with --admin-key-file or LORAPLEX_ADMIN_KEY",
+            )
+
+
+def _name_of(host: str) -> str:
+    """The header without its port: `localhost:8080`, `127.0.0.1`, `[::1]:8080`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
 
 
 def _digest(key: str) -> bytes:

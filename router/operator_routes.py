@@ -31,7 +31,7 @@ class OperatorRoutes:
     def check(self, request: Request) -> None:
         """Raises RequestError (unauthorized, forbidden)."""
         headers = request.headers
-        self._gate.check(headers.get("authorization"), headers.get("origin"))
+        self._gate.check(headers.get("authorization"), headers.get("origin"), headers.get("host"))
 
     def guarded(self, endpoint: Endpoint) -> Endpoint:
         async def answer(request: Request) -> Response:

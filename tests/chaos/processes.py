@@ -5,7 +5,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,16 +16,11 @@ import psutil
 from launcher.demo import adapter_paths, model_path
 from server.worker import tether
 from tests.network import Link
+from tests.ports import free_port
 from tests.router.shared.redis_server import RedisServer
 
 READY_TIMEOUT_S = 60.0
 POLL_S = 0.02
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -9,7 +9,6 @@ import base64
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,19 +16,13 @@ from pathlib import Path
 import httpx
 
 from tests.deploy.chart import ROOT, Object, of_kind
+from tests.ports import free_port
 from tests.tethered import tethered
 
 START_TIMEOUT_S = 90.0
 _POLL_S = 0.05
 # An address inside the cluster: what stands before it, the pod's or Service's name.
 _ADDRESS = re.compile(r"(--worker=ws://|--redis=redis://[^@]*@)([^.:]+)[^:/]*:\d+")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Cluster:

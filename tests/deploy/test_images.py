@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.deploy.chart import CHART, ROOT
-from tests.deploy.local_pods import START_TIMEOUT_S, free_port
+from tests.deploy.local_pods import START_TIMEOUT_S
+from tests.ports import free_port
 from tests.tethered import tethered
 
 IMAGES = ROOT / "deploy/images"

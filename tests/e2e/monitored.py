@@ -24,7 +24,8 @@ import httpx
 import psutil
 
 from launcher.demo import adapter_paths, model_path
-from tests.e2e.serving import ROOT, free_port
+from tests.e2e.serving import ROOT
+from tests.ports import free_port
 from tests.tethered import tethered
 
 RULES = ROOT / "deploy/helm/loraplex/rules/loraplex.yaml"

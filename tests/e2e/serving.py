@@ -1,6 +1,5 @@
 """Starts the product as a user does, and waits until it is ready."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import free_port
 from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[2]
@@ -21,13 +21,6 @@ class Serving:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def start_serving(*options: str, log: Path, environ: Mapping[str, str] | None = None) -> Serving:

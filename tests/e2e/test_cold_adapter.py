@@ -19,7 +19,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from adapters.ref import AdapterRef
 from launcher.demo import adapter_paths, model_path
 from server import protocol
-from tests.e2e.serving import ROOT, free_port
+from tests.e2e.serving import ROOT
+from tests.ports import free_port
 from tests.tethered import tethered
 
 SECRET = "for-this-test-only"

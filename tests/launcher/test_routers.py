@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,8 @@ import psutil
 import pytest
 
 from launcher.demo import model_path
-from tests.e2e.serving import ROOT, free_port
+from tests.e2e.serving import ROOT
+from tests.ports import free_port
 from tests.router.shared.redis_server import PROGRAM
 from tests.tethered import tethered
 
@@ -48,7 +48,7 @@ class Processes:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.port = free_port()
-        self.metrics_port = two_free_ports()
+        self.metrics_port = free_port(2)
         self.log = folder / "router.log"
         self.process = start(
             self.log,
@@ -101,13 +101,6 @@ class Processes:
             if all(self.generated(i) for i in range(COUNT)):
                 return
         raise AssertionError("a process gets no connection")
-
-
-def two_free_ports() -> int:
-    while True:
-        first = free_port()
-        with suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", first + 1)):
-            return first
 
 
 def start(log: Path, *arguments: str, program: str = "") -> subprocess.Popen[bytes]:

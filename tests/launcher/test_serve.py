@@ -13,18 +13,12 @@ import httpx
 import psutil
 import pytest
 
+from tests.ports import free_port
 from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
 QUICK = ("--executor", 'certify:{"step_s": 0.002}', "--kv-memory", "64MiB")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def command(*arguments: str) -> list[str]:

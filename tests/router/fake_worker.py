@@ -6,7 +6,6 @@ Its tokenizer is byte-level without merges: a token's id is its byte, so any tex
 import asyncio
 import hashlib
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
@@ -49,6 +48,7 @@ from server.protocol import (
     decode_router_frame,
     encode,
 )
+from tests.ports import free_port
 
 SECRET = "fake-worker-secret"
 BASE_NAME = "fake-base"
@@ -99,13 +99,6 @@ def make_manifest(name: str, **changes: object) -> AdapterManifest:
     digest = hashlib.sha256(name.encode()).hexdigest()
     manifest = AdapterManifest(digest, BASE_NAME, ("q_proj",), (8,), 1000, "F32")
     return msgspec.structs.replace(manifest, **changes)
-
-
-def free_port() -> int:
-    """Known before the worker starts, so that a router may wait for it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def ids_of(text: str) -> list[int]:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from router.shared.redis_link import RedisLink
 from router.shared.redis_store import RedisStore
-from tests.e2e.serving import free_port
+from tests.ports import free_port
 from tests.router.serving import poll
 from tests.router.shared.redis_server import running_redis
 

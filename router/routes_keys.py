@@ -45,7 +45,7 @@ class KeyRoutes:
         if request.method == "GET":
             return json_response(KeyList([key_object(key) for key in self._keys.all()]))
         body = await read_json_body(request, self._body_limits)
-        wanted = parse_create(body, f"key-{secrets.token_hex(6)}")
+        wanted = parse_create(body, f"key-{secrets.token_hex(6)}", time.time())
         _tell(request, wanted)
         made, key = await self._keys.create(wanted)
         return json_response(NewKeyObject(key, key_object(made)), 201)

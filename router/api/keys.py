@@ -115,10 +115,12 @@ class AuditList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-def parse_create(body: bytes, made_up: str) -> ApiKey:
-    """A key without its digest. Raises RequestError."""
+def parse_create(body: bytes, made_up: str, now: float) -> ApiKey:
+    """A key without its digest. now: Unix seconds. Raises RequestError."""
     wanted, plain = decode_body(body or b"{}", CreateKeyBody)
     _check_known(plain, CreateKeyBody)
+    is_over = wanted.expires_at is not None and wanted.expires_at <= now
+    require(not is_over, "lies in the past: the key would never be good", "expires_at")
     return ApiKey(
         id=wanted.id or made_up,
         tenant=wanted.tenant,

@@ -162,6 +162,7 @@ async def test_block_rotate_expire_delete(guarded: Running) -> None:
         ({"limit": {}}, "limit"),
         ({"models": ["x"] * 257}, "models"),
         ({"expires_at": -1}, "expires_at"),
+        ({"expires_at": 1}, "expires_at"),
     ],
 )
 async def test_bad_keys_are_not_made(guarded: Running, fields: Any, param: str) -> None:

@@ -11,10 +11,9 @@ import msgspec
 from adapters.errors import AdapterError
 from router.aliases import Aliases
 from router.owned_name import OwnedName
-from router.policy.guards import breach
 from router.registration import Registration
 from router.rollout import Rollout
-from router.rollout_tally import RolloutTally
+from router.rollout_tally import RolloutTally, breaches
 from router.rollouts import Rollouts
 from router.tenancy.records import AuditRecord
 
@@ -46,21 +45,12 @@ class LoneGuard:
         self._clock = clock
         self._verdicts: dict[OwnedName, _Verdict] = {}
 
-    def judge(self, rolling: Iterable[Registration]) -> None:
+    async def judge(self, rolling: Iterable[Registration]) -> None:
         for registration in rolling:
-            rollout, old_digest = registration.rollout, registration.digest
-            if rollout is None or rollout.guards is None or old_digest is None:
-                continue
-            window_s, read = rollout.guards.window_s, self._tally.read_own
-            for version in rollout.versions:
-                if not version.live:
-                    continue
-                new = read(rollout.id, version.digest, window_s, version.since)
-                old = read(rollout.id, old_digest, window_s, version.since)
-                why = breach(rollout.guards, old, new)
-                if why is not None:
-                    told = f"{why}; counted by one router, without Redis"
-                    self._take_back(registration.key, rollout, version.digest, told)
+            async for digest, why in breaches(registration, self._tally.read_own):
+                told = f"{why}; counted by one router, without Redis"
+                assert registration.rollout is not None
+                self._take_back(registration.key, registration.rollout, digest, told)
 
     async def tell(self) -> None:
         """Makes its verdicts everybody's where all is as it was judged. Raises StoreDown.

@@ -7,19 +7,18 @@ the same time is told apart by the table's revisions. While the store is away ea
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
 from adapters.errors import AdapterError
 from router.aliases import Aliases
 from router.owned_name import OwnedName
-from router.policy.guards import Measured, Measurements, Verdict, breach, judged
+from router.policy.guards import Measurements, Verdict, judged
 from router.registration import Registration
 from router.rollout import Guards
 from router.rollout_alone import LoneGuard
-from router.rollout_tally import RolloutTally
+from router.rollout_tally import Read, RolloutTally, breaches
 from router.rollouts import GUARD, Rollouts
 from router.shared.store import Store, StoreDown
 from router.tenancy.records import AuditRecord
@@ -74,7 +73,7 @@ class RolloutKeeper:
             await self._alone.tell()
             leads = bool(self._rolling()) and await self._leads()
         except StoreDown:
-            self._alone.judge(self._rolling())
+            await self._alone.judge(self._rolling())
             raise
         for registration in self._rolling() if leads else ():
             if registration.key not in self._warming:
@@ -86,16 +85,10 @@ class RolloutKeeper:
         try:
             return await self._measured(registration, self._tally.read)
         except StoreDown:
-
-            async def read_own(*asked: Any) -> Measured:
-                return self._tally.read_own(*asked)
-
-            own = await self._measured(registration, read_own)
+            own = await self._measured(registration, self._tally.read_own)
             return msgspec.structs.replace(own, of_all=False)
 
-    async def _measured(
-        self, registration: Registration, read: Callable[[str, str, int, int], Awaitable[Measured]]
-    ) -> Measurements:
+    async def _measured(self, registration: Registration, read: Read) -> Measurements:
         rollout, digest = registration.rollout, registration.digest or ""
         if rollout is None:
             return Measurements({}, {})
@@ -135,19 +128,8 @@ class RolloutKeeper:
             await asyncio.sleep(_RETRY_S)
 
     async def _judge(self, registration: Registration) -> None:
-        rollout = registration.rollout
-        if rollout is None or rollout.guards is None or registration.digest is None:
-            return
-        window_s = rollout.guards.window_s
-        for version in rollout.versions:
-            if not version.live:
-                continue
-            read = self._tally.read
-            new = await read(rollout.id, version.digest, window_s, version.since)
-            old = await read(rollout.id, registration.digest, window_s, version.since)
-            why = breach(rollout.guards, old, new)
-            if why is not None:
-                await self._roll_back(registration.key, version.digest, why)
+        async for digest, why in breaches(registration, self._tally.read):
+            await self._roll_back(registration.key, digest, why)
 
     async def _roll_back(self, name: OwnedName, digest: str, why: str) -> None:
         try:

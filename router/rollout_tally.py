@@ -5,9 +5,10 @@ Of its own it keeps books in memory, too, for as long as the store is away.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-from router.policy.guards import Measured, Outcome, bucket_of
+from router.policy.guards import Measured, Outcome, breach, bucket_of
+from router.registration import Registration
 from router.rollout import MAX_WINDOW_S
 from router.shared.store import Store, StoreDown
 
@@ -23,6 +24,8 @@ _OTHER = "other"
 
 # Counter of a book -> how much.
 _Counts = Counter[str]
+# `RolloutTally.read` or `read_own`.
+Read = Callable[[str, str, int, int], Awaitable[Measured]]
 
 
 class Outcomes:
@@ -83,7 +86,7 @@ class RolloutTally:
             _add(measured, digest, await self._counts(rollout, span, spans.stop - 1))
         return measured
 
-    def read_own(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
+    async def read_own(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
         """The same of what this router saw alone, up to the last `flush`."""
         measured = Measured(first_token={}, token={})
         for span in self._spans(window_s, since):
@@ -116,6 +119,23 @@ class RolloutTally:
             if len(self._closed) > _MAX_CLOSED:
                 del self._closed[next(iter(self._closed))]
         return counts
+
+
+async def breaches(registration: Registration, read: Read) -> AsyncIterator[tuple[str, str]]:
+    """Versions with a share that must go back by their guards: digest, and why. Raises what `read`
+    does."""
+    rollout, old_digest = registration.rollout, registration.digest
+    if rollout is None or rollout.guards is None or old_digest is None:
+        return
+    window_s = rollout.guards.window_s
+    for version in rollout.versions:
+        if not version.live:
+            continue
+        new = await read(rollout.id, version.digest, window_s, version.since)
+        old = await read(rollout.id, old_digest, window_s, version.since)
+        why = breach(rollout.guards, old, new)
+        if why is not None:
+            yield version.digest, why
 
 
 def _book(rollout: str, span: int) -> str:

@@ -6,6 +6,7 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.api.body import check_query
 from router.api.keys import (
     AuditList,
     DeletedKey,
@@ -13,7 +14,6 @@ from router.api.keys import (
     NewKeyObject,
     RecordList,
     UsageList,
-    check_query,
     key_object,
     parse_change,
     parse_count,

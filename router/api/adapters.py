@@ -9,7 +9,7 @@ from msgspec import Meta
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, RefSource, format_ref, is_name, parse_ref
 from router.adapter_wish import RolloutWish
-from router.api.body import decode_body, fault_text, require
+from router.api.body import check_query, decode_body, fault_text, require
 from router.api.rollouts import (
     ChangeObject,
     RolloutBody,
@@ -196,8 +196,7 @@ def parse_tenant(query: Mapping[str, str]) -> str | None:
 
     A parameter that is misspelt must not mean the fleet's name.
     """
-    for parameter in query:
-        require(parameter == "tenant", "unknown parameter", parameter[:100])
+    check_query(query, ("tenant",))
     tenant = query.get("tenant")
     if tenant:
         try:

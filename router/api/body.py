@@ -1,6 +1,7 @@
 """A request body's bytes to a typed struct: strict JSON, every fault named by its field. Pure."""
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,6 +51,12 @@ def require(condition: object, message: str, param: str) -> None:
     """Raises RequestError (invalid) that names the field unless the condition holds."""
     if not condition:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
+
+
+def check_query(query: Mapping[str, str], known: Collection[str]) -> None:
+    """Raises RequestError: a filter that is misspelt must not be a filter that is not there."""
+    for parameter in query:
+        require(parameter in known, "unknown parameter", parameter[:100])
 
 
 def check_size(body: bytes) -> None:

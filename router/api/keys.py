@@ -1,6 +1,6 @@
 """Bodies and answers of `/v1/keys`, `/v1/usage` and `/v1/audit`. Pure."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -165,12 +165,6 @@ def parse_count(query: Mapping[str, str], name: str = "limit", default: int = 10
     good = digits and 1 <= int(text) <= MAX_LISTED
     require(good, f"expected 1 to {MAX_LISTED}, got {text[:40]!r}", name)
     return int(text)
-
-
-def check_query(query: Mapping[str, str], known: Collection[str]) -> None:
-    """Raises RequestError: a filter that is misspelt must not be a filter that is not there."""
-    for parameter in query:
-        require(parameter in known, "unknown parameter", parameter[:100])
 
 
 def key_object(key: ApiKey) -> KeyObject:

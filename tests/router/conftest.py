@@ -10,6 +10,7 @@ from router.shared.memory_store import MemoryStore
 from router.shared.store import Store
 from tests.router.fake_worker import FakeWorker, running_worker
 from tests.router.serving import Running, running_router
+from tests.router.shared.redis_server import RedisServer, running_redis
 from tests.router.shared.stores import redis_store
 
 
@@ -27,6 +28,12 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
         return
     async with redis_store() as store:
         yield store
+
+
+@pytest.fixture
+async def redis() -> AsyncIterator[RedisServer]:
+    async with running_redis() as server:
+        yield server
 
 
 @pytest.fixture

@@ -16,9 +16,6 @@ from server.worker.registry import Registry, advertised
 from tests.router.fake_worker import BASE_NAME, SECRET, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
 from tests.router.shared.redis_server import RedisServer
-from tests.router.test_redis import redis
-
-__all__ = ["redis"]
 
 CONFIG = WorkerConfig("model", secret=SECRET)
 

@@ -11,15 +11,9 @@ import pytest
 
 from tests.router.fake_worker import FakeWorker, running_worker
 from tests.router.serving import Running, events_of, poll, running_router
-from tests.router.shared.redis_server import RedisServer, running_redis
+from tests.router.shared.redis_server import RedisServer
 from tests.router.test_keys import ADMIN, BODY, bearer, complete, create
 from tests.router.test_limits import hold
-
-
-@pytest.fixture
-async def redis() -> AsyncIterator[RedisServer]:
-    async with running_redis() as server:
-        yield server
 
 
 @asynccontextmanager

@@ -50,9 +50,9 @@ async def test_routers_and_spans_add_up(store: Store) -> None:
         assert (await tally.read("r", "aa", 300, 1011)).requests == 8, "whole spans since then"
         assert (await tally.read("r", "aa", SLICE_S, 0)).requests == 4
         assert (await tally.read("r", "cc", 300, 0)).requests == 0
-        own = tally.read_own("r", "aa", 300, 0)
+        own = await tally.read_own("r", "aa", 300, 0)
         assert (own.requests, own.failed, own.token) == (8, 4, {bucket_of(0.01): 4})
-        assert tally.read_own("r", "aa", 300, 1011).requests == 4
+        assert (await tally.read_own("r", "aa", 300, 1011)).requests == 4
     clock.now += 300
     assert (await tallies[0].read("r", "aa", 100, 0)).requests == 0
 
@@ -73,7 +73,7 @@ async def test_what_could_not_be_told_is_told_later() -> None:
         outcomes.add("s", "aa", Outcome(True))
         with pytest.raises(StoreDown):
             await tally.flush()
-        assert tally.read_own("r", "aa", 300, 0).failed == number + 1
+        assert (await tally.read_own("r", "aa", 300, 0)).failed == number + 1
         clock.now += SLICE_S
     outcomes.add("r", "aa", Outcome(True))
     store.is_down = False
@@ -81,7 +81,7 @@ async def test_what_could_not_be_told_is_told_later() -> None:
     await tally.flush()
     assert (await tally.read("r", "aa", 300, 0)).failed == 4
     assert (await tally.read("s", "aa", 300, 0)).failed == 3
-    assert tally.read_own("r", "aa", 300, 0).failed == 4
+    assert (await tally.read_own("r", "aa", 300, 0)).failed == 4
     clock.now += MAX_WINDOW_S + SLICE_S
     outcomes.add("s", "aa", Outcome(True))
     await tally.flush()

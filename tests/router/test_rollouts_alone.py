@@ -8,17 +8,11 @@ import pytest
 
 from tests.router.rolling import NEW, OLD, USERS, Fleet, fail_the_new, running_fleet
 from tests.router.serving import Running, poll, running_router
-from tests.router.shared.redis_server import RedisServer, running_redis
+from tests.router.shared.redis_server import RedisServer
 from tests.router.test_shared_adapters import call, generate
 
 GUARDS = {"min_requests": 5, "max_error_increase": 0.2, "max_latency_ratio": None}
 ALONE = 'loraplex_adapter_rollbacks_total{by="guard_alone"}'
-
-
-@pytest.fixture
-async def redis() -> AsyncIterator[RedisServer]:
-    async with running_redis() as server:
-        yield server
 
 
 @pytest.fixture

@@ -11,16 +11,10 @@ from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import FakeWorker
 from tests.router.rolling import NEW, OLD, USERS, Fleet, fail_the_new, running_fleet
 from tests.router.serving import Running, events_of, poll
-from tests.router.shared.redis_server import RedisServer, running_redis
+from tests.router.shared.redis_server import RedisServer
 from tests.router.test_shared_adapters import ADMIN, call, generate
 
 HALF = [{"reference": "org/old", "weight": 50}, {"reference": "org/new", "weight": 50}]
-
-
-@pytest.fixture
-async def redis() -> AsyncIterator[RedisServer]:
-    async with running_redis() as server:
-        yield server
 
 
 @pytest.fixture

@@ -1,25 +1,17 @@
 """Registrations of a fleet: told to one router, known to all, and to those that start again."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.router.fake_worker import FakeWorker, make_manifest
 from tests.router.serving import Running, poll
-from tests.router.shared.redis_server import RedisServer, running_redis
+from tests.router.shared.redis_server import RedisServer
 from tests.router.test_redis import routers
 
 ADMIN = {"authorization": "Bearer admin"}
 ONE, TWO = (make_manifest(f"org/{name}").digest for name in ("one", "two"))
-
-
-@pytest.fixture
-async def redis() -> AsyncIterator[RedisServer]:
-    async with running_redis() as server:
-        yield server
 
 
 async def call(router: Running, method: str, path: str, **body: Any) -> httpx.Response:

@@ -19,6 +19,7 @@ from router.adapter_wish import RolloutWish, Wish
 from router.api.adapters import Name, check_name, parse_target, rollout_wish
 from router.api.body import require
 from router.api.rollouts import Versions
+from router.field_faults import field_fault
 from router.generation import RequestError
 from router.owned_name import OwnedName
 from router.registration import Registration
@@ -179,7 +180,7 @@ def _read_entry(entry: Any, wanted: dict[OwnedName, Wanted], default_source: str
         ref = parse_target(typed.ref, "ref", default_source)
         rollout = _read_rollout(typed, ref, default_source)
     except msgspec.ValidationError as error:
-        return str(error)
+        return str(field_fault(error, FileEntry))
     except RequestError as error:
         return error.message
     except AdapterError as error:

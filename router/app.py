@@ -128,44 +128,46 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
 
 
 def _adapter_routes(service: Service) -> list[Route]:
-    adapters = AdapterRoutes(service)
     operator = OperatorRoutes(service)
+    adapters = AdapterRoutes(service, operator.body_limits)
 
-    def guarded(endpoint: Endpoint) -> Endpoint:
-        return operator.guarded(adapters.current(endpoint))
+    def guarded(endpoint: Endpoint, *bodies: str) -> Endpoint:
+        return operator.guarded(adapters.current(endpoint), *bodies, query=("tenant",))
 
     one = "/v1/adapters/{name}"
     return [
         *_key_routes(service, operator),
-        Route("/v1/adapters", guarded(adapters.collection), methods=["GET", "POST"]),
+        Route("/v1/adapters", guarded(adapters.collection, "POST"), methods=["GET", "POST"]),
         Route(one, guarded(adapters.one), methods=["GET", "DELETE"]),
         _post(f"{one}/load", guarded(adapters.load)),
         _post(f"{one}/pin", guarded(adapters.pin)),
         _post(f"{one}/unpin", guarded(adapters.unpin)),
-        _post(f"{one}/unload", guarded(adapters.unload)),
+        _post(f"{one}/unload", guarded(adapters.unload, "POST")),
         _post(f"{one}/refresh", guarded(adapters.refresh)),
-        Route(f"{one}/rollout", guarded(adapters.rollout), methods=["GET", "POST", "DELETE"]),
-        _post(f"{one}/promote", guarded(adapters.promote)),
-        _post(f"{one}/rollback", guarded(adapters.rollback)),
+        Route(
+            f"{one}/rollout", guarded(adapters.rollout, "POST"), methods=["GET", "POST", "DELETE"]
+        ),
+        _post(f"{one}/promote", guarded(adapters.promote, "POST")),
+        _post(f"{one}/rollback", guarded(adapters.rollback, "POST")),
         _get(f"{one}/history", guarded(adapters.history)),
-        _post("/v1/load_lora_adapter", guarded(adapters.load_lora)),
-        _post("/v1/unload_lora_adapter", guarded(adapters.unload_lora)),
+        _post("/v1/load_lora_adapter", guarded(adapters.load_lora, "POST")),
+        _post("/v1/unload_lora_adapter", guarded(adapters.unload_lora, "POST")),
     ]
 
 
 def _key_routes(service: Service, operator: OperatorRoutes) -> list[Route]:
-    keys, usage = KeyRoutes(service), UsageRoutes(service, operator)
+    keys, usage = KeyRoutes(service, operator.body_limits), UsageRoutes(service, operator)
     guarded = operator.guarded
     one = "/v1/keys/{id}"
     return [
-        Route("/v1/keys", guarded(keys.collection), methods=["GET", "POST"]),
-        Route(one, guarded(keys.one), methods=["GET", "PATCH", "DELETE"]),
-        _post(f"{one}/rotate", guarded(keys.rotate)),
+        Route("/v1/keys", guarded(keys.collection, "POST"), methods=["GET", "POST"]),
+        Route(one, guarded(keys.one, "PATCH"), methods=["GET", "PATCH", "DELETE"]),
+        _post(f"{one}/rotate", guarded(keys.rotate, "POST")),
         _post(f"{one}/block", guarded(keys.block)),
         _post(f"{one}/unblock", guarded(keys.unblock)),
         _get("/v1/usage", usage.usage),
         _get("/v1/usage/requests", usage.requests),
-        _get("/v1/audit", guarded(usage.audit)),
+        _get("/v1/audit", guarded(usage.audit, query=("limit",))),
     ]
 
 

@@ -23,7 +23,12 @@ class BodyLimits:
 
 
 async def read_json_body(request: Request, limits: BodyLimits) -> bytes:
-    """The body of a request that carries JSON. Raises RequestError, ClientGone."""
+    """The body of a request that carries JSON. Raises RequestError, ClientGone.
+
+    Empty if there is none: then it has no type, whatever a client's header says.
+    """
+    if not _has_body(request):
+        return b""
     max_bytes, timeout_s = limits.max_bytes, limits.timeout_s
     _check_headers(request, max_bytes)
     body = bytearray()
@@ -42,6 +47,12 @@ async def read_json_body(request: Request, limits: BodyLimits) -> bytes:
         raise RequestError(
             "body_timeout", f"the body did not arrive within {timeout_s:g} s"
         ) from error
+
+
+def _has_body(request: Request) -> bool:
+    """As RFC 9112 (6.3) tells."""
+    headers = request.headers
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:

@@ -1,17 +1,21 @@
 """What the operator's routes have in common: the admin key before anything, a record afterwards."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from adapters.errors import AdapterError
 from router.admin_gate import AdminGate
+from router.api.body import check_no_fields, check_query
 from router.api.errors import from_adapter_error, status_of
 from router.generation import RequestError
+from router.http_body import BodyLimits, read_json_body
 from router.service import Service
 from router.tenancy.audit import Audit, now
 from router.tenancy.records import AuditRecord
+
+MAX_BODY_BYTES = 64 << 10
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -27,17 +31,23 @@ class OperatorRoutes:
     def __init__(self, service: Service) -> None:
         self._audit: Audit = service.tenancy.audit
         self._gate = AdminGate(service.config)
+        self.body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
 
     def check(self, request: Request) -> None:
         """Raises RequestError (unauthorized, forbidden)."""
         headers = request.headers
         self._gate.check(headers.get("authorization"), headers.get("origin"), headers.get("host"))
 
-    def guarded(self, endpoint: Endpoint) -> Endpoint:
+    def guarded(self, endpoint: Endpoint, *bodies: str, query: Collection[str] = ()) -> Endpoint:
+        """bodies: methods whose body it reads. query: the parameters that it knows."""
+
         async def answer(request: Request) -> Response:
             status = 500
             try:
                 self.check(request)
+                check_query(request.query_params.multi_items(), query)
+                if request.method not in (*bodies, "GET"):
+                    check_no_fields(await read_json_body(request, self.body_limits), query)
                 response = await endpoint(request)
                 status = response.status_code
                 return response

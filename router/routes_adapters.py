@@ -37,18 +37,16 @@ from router.routes_info import json_response
 from router.service import Service
 from router.shared.store import StoreDown
 
-MAX_BODY_BYTES = 64 << 10
-
 
 class AdapterRoutes:
     """Each method answers one route."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, body_limits: BodyLimits) -> None:
         self._admin = service.admin
         self._aliases = service.catalog.rules.aliases
         self._rollouts = service.rollouts
         self._service = service
-        self._body_limits = BodyLimits(MAX_BODY_BYTES, service.config.body_timeout_s)
+        self._body_limits = body_limits
 
     def current(self, endpoint: Endpoint) -> Endpoint:
         """It sees what other routers were told before it was asked."""

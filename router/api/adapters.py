@@ -9,7 +9,7 @@ from msgspec import Meta
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, RefSource, format_ref, is_name, parse_ref
 from router.adapter_wish import RolloutWish
-from router.api.body import check_query, decode_body, fault_text, require
+from router.api.body import decode_body, require
 from router.api.rollouts import (
     ChangeObject,
     RolloutBody,
@@ -19,6 +19,7 @@ from router.api.rollouts import (
     change_objects,
     rollout_object,
 )
+from router.field_faults import field_fault
 from router.generation import RequestError
 from router.registration import Registration
 from router.rollout import Guards
@@ -60,6 +61,7 @@ class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LoadLoraBody(msgspec.Struct, frozen=True):
     """vLLM's. lora_path: a folder, or a reference. load_inplace: replace what the name means.
 
+    Fields that it does not know are ignored, as vLLM does.
     tenant: ours; whose name it is.
     """
 
@@ -192,17 +194,13 @@ def check_name(name: str, param: str) -> None:
 
 
 def parse_tenant(query: Mapping[str, str]) -> str | None:
-    """Whose name is meant, by the query; None = it does not say. Raises RequestError.
-
-    A parameter that is misspelt must not mean the fleet's name.
-    """
-    check_query(query, ("tenant",))
+    """Whose name is meant, by the query; None = it does not say. Raises RequestError."""
     tenant = query.get("tenant")
     if tenant:
         try:
             msgspec.convert(tenant, Word)
         except msgspec.ValidationError as error:
-            message = f"`tenant`: {fault_text(str(error))}"
+            message = f"`tenant`: {field_fault(error, Word)}"
             raise RequestError("invalid", message, param="tenant") from None
     return tenant
 

@@ -1,19 +1,18 @@
 """A request body's bytes to a typed struct: strict JSON, every fault named by its field. Pure."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 
 from adapters.strict_json import StrictJsonError, decode_object, outside_strings
+from router.field_faults import field_fault
 from router.generation import RequestError
 
 # What is cheap to send must not be dear to walk: arrays, objects and keys; values of any kind.
 MAX_PARTS = 1 << 16
 MAX_VALUES = 1 << 18
-_FAULT = re.compile(r"(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
-_PATTERN = re.compile(r"matching regex '\^(?P<form>.*)\\\\Z'", re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -30,7 +29,7 @@ def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
     try:
         return msgspec.convert(plain, kind, str_keys=True), plain
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise _field_error(error, kind) from None
 
 
 def decode_plain(data: bytes) -> dict[str, Any]:
@@ -53,10 +52,30 @@ def require(condition: object, message: str, param: str) -> None:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
 
 
-def check_query(query: Mapping[str, str], known: Collection[str]) -> None:
-    """Raises RequestError: a filter that is misspelt must not be a filter that is not there."""
-    for parameter in query:
-        require(parameter in known, "unknown parameter", parameter[:100])
+def check_query(query: Iterable[tuple[str, str]], known: Collection[str]) -> None:
+    """query: its parameters, each as often as it is there. Raises RequestError.
+
+    A filter that is misspelt must not be a filter that is not there; of two values none is meant
+    more than the other.
+    """
+    seen: set[str] = set()
+    for parameter, _ in query:
+        expected = ", ".join(known) or "none"
+        require(parameter in known, f"unknown parameter; known: {expected}", parameter[:100])
+        require(parameter not in seen, "given more than once", parameter)
+        seen.add(parameter)
+
+
+def check_no_fields(body: bytes, query: Collection[str]) -> None:
+    """Where a body says nothing: whoever put an option there must be told. Raises RequestError.
+
+    query: what is said there.
+    """
+    if not body.strip():
+        return
+    for field in decode_plain(body):
+        hint = f"say it in the query: ?{field}=" if field in query else "this route takes no fields"
+        require(False, f"unknown field; {hint}", field[:100])
 
 
 def check_size(body: bytes) -> None:
@@ -74,17 +93,7 @@ def _too_much(data: bytes) -> str | None:
     return f"{MAX_VALUES} values" if data.count(b",") > MAX_VALUES else None
 
 
-def _field_error(text: str) -> RequestError:
-    """From `Expected `int`, got `str` - at `$.a.b[0]`` to the field and what is wrong with it."""
-    match = _FAULT.fullmatch(text)
-    if match is None:
-        missing = re.search(r"required field `(\w+)`", text)
-        return RequestError("invalid", fault_text(text), param=missing[1] if missing else None)
-    path = match["path"].removeprefix("parameters.")
-    key = "a key: " if match["key"] else ""
-    return RequestError("invalid", f"`{path}`: {key}{fault_text(match['what'])}", param=path)
-
-
-def fault_text(text: str) -> str:
-    """msgspec's words for a fault, as they go on behind a field's name."""
-    return _PATTERN.sub(r"of the form \g<form>", text[:1].lower() + text[1:])
+def _field_error(error: msgspec.ValidationError, kind: Any) -> RequestError:
+    fault = field_fault(error, kind)
+    fault = msgspec.structs.replace(fault, field=fault.field.removeprefix("parameters."))
+    return RequestError("invalid", str(fault), param=fault.field or None)

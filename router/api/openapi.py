@@ -45,7 +45,8 @@ from router.api.rollouts import AdapterHistory, DigestBody, RolloutBody, Rollout
 _REF = "#/components/schemas/{name}"
 # Errors that a GET without a body can meet.
 _PLAIN_ERRORS = frozenset((404, 405, 500, 503))
-_ADMIN_ERRORS = _PLAIN_ERRORS | {401, 403, 409, 410, 422}
+_BODY_ERRORS = frozenset((408, 413, 415))
+_ADMIN_ERRORS = _PLAIN_ERRORS | {400, 401, 403, 409, 410, 422}
 
 
 Method = Literal["get", "post", "patch", "delete"]
@@ -104,11 +105,21 @@ _KEYS = (
     _admin(f"{_KEY}/rotate", "post", "Another key in its place", NewKeyObject, RotateKeyBody),
     _admin(f"{_KEY}/block", "post", "It opens nothing for now", KeyObject),
     _admin(f"{_KEY}/unblock", "post", "It opens again what it opened", KeyObject),
-    Operation("/v1/usage", "get", "What was used", "openai", answer=UsageList, key=True),
     Operation(
-        "/v1/usage/requests", "get", "Latest requests", "openai", answer=RecordList, key=True
+        *("/v1/usage", "get", "What was used", "openai"),
+        answer=UsageList,
+        key=True,
+        query=("start", "end", "tenant", "key", "adapter"),
     ),
-    _admin("/v1/audit", "get", "What operators did", AuditList),
+    Operation(
+        *("/v1/usage/requests", "get", "Latest requests", "openai"),
+        answer=RecordList,
+        key=True,
+        query=("limit", "tenant"),
+    ),
+    msgspec.structs.replace(
+        _admin("/v1/audit", "get", "What operators did", AuditList), query=("limit",)
+    ),
 )
 _ONE = "/v1/adapters/{name}"
 _NAMED = (
@@ -272,7 +283,7 @@ def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
 
 def _errors_of(operation: Operation) -> frozenset[int]:
     if operation.admin:
-        return _ADMIN_ERRORS | {400} if operation.query else _ADMIN_ERRORS
+        return _ADMIN_ERRORS if operation.method == "get" else _ADMIN_ERRORS | _BODY_ERRORS
     return _PLAIN_ERRORS | {400, 401, 403} if operation.key else _PLAIN_ERRORS
 
 

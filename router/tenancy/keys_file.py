@@ -17,6 +17,7 @@ from datetime import datetime
 
 import msgspec
 
+from router.field_faults import field_fault
 from router.tenancy.keys import (
     DEFAULT_TENANT,
     ApiKey,
@@ -65,6 +66,8 @@ def read_keys(data: bytes) -> tuple[list[ApiKey], list[Tenant]]:
         raise KeysFileError(f"it may have at most {MAX_FILE_BYTES} bytes")
     try:
         file = msgspec.yaml.decode(data, type=KeysFile)
+    except msgspec.ValidationError as error:
+        raise KeysFileError(str(field_fault(error, KeysFile))) from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise KeysFileError(" ".join(str(error).split())) from None
     for what, words in (

@@ -158,7 +158,7 @@ async def test_block_rotate_expire_delete(guarded: Running) -> None:
     [
         ({"tenant": "a b"}, "tenant"),
         ({"limits": {"requests_per_minute": 0}}, "limits.requests_per_minute"),
-        ({"limits": {"rpm": 5}}, "limits"),
+        ({"limits": {"rpm": 5}}, "limits.rpm"),
         ({"limit": {}}, "limit"),
         ({"models": ["x"] * 257}, "models"),
         ({"expires_at": -1}, "expires_at"),

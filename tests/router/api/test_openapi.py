@@ -49,7 +49,8 @@ def test_operations_are_whole() -> None:
             places = [parameter["in"] for parameter in operation.get("parameters", ())]
             assert places.count("path") == path.count("{")
             says_whose = path.startswith("/v1/adapters") and operation["operationId"] != REGISTER
-            assert places.count("query") == says_whose
+            if not path.startswith(("/v1/usage", "/v1/audit")):
+                assert places.count("query") == says_whose
     assert len(ids) == len(set(ids)) == len(OPERATIONS)
 
 

@@ -13,7 +13,7 @@ from launcher import config, key_commands, lifecycle_commands, names
 from launcher.bench import commands as bench_commands
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError, Values
-from router.config import RouterConfig
+from router.config import ConfigError, RouterConfig
 from server.config import WorkerConfig
 
 ABOUT = """\
@@ -182,6 +182,7 @@ def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     chosen = config.build(RouterConfig, values)
     if not chosen.workers and not chosen.redis:
         raise OptionError("no workers: name some with --worker, or find them by --redis")
+    config.check_router(chosen)
     try:
         if chosen.router_processes > 1 and not arguments.one_of_several:
             _routers(chosen, values, environ)
@@ -206,7 +207,6 @@ def _routers(
 def _one_router(chosen: RouterConfig) -> None:
     from router.main import run
     from router.model_card import CardError
-    from router.service import ConfigError
     from router.tracing.request import request_id
 
     config.encode_inline()
@@ -250,7 +250,7 @@ def _lifecycle(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Non
     key = config.secret_value("admin_key", arguments.admin_key_file, environ)
     token = None
     if getattr(arguments, "token_file", None):
-        token = config.read_secret(arguments.token_file)
+        token = config.read_secret(arguments.token_file, "--token-file")
     sys.exit(lifecycle_commands.run(arguments, key, token))
 
 

@@ -16,7 +16,7 @@ from launcher.options import (
     parse,
     unknown_variables,
 )
-from router.config import RouterConfig
+from router.config import ConfigError, RouterConfig
 from server.config import WorkerConfig
 
 _MAX_SECRET_BYTES = 4096
@@ -47,6 +47,16 @@ def serve_options() -> tuple[Option, ...]:
     worker = {option.field: option for option in WORKER_OPTIONS if option.field not in wiring}
     address = {name: router[name] for name in ("host", "port", "redis")}
     return tuple((router | worker | address).values())
+
+
+def check_router(config: RouterConfig) -> None:
+    """Raises OptionError for what would keep a router from starting."""
+    from router.start_check import check_options  # `--help` is quick
+
+    try:
+        check_options(config)
+    except ConfigError as error:
+        raise OptionError(str(error)) from error
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
@@ -94,10 +104,16 @@ def _resolve_one(option: Option, arguments: Namespace, environ: Mapping[str, str
 def _secret(option: Option, arguments: Namespace, environ: Mapping[str, str]) -> str:
     """From the environment or a file; never a flag, which any user of the machine could read."""
     flag: str | None = getattr(arguments, f"{option.field}_file", None)
-    named = flag or environ.get(f"{option.variable}_FILE")
-    if named:
-        return read_secret(named)
-    return environ.get(option.variable) or environ.get(option.fallback, "")
+    if flag is not None:
+        return read_secret(flag, f"--{option.flag}-file")
+    variable = f"{option.variable}_FILE"
+    if environ.get(variable):
+        return read_secret(environ[variable], variable)
+    for variable in (option.variable, option.fallback):
+        text = environ.get(variable, "").strip()
+        if text:
+            return _one_line(text, variable)
+    return ""
 
 
 def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> str:
@@ -106,15 +122,26 @@ def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> st
     return _secret(option, Namespace(**{f"{field}_file": file}), environ)
 
 
-def read_secret(named: str) -> str:
-    """The content of a file. Raises OptionError."""
+def read_secret(named: str, source: str) -> str:
+    """The one line of a file. source: the flag or variable that names it. Raises OptionError."""
     try:
         with Path(named).expanduser().open("rb") as file:
-            secret = file.read(_MAX_SECRET_BYTES).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"the secret file {named} cannot be read: {error}") from None
-    if not secret:
-        raise OptionError(f"the secret file {named} is empty")
+            text = file.read(_MAX_SECRET_BYTES + 1).decode().strip()
+    except OSError as error:
+        raise OptionError(f"{source} {named!r} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise OptionError(f"{source} {named!r} cannot be read: it is no text in UTF-8") from None
+    if not text:
+        raise OptionError(f"{source} {named!r}: the file is empty")
+    return _one_line(text, f"{source} {named!r}")
+
+
+def _one_line(secret: str, source: str) -> str:
+    """Raises OptionError, without the secret."""
+    if len(secret.encode("utf-8", "surrogateescape")) > _MAX_SECRET_BYTES:
+        raise OptionError(f"{source} holds more than {_MAX_SECRET_BYTES} bytes")
+    if not secret.isprintable():
+        raise OptionError(f"{source} must be one line of printable text")
     return secret
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 import httpx
 
 from adapters.loopback import is_loopback
-from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, child_environment
-from launcher.options import Option, OptionError, Values, render
+from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, check_router, child_environment
+from launcher.options import Option, Values, render
 from launcher.plan import LOOPBACK, Plan, fields_of, plan
 from launcher.processes import Child, Say, Service, say, start_child
 from launcher.until_signal import run_services
 from router.config import RouterConfig
-from router.tenancy.tenancy import ExposureError, check_exposure, needs_keys
+from router.tenancy.tenancy import needs_keys
 from server.config import WorkerConfig
 from server.worker.address import open_listener
 
@@ -58,7 +58,8 @@ class Serve:
     def url(self) -> str:
         host = self._plan.router.host
         shown = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        return f"http://{shown}:{self._plan.router.port}"
+        scheme = "http" if self._plan.router.tls_cert is None else "https"
+        return f"{scheme}://{shown}:{self._plan.router.port}"
 
     def _start_worker(self, on_line: Say) -> Child:
         values = fields_of(WorkerConfig, dataclasses.asdict(self._plan.worker))
@@ -93,7 +94,8 @@ class Serve:
         await self.worker.stop(self._plan.worker.drain_timeout_s + STOP_MARGIN_S)
 
     async def _announce(self) -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
+        # It asks its own children, and sends no secret: whose names a certificate has is no matter.
+        async with httpx.AsyncClient(trust_env=False, timeout=5.0, verify=False) as http:
             await _until_ready(http, self._worker_url)
             self.worker.was_ready.set()
             await _until_ready(http, self.url)
@@ -126,10 +128,7 @@ def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:
 def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
     """Blocks until stopped. Raises OptionError, AddressError, ChildFailed, KeyboardInterrupt."""
     chosen = plan(values)
-    try:
-        check_exposure(chosen.router)
-    except ExposureError as error:
-        raise OptionError(f"--host: {error}") from error
+    check_router(chosen.router)
     warn_if_open(chosen.router, say)
     if not asyncio.run(_run(chosen, environ)):
         raise KeyboardInterrupt

@@ -77,7 +77,7 @@ class AdaptersFile:
         if stamp == self._stamp and not is_due:
             return
         self._stamp, self._tried_at = stamp, now
-        contents = await asyncio.to_thread(_read, self._path, self._default_source)
+        contents = await asyncio.to_thread(read_file, self._path, self._default_source)
         self._tell(await self._reconcile(contents))
 
     async def _reconcile(self, contents: FileContents) -> dict[OwnedName, str]:
@@ -145,7 +145,8 @@ def _stamp(path: Path) -> _Stamp | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _read(path: Path, default_source: str) -> FileContents:
+def read_file(path: Path, default_source: str) -> FileContents:
+    """What it says now, or why that cannot be told."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

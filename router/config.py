@@ -9,6 +9,10 @@ MAX_ADAPTER_TTL_S = 60.0
 MAX_ROUTER_PROCESSES = 64
 
 
+class ConfigError(Exception):
+    """The router cannot start with this value; the message names the option."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """Fields are options of `loraplex router`."""

@@ -16,7 +16,7 @@ from router.config import RouterConfig
 from router.front_door import Deadlines
 from router.http_protocol import BoundedHttpProtocol
 from router.listeners import limit_unread
-from router.service import ConfigError, Service
+from router.service import Service
 from router.tls import TlsAcceptor, server_context
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -131,18 +131,3 @@ def _server_config(app: ASGIApp, service: Service) -> uvicorn.Config:
 
 def _deadlines(config: RouterConfig) -> Deadlines:
     return Deadlines(config.head_timeout_s, config.body_timeout_s, config.reader_timeout_s)
-
-
-def check_tls(config: RouterConfig) -> None:
-    """Raises ConfigError for a certificate that cannot be used."""
-    if (config.tls_cert is None) != (config.tls_key is None):
-        raise ConfigError("--tls-cert and --tls-key: give both, or neither")
-    if config.tls_cert is None or config.tls_key is None:
-        return
-    try:
-        server_context(config.tls_cert, config.tls_key)
-    except OSError as error:  # SSLError is one
-        raise ConfigError(
-            f"--tls-cert {config.tls_cert}, --tls-key {config.tls_key}: expected a certificate "
-            f"chain and its unencrypted key in PEM: {error}"
-        ) from error

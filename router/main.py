@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry
 
 from adapters.sources.hub import HubSource
 from router.app import build_app
-from router.config import RouterConfig
-from router.http_server import RouterServer, check_tls
+from router.config import ConfigError, RouterConfig
+from router.http_server import RouterServer
 from router.listeners import LISTENING, listen, share, url_of
-from router.service import ConfigError, build_service
+from router.service import build_service
 
 # Allocations between two collections; Python's own 700 are those of a request or two.
 _YOUNG_OBJECTS = 10_000
@@ -25,7 +25,6 @@ def run(config: RouterConfig) -> None:
     """
     is_alone = config.router_processes == 1
     try:
-        check_tls(config)
         service = build_service(config, CollectorRegistry(), HubSource())
         listener = _listener(config, is_alone)
         own = [_metrics_listener(config)] if config.metrics_port else []

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry
 
 from adapters.errors import AdapterError
 from adapters.meters import Meters, watch_loop_lag
-from adapters.ref import AdapterRef, is_name, parse_ref
+from adapters.ref import AdapterRef
 from router.adapter_admin import AdapterAdmin
 from router.adapter_use import AdapterUse
 from router.adapter_workers import AdapterWorkers
@@ -25,7 +24,7 @@ from router.answering import Answerer
 from router.base_model import BaseModel
 from router.catalog import Catalog, CatalogRules
 from router.compat_metrics import COMPAT_PREFIX, CompatMetrics
-from router.config import RouterConfig
+from router.config import ConfigError, RouterConfig
 from router.discovery import Discovery
 from router.dispatch import Dispatcher, DispatchLimits
 from router.fleet import Fleet
@@ -35,17 +34,17 @@ from router.generation import Secret
 from router.http_body import BodyLimits
 from router.idempotency import Idempotency
 from router.metrics import RouterMetrics
-from router.model_card import CardError, CardStore, read_card
+from router.model_card import CardStore
 from router.policy.attempts import Quarantine, RetryBudget
 from router.policy.queue_limits import QueueLimits
 from router.policy.waiting import WaitingQueue
-from router.registration import Registration
 from router.rollout_keeper import RolloutKeeper
 from router.rollout_tally import RolloutTally
 from router.rollouts import Rollouts
 from router.sequence_run import Retries
 from router.shared.sharing import Sharing, make_sharing
 from router.shared.store import StoreDown
+from router.start_check import blaming, check_workers, declared_adapters, saved_card
 from router.state_metrics import watch_sharing, watch_state
 from router.tenancy.keys_file import KeysFileError
 from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
@@ -58,10 +57,6 @@ _HUB_THREADS = 8
 _START_POLL_S = 0.02
 _START_POLLS = 100
 _FREE_RETRIES_PER_S = 10.0
-
-
-class ConfigError(Exception):
-    """The router cannot start with this value; the message names the option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +163,7 @@ class Hub(Protocol):
 
 def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
     """Raises ConfigError."""
-    _check_workers(config)
+    check_workers(config)
     router_id = uuid.uuid4().hex
     sharing = _sharing(config)
     tenancy = _tenancy(config, sharing, router_id)
@@ -206,7 +201,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     return Service(
         *(config, base, catalog, admin, rollouts, keeper, file),
         *(fleet, dispatcher, answerer, metrics, sandbox),
-        saved_card=_saved_card(config),
+        saved_card=saved_card(config),
         router_id=router_id,
         sharing=sharing,
         tenancy=tenancy,
@@ -263,17 +258,13 @@ def _keeper(
 
 
 def _tracing(config: RouterConfig) -> Tracing:
-    try:
+    with blaming("--otlp-endpoint", ValueError):
         return make_tracing(config)
-    except ValueError as error:
-        raise ConfigError(f"--otlp-endpoint: {error}") from error
 
 
 def _sharing(config: RouterConfig) -> Sharing:
-    try:
+    with blaming("--redis", ValueError):
         return make_sharing(config)
-    except ValueError as error:
-        raise ConfigError(f"--redis: {error}") from error
 
 
 def _retries(config: RouterConfig) -> Retries:
@@ -293,13 +284,10 @@ def _queue_limits(config: RouterConfig) -> QueueLimits:
 
 
 def _tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
-    try:
+    with blaming("--host", ExposureError):
         check_exposure(config)
+    with blaming(f"--keys-file {config.keys_file}", KeysFileError):
         return make_tenancy(config, sharing, router_id)
-    except ExposureError as error:
-        raise ConfigError(f"--host: {error}") from error
-    except KeysFileError as error:
-        raise ConfigError(f"--keys-file {config.keys_file}: {error}") from error
 
 
 def _adapters_file(
@@ -310,22 +298,6 @@ def _adapters_file(
     applied.clear()
     source = config.default_source
     return AdaptersFile(config.adapters_file, admin, rollouts, source, time.monotonic, applied)
-
-
-def _check_workers(config: RouterConfig) -> None:
-    for url in config.workers:
-        parts = urlsplit(url)
-        if parts.scheme not in ("ws", "wss") or not parts.hostname or parts.path not in ("", "/"):
-            raise ConfigError(f"--worker {url!r}: expected ws://host:port or wss://host:port")
-
-
-def _saved_card(config: RouterConfig) -> ModelCard | None:
-    if config.model_card is None:
-        return None
-    try:
-        return read_card(config.model_card)
-    except CardError as error:
-        raise ConfigError(f"--model-card: {error}") from error
 
 
 class _Pinner:
@@ -344,7 +316,7 @@ class _Pinner:
 
 
 def _rules(config: RouterConfig, sharing: Sharing) -> CatalogRules:
-    declared = [_alias(text, config) for text in config.adapters]
+    declared = declared_adapters(config)
     rules = CatalogRules(
         aliases=Aliases(sharing.store, sharing.link is not None, declared),
         hub_owners=config.hub_owners,
@@ -359,21 +331,6 @@ def _rules(config: RouterConfig, sharing: Sharing) -> CatalogRules:
         except AdapterError as error:
             raise ConfigError(f"--adapter {registration.name}: {error.message}") from error
     return rules
-
-
-def _alias(text: str, config: RouterConfig) -> Registration:
-    name, equals, target = text.partition("=")
-    try:
-        if not equals or not is_name(name):
-            raise ConfigError(f"--adapter {text!r}: expected NAME=REF")
-        ref = parse_ref(target, "local" if config.default_source == "local" else "hub")
-    except AdapterError as error:
-        raise ConfigError(f"--adapter {text!r}: {error.message}") from error
-    if ref.source == "alias":
-        raise ConfigError(
-            f"--adapter {text!r}: {target!r} names no source; write hub:, local:, s3: or https://"
-        )
-    return Registration(name, ref, "option")
 
 
 def _now() -> float:

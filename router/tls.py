@@ -3,11 +3,13 @@
 import asyncio
 import errno
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 
+from router.config import ConfigError
 from router.front_door import Deadlines, FrontDoor
 from router.metrics import RouterMetrics
 
@@ -15,13 +17,55 @@ logger = logging.getLogger(__name__)
 
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPT_AGAIN_S = 1.0
+_MAX_PEM_BYTES = 1 << 20
+_CERTIFICATE = re.compile(rb"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----")
+_PRIVATE_KEY = re.compile(rb"-----BEGIN (?:[A-Z]+ )?PRIVATE KEY-----")
+# What OpenSSL says of a key of another certificate; the last one if its kind is another, too.
+_OTHER_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
+_ENCRYPTED = re.compile(rb"-----BEGIN ENCRYPTED PRIVATE KEY-----|Proc-Type: 4,ENCRYPTED")
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """cert: the chain. key: unencrypted. Both in PEM. Raises OSError."""
+    """cert: the chain. key: unencrypted. Both in PEM. Raises ConfigError."""
+    if not _CERTIFICATE.search(_read(cert, "--tls-cert")):
+        raise ConfigError(f"--tls-cert {cert}: it holds no certificate in PEM")
+    secret = _read(key, "--tls-key")
+    if not _PRIVATE_KEY.search(secret):
+        raise ConfigError(f"--tls-key {key}: it holds no private key in PEM")
+    if _ENCRYPTED.search(secret):
+        raise ConfigError(
+            f"--tls-key {key}: it is encrypted, and nobody is there to be asked for its "
+            "passphrase: give it decrypted (`openssl pkey -in KEY -out PLAIN`)"
+        )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(cert, key, password="")
+    try:
+        context.load_verify_locations(cafile=cert)
+    except ssl.SSLError as error:
+        raise ConfigError(f"--tls-cert {cert}: {_why(error)}") from error
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        reason = error.reason or ""
+        if reason.startswith(("EE_", "CA_")):  # such as EE_KEY_TOO_SMALL
+            raise ConfigError(f"--tls-cert {cert}: {_why(error)}") from error
+        is_other = reason in _OTHER_KEY
+        why = f"it is not the key of the certificate in {cert}" if is_other else _why(error)
+        raise ConfigError(f"--tls-key {key}: {why}") from error
     return context
+
+
+def _read(path: Path, option: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_PEM_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from error
+
+
+def _why(error: ssl.SSLError) -> str:
+    """OpenSSL's reason in words; it has none for PEM that breaks off."""
+    return f"OpenSSL says {error.reason}" if error.reason else "its PEM is damaged"
 
 
 class TlsAcceptor:

@@ -58,7 +58,7 @@ class Keyring:
         self._is_shared = is_shared
         self._is_up = is_up
         if file is not None:
-            self._take(*_read_file(file))
+            self._take(*read_keys_file(file))
 
     async def run(self) -> None:
         """Follows the store and the file until cancelled."""
@@ -177,7 +177,7 @@ class Keyring:
                 continue
             stamp = now
             try:
-                self._take(*await asyncio.to_thread(_read_file, file))
+                self._take(*await asyncio.to_thread(read_keys_file, file))
                 logger.info("keys file %s: read again", file)
             except KeysFileError as error:
                 logger.error("keys file %s: left as it was: %s", file, error)
@@ -205,7 +205,8 @@ def _read_key(value: bytes) -> ApiKey | None:
         return None
 
 
-def _read_file(file: Path) -> tuple[list[ApiKey], list[Tenant]]:
+def read_keys_file(file: Path) -> tuple[list[ApiKey], list[Tenant]]:
+    """Raises KeysFileError."""
     try:
         with file.open("rb") as opened:
             return read_keys(opened.read(MAX_FILE_BYTES + 1))

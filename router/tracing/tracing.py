@@ -28,10 +28,20 @@ class NoTracing:
 
 
 def make_tracing(config: RouterConfig) -> Tracing:
+    """Raises ValueError, as `check_tracing` does."""
+    if not config.otlp_endpoint:
+        return NoTracing()
+    check_tracing(config)
+    from router.tracing.otel import OtelTracing
+
+    return OtelTracing(config.otlp_endpoint, config.trace_sample, time.monotonic)
+
+
+def check_tracing(config: RouterConfig) -> None:
     """Raises ValueError for an endpoint that cannot be, or without the extra that it needs."""
     endpoint = config.otlp_endpoint
     if not endpoint:
-        return NoTracing()
+        return
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"expected http://host:port or https://host:port, got {endpoint!r}")
@@ -39,7 +49,6 @@ def make_tracing(config: RouterConfig) -> Tracing:
         raise ValueError("a URL shows in the list of processes: use OTEL_EXPORTER_OTLP_HEADERS")
     try:
         # Only where it is wanted: it takes its time to load.
-        from router.tracing.otel import OtelTracing
+        import router.tracing.otel  # noqa: F401
     except ImportError as error:
         raise ValueError(f"tracing needs the extra `traces` ({error.name} is missing)") from error
-    return OtelTracing(endpoint, config.trace_sample, time.monotonic)

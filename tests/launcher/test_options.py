@@ -142,6 +142,29 @@ def test_secrets_come_from_variable_or_file_only(
         read("m", "--password-file", str(file))
 
 
+@pytest.mark.parametrize("secret", ["two\nlines", "bell\a", "x" * 5000])
+def test_a_secret_that_could_never_be_sent(tmp_path: Path, secret: str) -> None:
+    """It is one line, and told by where it came from, never by what it is."""
+    file = tmp_path / "secret"
+    file.write_text(secret)
+    for arguments, variables, source in (
+        (["--password-file", str(file)], {}, "--password-file"),
+        ([], {"LORAPLEX_PASSWORD_FILE": str(file)}, "LORAPLEX_PASSWORD_FILE"),
+        ([], {"LORAPLEX_PASSWORD": secret}, "LORAPLEX_PASSWORD"),
+    ):
+        with pytest.raises(OptionError, match=source) as refused:
+            read("m", *arguments, **variables)
+        assert secret[:3] not in str(refused.value)
+    assert read("m", LORAPLEX_PASSWORD="hush\n").password == "hush"
+
+
+def test_a_secret_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(OptionError, match="--password-file .*: it is no text"):
+        read("m", "--password-file", str(file))
+
+
 def test_unknown_variables_get_a_hint() -> None:
     known = {option.variable for option in OPTIONS.values()}
     assert unknown_variables(["PATH", "LORAPLEX_COUNT"], known) == []

@@ -18,6 +18,7 @@ from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
+PEM = Path(__file__).parents[1] / "adapters" / "self_signed.pem"
 QUICK = ("--executor", 'certify:{"step_s": 0.002}', "--kv-memory", "64MiB")
 
 
@@ -151,8 +152,10 @@ def test_a_killed_launcher_leaves_nothing_behind(serving: Serving) -> None:
     assert not alive
 
 
-def failure(*arguments: str, code: int = 1, **variables: str) -> str:
-    """The one sentence on stderr."""
+def failure(
+    *arguments: str, code: int = 1, output: list[str] | None = None, **variables: str
+) -> str:
+    """The one sentence on stderr. output: the lines that its children wrote, where it matters."""
     done = subprocess.run(
         command(*arguments),
         cwd=ROOT,
@@ -163,6 +166,7 @@ def failure(*arguments: str, code: int = 1, **variables: str) -> str:
     )
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    assert output is None or done.stdout.splitlines() == output
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("loraplex: ")]
     return sentence
 
@@ -222,6 +226,33 @@ def test_bad_options_stop_the_start() -> None:
     assert "did you mean" in failure("router", code=2, LORAPLEX_WORKERS="ws://x")
     assert "--worker" in failure("router", code=2)
     assert "--adapter" in failure("serve", "--adapter", "nonsense", code=2)
+
+
+@pytest.mark.parametrize("option", ["--adapters-file", "--keys-file", "--admin-key-file"])
+@pytest.mark.parametrize("alone", [(), ("--worker", "ws://127.0.0.1:1")])
+def test_a_file_that_is_not_there_is_said_before_anything_starts(
+    tmp_path: Path, option: str, alone: tuple[str, ...]
+) -> None:
+    command = ("router", *alone) if alone else ("serve",)
+    said = failure(*command, option, str(tmp_path / "absent"), code=2, output=[])
+    assert said.startswith(f"loraplex: {option} ")
+    assert "No such file" in said
+
+
+def test_a_certificate_without_its_key_is_said_before_anything_starts() -> None:
+    other = str(PEM.parents[1] / "router" / "pem" / "another_ec_key.pem")
+    said = failure("serve", "--tls-cert", str(PEM), "--tls-key", other, code=2, output=[])
+    assert said.startswith(f"loraplex: --tls-key {other}: it is not the key of")
+
+
+def test_it_tells_when_it_is_ready_over_tls(tmp_path: Path) -> None:
+    serving = Serving(tmp_path, "--tls-cert", str(PEM), "--tls-key", str(PEM))
+    try:
+        serving.until(lambda: f"ready at https://127.0.0.1:{serving.port}" in serving.text)
+        assert stop(serving, signal.SIGTERM) == 0
+    finally:
+        serving.process.kill()
+        serving.process.wait(TIMEOUT_S)
 
 
 def test_an_exposed_worker_needs_a_secret() -> None:

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config import RouterConfig
 from router.front_door import FrontDoor
-from router.http_server import check_tls
-from router.service import ConfigError
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
 
@@ -143,15 +140,6 @@ async def test_pages_of_other_origins_are_served_if_they_are_listed(tmp_path: Pa
 async def test_https(tmp_path: Path) -> None:
     async with running_router(tmp_path, tls_cert=PEM, tls_key=PEM) as router:
         assert (await router.client.get("/health/live")).status_code == 200
-
-
-def test_a_certificate_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
-    missing, empty = tmp_path / "missing.pem", tmp_path / "empty.pem"
-    empty.write_text("")
-    for cert, key in ((PEM, None), (None, PEM), (missing, PEM), (PEM, missing), (empty, empty)):
-        with pytest.raises(ConfigError, match="--tls-cert"):
-            check_tls(RouterConfig(workers=(), tls_cert=cert, tls_key=key))
-    check_tls(RouterConfig(workers=(), tls_cert=PEM, tls_key=PEM))
 
 
 async def test_it_is_not_ready_and_closes_connections_while_it_drains(router: Running) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.service import ConfigError
+from router.config import ConfigError
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router
 from tests.router.test_limits import hold

@@ -1,0 +1,107 @@
+"""What is wrong with options and with the files that they name, told before anything runs."""
+
+import contextlib
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from adapters.errors import AdapterError
+from adapters.ref import is_name, parse_ref
+from router.adapters_file import WHOLE
+from router.adapters_watch import read_file
+from router.config import ConfigError, RouterConfig
+from router.model_card import CardError, read_card
+from router.registration import Registration
+from router.shared.sharing import make_sharing
+from router.tenancy.keyring import read_keys_file
+from router.tenancy.keys_file import KeysFileError
+from router.tenancy.tenancy import ExposureError, check_exposure
+from router.tls import server_context
+from router.tracing.tracing import check_tracing
+from server.protocol import ModelCard
+
+
+def check_options(config: RouterConfig) -> None:
+    """Raises ConfigError for what would keep a router from starting. Connects to nothing.
+
+    What fails at one entry of the adapters file costs that entry alone, later as at the start.
+    """
+    check_workers(config)
+    declared_adapters(config)
+    with blaming("--host", ExposureError):
+        check_exposure(config)
+    _check_tls(config)
+    saved_card(config)
+    if config.keys_file is not None:
+        with blaming(f"--keys-file {config.keys_file}", KeysFileError):
+            read_keys_file(config.keys_file)
+    _check_adapters_file(config)
+    with blaming("--redis", ValueError):
+        make_sharing(config)
+    with blaming("--otlp-endpoint", ValueError):
+        check_tracing(config)
+
+
+@contextlib.contextmanager
+def blaming(option: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds are the option's: they are raised as ConfigError."""
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+def check_workers(config: RouterConfig) -> None:
+    """Raises ConfigError."""
+    for url in config.workers:
+        with blaming(f"--worker {url!r}", ValueError):
+            parts = urlsplit(url)
+            known = parts.scheme in ("ws", "wss") and parts.hostname and parts.path in ("", "/")
+            if not known or parts.port == 0:
+                raise ValueError("expected ws://host:port or wss://host:port")
+
+
+def declared_adapters(config: RouterConfig) -> list[Registration]:
+    """What --adapter declares. Raises ConfigError."""
+    return [_declared(text, config) for text in config.adapters]
+
+
+def saved_card(config: RouterConfig) -> ModelCard | None:
+    """What --model-card names. Raises ConfigError."""
+    if config.model_card is None:
+        return None
+    with blaming("--model-card", CardError):
+        return read_card(config.model_card)
+
+
+def _check_tls(config: RouterConfig) -> None:
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key: give both, or neither")
+    if config.tls_cert is not None and config.tls_key is not None:
+        server_context(config.tls_cert, config.tls_key)
+
+
+def _check_adapters_file(config: RouterConfig) -> None:
+    """Later, what is wrong with it as a whole leaves all as it was; at the start there is nothing.
+
+    A router that began without the operator's names would answer 404 where others know them.
+    """
+    if config.adapters_file is None:
+        return
+    contents = read_file(config.adapters_file, config.default_source)
+    if not contents.is_readable:
+        raise ConfigError(f"--adapters-file {config.adapters_file}: {contents.errors[WHOLE]}")
+
+
+def _declared(text: str, config: RouterConfig) -> Registration:
+    name, equals, target = text.partition("=")
+    if not equals or not is_name(name):
+        raise ConfigError(f"--adapter {text!r}: expected NAME=REF")
+    try:
+        ref = parse_ref(target, "local" if config.default_source == "local" else "hub")
+    except AdapterError as error:
+        raise ConfigError(f"--adapter {text!r}: {error.message}") from error
+    if ref.source == "alias":
+        raise ConfigError(
+            f"--adapter {text!r}: {target!r} names no source; write hub:, local:, s3: or https://"
+        )
+    return Registration(name, ref, "option")

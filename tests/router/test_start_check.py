@@ -1,0 +1,140 @@
+"""What is wrong with options is told before anything runs, by the option that is to blame."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.config import ConfigError, RouterConfig
+from router.start_check import check_options
+
+HERE = Path(__file__).parent
+GOOD = HERE.parent / "adapters" / "self_signed.pem"
+KEYS = HERE / "pem"
+
+
+def refused(**options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_options(RouterConfig(**options))
+    return str(caught.value)
+
+
+def named_file(folder: Path, content: bytes) -> Path:
+    path = folder / "named"
+    path.write_bytes(content)
+    return path
+
+
+def test_what_is_right_is_accepted(tmp_path: Path) -> None:
+    adapters, keys = tmp_path / "adapters.yaml", tmp_path / "keys.yaml"
+    adapters.write_text("adapters: [{name: sql, ref: org/sql}, {name: a/b, ref: org/sql}]")
+    keys.write_text("keys: []")
+    check_options(RouterConfig())
+    files = RouterConfig(
+        adapters_file=adapters,
+        keys_file=keys,
+        tls_cert=GOOD,
+        tls_key=GOOD,
+        workers=("ws://gpu-1:8090", "wss://[::1]:8090/"),
+        adapters=("sql=hub:org/sql",),
+        redis="redis://somewhere:6379",
+    )
+    check_options(files)
+
+
+@pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
+def test_a_certificate_wants_its_key(given: str) -> None:
+    assert "give both" in refused(**{given: GOOD})
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("another_ec_key.pem", "it is not the key of the certificate"),
+        ("another_rsa_key.pem", "it is not the key of the certificate"),
+        ("encrypted_key.pem", "it is encrypted"),
+        ("encrypted_key_of_old.pem", "it is encrypted"),
+        ("absent.pem", "No such file"),
+        ("", "Is a directory"),
+    ],
+)
+def test_a_key_that_cannot_be_used(key: str, why: str) -> None:
+    said = refused(tls_cert=GOOD, tls_key=KEYS / key)
+    assert said.startswith(f"--tls-key {KEYS / key}: {why}")
+
+
+def test_a_certificate_that_cannot_be_used(tmp_path: Path) -> None:
+    for cert, why in (
+        (KEYS / "another_ec_key.pem", "it holds no certificate in PEM"),
+        (KEYS / "too_small.pem", "OpenSSL says EE_KEY_TOO_SMALL"),
+        (tmp_path / "absent.pem", "No such file"),
+        (tmp_path, "Is a directory"),
+    ):
+        said = refused(tls_cert=cert, tls_key=cert)
+        assert said.startswith(f"--tls-cert {cert}: {why}")
+
+
+@pytest.mark.parametrize("option", ["tls_cert", "tls_key"])
+@pytest.mark.parametrize("part", ["empty", "der", "cut"])
+def test_pem_that_is_none(tmp_path: Path, option: str, part: str) -> None:
+    text = GOOD.read_bytes()
+    kind = b"CERTIFICATE" if option == "tls_cert" else b"PRIVATE KEY"
+    begin, end = (b"-----%s %s-----\n" % (word, kind) for word in (b"BEGIN", b"END"))
+    body = text.partition(begin)[2].partition(end)[0]
+    content = {"empty": b"", "der": b"\x30\x82", "cut": begin + body[:64] + b"\n" + end}[part]
+    path = named_file(tmp_path, content)
+    said = refused(**({"tls_cert": GOOD, "tls_key": GOOD} | {option: path}))
+    assert said.startswith(f"--{option.replace('_', '-')} {path}: ")
+    assert ("damaged" if part == "cut" else "in PEM") in said
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "No such file"),
+        (b"adapters: [", "" ),
+        (b"", "expected one key, `adapters`"),
+        (b"- name: x", "expected one key, `adapters`"),
+        (b"\xff\xfe", ""),
+    ],
+)  # fmt: skip
+def test_an_adapters_file_that_says_nothing(
+    tmp_path: Path, content: bytes | None, why: str
+) -> None:
+    path = tmp_path / "absent" if content is None else named_file(tmp_path, content)
+    said = refused(adapters_file=path)
+    assert said.startswith(f"--adapters-file {path}: ")
+    assert why in said
+
+
+FILES = {field.name for field in dataclasses.fields(RouterConfig) if "Path" in str(field.type)}
+
+
+@pytest.mark.parametrize("option", sorted(FILES - {"cache_dir", "tls_cert", "tls_key"}))
+def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> None:
+    """But the cache, which is made."""
+    for path in (tmp_path / "absent", tmp_path):
+        said = refused(**{option: path})
+        assert said.startswith(f"--{option.replace('_', '-')}")
+        assert str(path) in said
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"workers": ("gpu-1:8090",)}, "--worker 'gpu-1:8090': expected ws://"),
+        ({"workers": ("ws://gpu:port",)}, "--worker 'ws://gpu:port'"),
+        ({"workers": ("ws://gpu:99999",)}, "--worker 'ws://gpu:99999'"),
+        ({"workers": ("ws://gpu/path",)}, "--worker 'ws://gpu/path'"),
+        ({"workers": ("ws://[gpu",)}, "--worker 'ws://[gpu'"),
+        ({"adapters": ("sql",)}, "--adapter 'sql': expected NAME=REF"),
+        ({"adapters": ("a/b=org/x",)}, "--adapter 'a/b=org/x': expected NAME=REF"),
+        ({"adapters": ("sql=plain",)}, "--adapter 'sql=plain': 'plain' names no source"),
+        ({"host": "0.0.0.0"}, "--host: callers of 0.0.0.0 need keys"),
+        ({"redis": "localhost"}, "--redis: expected"),
+        ({"otlp_endpoint": "collector:4318"}, "--otlp-endpoint: expected http://"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], why: str) -> None:
+    assert refused(**options).startswith(why)

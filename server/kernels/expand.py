@@ -16,8 +16,8 @@ from server.kernels.checks import check_context, check_rows, padded_widths
 from server.kernels.configs import ExpandConfig
 from server.kernels.expand_block import expand_ranks
 from server.kernels.segments import Segments
-from server.kernels.shrink import load_tile
 from server.kernels.table import LoraTable
+from server.kernels.tiles import load_tile, small_tile, tile_rows
 from server.kernels.workspace import Workspace
 
 
@@ -217,24 +217,25 @@ def _expand_item(
     PRECISION: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ) -> None:
-    """Where the block lies; one row or many."""
+    """Where the block lies; few rows or many."""
     q, k = block < n0, block < n01
     y_slice = y_ptr + tl.where(q, 0, tl.where(k, W0, W0 + W1))
     width = tl.where(q, W0, tl.where(k, W1, W2))
     col = (block - tl.where(q, 0, tl.where(k, n0, n01))) * block_n
     end = tl.minimum(width, col + block_n)
     b_ptr = tl.multiple_of(address.to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
-    if length == 1:
+    SMALL: tl.constexpr = small_tile(BLOCK_M)
+    if length <= SMALL:
+        few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)
         expand_ranks(
-            y_slice + row.to(tl.int64) * stride_y, length, v_ptr, stride_v, stride_plane, splits,
+            y_slice + few * stride_y, length, v_ptr, stride_v, stride_plane, splits,
             b_ptr, rank, first, scale, col, end,
-            MAX_SPLIT, 1, PIECE, STAGES, PRECISION, ACCUMULATE,
+            MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip
     else:
-        m = tl.arange(0, BLOCK_M)
-        rows = tl.load(order_ptr + m, mask=m < length, other=0).to(tl.int64)
+        many = tile_rows(order_ptr, row, length, BLOCK_M).to(tl.int64)
         expand_ranks(
-            y_slice + rows * stride_y, length, v_ptr, stride_v, stride_plane, splits,
+            y_slice + many * stride_y, length, v_ptr, stride_v, stride_plane, splits,
             b_ptr, rank, first, scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip

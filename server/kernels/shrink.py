@@ -14,6 +14,7 @@ from server.kernels.checks import check_context, check_rows
 from server.kernels.configs import ShrinkConfig
 from server.kernels.segments import Segments
 from server.kernels.table import LoraTable
+from server.kernels.tiles import load_tile, small_tile
 from server.kernels.workspace import Workspace
 
 
@@ -166,14 +167,6 @@ def _shrink_kernel(
 
 
 @triton.jit
-def load_tile(tiles_ptr: tl.tensor, tile: tl.tensor, live: tl.tensor) -> tuple[Any, Any, Any]:
-    """Slot, first sorted position and rows of a tile (zeros where not live)."""
-    slot = tl.load(tiles_ptr + tile * 4, mask=live, other=0)
-    start = tl.load(tiles_ptr + tile * 4 + 1, mask=live, other=0)
-    return slot, start, tl.load(tiles_ptr + tile * 4 + 2, mask=live, other=0)
-
-
-@triton.jit
 def _load_record(
     words_ptr: tl.tensor,
     ints_ptr: tl.tensor,
@@ -209,26 +202,56 @@ def _shrink_tile(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    if length == 1:
+    SMALL: tl.constexpr = small_tile(BLOCK_M)
+    if length > SMALL:
+        _shrink_ranks(
+            x_ptr, stride_x, order_ptr, length, a_ptr, v_ptr, stride_v, total, k_begin, span,
+            IN, BLOCK_M, BLOCK_K, STAGES, PRECISION,
+        )  # fmt: skip
+    elif SMALL > 1:
+        _shrink_ranks(
+            x_ptr, stride_x, order_ptr, length, a_ptr, v_ptr, stride_v, total, k_begin, span,
+            IN, SMALL, BLOCK_K, STAGES, PRECISION,
+        )  # fmt: skip
+    else:
         x_row = x_ptr + row.to(tl.int64) * stride_x
         if total < 64:
             _shrink_row(x_row, a_ptr, v_ptr, total, k_begin, span, IN, 16, BLOCK_ROW_K, STAGES)
         else:
             _shrink_row(x_row, a_ptr, v_ptr, total, k_begin, span, IN, 64, BLOCK_ROW_K // 4, STAGES)
+
+
+@triton.jit
+def _shrink_ranks(
+    x_ptr: tl.tensor,
+    stride_x: tl.tensor,
+    order_ptr: tl.tensor,
+    length: tl.tensor,
+    a_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    stride_v: tl.tensor,
+    total: tl.tensor,
+    k_begin: tl.tensor,
+    span: tl.tensor,
+    IN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    m = tl.arange(0, BLOCK_M)
+    live = m < length
+    x_rows = x_ptr + tl.load(order_ptr + m, mask=live, other=0).to(tl.int64) * stride_x
+    if total <= 16:
+        _shrink_rows(
+            x_rows, live, a_ptr, v_ptr, stride_v, total, k_begin, span,
+            IN, BLOCK_M, 16, BLOCK_K, STAGES, PRECISION,
+        )  # fmt: skip
     else:
-        m = tl.arange(0, BLOCK_M)
-        live = m < length
-        x_rows = x_ptr + tl.load(order_ptr + m, mask=live, other=0).to(tl.int64) * stride_x
-        if total <= 16:
-            _shrink_rows(
-                x_rows, live, a_ptr, v_ptr, stride_v, total, k_begin, span,
-                IN, BLOCK_M, 16, BLOCK_K, STAGES, PRECISION,
-            )  # fmt: skip
-        else:
-            _shrink_rows(
-                x_rows, live, a_ptr, v_ptr, stride_v, total, k_begin, span,
-                IN, BLOCK_M, 64, BLOCK_K, STAGES, PRECISION,
-            )  # fmt: skip
+        _shrink_rows(
+            x_rows, live, a_ptr, v_ptr, stride_v, total, k_begin, span,
+            IN, BLOCK_M, 64, BLOCK_K, STAGES, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit

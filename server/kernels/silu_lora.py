@@ -13,8 +13,8 @@ from server.kernels.checks import check_context
 from server.kernels.configs import ExpandConfig
 from server.kernels.low_rank import load_b, load_v, low_rank, product
 from server.kernels.pending import PendingLora
-from server.kernels.shrink import load_tile
 from server.kernels.silu import silu_times
+from server.kernels.tiles import load_tile, small_tile, tile_rows
 
 
 def silu_mul_lora(
@@ -169,18 +169,19 @@ def _silu_tile(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """One row or many."""
-    if length == 1:
+    """Few rows or many."""
+    SMALL: tl.constexpr = small_tile(BLOCK_M)
+    if length <= SMALL:
+        few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)
         _silu_rows(
-            y_ptr, out_ptr, row.to(tl.int64), length, v_ptr, stride_v, stride_plane, splits,
+            y_ptr, out_ptr, few, length, v_ptr, stride_v, stride_plane, splits,
             b_gate, b_up, scales_ptr, ranks, col, end,
-            INNER, MAX_SPLIT, 1, PIECE, STAGES, PRECISION,
+            INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION,
         )  # fmt: skip
     else:
-        m = tl.arange(0, BLOCK_M)
-        rows = tl.load(order_ptr + m, mask=m < length, other=0).to(tl.int64)
+        many = tile_rows(order_ptr, row, length, BLOCK_M).to(tl.int64)
         _silu_rows(
-            y_ptr, out_ptr, rows, length, v_ptr, stride_v, stride_plane, splits,
+            y_ptr, out_ptr, many, length, v_ptr, stride_v, stride_plane, splits,
             b_gate, b_up, scales_ptr, ranks, col, end,
             INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION,
         )  # fmt: skip

@@ -23,18 +23,20 @@ from server.model.attention_cuda import Attention
 from server.model.capture import padded_size, record, sizes_up_to
 from server.model.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
 from server.model.decoder import Decoder
-from server.model.ops_cuda import FEW_TOKENS, CudaOps, CudaPlan, DeviceLora, Product
+from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
 from server.model.rows import Rows
 
 # One more than uploads that can be on their way while the next is written.
 _UPLOADS = 4
 _ALIGNMENT = 64
+# Sequences of a captured step; from there on the products alone take longer than the host.
+_MOST = 1024
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """1, 2, 4, by eights to 256, then by 64 up to what `max_rows` sequences need, at most 1024:
     what pads a step is never more than a fifth of it from there on."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, FEW_TOKENS + 1, 64)]
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MOST + 1, 64)]
     return sizes_up_to(sizes, max_rows)
 
 

@@ -25,7 +25,7 @@ from server.model.weights import ModelWeights
 log = logging.getLogger(__name__)
 
 # Token counts that between them use every kernel of steps outside graphs.
-_WARM_TOKENS = (3, 40, 300, 600, 1100)
+_WARM_TOKENS = (3, 40, 300, 600, 2100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,11 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
     adapters = limits.adapter_slots > 0
     for tokens in _WARM_TOKENS:
-        _warm(decoder, rows, min(tokens, limits.max_context, limits.max_step_tokens), adapters)
+        _warm(decoder, rows, min(tokens, limits.max_step_tokens), limits.max_context, adapters)
     draws = CudaDraws(rows, parts.parameters)
     draws.warm(parts.model.vocab_size, parts.cache.k.dtype)
     phases.done("kernels")
-    ops.products.measure(sizes, _products(parts.weights))
+    ops.products.measure(sorted({*sizes, *prompt_sizes}), _products(parts.weights))
     phases.done("products")
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
     token_graphs = TokenGraphs(decoder, ops, prompt_sizes) if prompt_sizes else None
@@ -150,10 +150,14 @@ def _tell_of_late_kernels() -> None:
     triton.knobs.runtime.jit_post_compile_hook = late
 
 
-def _warm(decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, adapters: bool) -> None:
-    """A mixed step on the scratch row: one decode, and a chunk of the rest. With adapters also as
+def _warm(
+    decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, max_context: int, adapters: bool
+) -> None:
+    """A mixed step on the scratch row: one decode, and chunks of the rest. With adapters also as
     if they changed the embedding and the head, which no graph does."""
-    num_new = np.array([1, tokens - 1][: min(tokens, 2)])
+    chunks, rest = divmod(tokens - 1, max_context)
+    # Decodes come first, and a rest of one is another.
+    num_new = np.array([1] + ([rest] if rest else []) + [max_context] * chunks)
     positions = np.concatenate([np.arange(n) for n in num_new])
     layout = StepLayout(
         seq_rows=np.full(len(num_new), rows.scratch),

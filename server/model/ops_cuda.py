@@ -29,9 +29,9 @@ from server.model.products import Products
 from server.model.rope import cos_sin, inverse_frequencies
 from server.model.transfers import to_device
 
-# Up to so many tokens, most of them decodes, adapters may be as many as tokens: a program takes few
-# rows, and inputs are split. The most sequences of a captured step of decodes, too.
-FEW_TOKENS = 1024
+# Up to so many tokens, of which decodes are a large part, adapters may be as many as tokens: a
+# program takes few rows, and inputs are split.
+_FEW_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Product:
 
 
 def _phase(rows: int) -> Phase:
-    return "decode" if rows <= FEW_TOKENS else "prefill"
+    return "decode" if rows <= _FEW_TOKENS else "prefill"
 
 
 class CudaOps:
@@ -99,7 +99,7 @@ class CudaOps:
         angles = cos_sin(places, inv_freq, model.rope.attention_factor)
         self._cos_sin = torch.cat(angles, dim=-1).squeeze(1).contiguous()
         self._workspaces: dict[Phase, Workspace] = {
-            "decode": self._workspace("decode", FEW_TOKENS),
+            "decode": self._workspace("decode", _FEW_TOKENS),
             "prefill": self._workspace("prefill", max_tokens),
         }
 

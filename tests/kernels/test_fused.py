@@ -56,7 +56,7 @@ def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int)
     adapters = Adapters(torch.float32, device, 5)
     for slot, ranks in enumerate([(16, 16), (3, 0), (0, 40), (100, 8)]):
         adapters.put(slot, 96, (inner, inner), ranks)
-    slots = [0] * 20 + [-1] * 18 + [1, 2, 4, -1, 3, 3, 3, 1]
+    slots = [0] * 20 + [-1] * 18 + [1, 2, 4, -1, 3, 3, 3, 1] + [3] * 70
     batch = make_batch(len(slots), adapters, phase)
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
     x, y = (torch.randn(len(slots), n, device=device) for n in (96, 2 * inner))

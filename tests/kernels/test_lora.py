@@ -137,6 +137,22 @@ def test_long_prefill(device: torch.device) -> None:
     check(adapters, [0] * 300 + [-1] * 40 + [2] * 150 + [0] * 50 + [1] * 3, 64, (48,), "prefill")
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("ranks", [(16, 8), (24, 40), (3, 100)])
+def test_tiles_of_every_length(device: torch.device, ranks: tuple[int, ...], phase: Phase) -> None:
+    """One row, few, as many as a small tile has, and what is left of a long run: each has code of
+    its own."""
+    torch.manual_seed(10)
+    lengths = (1, 2, 16, 17, 64, 65, 90)
+    for dtype in dtypes(device):
+        adapters = Adapters(dtype, device, len(lengths))
+        slots = [-1]
+        for slot, length in enumerate(lengths):
+            adapters.put(slot, 72, (70, 40), ranks)
+            slots += [slot] * length
+        check(adapters, slots, 72, (70, 40), phase)
+
+
 def test_strided_rows(device: torch.device) -> None:
     """x and y may be column slices of wider tensors; what lies beside y is not written."""
     torch.manual_seed(4)

@@ -89,20 +89,23 @@ def test_random_rows_draw_what_the_reference_draws(pair: Pair, each: list[Sampli
 
 
 def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No graph has these products' LoRA: its kernels must be compiled before somebody needs it."""
+    """No graph has these products' LoRA: its kernels must be compiled before somebody needs it. A
+    step may have more tokens than one context."""
     from server.model import gpu_path, ops_cuda
 
     module: Any = ops_cuda
     decoder, rows = pair.gpu.executor._decoder, pair.gpu.executor._rows
-    expand, sites = module.expand, set[int]()
+    expand, sites, tokens = module.expand, set[int](), set[int]()
 
     def noted(y: Any, widths: Any, table: Any, site: int, *rest: Any, **options: Any) -> None:
         sites.add(site)
+        tokens.add(len(y))
         expand(y, widths, table, site, *rest, **options)
 
     monkeypatch.setattr(module, "expand", noted)
-    gpu_path._warm(decoder, rows, 3, adapters=True)
+    gpu_path._warm(decoder, rows, 8, max_context=3, adapters=True)
     assert {decoder.sites.embed, decoder.sites.lm_head} <= sites
+    assert tokens == {8, 1}
 
 
 def test_a_failed_product_leaves_nothing_running_beside(

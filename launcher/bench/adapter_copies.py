@@ -12,7 +12,7 @@ import torch
 from adapters.manifest import SlabDtype
 from launcher.bench.offline import EXTENT_BYTES, lora_layout
 from launcher.bench.report import percentile
-from server.engine.executor import AdapterCopy
+from server.engine.executor import AdapterCopy, CopyOver
 from server.engine.residency import AdapterArena
 from server.model.adapter_copies import AdapterCopies
 from server.model.checkpoint import read_config
@@ -31,7 +31,7 @@ class CopyTimes:
     """Of adapters of `mb` megabytes, packed. Milliseconds.
 
     plain: one copy of as many bytes from the same memory. transfer: that the bytes of an adapter
-    are on their way. alone: from its order to its use, one at a time; queued: of each of many.
+    are on their way. alone: from its order to its end, one at a time; queued: of each of many.
     times_plain: transfer over plain.
     """
 
@@ -126,10 +126,12 @@ def _run(copies: AdapterCopies, orders: Sequence[AdapterCopy]) -> list[float]:
         copies.start(order)
     seconds: list[float] = []
     while len(seconds) < len(orders):
-        for done in copies.finished():
-            if done.error is not None:
-                raise RuntimeError(f"a copy failed: {done.error}")
-            seconds.append(done.copy_s)
+        for news in copies.poll():
+            if not isinstance(news, CopyOver):
+                continue
+            if news.error is not None:
+                raise RuntimeError(f"a copy failed: {news.error}")
+            seconds.append(news.copy_s)
         time.sleep(_POLL_S)
     return seconds
 

@@ -42,13 +42,27 @@ class AdapterCopy(msgspec.Struct, frozen=True):
     device_extents: tuple[int, ...]
 
 
-class CopyDone(msgspec.Struct, frozen=True):
-    """copy_s: seconds that its bytes were on their way, without waits for others; 0 = unknown."""
+class CopyUsable(msgspec.Struct, frozen=True):
+    """Steps launched from now on may use the slot: the device lets them wait for what is left of
+    the copy. Its host block is still read, until CopyOver."""
+
+    adapter_slot: int
+    digest: str
+
+
+class CopyOver(msgspec.Struct, frozen=True):
+    """Nothing reads the host block any more. After CopyUsable, or instead of it with an error.
+
+    copy_s: seconds that its bytes were on their way, without waits for others; 0 = unknown.
+    """
 
     adapter_slot: int
     digest: str
     error: str | None = None
     copy_s: float = 0.0
+
+
+CopyNews = CopyUsable | CopyOver
 
 
 class Ticket(Protocol):
@@ -85,12 +99,13 @@ class Executor(Protocol[T]):
         ...
 
     def start_copy(self, copy: AdapterCopy) -> None:
-        """Begin a copy beside running steps; never blocks them."""
+        """Begin a copy beside running steps; never blocks them. Copies write in the order of their
+        start: one may take the place of another that is usable, though that is not over."""
         ...
 
-    def finished_copies(self) -> list[CopyDone]:
-        """Copies that ended since the last call; never blocks. Raises anything when the device is
-        lost for good."""
+    def poll_copies(self) -> list[CopyNews]:
+        """What has become of copies since the last call; never blocks. Raises anything when the
+        device is lost for good, as it is when a copy fails that is usable already."""
         ...
 
     def close(self) -> None: ...

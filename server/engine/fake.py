@@ -11,7 +11,13 @@ from hashlib import blake2b
 
 import msgspec
 
-from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
+from server.engine.executor import (
+    AdapterCopy,
+    CopyNews,
+    CopyOver,
+    CopyUsable,
+    ExecutorLimits,
+)
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
 from server.engine.witness import SlabWitness
 from server.protocol import TokenLogprob
@@ -26,8 +32,10 @@ class ContractError(AssertionError):
 class CertifyOptions(msgspec.Struct, frozen=True):
     """eos_percent: how often a token is the first end-of-sequence id (0 = never).
 
-    step_s: seconds that a step takes. copy_polls: calls of `finished_copies` until a copy is over.
-    check_bytes: slabs are read, before and after their copy, and must be what they were before.
+    step_s: seconds that a step takes. copy_polls: calls of `poll_copies` until a copy is usable.
+    ending_polls: calls from then on until it is over (0 = at once).
+    check_bytes: slabs are read when a copy starts, is usable and is over, and must be what they
+    were before.
     """
 
     vocab_size: int = 512
@@ -35,6 +43,7 @@ class CertifyOptions(msgspec.Struct, frozen=True):
     eos_percent: int = 0
     step_s: float = 0.0
     copy_polls: int = 1
+    ending_polls: int = 0
     check_bytes: bool = False
 
 
@@ -123,7 +132,9 @@ class CertifyingExecutor:
         self._holders: list[set[int]] = [set() for _ in range(limits.num_pages)]
         self._rows: dict[int, _Row] = {}
         self._slots: dict[int, tuple[str, frozenset[int]]] = {}
-        self._copies: list[tuple[int, AdapterCopy]] = []  # with polls left
+        # Until they are usable, and from then on until they are over; with polls left.
+        self._copies: list[tuple[int, AdapterCopy]] = []
+        self._ending: list[tuple[int, AdapterCopy]] = []
         self._in_flight: deque[FakeTicket] = deque()
         self._step = 0
 
@@ -285,21 +296,39 @@ class CertifyingExecutor:
                 del self._slots[slot]
         self._copies.append((self.options.copy_polls, copy))
 
-    def finished_copies(self) -> list[CopyDone]:
-        done, going = [], []
-        for polls, copy in self._copies:
-            if polls > 1:
-                going.append((polls - 1, copy))
+    def poll_copies(self) -> list[CopyNews]:
+        news: list[CopyNews] = []
+        ready, self._copies = _due(self._copies)
+        for copy in ready:
+            slot, digest = copy.adapter_slot, copy.layout.digest
+            problem = self._copy_problem(copy)
+            if problem is not None:
+                news.append(CopyOver(slot, digest, problem))
                 continue
+            self._slots[slot] = (digest, frozenset(_extents(copy)))
+            self._ending.append((self.options.ending_polls + 1, copy))
+            news.append(CopyUsable(slot, digest))
+        over, self._ending = _due(self._ending)
+        for copy in over:
             problem = self._other_bytes(copy)
-            if problem is None:
-                self._slots[copy.adapter_slot] = (copy.layout.digest, frozenset(_extents(copy)))
-            done.append(CopyDone(copy.adapter_slot, copy.layout.digest, problem))
-        self._copies = going
-        return done
+            _check(problem is None, f"of a copy that steps may have used: {problem}")
+            news.append(CopyOver(copy.adapter_slot, copy.layout.digest))
+        return news
+
+    def _copy_problem(self, copy: AdapterCopy) -> str | None:
+        """Why it cannot become usable."""
+        return self._other_bytes(copy)
 
     def _other_bytes(self, copy: AdapterCopy) -> str | None:
         return None if self._witness is None else self._witness.problem(copy)
+
+
+def _due(
+    copies: list[tuple[int, AdapterCopy]],
+) -> tuple[list[AdapterCopy], list[tuple[int, AdapterCopy]]]:
+    """Those whose last poll this is, and the others."""
+    due = [copy for polls, copy in copies if polls <= 1]
+    return due, [(polls - 1, copy) for polls, copy in copies if polls > 1]
 
 
 def _extents(copy: AdapterCopy) -> set[int]:

@@ -52,8 +52,11 @@ class AdapterLoads:
     """A digest with waiters is asked for -> staged -> copying -> ready; `max_loading` at once.
 
     So is one that is wanted without waiters (pinned, preloaded), after all others; `settled` tells
-    how that ended. The caller takes `needed`, `copies`, `released`, `settled` and `refused` (lists)
-    after each round and empties them.
+    how that ended. What lies in host memory may be staged without being asked for. The caller takes
+    `needed`, `copies`, `released`, `settled` and `refused` (lists) after each round and empties
+    them.
+
+    Each slab that is handed over comes back once (`released`); until then it is not asked for.
     """
 
     def __init__(self, arena: AdapterArena, max_loading: int, drain_after_s: float) -> None:
@@ -72,6 +75,7 @@ class AdapterLoads:
         self._asked: set[str] = set()
         self._staged: dict[str, Staged] = {}
         self._copying: dict[str, _Copying] = {}
+        self._ending: set[str] = set()  # ready, or even gone again, while the host block is read
         self._drain: Drain | None = None
 
     @property
@@ -80,7 +84,8 @@ class AdapterLoads:
 
     @property
     def copying(self) -> bool:
-        return bool(self._copying)
+        """Whether some copy is not over."""
+        return bool(self._copying or self._ending)
 
     @property
     def loading(self) -> tuple[str, ...]:
@@ -113,9 +118,10 @@ class AdapterLoads:
         """The slab lies in the host arena; `copy` tells where, load_s what bringing it there took.
         Returns why it cannot be used."""
         layout = copy.layout
-        if layout.digest not in self._asked:
-            if layout.digest not in self.loading:
-                self.released.append(layout.digest)
+        if self._is_held(layout.digest):
+            return None  # the first one comes back
+        if layout.digest not in self._asked and not self._takes_unasked():
+            self.released.append(layout.digest)
             return None
         self._asked.discard(layout.digest)
         problem = self.arena.refusal(layout.runs)
@@ -138,14 +144,21 @@ class AdapterLoads:
         self._end_want(digest, message)
         return self.take_waiters(digest)
 
-    def copied(self, digest: str, error: str | None, now: float) -> None:
-        """The copy is over: READY, or (error) ABSENT."""
+    def usable(self, digest: str, now: float) -> None:
+        """READY, though its host block is still read."""
         copying = self._copying.pop(digest)
+        self._ending.add(digest)
+        self.arena.finish(digest, copying.load_s + now - copying.since)
+        self._end_want(digest, None)
+
+    def over(self, digest: str, error: str | None) -> None:
+        """The host block is no longer read. error: it did not become usable: ABSENT."""
         self.released.append(digest)
         if error is None:
-            self.arena.finish(digest, copying.load_s + now - copying.since)
-        else:
-            self.arena.drop(digest)
+            self._ending.remove(digest)
+            return
+        del self._copying[digest]
+        self.arena.drop(digest)
         self._end_want(digest, error)
 
     def take_waiters(self, digest: str) -> list[Sequence]:
@@ -191,6 +204,14 @@ class AdapterLoads:
                 self.arena.drop(digest)
             self._settle(self._condemned.pop(digest))
 
+    def _is_held(self, digest: str) -> bool:
+        """Whether its slab was handed over and is not given back."""
+        return digest in self._staged or digest in self._copying or digest in self._ending
+
+    def _takes_unasked(self) -> bool:
+        """As many as may be asked for; what the disk still holds up takes no place of theirs."""
+        return len(self._staged) + len(self._copying) < self.max_loading
+
     def _asked_for(self, digest: str) -> bool:
         return digest in self._parked or digest in self._wanted
 
@@ -205,7 +226,7 @@ class AdapterLoads:
     def ask(self) -> None:
         """Want more slabs of the shell, those with the oldest waiter first."""
         while len(self.loading) < self.max_loading:
-            busy = set(self.loading)
+            busy = {*self.loading, *self._ending}
             absent = [d for d in (*self._parked, *self._wanted) if d not in busy]
             if not absent:
                 break

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from server.engine.channel import ShellGone
-from server.engine.executor import COPY_FAILED, CopyDone, Executor, Ticket
+from server.engine.executor import COPY_FAILED, CopyOver, Executor, Ticket
 from server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
@@ -39,7 +39,7 @@ from server.protocol import ErrorCode
 log = logging.getLogger(__name__)
 
 # Copies end without a call; with nothing else to do the loop looks so often.
-COPY_POLL_S = 0.001
+COPY_POLL_S = 0.0002
 # While the device computes, messages are taken as they come; so often it is asked if it is done.
 STEP_POLL_S = 0.0001
 # With unfinished sequences and nothing to compute, the shell still hears that the loop is alive.
@@ -121,11 +121,17 @@ class EngineLoop(Generic[T]):
 
     def _receive(self, wait_s: float | None) -> bool:
         """Take all that has come, waiting for the first. False: leave."""
+        self._drain_inbox(wait_s)
+        return not self._leaving
+
+    def _drain_inbox(self, wait_s: float | None) -> bool:
+        """Whether anything had come. A slab that follows its sequence is taken with it."""
         message = None if self._leaving else self._channel.receive(wait_s)
+        anything = message is not None
         while message is not None:
             self._take(message)
             message = None if self._leaving else self._channel.receive(0)
-        return not self._leaving
+        return anything
 
     def _take(self, message: ToEngine) -> None:
         scheduler = self._scheduler
@@ -180,25 +186,24 @@ class EngineLoop(Generic[T]):
         return worked
 
     def _note_copies(self) -> bool:
-        """Whether one is over."""
+        """Whether there was something to note."""
         try:
-            finished = self._executor.finished_copies()
+            news = self._executor.poll_copies()
         except Exception as lost:
             raise ExecutorLost(f"the device is lost: {lost}") from lost
-        for done in finished:
-            self._copy_s[done.digest] = done.copy_s
-            self._scheduler.copy_done(done, self._clock())
-        return bool(finished)
+        for item in news:
+            if isinstance(item, CopyOver) and item.error is None:
+                self._copy_s[item.digest] = item.copy_s
+            self._scheduler.copy_news(item, self._clock())
+        return bool(news)
 
     def _load_until_ready(self, ticket: T) -> None:
         """While the device computes, an adapter that somebody misses is asked for, placed and
         copied at once: it may be there before the next plan, and its request waits no longer than
         others."""
         while not (self._leaving or ticket.ready()):
-            message = self._channel.receive(STEP_POLL_S)
-            if message is not None:
-                self._take(message)
-            if self._note_copies() or message is not None:
+            taken = self._drain_inbox(STEP_POLL_S)
+            if self._note_copies() or taken:
                 self._scheduler.go_on_loading(self._clock())
                 self._carry_out_loads()
 
@@ -253,11 +258,11 @@ class EngineLoop(Generic[T]):
                 self._executor.start_copy(copy)
             except Exception as error:  # foreign, and no reason to stop the others
                 log.error("a copy failed", exc_info=error)
-                failed = CopyDone(copy.adapter_slot, digest, COPY_FAILED)
-                self._scheduler.copy_done(failed, self._clock())
+                failed = CopyOver(copy.adapter_slot, digest, COPY_FAILED)
+                self._scheduler.copy_news(failed, self._clock())
         # In this order: one that was pushed out as soon as it came may be needed again.
         for digest in released:
-            self._channel.send(SlabReleased(digest, self._copy_s.pop(digest, 0.0)))
+            self._channel.send(SlabReleased(digest, self._copy_s.pop(digest, None)))
         for digest in needed:
             self._channel.send(NeedSlab(digest))
         self._settled += settled

@@ -22,7 +22,8 @@ class AbortSequence(msgspec.Struct, frozen=True, array_like=True, tag="ab"):
 
 
 class SlabStaged(msgspec.Struct, frozen=True, array_like=True, tag="ss"):
-    """Answers NeedSlab: it lies in the host arena. extents: first extent of each run there.
+    """It lies in the host arena: NeedSlab's answer, or without being asked, for a sequence that was
+    just submitted. Answered by one SlabReleased. extents: first extent of each run there.
 
     load_s: seconds of reading it from disk; 0 if it was there already.
     """
@@ -91,7 +92,8 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="ef"):
 
 
 class NeedSlab(msgspec.Struct, frozen=True, array_like=True, tag="ns"):
-    """The engine wants this adapter's bytes in the host arena."""
+    """The engine wants this adapter's bytes in the host arena. It asks for none that it was given
+    and has not released; what is on its way to it unasked answers this, too."""
 
     digest: str
 
@@ -106,11 +108,11 @@ class AdapterPlaced(msgspec.Struct, frozen=True, array_like=True, tag="al"):
 class SlabReleased(msgspec.Struct, frozen=True, array_like=True, tag="sr"):
     """The copy to the device is over (or was given up): the host block is no longer read.
 
-    copy_s: seconds that the bytes were on their way; 0 = unknown.
+    copy_s: seconds that the bytes were on their way; 0 = unknown; None = they were not copied.
     """
 
     digest: str
-    copy_s: float = 0.0
+    copy_s: float | None = None
 
 
 class AdapterSettled(msgspec.Struct, frozen=True, array_like=True, tag="at"):

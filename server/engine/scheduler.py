@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from server.engine.batch import Batch
-from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
+from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
 from server.engine.kv import SequencePages
 from server.engine.loading import ORDER, AdapterLoads
 from server.engine.messages import AdapterSettled, EngineStats, SequenceEvent, SlabStaged
@@ -25,7 +25,8 @@ from server.protocol import ErrorCode, Finish, GenerateRequest
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
-    """max_waiting: sequences not yet running. max_loading: adapters on their way at once.
+    """max_waiting: sequences not yet running. max_loading: adapters on their way at once, and as
+    many again of those that come without being asked for.
 
     drain_after_s: how long a staged adapter waits for room before others must give way.
     """
@@ -132,16 +133,17 @@ class Scheduler:
     def slab_missing(self, digest: str, message: str) -> None:
         self._fail_waiters(self.loads.missing(digest, message), message)
 
-    def copy_done(self, done: CopyDone, now: float) -> None:
-        self.loads.copied(done.digest, done.error, now)
-        waiters = self.loads.take_waiters(done.digest)
-        if done.error is not None:
-            self._fail_waiters(waiters, done.error)
+    def copy_news(self, news: CopyNews, now: float) -> None:
+        if isinstance(news, CopyUsable):
+            self.loads.usable(news.digest, now)
+            for sequence in self.loads.take_waiters(news.digest):
+                sequence.load_s += now - sequence.parked_at
+                sequence.move(State.WAITING)
+                insort(self._waiting, sequence, key=ORDER)
             return
-        for sequence in waiters:
-            sequence.load_s += now - sequence.parked_at
-            sequence.move(State.WAITING)
-            insort(self._waiting, sequence, key=ORDER)
+        self.loads.over(news.digest, news.error)
+        if news.error is not None:
+            self._fail_waiters(self.loads.take_waiters(news.digest), news.error)
 
     def _fail_waiters(self, waiters: list[Sequence], message: str) -> None:
         for sequence in waiters:

@@ -10,54 +10,69 @@ from typing import NamedTuple
 
 import torch
 
-from server.engine.executor import COPY_FAILED, AdapterCopy, CopyDone
+from server.engine.executor import COPY_FAILED, AdapterCopy, CopyNews, CopyOver, CopyUsable
 from server.model.lora import Adapter, AdapterTable
 
 log = logging.getLogger(__name__)
 
-# A copy in pieces lets the steps have the memory bus in between.
-_PIECE_BYTES = 4 << 20
+# A copy in pieces lets the steps have the memory bus in between. Each costs this thread a call, for
+# which it wants the interpreter that the step loop may hold.
+_PIECE_BYTES = 8 << 20
+# A plan is made while the step before it runs. What is left of a copy by then is over before the
+# plan's first kernel, if it is no more than this; else the running streams would wait for it.
+HIDDEN_COPY_S = 0.002
+_POLL_S = 0.0001
+_NEWEST = 0.2  # weight of the newest copy in the mean rate
 
 
-class _Finished(NamedTuple):
-    """copy_s: seconds from the copy's turn to its end."""
+class _Queued(NamedTuple):
+    """Will soon be over. event: recorded behind its bytes; None on the CPU: they are there."""
 
     copy: AdapterCopy
-    adapter: Adapter | None
-    error: str | None
-    copy_s: float = 0.0
+    adapter: Adapter
+    event: torch.cuda.Event | None
 
 
 class AdapterCopies:
-    """One thread, in order of arrival. A slot can be used once `finished` reported it."""
+    """One thread, in order of arrival. A slot can be used once `poll` reported it.
+
+    All bytes go through one stream: what comes later into the same extents is written later.
+    """
 
     def __init__(self, table: AdapterTable, host_arena: memoryview) -> None:
         self.table = table
         self._host = torch.frombuffer(host_arena, dtype=torch.uint8) if host_arena else None
         self._stream = torch.cuda.Stream() if table.arena.is_cuda else None
         self._pinned = self._stream is not None and self._host is not None and _pin(self._host)
+        self._bytes_s = 0.0  # a running mean over copies; 0 = none has been made
         self._pending: queue.SimpleQueue[AdapterCopy | None] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[_Queued | CopyOver | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="adapter-copies", daemon=True)
         self._thread.start()
 
     def start(self, copy: AdapterCopy) -> None:
         self._pending.put(copy)
 
-    def finished(self) -> list[CopyDone]:
-        """Bind the slots whose copies are over, between steps; never blocks.
+    def poll(self) -> list[CopyNews]:
+        """Bind the slots that have become usable, between steps; never blocks. What is launched
+        from now on waits, on the device, for what is left of their copies.
 
-        Raises what CUDA says when it is the device that fails them all.
+        Raises what CUDA says when the device is lost.
         """
-        done = []
-        while not self._finished.empty():
-            copy, adapter, error, copy_s = self._finished.get()
-            if error == COPY_FAILED and self._stream is not None:
-                self._stream.synchronize()
-            if adapter is not None:
-                self.table.bind(copy.adapter_slot, adapter)
-            done.append(CopyDone(copy.adapter_slot, copy.layout.digest, error, copy_s))
-        return done
+        told: list[CopyNews] = []
+        while not self._news.empty():
+            news = self._news.get()
+            if isinstance(news, Exception):
+                raise news
+            if isinstance(news, CopyOver):
+                told.append(news)
+                continue
+            if news.event is not None:
+                torch.cuda.current_stream().wait_event(news.event)
+            slot = news.copy.adapter_slot
+            self.table.bind(slot, news.adapter)
+            told.append(CopyUsable(slot, news.copy.layout.digest))
+        return told
 
     def close(self) -> None:
         """Ends the thread after the copy that it is at."""
@@ -74,24 +89,47 @@ class AdapterCopies:
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), stream:
             while (copy := self._pending.get()) is not None:
-                started = time.perf_counter()
                 try:
-                    self._copy(copy)
-                    adapter = self.table.prepare(
-                        copy.adapter_slot, copy.layout, copy.device_extents
-                    )
-                    if self._stream is not None:
-                        self._stream.synchronize()
-                except ValueError as error:
-                    self._finished.put(_Finished(copy, None, str(error)))
-                except Exception as error:  # the device's; later copies must still be answered
-                    log.error("a copy failed", exc_info=error)
-                    self._finished.put(_Finished(copy, None, COPY_FAILED))
-                else:
-                    copy_s = time.perf_counter() - started
-                    self._finished.put(_Finished(copy, adapter, None, copy_s))
+                    self._news.put(self._carry_out(copy))
+                except Exception as lost:
+                    self._news.put(lost)
 
-    def _copy(self, copy: AdapterCopy) -> None:
+    def _carry_out(self, copy: AdapterCopy) -> CopyOver:
+        """Tells when it is usable, and returns when it is over. Raises if the device is lost."""
+        slot, digest = copy.adapter_slot, copy.layout.digest
+        started = time.perf_counter()
+        try:
+            self._queue(copy)
+            event = None if self._stream is None else self._stream.record_event()
+            # While the bytes are on their way.
+            adapter = self.table.prepare(slot, copy.layout, copy.device_extents)
+        except Exception as error:  # foreign; later copies must still be answered
+            if self._stream is not None:
+                self._stream.synchronize()  # pieces may be on their way; raises if it is the device
+            if isinstance(error, ValueError):
+                return CopyOver(slot, digest, str(error))
+            log.error("a copy failed", exc_info=error)
+            return CopyOver(slot, digest, COPY_FAILED)
+        nbytes = sum(copy.layout.runs) * copy.layout.extent_bytes
+        if event is not None:
+            self._wait_until_hidden(event, nbytes, started)
+        self._news.put(_Queued(copy, adapter, event))
+        if event is not None:
+            event.synchronize()
+        copy_s = time.perf_counter() - started
+        rate = nbytes / copy_s
+        self._bytes_s += (_NEWEST if self._bytes_s else 1.0) * (rate - self._bytes_s)
+        return CopyOver(slot, digest, copy_s=copy_s)
+
+    def _wait_until_hidden(self, event: torch.cuda.Event, nbytes: int, started: float) -> None:
+        after_s = hidden_after_s(nbytes, self._bytes_s)
+        if after_s is None:
+            event.synchronize()
+            return
+        while time.perf_counter() - started < after_s and not event.query():
+            time.sleep(_POLL_S)
+
+    def _queue(self, copy: AdapterCopy) -> None:
         layout = copy.layout
         if layout.extent_bytes != self.table.extent_bytes:
             raise ValueError(
@@ -110,11 +148,18 @@ class AdapterCopies:
         inside = 0 <= source <= host_bytes - nbytes and 0 <= target <= device.numel() - nbytes
         if host is None or not inside:
             raise ValueError("a run of extents lies outside an arena")
-        for offset in range(0, nbytes, _PIECE_BYTES):
-            end = min(offset + _PIECE_BYTES, nbytes)
-            device[target + offset : target + end].copy_(
-                host[source + offset : source + end], non_blocking=True
-            )
+        pieces = host[source : source + nbytes].split(_PIECE_BYTES)
+        places = device[target : target + nbytes].split(_PIECE_BYTES)
+        for place, piece in zip(places, pieces, strict=True):
+            place.copy_(piece, non_blocking=True)
+
+
+def hidden_after_s(nbytes: int, bytes_s: float) -> float | None:
+    """Seconds from a copy's start until what is left of it is likely to take HIDDEN_COPY_S.
+
+    bytes_s: how fast copies were, 0 if that is unknown; then None: nobody can tell.
+    """
+    return max(0.0, nbytes / bytes_s - HIDDEN_COPY_S) if bytes_s else None
 
 
 def coalesce(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from server.config import EngineConfig
-from server.engine.executor import AdapterCopy, CopyDone
+from server.engine.executor import AdapterCopy, CopyNews
 from server.engine.plan import SliceResult, StepPlan
 from server.model.adapter_copies import AdapterCopies
 from server.model.checkpoint import read_config
@@ -96,9 +96,9 @@ class TorchExecutor:
     def start_copy(self, copy: AdapterCopy) -> None:
         self._copies.start(copy)
 
-    def finished_copies(self) -> list[CopyDone]:
+    def poll_copies(self) -> list[CopyNews]:
         with torch.inference_mode():
-            return self._copies.finished()
+            return self._copies.poll()
 
     def close(self) -> None:
         self._copies.close()

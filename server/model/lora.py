@@ -97,7 +97,7 @@ def any_adapter(token_slots: np.ndarray) -> bool:
 class AdapterTable:
     """The arena and, for every adapter slot, where its weights lie in it.
 
-    Steps and copies touch different slots: a slot is bound when its copy is over, and bound again
+    Steps and copies touch different slots: a slot is bound when its copy is usable, and bound again
     only when no step in flight reads it.
     """
 

@@ -21,21 +21,21 @@ class AdapterMeter:
         """What was on the device, and what is now."""
         self._thrash.changed(before, after, time.monotonic())
 
-    def wanted(self, digest: str) -> None:
-        """On the device, where it is not."""
-        if self._thrash.loads(digest, time.monotonic()):
-            self._metrics.reloads.inc()
-
     def staged(self, digest: str) -> None:
         """In host memory, and the engine is told."""
         self._copying_since[digest] = time.monotonic()
 
-    def copied(self, digest: str, nbytes: int, copy_s: float) -> None:
-        """The engine needs the host's bytes no longer. copy_s: seconds that they were on their way,
-        0 if that is unknown."""
+    def released(self, digest: str, nbytes: int, copy_s: float | None) -> None:
+        """The engine needs the host's bytes no longer. nbytes: that came to the device. copy_s:
+        seconds that they were on their way; 0 = unknown, None = the engine did not use them."""
+        now = time.monotonic()
         since = self._copying_since.pop(digest, None)
+        if copy_s is None:
+            return
+        if self._thrash.loads(digest, now):
+            self._metrics.reloads.inc()
         if since is not None:
-            self._metrics.load_took("copy", time.monotonic() - since)
+            self._metrics.load_took("copy", now - since)
             self._metrics.copied_bytes.inc(nbytes)
         if copy_s:
             self._metrics.load_took("transfer", copy_s)

@@ -130,13 +130,14 @@ class AdapterOrders:
     def load_begins(self, digest: str) -> None:
         self._note(digest).asked_at = self._clock()
 
-    def load_ends(self, digest: str) -> None:
+    def load_ends(self, digest: str, nbytes: int) -> None:
+        """nbytes: that came to the device; 0 = it was given up."""
         note = self._note(digest)
-        if note.asked_at is None:
+        asked_at, note.asked_at = note.asked_at, None
+        if asked_at is None or not nbytes:
             return
-        note.load_s, note.asked_at = self._clock() - note.asked_at, None
-        nbytes = self._tier.slab_bytes(digest)
-        if nbytes and note.load_s > 0:
+        note.load_s = self._clock() - asked_at
+        if note.load_s > 0:
             rate = nbytes / note.load_s
             self.load_bytes_s += (_NEWEST if self.load_bytes_s else 1.0) * (
                 rate - self.load_bytes_s

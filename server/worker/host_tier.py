@@ -58,7 +58,8 @@ class HostMemory:
 
 
 class HostTier:
-    """`acquire` stages and pins, `release` unpins; the rest is evicted when room is needed."""
+    """`acquire` stages and pins, `take` pins what is here, `release` unpins; the rest is evicted
+    when room is needed."""
 
     def __init__(
         self,
@@ -166,15 +167,22 @@ class HostTier:
         while self._hints and len(self._jobs) < HINTED_AT_ONCE:
             self._job(next(iter(self._hints)))
 
+    def take(self, digest: str) -> StagedSlab | None:
+        """Its place in host memory, pinned until `release`, if it is here."""
+        placement = self._arena.acquire(digest)
+        if placement is None:
+            return None
+        load_s = self._load_s.pop(digest, 0.0)
+        return StagedSlab(self._layouts[digest], placement.extents, load_s)
+
     async def acquire(self, digest: str) -> StagedSlab:
         """Its place in host memory, pinned until `release`. Raises SlabUnavailable."""
         self._awaited[digest] += 1
         try:
-            while (placement := self._arena.acquire(digest)) is None:
+            while (staged := self.take(digest)) is None:
                 # Shielded: another caller may wait for the same job.
                 await asyncio.shield(self._job(digest))
-            load_s = self._load_s.pop(digest, 0.0)
-            return StagedSlab(self._layouts[digest], placement.extents, load_s)
+            return staged
         finally:
             self._awaited[digest] -= 1
             if not self._awaited[digest]:

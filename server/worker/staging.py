@@ -1,4 +1,4 @@
-"""Brings to the host arena what the engine asks for, beside whatever else the shell does."""
+"""Hands adapters in host memory over to the engine: those it asks for, and those it will miss."""
 
 import asyncio
 import logging
@@ -7,13 +7,19 @@ from collections.abc import Callable
 from server.engine.messages import SlabMissing, SlabReleased, SlabStaged, ToEngine
 from server.worker.adapter_meter import AdapterMeter
 from server.worker.adapter_orders import AdapterOrders
-from server.worker.host_tier import HostTier, SlabUnavailable
+from server.worker.host_tier import HostTier, SlabUnavailable, StagedSlab
 
 log = logging.getLogger(__name__)
 
 
 class Staging:
-    """Answers NeedSlab. to_engine: sends a frame to the present engine."""
+    """Answers NeedSlab, or is ahead of it. to_engine: sends a frame to the present engine.
+
+    A slab is handed over once until it comes back: from SlabStaged to SlabReleased its digest is
+    held. The engine asks for nothing that it was handed and has not released, and both directions
+    keep their order. So a NeedSlab for a held digest was sent before the slab arrived there, which
+    answers it; one that follows a slab that the engine did not take finds it released.
+    """
 
     def __init__(
         self,
@@ -26,41 +32,64 @@ class Staging:
         self._orders = orders
         self._meter = meter
         self._to_engine = to_engine
+        self._held: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
         """Slabs that the engine waits for."""
         return len(self._tasks)
 
-    def begin(self, digest: str) -> None:
+    def push(self, digest: str) -> bool:
+        """Hand it over unasked, if it lies in host memory; after the Submit of a sequence that
+        needs it, or the engine gives it back. Whether the engine has it now, or will be answered.
+        """
+        if digest in self._held or digest in self._tasks:
+            return True
+        staged = self._tier.take(digest)
+        if staged is None:
+            return False
         self._orders.load_begins(digest)
-        self._meter.wanted(digest)
-        task = asyncio.create_task(self._stage(digest))
-        self._tasks[digest] = task
-        task.add_done_callback(lambda done: self._end(digest, done))
+        self._hand_over(staged)
+        return True
 
-    def _end(self, digest: str, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(digest) is task:  # else the next engine wants it, too
-            del self._tasks[digest]
+    def need(self, digest: str) -> None:
+        """The engine asks for it."""
+        if self.push(digest):
+            return
+        self._orders.load_begins(digest)
+        self._tasks[digest] = asyncio.create_task(self._stage(digest))
 
     def released(self, frame: SlabReleased) -> None:
-        self._orders.load_ends(frame.digest)
-        self._meter.copied(frame.digest, self._tier.slab_bytes(frame.digest), frame.copy_s)
-        self._tier.release(frame.digest)
+        """frame.copy_s is None: the engine did not use it, and may ask for it."""
+        digest = frame.digest
+        self._held.discard(digest)
+        nbytes = self._tier.slab_bytes(digest) if frame.copy_s is not None else 0
+        self._orders.load_ends(digest, nbytes)
+        self._meter.released(digest, nbytes, frame.copy_s)
+        self._tier.release(digest)
 
     def engine_lost(self) -> None:
         for task in self._tasks.values():
             task.cancel()
+        self._tasks.clear()
+        self._held.clear()
         self._meter.engine_lost()
         self._tier.release_all()
 
-    async def _stage(self, digest: str) -> None:
+    def _hand_over(self, staged: StagedSlab) -> None:
         """The host block stays where it is until SlabReleased."""
+        digest = staged.layout.digest
+        self._held.add(digest)
+        self._meter.staged(digest)
+        self._to_engine(SlabStaged(staged.layout, staged.extents, staged.load_s))
+
+    async def _stage(self, digest: str) -> None:
         try:
             staged = await self._tier.acquire(digest)
         except SlabUnavailable as error:
             log.warning("adapter %.12s cannot be brought to the engine: %s", digest, error)
             self._to_engine(SlabMissing(digest, str(error)))
         else:
-            self._meter.staged(digest)
-            self._to_engine(SlabStaged(staged.layout, staged.extents, staged.load_s))
+            self._hand_over(staged)
+        # At once, since the engine may ask again. One that is cancelled was taken out before.
+        del self._tasks[digest]

@@ -22,6 +22,6 @@ class ThrashWatch:
             self._left.popitem(last=False)
 
     def loads(self, digest: str, now: float) -> bool:
-        """It is wanted on the device; whether that is thrash."""
+        """It has come to the device; whether that is thrash."""
         left = self._left.pop(digest, None)
         return left is not None and now - left <= self._window_s

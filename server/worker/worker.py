@@ -196,7 +196,9 @@ class Worker:
             self._orders.used(request.adapter)
             tier = self._lookup(request.adapter)
             self._metrics.lookups.labels(tier).inc()
-            if tier != "device":
+            if tier == "host":
+                self._staging.push(request.adapter)
+            elif tier != "device":
                 self._tier.prefetch(request.adapter)
 
     def _lookup(self, digest: str) -> LookupTier:
@@ -298,7 +300,7 @@ class Worker:
             self._inspector.device.placed(frame)
         elif isinstance(frame, NeedSlab):
             self._inspector.device.left(frame.digest)
-            self._staging.begin(frame.digest)
+            self._staging.need(frame.digest)
         elif isinstance(frame, SlabReleased):
             self._staging.released(frame)
 

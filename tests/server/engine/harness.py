@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from adapters.manifest import SlabLayout
-from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
+from server.engine.executor import AdapterCopy, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.messages import AdapterSettled, SlabStaged
 from server.engine.plan import SliceResult, StepPlan
@@ -66,15 +66,10 @@ class TestExecutor(CertifyingExecutor):
         self.bad_copies: set[str] = set()
         self.results: dict[int, SliceResult] = {}
 
-    def finished_copies(self) -> list[CopyDone]:
-        done = super().finished_copies()
-        for copy in done:
-            if copy.digest in self.bad_copies:
-                del self._slots[copy.adapter_slot]
-        return [
-            msgspec.structs.replace(d, error="copy failed") if d.digest in self.bad_copies else d
-            for d in done
-        ]
+    def _copy_problem(self, copy: AdapterCopy) -> str | None:
+        if copy.layout.digest in self.bad_copies:
+            return "copy failed"
+        return super()._copy_problem(copy)
 
     def collect(self, ticket: FakeTicket) -> list[SliceResult]:
         real = super().collect(ticket)
@@ -122,7 +117,10 @@ class Harness:
         self.drain()
 
     def stage(self, digest: str) -> None:
-        self.needed.remove(digest)
+        """It answers what was asked for; or it comes unasked."""
+        if digest in self.needed:
+            self.needed.remove(digest)
+        assert digest not in self.held, "handed over twice"
         self.held.add(digest)
         runs = self.runs.get(digest, (1, 1))
         staged = SlabStaged(layout(digest, runs), tuple(range(len(runs))))
@@ -150,8 +148,8 @@ class Harness:
         self.check()
 
     def finish_copies(self) -> None:
-        for done in self.executor.finished_copies():
-            self.scheduler.copy_done(done, self.now)
+        for news in self.executor.poll_copies():
+            self.scheduler.copy_news(news, self.now)
         self.drain()
 
     def cycle(self) -> bool:
@@ -179,10 +177,11 @@ class Harness:
             assert copy.layout.digest in self.held, "copied after its host block was given back"
             self.copies.append(copy)
             self.executor.start_copy(copy)
-        self.needed += loads.needed
         self.settled += loads.settled
         for digest in loads.released:
             self.held.remove(digest)
+        assert not self.held.intersection(loads.needed), "asked for what was not given back"
+        self.needed += loads.needed
         for event in self.scheduler.take_events():
             events = self.events.setdefault(event.key, [])
             assert not events or events[-1].finish is None, "an event after the terminal one"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from server.engine.executor import AdapterCopy
+from server.engine.executor import AdapterCopy, CopyOver, CopyUsable
 from server.engine.fake import CertifyingExecutor, CertifyOptions, ContractError, certified_output
 from server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
 from server.protocol import SamplingParams
@@ -144,18 +144,18 @@ def test_adapters_are_checked() -> None:
         executor.start_copy(copy("b"))
     with pytest.raises(ContractError, match="one extent"):
         executor.start_copy(copy("b", 1, (1, 2)))
-    assert executor.finished_copies() == []
-    assert [done.digest for done in executor.finished_copies()] == ["a"]
+    assert executor.poll_copies() == []
+    assert executor.poll_copies() == [CopyUsable(0, "a"), CopyOver(0, "a")]
 
     executor = CertifyingExecutor(LIMITS)
     executor.start_copy(copy())
-    executor.finished_copies()
+    executor.poll_copies()
     ticket = executor.launch(plan)
     with pytest.raises(ContractError, match="overwritten"):
         executor.start_copy(copy("b", 1, (1, 2)))
     executor.collect(ticket)
     executor.start_copy(copy("b"))
-    executor.finished_copies()
+    executor.poll_copies()
     with pytest.raises(ContractError, match="changed its adapter"):
         executor.launch(with_slice(next_plan(), adapter_slot=0))
 
@@ -188,10 +188,27 @@ def test_other_bytes_of_a_slab_are_noticed_before_and_during_a_copy() -> None:
 
     executor.start_copy(at("a", 0, 0, 1))
     executor.start_copy(at("b", 1, 2, 3))
-    assert [done.error for done in executor.finished_copies()] == [None, None]
+    assert len(executor.poll_copies()) == 4
     with pytest.raises(ContractError, match="bytes"):
         executor.start_copy(at("a", 0, 2, 3))
     executor.start_copy(at("a", 0, 0, 1))
     memory[extent] = ord("x")
-    (done,) = executor.finished_copies()
-    assert "bytes" in str(done.error)
+    (over,) = executor.poll_copies()
+    assert isinstance(over, CopyOver)
+    assert "bytes" in str(over.error)
+
+
+def test_a_copy_is_usable_before_it_is_over_and_its_bytes_stay_until_then() -> None:
+    memory = bytearray(b"a" * 2 * LIMITS.extent_bytes)
+    options = CertifyOptions(100, (2, 3), ending_polls=2, check_bytes=True)
+    executor = CertifyingExecutor(LIMITS, options, memoryview(memory))
+    executor.start_copy(copy())
+    assert executor.poll_copies() == [CopyUsable(0, "a")]
+    executor.collect(executor.launch(with_slice(first_plan(), adapter_slot=0)))
+    assert executor.poll_copies() == []
+    executor.start_copy(copy("b", 1))
+    assert executor.poll_copies() == [CopyUsable(1, "b"), CopyOver(0, "a")]
+    memory[0] = ord("x")
+    assert executor.poll_copies() == []
+    with pytest.raises(ContractError, match="bytes"):
+        executor.poll_copies()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from server.engine.channel import ShellChannel, ShellGone
-from server.engine.executor import AdapterCopy, CopyDone
+from server.engine.executor import AdapterCopy, CopyNews, CopyUsable
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket, certified_output
 from server.engine.loop import MAX_FAILURES_IN_A_ROW, EngineLoop, ExecutorLost
 from server.engine.messages import (
@@ -16,6 +16,7 @@ from server.engine.messages import (
     NeedSlab,
     Shutdown,
     SlabMissing,
+    SlabReleased,
     StepOutput,
     encode,
 )
@@ -109,11 +110,11 @@ class LongSteps(CertifyingExecutor):
         self._collecting = False
         return super().collect(self._in_flight[0])
 
-    def finished_copies(self) -> list[CopyDone]:
-        done = super().finished_copies()
+    def poll_copies(self) -> list[CopyNews]:
+        news = super().poll_copies()
         if self._collecting:
-            self.copied_within_a_step += [copy.digest for copy in done]
-        return done
+            self.copied_within_a_step += [n.digest for n in news if isinstance(n, CopyUsable)]
+        return news
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -278,6 +279,35 @@ def test_steps_that_keep_failing_end_the_loop() -> None:
         assert isinstance(engine.end, ExecutorLost)
 
 
+def test_the_loop_looks_for_the_end_of_a_copy_when_nothing_else_is_to_do() -> None:
+    """Its one request is over long before."""
+    options = CertifyOptions(LIMITS.vocab_size, LIMITS.eos_token_ids, ending_polls=200)
+    with running(CertifyingExecutor(LIMITS, options)) as engine:
+        engine.shell.submit(1, make_request([5], 2, "a"))
+        assert engine.shell.answer(1) == certified_output("a", [5], 2, options)
+        assert engine.shell.released == []
+        assert engine.shell.expect(SlabReleased).digest == "a"
+
+
+class Torn(CertifyingExecutor):
+    """The host block has changed when the copy is over."""
+
+    looks = 0
+
+    def _other_bytes(self, copy: AdapterCopy) -> str | None:
+        self.looks += 1  # at its start, when it is usable, and when it is over
+        return "torn" if self.looks == 3 else None
+
+
+def test_a_copy_that_fails_after_its_use_began_ends_the_loop() -> None:
+    with running(Torn(LIMITS, OPTIONS)) as engine:
+        engine.shell.submit(1, make_request([5], 30, "a"))
+        engine.shell.expect(NeedSlab)
+        engine.join()
+        assert isinstance(engine.end, ExecutorLost)
+        assert "torn" in str(engine.end)
+
+
 class LostDevice(FailingExecutor):
     def drain(self) -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -295,10 +325,10 @@ def test_a_lost_device_ends_the_loop_and_no_sequence() -> None:
 
 
 class LostInACopy(CertifyingExecutor):
-    def finished_copies(self) -> list[CopyDone]:
+    def poll_copies(self) -> list[CopyNews]:
         if self._copies:
             raise RuntimeError("an uncorrectable error was encountered")
-        return super().finished_copies()
+        return super().poll_copies()
 
 
 def test_a_device_that_is_lost_in_a_copy_ends_the_loop() -> None:

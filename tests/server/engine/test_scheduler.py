@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from server.engine.executor import CopyDone
 from server.engine.fake import certified_output
 from server.engine.messages import SlabStaged
 from server.engine.plan import SliceResult
@@ -386,7 +385,7 @@ def test_an_unwanted_slab_is_given_back_at_once() -> None:
     harness.abort(key)
     harness.stage("a")
     assert not harness.held
-    # Nobody asked for this one; the second answer for one in use changes nothing.
+    # Nobody asked for this one, or waits for it; a second one of one in use changes nothing.
     harness.held.add("x")
     harness.scheduler.slab_staged(SlabStaged(layout("x"), (0, 1)), 0.0)
     harness.scheduler.slab_missing("x", "gone")
@@ -539,7 +538,3 @@ def test_states_move_only_along_the_table() -> None:
     with pytest.raises(ValueError, match="NEEDS_ADAPTER -> RUNNING"):
         sequence.move(State.RUNNING)
     assert sequence.remaining == 4
-
-
-def test_copy_results_of_the_executor_are_values() -> None:
-    assert CopyDone(0, "a").error is None

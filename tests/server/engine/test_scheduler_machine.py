@@ -48,7 +48,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows=st.integers(1, 4),
         budget=st.integers(2, 20),
         eos_percent=st.sampled_from([0, 5, 30]),
-        copy_polls=st.integers(1, 4),
+        copy_polls=st.integers(1, 3),
+        ending_polls=st.integers(0, 3),
     )
     def begin(
         self,
@@ -59,12 +60,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         eos_percent: int,
         copy_polls: int,
+        ending_polls: int,
     ) -> None:
         engine = limits(
             num_pages=num_pages, adapter_slots=slots, max_rows=rows, max_step_tokens=budget
         )
         self.options = CertifyOptions(
-            engine.vocab_size, engine.eos_token_ids, eos_percent, copy_polls=copy_polls
+            engine.vocab_size,
+            engine.eos_token_ids,
+            eos_percent,
+            copy_polls=copy_polls,
+            ending_polls=ending_polls,
         )
         config = SchedulerConfig(max_waiting=12, max_loading=2, drain_after_s=0.05)
         self.harness = Harness(engine, depth, config, self.options, auto_stage=False)
@@ -96,6 +102,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.stage(digest)
         else:
             self.harness.miss(digest)
+
+    @rule(digest=st.sampled_from([*RUNS, "unheard"]))
+    def push(self, digest: str) -> None:
+        """A slab that may not have been asked for; the shell hands none over twice."""
+        if digest not in self.harness.held:
+            self.harness.stage(digest)
 
     @rule(digest=st.sampled_from([*RUNS, "unheard"]), order=st.sampled_from(["preload", "condemn"]))
     def order(self, digest: str, order: str) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from adapters.manifest import SlabLayout
 from server.config import EngineConfig
-from server.engine.executor import AdapterCopy, CopyDone
+from server.engine.executor import AdapterCopy, CopyNews, CopyOver
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
 from server.model.executor import TorchExecutor
 from server.protocol import SamplingParams, TokenLogprob
@@ -51,7 +51,11 @@ class Driver:
     def close(self) -> None:
         self.executor.close()
 
-    def load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> CopyDone:
+    def load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> CopyOver:
+        self.begin_load(slot, layout, slab, first)
+        return self.wait_for_copy()
+
+    def begin_load(self, slot: int, layout: SlabLayout, slab: bytes, first: int) -> None:
         """Copy a slab into the slot. Its runs lie in reverse order from device extent `first` on,
         and with a gap between each two in the host arena."""
         size = layout.extent_bytes
@@ -67,14 +71,19 @@ class Driver:
             host_next += run + 1
             read += run
         self.executor.start_copy(AdapterCopy(slot, layout, tuple(host), tuple(device)))
-        return self.wait_for_copy()
 
-    def wait_for_copy(self) -> CopyDone:
+    def wait_for_copy(self) -> CopyOver:
+        while True:
+            for news in self.wait_for_news():
+                if isinstance(news, CopyOver):
+                    return news
+
+    def wait_for_news(self) -> list[CopyNews]:
         deadline = time.monotonic() + COPY_TIMEOUT_S
         while time.monotonic() < deadline:
-            done = self.executor.finished_copies()
-            if done:
-                return done[0]
+            news = self.executor.poll_copies()
+            if news:
+                return news
             time.sleep(0.001)
         raise TimeoutError("the copy did not end")
 

@@ -1,6 +1,7 @@
 """Copies of adapters: what does not fit is reported, what fits is found through the table."""
 
 import queue
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,18 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from adapters.manifest import SlabLayout
-from server.engine.executor import COPY_FAILED, AdapterCopy
+from server.engine.executor import COPY_FAILED, AdapterCopy, CopyUsable
 from server.engine.residency import AdapterArena
-from server.model.adapter_copies import coalesce
+from server.model.adapter_copies import HIDDEN_COPY_S, coalesce, hidden_after_s
 from server.model.executor import TorchExecutor
 from server.protocol import SamplingParams
-from tests.server.model.driver import Driver, Stream, engine_config, generate
+from tests.server.model.driver import (
+    COPY_TIMEOUT_S,
+    Driver,
+    Stream,
+    engine_config,
+    generate,
+)
 from tests.server.model.hub_models import add_adapter, make_model, save_model
 from tests.server.model.slabs import pack
 
@@ -185,6 +192,97 @@ def test_a_lost_device_is_told_apart_from_a_failed_copy(
     monkeypatch.setattr(driver.executor._copies, "_stream", Lost())
     with pytest.raises(RuntimeError, match="uncorrectable"):
         driver.load(0, *slab, first=0)
+
+
+class LongCopy:
+    """Of a GPU, as far as `AdapterCopies` uses it: a stream whose events are done when told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+        self.done = threading.Event()
+        self.failure: Exception | None = None
+        self.waited_for: list[object] = []
+        monkeypatch.setattr(driver.executor._copies, "_stream", self)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
+
+    def record_event(self) -> "LongCopy":
+        return self
+
+    def wait_event(self, event: object) -> None:
+        self.waited_for.append(event)
+
+    def query(self) -> bool:
+        return self.done.is_set()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(COPY_TIMEOUT_S)
+        if self.failure is not None:
+            raise self.failure
+
+
+def test_a_copy_is_usable_as_soon_as_its_rest_is_hidden(
+    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long the first one takes, nobody knows; the second has begun to move, and steps wait."""
+    layout, data = slab
+    copy = LongCopy(monkeypatch, driver)
+    copy.done.set()
+    assert driver.load(0, layout, data, 0).error is None
+    copy.waited_for.clear()
+    copy.done.clear()
+    places = tuple(range(len(layout.runs)))
+    driver.executor._copies._bytes_s = 1e12
+    driver.executor.start_copy(AdapterCopy(1, layout, places, places))
+    assert driver.wait_for_news() == [CopyUsable(1, layout.digest)]
+    assert copy.waited_for == [copy]
+    assert driver.executor.poll_copies() == []
+    copy.done.set()
+    assert driver.wait_for_copy().copy_s > 0
+
+
+def test_the_first_copy_is_usable_when_it_is_over(
+    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, _ = slab
+    copy = LongCopy(monkeypatch, driver)
+    asked = threading.Event()
+    wait = copy.synchronize
+
+    def synchronize() -> None:
+        asked.set()
+        wait()
+
+    monkeypatch.setattr(copy, "synchronize", synchronize)
+    places = tuple(range(len(layout.runs)))
+    driver.executor.start_copy(AdapterCopy(1, layout, places, places))
+    assert asked.wait(COPY_TIMEOUT_S)
+    assert driver.executor.poll_copies() == []
+    copy.done.set()
+    assert driver.wait_for_copy().error is None
+
+
+def test_a_copy_that_fails_after_it_was_usable_is_the_loss_of_the_device(
+    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, _ = slab
+    copy = LongCopy(monkeypatch, driver)
+    copy.failure = RuntimeError("uncorrectable")
+    places = tuple(range(len(layout.runs)))
+    driver.executor._copies._bytes_s = 1e12
+    driver.executor.start_copy(AdapterCopy(1, layout, places, places))
+    assert driver.wait_for_news() == [CopyUsable(1, layout.digest)]
+    copy.done.set()
+    with pytest.raises(RuntimeError, match="uncorrectable"):
+        driver.wait_for_news()
+
+
+@given(nbytes=st.integers(0, 1 << 32), bytes_s=st.floats(1.0, 1e12))
+def test_what_is_left_of_a_copy_is_short(nbytes: int, bytes_s: float) -> None:
+    after_s = hidden_after_s(nbytes, bytes_s)
+    assert after_s is not None
+    assert after_s >= 0
+    assert nbytes / bytes_s - after_s <= HIDDEN_COPY_S * (1 + 1e-9) + 1e-9 * after_s
+    assert after_s == 0 or nbytes / bytes_s > HIDDEN_COPY_S
+    assert hidden_after_s(nbytes, 0.0) is None
 
 
 def test_close_while_the_thread_takes_the_last_copy(folder: Path) -> None:

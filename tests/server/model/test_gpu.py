@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.manifest import SlabLayout
+from server.engine.executor import CopyUsable
 from server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import ZOO, with_zoo
 from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate
@@ -36,6 +38,8 @@ STEPS = 20
 SLACK = 1.5
 # Stronger ones make a random model chaotic: then rounding alone changes everything.
 ADAPTER_STRENGTH = 0.1
+# Of the GPU's clock: a few tenths of a second.
+HELD_UP_CYCLES = 500_000_000
 
 
 def forced(token: int) -> SamplingParams:
@@ -75,6 +79,7 @@ class Trio:
         self.rough = Driver(folder, dtype="bfloat16", **common)
         self.gpu = Driver(folder, dtype="bfloat16", device="cuda", **common)
         self.slots: dict[str | None, int] = {None: -1}
+        self.slabs: dict[str, tuple[SlabLayout, bytes]] = {}  # the GPU's
         self.next_extent = 0
         for slot, adapter in enumerate(ZOO):
             extents = 0
@@ -83,6 +88,7 @@ class Trio:
                 assert driver.load(slot, layout, slab, self.next_extent).error is None
                 extents = max(extents, sum(layout.runs))
             self.slots[adapter] = slot
+            self.slabs[adapter] = layout, slab
             self.next_extent += extents
 
     def close(self) -> None:
@@ -185,6 +191,24 @@ def test_random_rows_beside_greedy_ones(trio: Trio) -> None:
     one = [s.output for s in answer(trio.gpu, [-1] * 5, 64, hot)]
     assert one == [s.output for s in answer(trio.gpu, [-1] * 5, 64, hot)]
     assert len({tuple(output) for output in one}) > 1
+
+
+def test_an_adapter_is_used_before_its_copy_is_over(trio: Trio) -> None:
+    """Its bytes are held up; the steps, launched at once, wait for them on the device."""
+    gpu, slot = trio.gpu, max(trio.slots.values()) + 1
+    copies = gpu.executor._copies
+    start = trio.next_extent * gpu.config.extent_bytes
+    gpu.executor._table.arena[start:].zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(copies._stream):
+        torch.cuda._sleep(HELD_UP_CYCLES)  # type: ignore[no-untyped-call]
+    gpu.begin_load(slot, *trio.slabs["rank24_patterns"], trio.next_extent)
+    assert isinstance(gpu.wait_for_news()[0], CopyUsable)
+    early = logprobs(answer(gpu, [slot, -1], 64))
+    assert gpu.wait_for_copy().error is None
+    late = logprobs(answer(gpu, [slot, -1], 64))
+    base = logprobs(answer(gpu, [-1, -1], 64))
+    assert (early - late).abs().max() < (early - base).abs().max() / 100
 
 
 def test_hundreds_of_decodes(tmp_path: Path) -> None:

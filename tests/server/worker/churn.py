@@ -42,7 +42,7 @@ KV = ("--kv-memory", "1MiB")
 # Of each, content and slab: some thirty of the hundreds that refreshes make.
 DISK = ("--adapter-disk", "6MiB")
 RANKS = (1, 2, 4, 8, 40, 80, 120, 160)
-EXECUTOR = 'certify:{"copy_polls": 3, "check_bytes": true}'
+EXECUTOR = 'certify:{"copy_polls": 2, "ending_polls": 2, "check_bytes": true}'
 GONE = "not in the store"
 
 

@@ -48,10 +48,17 @@ class TiersMachine(RuleBasedStateMachine):
         self.restarts: list[int] = []  # how many orders there were by then
         self.pinned_on_device: set[str] = set()
 
-    @initialize(extents=st.integers(4, 5), slots=st.integers(2, 3), polls=st.integers(1, 2))
-    def begin(self, extents: int, slots: int, polls: int) -> None:
+    @initialize(
+        extents=st.integers(4, 5),
+        slots=st.integers(2, 3),
+        polls=st.integers(1, 2),
+        ending=st.integers(0, 2),
+    )
+    def begin(self, extents: int, slots: int, polls: int, ending: int) -> None:
         device = limits(arena_extents=extents, adapter_slots=slots, extent_bytes=EXTENT)
-        self.options = CertifyOptions(device.vocab_size, device.eos_token_ids, copy_polls=polls)
+        self.options = CertifyOptions(
+            device.vocab_size, device.eos_token_ids, copy_polls=polls, ending_polls=ending
+        )
         self.tiers = Tiers(Path(self.folder.name), device, self.options)
         for name in SIZES:
             self.fetch(name)
@@ -141,14 +148,23 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers.jobs_until_failure = after
 
     @precondition(lambda self: self.tiers.engine.executor.copying)
-    @rule(data=st.data())
-    def copy(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), over=st.booleans())
+    def copy(self, data: st.DataObject, over: bool) -> None:
+        """It will be usable, or over, too."""
         executor = self.tiers.engine.executor
-        executor.ending.add(data.draw(st.sampled_from(sorted(executor.copying))))
+        told = executor.ending if over else executor.nearing
+        told.add(data.draw(st.sampled_from(sorted(executor.copying))))
+
+    @rule(name=NAMES, age=st.integers(0, 1))
+    def push(self, name: str, age: int) -> None:
+        """Of what lies in host memory, whether somebody needs it or not."""
+        digest = self.digest(name, age)
+        if self.tiers.tier.stage(digest) == "ready":
+            self.tiers.do(lambda: self.tiers.push(digest))
 
     @rule()
     def copy_will_fail(self) -> None:
-        """The next one that ends."""
+        """The next one that would become usable."""
         self.tiers.engine.executor.fail_next = True
 
     @rule(count=st.integers(1, 4))
@@ -189,6 +205,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.extents_are_conserved()
             self.what_is_ready_is_whole()
             self.what_is_leased_stays()
+            self.host_leases_are_those_of_the_engine()
             self.what_is_pinned_stays_on_the_device()
             self.orders_fail_for_a_reason()
 
@@ -225,6 +242,11 @@ class TiersMachine(RuleBasedStateMachine):
                 assert scheduler.arena.leases(sequence.adapter) > 0
                 assert placement is not None
                 assert placement.adapter_slot == sequence.adapter_slot
+
+    def host_leases_are_those_of_the_engine(self) -> None:
+        """One for each slab that it was handed and that has not come back."""
+        host = self.tiers.arena
+        assert {d for d in host.ready if host.leases(d)} == set(self.tiers.told)
 
     def what_is_pinned_stays_on_the_device(self) -> None:
         arena = self.tiers.engine.scheduler.arena

@@ -12,12 +12,10 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.slab_file import SlabFile, SlabSource
-from server.engine.executor import AdapterCopy, CopyDone, ExecutorLimits
+from server.engine.executor import AdapterCopy, CopyNews, CopyOver, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.loop import EngineLoop
 from server.engine.messages import (
@@ -128,8 +126,8 @@ class WatchedArena(AdapterArena):
 
 
 class DeviceExecutor(CertifyingExecutor):
-    """Copies end when they are told to. What is wrong is kept: the loop takes any exception for
-    the device's fault."""
+    """Copies are usable, and over, when they are told to be. What is wrong is kept: the loop takes
+    any exception for the device's fault."""
 
     def __init__(self, tiers: "Tiers") -> None:
         super().__init__(tiers.limits, tiers.options)
@@ -137,8 +135,9 @@ class DeviceExecutor(CertifyingExecutor):
         self._wrong = tiers.wrong
         self._broken = tiers.broken
         self.memory: list[str | None] = [None] * tiers.limits.arena_extents
-        self.copying: dict[str, AdapterCopy] = {}
-        self.ending: set[str] = set()
+        self.copying: dict[str, AdapterCopy] = {}  # not over
+        self.nearing: set[str] = set()  # of these, told to be usable
+        self.ending: set[str] = set()  # and to be over
         self.fail_next = False
 
     def launch(self, plan: StepPlan) -> FakeTicket:
@@ -149,6 +148,8 @@ class DeviceExecutor(CertifyingExecutor):
             raise
 
     def start_copy(self, copy: AdapterCopy) -> None:
+        if copy.layout.digest in self.copying:
+            self._wrong.append(f"{copy.layout.digest} is copied twice at once")
         self.copying[copy.layout.digest] = copy
         self._fill(copy, None)
         self.check_source(copy)
@@ -158,24 +159,32 @@ class DeviceExecutor(CertifyingExecutor):
             self._wrong.append(str(error))
             raise
 
-    def finished_copies(self) -> list[CopyDone]:
-        held_back = [(n, c) for n, c in self._copies if c.layout.digest not in self.ending]
-        self._copies = [(n, c) for n, c in self._copies if c.layout.digest in self.ending]
-        done = []
-        for end in super().finished_copies():
-            copy = self.copying.pop(end.digest)
-            self.check_source(copy)
-            self.ending.remove(end.digest)
-            if self.fail_next:
-                self.fail_next = False
-                self._broken.add((UNCOPIED, end.digest))
-                del self._slots[end.adapter_slot]
-                end = msgspec.structs.replace(end, error=UNCOPIED)
-            else:
-                self._fill(copy, end.digest)
-            done.append(end)
+    def poll_copies(self) -> list[CopyNews]:
+        told = self.nearing | self.ending
+        held_back = [item for item in self._copies if item[1].layout.digest not in told]
+        still_read = [item for item in self._ending if item[1].layout.digest not in self.ending]
+        self._copies = [item for item in self._copies if item not in held_back]
+        self._ending = [item for item in self._ending if item not in still_read]
+        news = super().poll_copies()
         self._copies += held_back
-        return done
+        self._ending += still_read
+        for item in news:
+            copy = self.copying[item.digest]
+            self.check_source(copy)
+            if isinstance(item, CopyOver):
+                del self.copying[item.digest]
+                self.nearing.discard(item.digest)
+                self.ending.discard(item.digest)
+            else:
+                self._fill(copy, item.digest)
+        return news
+
+    def _copy_problem(self, copy: AdapterCopy) -> str | None:
+        if not self.fail_next:
+            return super()._copy_problem(copy)
+        self.fail_next = False
+        self._broken.add((UNCOPIED, copy.layout.digest))
+        return UNCOPIED
 
     def check_source(self, copy: AdapterCopy) -> None:
         digest = copy.layout.digest
@@ -256,6 +265,7 @@ class Tiers:
         self.events: dict[int, list[TokenEvent]] = {}
         self.reports: dict[str, list[AdapterReport]] = {}
         self._resident: tuple[str, ...] = ()
+        self._loading: tuple[str, ...] = ()
 
     # ---- disk
 
@@ -311,7 +321,9 @@ class Tiers:
         return True
 
     def device_stage(self, digest: str) -> AdapterStage:
-        return "ready" if digest in self._resident else "absent"
+        if digest in self._resident:
+            return "ready"
+        return "loading" if digest in self._loading else "absent"
 
     def to_engine(self, frame: ToEngine) -> None:
         if isinstance(frame, SlabStaged):
@@ -324,8 +336,16 @@ class Tiers:
     def submit(self, key: int, request: GenerateRequest) -> None:
         self.live.add(key)
         self.to_engine(Submit(key, request))
-        if request.adapter is not None and self.device_stage(request.adapter) == "absent":
-            self.do(lambda: self.tier.prefetch(str(request.adapter)))
+        digest = request.adapter
+        if digest is None or self.device_stage(digest) == "ready":
+            return
+        if self.device_stage(digest) == "absent" and self.tier.stage(digest) == "ready":
+            self.do(lambda: self.push(digest))
+        else:
+            self.do(lambda: self.tier.prefetch(digest))
+
+    def push(self, digest: str) -> None:
+        assert self.staging.push(digest), "it lies in host memory"
 
     def abort(self, key: int) -> None:
         self.to_engine(AbortSequence(key))
@@ -363,14 +383,14 @@ class Tiers:
     def _hear(self, frame: FromEngine) -> None:
         match frame:
             case NeedSlab(digest):
-                self.staging.begin(digest)
+                self.staging.need(digest)
             case SlabReleased(digest):
                 self.told.pop(digest)
                 self.staging.released(frame)
             case AdapterSettled():
                 self.orders.settled(frame)
             case StepOutput():
-                self._resident = frame.stats.resident
+                self._resident, self._loading = frame.stats.resident, frame.stats.loading
                 for item in frame.events:
                     self._deliver(item.key, item.event)
 
@@ -384,7 +404,7 @@ class Tiers:
         """It dies, whatever it was doing; the shell hears of it, and another is ready."""
         self.engine = Engine(self)
         self.told.clear()
-        self._resident = ()
+        self._resident = self._loading = ()
         self.do(self._engine_lost)
         self.do(self.orders.engine_ready)
 

@@ -15,11 +15,12 @@ MAX_TOKEN_CHARS = 4096
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _SEGMENT = r"[A-Za-z0-9._+=,~-]{1,255}"
 _HOST = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?(?::[1-9][0-9]{0,4})?"
+_BUCKET = r"[a-z0-9][a-z0-9.-]{1,62}"
 _NAMES: dict[RefSource, re.Pattern[str]] = {
     "alias": re.compile(_WORD),
     "hub": re.compile(rf"{_WORD}(?:/{_WORD})?"),
     "local": re.compile(rf"/?{_SEGMENT}(?:/{_SEGMENT})*"),
-    "s3": re.compile(rf"[a-z0-9][a-z0-9.-]{{1,62}}(?:/{_SEGMENT})+"),
+    "s3": re.compile(rf"{_BUCKET}(?:/{_SEGMENT})+"),
     "https": re.compile(rf"{_HOST}(?:/{_SEGMENT})+"),
 }
 # Sources whose names others write as URLs, with `//` before and `/` after.
@@ -86,6 +87,16 @@ def told_name(ref: AdapterRef) -> str:
 def is_name(text: str) -> bool:
     """Whether an adapter could be registered under it."""
     return bool(_NAMES["alias"].fullmatch(text)) and _well_formed("alias", text)
+
+
+def is_owner(text: str) -> bool:
+    """Whether the Hub could have an owner of this name."""
+    return bool(re.fullmatch(_WORD, text))
+
+
+def is_bucket(text: str) -> bool:
+    """Whether a reference could name this bucket of S3."""
+    return bool(re.fullmatch(_BUCKET, text))
 
 
 def is_pinned(ref: AdapterRef) -> bool:

@@ -226,6 +226,7 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
     chosen = config.build(WorkerConfig, with_demo_name(values))
     log_to_stderr(written=chosen.log_format)
+    config.check_worker(chosen)
     try:
         run(chosen, arguments.listen_fd)
     except (AddressError, WorkerStartError) as error:

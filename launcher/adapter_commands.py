@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -70,8 +71,8 @@ def _base(model: str | None) -> BaseSpec | None:
 
 def _folder(text: str) -> Path | None:
     """The folder that `text` means, if it means one here."""
-    path = Path(text.removeprefix("local:")).expanduser()
-    return path.absolute() if path.is_dir() else None
+    path = os.path.expanduser(text.removeprefix("local:"))
+    return Path(path).absolute() if os.path.isdir(path) else None
 
 
 def _ref(text: str) -> AdapterRef:

@@ -4,9 +4,9 @@ import os
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from adapters.errors import AdapterError
 from launcher.options import (
     PREFIX,
     Option,
@@ -14,6 +14,7 @@ from launcher.options import (
     Values,
     options_of,
     parse,
+    path_of,
     unknown_variables,
 )
 from router.config import ConfigError, RouterConfig
@@ -57,6 +58,20 @@ def check_router(config: RouterConfig) -> None:
         check_options(config)
     except ConfigError as error:
         raise OptionError(str(error)) from error
+
+
+def check_worker(config: WorkerConfig) -> None:
+    """Before a model is downloaded for nothing. Raises OptionError for sources that cannot be,
+    AdapterError for what this installation lacks.
+    """
+    from adapters.sources.enabled import open_sources
+
+    try:
+        open_sources(config.hub_owners, config.adapter_roots, config.s3_buckets, config.https_hosts)
+    except AdapterError as error:
+        if error.code != "bad_ref":
+            raise
+        raise OptionError(error.message) from error
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
@@ -125,7 +140,7 @@ def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> st
 def read_secret(named: str, source: str) -> str:
     """The one line of a file. source: the flag or variable that names it. Raises OptionError."""
     try:
-        with Path(named).expanduser().open("rb") as file:
+        with path_of(named, source).open("rb") as file:
             text = file.read(_MAX_SECRET_BYTES + 1).decode().strip()
     except OSError as error:
         raise OptionError(f"{source} {named!r} cannot be read: {error.strerror}") from None

@@ -27,6 +27,10 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True} | {
     "0": False, "false": False, "no": False, "off": False
 }  # fmt: skip
 MAX_PORT = 65535
+# Beyond what any clock, counter or memory here takes.
+_MAX_NUMBERS: Mapping[str, float] = {"int": 2**53, "float": 1e9, "bytes": 2**63 - 1}
+_MOST_SHOWN = 60
+_MOST_DIGITS = 40
 
 Kind = Literal["text", "int", "float", "bytes", "bool", "path", "choice"]
 Value = str | int | float | bool | Path | None
@@ -131,16 +135,25 @@ def _parse_one(option: Option, text: str, source: str) -> Value:
     if option.kind == "text":
         return _text(text, source)
     if option.kind == "path":
-        return Path(_text(text, source)).expanduser()
+        return path_of(_text(text, source), source)
     if option.kind == "choice":
         return _choice(option, text, source)
     if option.kind == "bool":
         return _bool(text, source)
     number = _bytes(text, source) if option.kind == "bytes" else _number(option.kind, text, source)
-    if not option.low <= number <= option.high:
-        bounds = f"at least {option.low:g}" if number < option.low else f"at most {option.high:g}"
-        raise OptionError(f"{source} must be {bounds}, got {text}")
+    high = min(option.high, _MAX_NUMBERS[option.kind])
+    if not option.low <= number <= high:
+        bounds = f"at least {option.low:g}" if number < option.low else f"at most {high:g}"
+        raise OptionError(f"{source} must be {bounds}, got {_shown(text)}")
     return number
+
+
+def path_of(text: str, source: str) -> Path:
+    """Raises OptionError for a home that nobody has."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise OptionError(f"{source}: there is no user of that name: {_shown(text)}") from None
 
 
 def _text(text: str, source: str) -> str:
@@ -151,34 +164,47 @@ def _text(text: str, source: str) -> str:
 
 def _choice(option: Option, text: str, source: str) -> str:
     if text not in option.choices:
-        raise OptionError(f"{source} must be one of {', '.join(option.choices)}; got {text!r}")
+        raise OptionError(
+            f"{source} must be one of {', '.join(option.choices)}; got {_shown(text)}"
+        )
     return text
 
 
 def _bool(text: str, source: str) -> bool:
     value = _BOOLEANS.get(text.strip().lower())
     if value is None:
-        raise OptionError(f"{source} must be true or false, got {text!r}")
+        raise OptionError(f"{source} must be true or false, got {_shown(text)}")
     return value
 
 
 def _number(kind: Kind, text: str, source: str) -> int | float:
     try:
-        number = int(text) if kind == "int" else float(text)
+        number = _int(text) if kind == "int" else float(text)
     except ValueError:
         expected = "a whole number" if kind == "int" else "a number"
-        raise OptionError(f"{source} must be {expected}, got {text!r}") from None
-    if not math.isfinite(number):
-        raise OptionError(f"{source} must be a finite number, got {text!r}")
+        raise OptionError(f"{source} must be {expected}, got {_shown(text)}") from None
+    if isinstance(number, float) and not math.isfinite(number):
+        raise OptionError(f"{source} must be a finite number, got {_shown(text)}")
     return number
 
 
 def _bytes(text: str, source: str) -> int:
     match = _BYTES.fullmatch(text.strip())
     unit = _BYTE_UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise OptionError(f"{source} must be a size such as 512MiB or 2GB, got {text!r}")
+    if match is None or unit is None or len(match[1]) > _MOST_DIGITS:
+        raise OptionError(f"{source} must be a size such as 512MiB or 2GB, got {_shown(text)}")
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def _int(text: str) -> int:
+    """Raises ValueError, also where it would take long to read."""
+    if len(text) > _MOST_DIGITS:
+        raise ValueError
+    return int(text)
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]!r}…"
 
 
 # Values to text

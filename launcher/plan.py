@@ -1,6 +1,7 @@
 """What `serve` runs: its options, the demo and adapter names turned into two configurations."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from adapters.errors import AdapterError
 from adapters.ref import parse_ref
 from launcher.demo import EXAMPLES, adapter_paths, model_path
 from launcher.demo.recipe import BASE_NAME
-from launcher.options import OptionError, Values
+from launcher.options import OptionError, Values, path_of
 from router.config import RouterConfig
 from server.config import WorkerConfig
 
@@ -34,7 +35,10 @@ def plan(values: Mapping[str, Values]) -> Plan:
     aliases: list[str] = []
     roots: list[Path] = list(_paths(values["adapter_roots"]))
     if is_demo:
+        given = {text.partition("=")[0] for text in _texts(values["adapters"])}
         for name, path in adapter_paths().items():
+            if name in given:
+                continue
             aliases.append(f"{name}=local:{path}")
             roots.append(path)
     for text in _texts(values["adapters"]):
@@ -63,7 +67,7 @@ def with_demo_name(values: Mapping[str, Values]) -> dict[str, Values]:
 
 
 def is_demo_model(text: str) -> bool:
-    return Path(text).expanduser().resolve() == model_path().resolve()
+    return os.path.realpath(os.path.expanduser(text)) == os.path.realpath(model_path())
 
 
 def fields_of(config: type, values: Mapping[str, Values]) -> dict[str, Values]:
@@ -84,10 +88,10 @@ def resolve_alias(text: str) -> tuple[str, Path | None]:
     name, equals, reference = text.partition("=")
     if not equals or not name or not reference:
         raise OptionError(f"--adapter must be NAME=REF, got {text!r}")
-    path = Path(reference.removeprefix("local:")).expanduser()
-    if reference.startswith(("local:", "/", "./", "../", "~")) or path.is_dir():
+    path = path_of(reference.removeprefix("local:"), f"--adapter {name}")
+    if reference.startswith(("local:", "/", "./", "../", "~")) or os.path.isdir(path):
         folder = path.absolute()
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise OptionError(f"--adapter {name}: there is no folder {folder}")
         return f"{name}=local:{folder}", folder
     try:

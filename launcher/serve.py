@@ -10,7 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 import httpx
 
 from adapters.loopback import is_loopback
-from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, check_router, child_environment
+from launcher.config import (
+    ROUTER_OPTIONS,
+    WORKER_OPTIONS,
+    check_router,
+    check_worker,
+    child_environment,
+)
 from launcher.options import Option, Values, render
 from launcher.plan import LOOPBACK, Plan, fields_of, plan
 from launcher.processes import Child, Say, Service, say, start_child
@@ -129,6 +135,7 @@ def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
     """Blocks until stopped. Raises OptionError, AddressError, ChildFailed, KeyboardInterrupt."""
     chosen = plan(values)
     check_router(chosen.router)
+    check_worker(chosen.worker)
     warn_if_open(chosen.router, say)
     if not asyncio.run(_run(chosen, environ)):
         raise KeyboardInterrupt

@@ -1,11 +1,12 @@
 """What is wrong with options and with the files that they name, told before anything runs."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from adapters.errors import AdapterError
-from adapters.ref import is_name, parse_ref
+from adapters.ref import is_name, is_owner, parse_ref
 from router.adapters_file import WHOLE
 from router.adapters_watch import read_file
 from router.config import ConfigError, RouterConfig
@@ -19,6 +20,9 @@ from router.tls import server_context
 from router.tracing.tracing import check_tracing
 from server.protocol import ModelCard
 
+# As a browser writes it; it compares letter by letter.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[^\s/?#@:A-Z\[\]]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
+
 
 def check_options(config: RouterConfig) -> None:
     """Raises ConfigError for what would keep a router from starting. Connects to nothing.
@@ -29,6 +33,14 @@ def check_options(config: RouterConfig) -> None:
     declared_adapters(config)
     with blaming("--host", ExposureError):
         check_exposure(config)
+    for owner in config.hub_owners:
+        if not is_owner(owner):
+            raise ConfigError(f"--hub-owner {owner!r}: expected one owner's name")
+    for origin in config.cors_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--cors-origin {origin!r}: expected scheme://host or scheme://host:port, or *"
+            )
     _check_tls(config)
     saved_card(config)
     if config.keys_file is not None:
@@ -62,7 +74,12 @@ def check_workers(config: RouterConfig) -> None:
 
 def declared_adapters(config: RouterConfig) -> list[Registration]:
     """What --adapter declares. Raises ConfigError."""
-    return [_declared(text, config) for text in config.adapters]
+    declared = [_declared(text, config) for text in config.adapters]
+    names = [registration.name for registration in declared]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--adapter: the name {name!r} is given more than once")
+    return declared
 
 
 def saved_card(config: RouterConfig) -> ModelCard | None:

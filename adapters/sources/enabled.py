@@ -1,10 +1,11 @@
 """The sources that the operator enabled."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from adapters.errors import AdapterError
-from adapters.ref import RefSource
+from adapters.ref import RefSource, is_bucket, is_owner
 from adapters.sources.base import Source
 from adapters.sources.https import HttpsSource
 from adapters.sources.hub import HubSource
@@ -18,6 +19,15 @@ def open_sources(
     https_hosts: Sequence[str] = (),
 ) -> dict[RefSource, Source]:
     """No bucket, no S3; no host, no HTTPS. Raises AdapterError for an option that cannot hold."""
+    for owner in hub_owners:
+        _require(is_owner(owner), f"--hub-owner {owner!r}: expected one owner's name")
+    for root in roots:
+        # Whether it is a slip or a disk that is not mounted: nothing under it could be served.
+        _require(
+            os.path.isdir(root.expanduser()), f"--adapter-root {root}: there is no such folder"
+        )
+    for bucket in s3_buckets:
+        _require(is_bucket(bucket), f"--s3-bucket {bucket!r}: expected a bucket's name")
     sources: dict[RefSource, Source] = {"hub": HubSource(owners=hub_owners)}
     sources["local"] = LocalSource(roots)
     if s3_buckets:
@@ -25,6 +35,11 @@ def open_sources(
     if https_hosts:
         sources["https"] = HttpsSource(https_hosts)
     return sources
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AdapterError("bad_ref", message)
 
 
 def _s3(buckets: Sequence[str]) -> Source:

@@ -3,6 +3,9 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from adapters.sources.enabled import open_sources
 from tests.adapters.refusals import refusal
@@ -22,6 +25,25 @@ def test_buckets_and_hosts_enable_their_sources() -> None:
     assert set(open_sources(s3_buckets=["models"])) == {"hub", "local", "s3"}
     assert set(open_sources(https_hosts=["a.test"])) == {"hub", "local", "https"}
     assert refusal(lambda: open_sources(https_hosts=["https://a.test"])) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"hub_owners": ["acme", "acme/sql"]}, "--hub-owner 'acme/sql'"),
+        ({"s3_buckets": ["s3://models"]}, "--s3-bucket 's3://models'"),
+        ({"s3_buckets": ["Models"]}, "--s3-bucket 'Models'"),
+        ({"https_hosts": ["a b"]}, "--https-host 'a b'"),
+        ({"roots": [Path("/no/such/folder")]}, "--adapter-root /no/such/folder"),
+        ({"roots": [Path(__file__)]}, f"--adapter-root {__file__}"),
+        ({"roots": [Path("x" * 5000)]}, "--adapter-root xxx"),
+    ],
+)
+def test_what_could_never_serve_an_adapter_is_refused(options: Any, named: str) -> None:
+    error = refusal(lambda: open_sources(**options))
+    assert error is not None
+    assert error.code == "bad_ref"
+    assert error.message.startswith(named)
 
 
 def run_without_boto3(*arguments: str) -> subprocess.CompletedProcess[str]:

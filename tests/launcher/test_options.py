@@ -78,6 +78,10 @@ BAD: list[tuple[str, str, str]] = [
     ("mode", "Fast", "fast, slow"),
     ("port", "65536", "at most 65535"),
     ("port", "-1", "at least 0"),
+    *(("port", "9" * length, "") for length in (30, 400, 5000)),
+    *(("size", f"{'9' * length}GiB", "") for length in (30, 400, 5000)),
+    ("wait_s", "9" * 400, "finite"),
+    ("wait_s", "1e300", "at most 1e+09"),
 ]
 
 

@@ -51,6 +51,21 @@ def test_options_reach_the_half_they_are_for(tmp_path: Path) -> None:
     assert made.aliases == ("p",)
 
 
+def test_a_name_of_the_demos_may_be_given_another_adapter(tmp_path: Path) -> None:
+    name = planned().aliases[0]
+    made = planned("--adapter", f"{name}={tmp_path}")
+    assert [a for a in made.router.adapters if a.startswith(f"{name}=")] == [
+        f"{name}=local:{tmp_path}"
+    ]
+    assert len(made.aliases) == len(planned().aliases)
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "/" + "x" * 5000, "./" + "x" * 300])
+def test_a_folder_that_cannot_be_is_no_traceback(path: str) -> None:
+    with pytest.raises(OptionError, match="--adapter p"):
+        planned("--adapter", f"p={path}")
+
+
 def test_without_a_model_the_demo_is_served(tmp_path: Path) -> None:
     made = planned("--adapter-root", str(tmp_path))
     assert Path(made.worker.model).is_dir()

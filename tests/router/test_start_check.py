@@ -39,6 +39,8 @@ def test_what_is_right_is_accepted(tmp_path: Path) -> None:
         workers=("ws://gpu-1:8090", "wss://[::1]:8090/"),
         adapters=("sql=hub:org/sql",),
         redis="redis://somewhere:6379",
+        cors_origins=("*", "https://app.example", "http://[::1]:3000", "tauri://localhost"),
+        hub_owners=("acme",),
     )
     check_options(files)
 
@@ -133,6 +135,11 @@ def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> 
         ({"adapters": ("sql=plain",)}, "--adapter 'sql=plain': 'plain' names no source"),
         ({"host": "0.0.0.0"}, "--host: callers of 0.0.0.0 need keys"),
         ({"redis": "localhost"}, "--redis: expected"),
+        ({"adapters": ("a=org/x", "b=org/x", "a=org/y")}, "--adapter: the name 'a' is given more"),
+        ({"hub_owners": ("acme/sql",)}, "--hub-owner 'acme/sql'"),
+        ({"cors_origins": ("app.example",)}, "--cors-origin 'app.example'"),
+        ({"cors_origins": ("https://app.example/",)}, "--cors-origin 'https://app.example/'"),
+        ({"cors_origins": ("https://App.example",)}, "--cors-origin 'https://App.example'"),
         ({"otlp_endpoint": "collector:4318"}, "--otlp-endpoint: expected http://"),
     ],
 )

@@ -250,7 +250,7 @@ def _lifecycle(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Non
     log_to_stderr(logging.WARNING)
     key = config.secret_value("admin_key", arguments.admin_key_file, environ)
     token = None
-    if getattr(arguments, "token_file", None):
+    if getattr(arguments, "token_file", None) is not None:
         token = config.read_secret(arguments.token_file, "--token-file")
     sys.exit(lifecycle_commands.run(arguments, key, token))
 

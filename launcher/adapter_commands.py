@@ -25,6 +25,7 @@ from adapters.validate import WEIGHTS_FILE, AdapterLimits
 from adapters.violations import Findings
 from launcher.demo import model_path
 from launcher.demo.recipe import BASE_NAME
+from launcher.options import OptionError
 from launcher.plan import is_demo_model
 from server.model.base_facts import read_base_spec
 from server.model.checkpoint import CheckpointError
@@ -36,7 +37,9 @@ PACK_ARENA_BYTES = 1 << 30
 
 
 def run(arguments: argparse.Namespace, cache_dir: str) -> int:
-    """The exit code. Raises AdapterError for what is not a list of violations."""
+    """The exit code. Raises AdapterError for what is not a list of violations, OptionError."""
+    if arguments.action == "pack":
+        _check_out(Path(arguments.out))
     limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
     try:
         base = _base(arguments.base)
@@ -51,6 +54,10 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
     except (CheckpointError, ModelError) as error:
         sys.stderr.write(f"loraplex: {error}\n")
         return 1
+    except OSError as error:
+        where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+        sys.stderr.write(f"loraplex: {where}{error.strerror or error}\n")
+        return 1
     except AdapterError as error:
         if not error.violations:
             raise
@@ -58,6 +65,14 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
         return 1
     _print_manifest(arguments.ref, manifest)
     return 0
+
+
+def _check_out(path: Path) -> None:
+    """Before anything is fetched for it. Raises OptionError."""
+    if os.path.isdir(path):
+        raise OptionError(f"--out {path}: it is a folder; name a file")
+    if not os.path.isdir(path.parent):
+        raise OptionError(f"--out {path}: there is no folder {path.parent}")
 
 
 def _base(model: str | None) -> BaseSpec | None:
@@ -132,7 +147,11 @@ def _pack(
         memory = memoryview(bytearray(slab.layout.nbytes))
         places = one_after_another(slab.layout)
         slab.copy_runs(memory, places)
-    write_slab_file(Path(arguments.out), slab.layout, memory, places)
+    try:
+        write_slab_file(Path(arguments.out), slab.layout, memory, places)
+    except OSError as error:
+        message = f"--out {arguments.out} cannot be written: {error.strerror}"
+        raise AdapterError("unavailable", message) from error
 
 
 def _say_stage(stage: str) -> None:

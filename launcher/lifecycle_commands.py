@@ -1,12 +1,14 @@
 """`loraplex adapter list|register|load|rollout|…`: the lifecycle API of a running router."""
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from launcher.options import OptionError
 from launcher.router_client import Failed, add_router_options, as_json, connect, send, table
 from router.owned_name import OwnedName
 
@@ -18,12 +20,25 @@ ACTIONS = {
     "refresh": "resolve their references again",
     "delete": "forget the names; requests that use them get 410",
 }
+
+
+def _finite(text: str) -> float:
+    """JSON has no other."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"expected a number, got {text[:40]!r}")
+    return number
+
+
 # As in the API's `guards`.
-GUARDS = {
+GUARDS: dict[str, Callable[[str], float]] = {
     "window_s": int,
     "min_requests": int,
-    "max_error_increase": float,
-    "max_latency_ratio": float,
+    "max_error_increase": _finite,
+    "max_latency_ratio": _finite,
 }
 _COLUMNS = (
     *("NAME", "TENANT", "STATE", "PINNED", "DIGEST"),
@@ -63,7 +78,9 @@ def _rollout_parsers(
     rollout.add_argument("--end", action="store_true", help="all to the old version")
     rollout.add_argument("--no-guards", action="store_true", help="take nothing back by itself")
     for option, kind in GUARDS.items():
-        rollout.add_argument(f"--{option.replace('_', '-')}", type=kind, help="of the guards")
+        name = "N" if kind is int else "X"
+        flag = f"--{option.replace('_', '-')}"
+        rollout.add_argument(flag, metavar=name, type=kind, help="of the guards")
     promote = actions.add_parser("promote", help="the name means its new version from now on")
     back = actions.add_parser("rollback", help="take versions back, or a name to what it meant")
     history = actions.add_parser("history", help="what a name meant, newest first")
@@ -82,7 +99,9 @@ def _version(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace, admin_key: str, token: str | None = None) -> int:
-    """The exit code: 1 if anything failed; the rest was done."""
+    """The exit code: 1 if anything failed; the rest was done. Raises OptionError."""
+    if arguments.action == "rollout":
+        _check_rollout(arguments)
     code = 0
     told: list[Any] = []
     with connect(arguments.url, admin_key) as http:
@@ -113,6 +132,19 @@ def _requests(
             method = {"list": "GET", "delete": "DELETE"}.get(action)
             path = _path(arguments, name, "" if method else f"/{action}")
             yield method or "POST", path, None
+
+
+def _check_rollout(arguments: argparse.Namespace) -> None:
+    """What would be left out must not look as if it were done. Raises OptionError."""
+    flags = [name for name in GUARDS if getattr(arguments, name) is not None]
+    said = [f"--{name.replace('_', '-')}" for name in flags]
+    if arguments.no_guards and said:
+        raise OptionError(f"--no-guards and {said[0]} contradict each other")
+    said += ["--no-guards"] if arguments.no_guards else []
+    if arguments.end and (arguments.versions or said):
+        raise OptionError("--end ends the rollout: no versions and no guards beside it")
+    if said and not arguments.versions:
+        raise OptionError(f"{said[0]} needs the versions that it is for, as REF=WEIGHT")
 
 
 def _path(arguments: argparse.Namespace, name: str, rest: str) -> str:

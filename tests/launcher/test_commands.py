@@ -71,6 +71,65 @@ def test_check_of_what_is_not_there(capsys: pytest.CaptureFixture[str], ref: str
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("out", "why"), [("", "it is a folder"), ("absent/slab", "there is no folder")]
+)
+def test_a_slab_that_could_not_be_written_is_not_packed(
+    capsys: pytest.CaptureFixture[str], adapter: Path, tmp_path: Path, out: str, why: str
+) -> None:
+    cache = tmp_path / "cache"
+    place = ["--out", str(tmp_path / out), "--cache-dir", str(cache)]
+    code, told, err = run(capsys, "adapter", "pack", str(adapter), "--base", "demo", *place)
+    assert (code, told) == (2, "")
+    assert err.startswith(f"loraplex: --out {tmp_path / out}: {why}")
+    assert not cache.exists()
+
+
+def test_a_full_disk_is_said(
+    capsys: pytest.CaptureFixture[str], adapter: Path, model: str, tmp_path: Path
+) -> None:
+    place = ["--out", "/dev/full", "--cache-dir", str(tmp_path / "cache")]
+    code, _, err = run(capsys, "adapter", "pack", str(adapter), "--base", model, *place)
+    assert code == 1
+    assert err.endswith("loraplex: --out /dev/full cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("rollout", "x", "a=5", "--end"), "--end ends the rollout"),
+        (("rollout", "x", "--end", "--no-guards"), "--end ends the rollout"),
+        (("rollout", "x", "--no-guards"), "--no-guards needs the versions"),
+        (("rollout", "x", "--window-s", "60"), "--window-s needs the versions"),
+        (("rollout", "x", "a=1", "--no-guards", "--window-s", "60"), "contradict"),
+        (("rollout", "x", "a=1", "--max-latency-ratio", "nan"), "expected a number, got 'nan'"),
+        (("rollout", "x", "a=1", "--max-latency-ratio", "1e999"), "expected a number, got"),
+        (("list", "--url", "localhost:8080"), "--url must be http://"),
+        (("list", "--url", "ftp://localhost"), "--url must be http://"),
+        (("list", "--url", "http://a\x01"), "--url must be http://"),
+        (("list", "--url", ""), "--url must be http://"),
+        (("register", "x", "org/x", "--token-file", ""), "--token-file '' cannot be read"),
+    ],
+)
+def test_what_contradicts_itself_is_not_sent(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], why: str
+) -> None:
+    code, out, err = run(capsys, "adapter", *words)
+    assert (code, out) == (2, "")
+    assert why in err
+
+
+def test_an_admin_key_that_no_header_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORAPLEX_ADMIN_KEY", "ключ")
+    for words in (("adapter", "list"), ("key", "list"), ("router", "--worker", "ws://a:1")):
+        code, _, err = run(capsys, *words)
+        assert code == 2
+        assert "must be ASCII" in err
+        assert "ключ" not in err
+
+
 def test_pull_and_pack(
     capsys: pytest.CaptureFixture[str], adapter: Path, model: str, tmp_path: Path
 ) -> None:

@@ -44,6 +44,9 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: Word | None = None
 
 
+_KNOWN = ", ".join(FileEntry.__struct_fields__)
+
+
 class Wanted(msgspec.Struct, frozen=True):
     """An entry that can be understood. rollout: None = whether there is one is not the file's."""
 
@@ -92,7 +95,7 @@ def read(data: bytes, default_source: str) -> FileContents:
         return unreadable(" ".join(str(error).split()))
     entries = plain.get("adapters") if isinstance(plain, dict) else None
     if not isinstance(plain, dict) or set(plain) != {"adapters"} or not isinstance(entries, list):
-        return unreadable("expected one key, `adapters`, with a list of name, ref, pin and tenant")
+        return unreadable(f"expected one key, `adapters`, with a list of {_KNOWN}")
     wanted: dict[OwnedName, Wanted] = {}
     errors: dict[OwnedName, str] = {}
     for number, entry in enumerate(entries, 1):

@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -30,6 +31,9 @@ _LONGEST_DELAY_S = 2.0
 _SOCKET_TIMEOUT_S = 2.0
 _SENTINEL = "redis+sentinel://"
 _SCHEMES = ("redis://", "rediss://", "unix://", _SENTINEL)
+
+_DATABASE = re.compile(r"/?|/[0-9]{1,5}")
+_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 
 T = TypeVar("T")
 
@@ -109,7 +113,28 @@ def _client(url: str, password: str | None) -> Redis:
     pool = BlockingConnectionPool.from_url(
         url, timeout=None, max_connections=MAX_CONNECTIONS, **options
     )
+    _check(url, pool)
     return Redis.from_pool(pool)
+
+
+def _check(url: str, pool: BlockingConnectionPool) -> None:
+    """Raises ValueError for what would fail at every connection, or mean another database."""
+    parts = urlsplit(url)
+    if url.startswith("unix://"):
+        if parts.path.strip("/") == "":
+            raise ValueError("expected unix:///path/to/socket")
+    elif not parts.hostname or not _DATABASE.fullmatch(parts.path):
+        raise ValueError(f"expected {parts.scheme}://host:port/database, a number")
+    try:
+        connection = pool.make_connection()  # type: ignore[no-untyped-call]
+        if isinstance(connection, SSLConnection):
+            connection.ssl_context.get()
+    except (TypeError, RedisError) as error:
+        raise ValueError(f"of its parameters: {error}") from error
+    except OSError as error:
+        files = [f"{k}={v}" for k, v in pool.connection_kwargs.items() if k in _FILES]
+        why = error.strerror or str(error)
+        raise ValueError(f"{', '.join(files)} cannot be used: {why}") from error
 
 
 def _behind_sentinels(url: str, options: dict[str, Any]) -> Redis:

@@ -43,7 +43,7 @@ def check_tracing(config: RouterConfig) -> None:
     if not endpoint:
         return
     parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError(f"expected http://host:port or https://host:port, got {endpoint!r}")
     if parts.password is not None:
         raise ValueError("a URL shows in the list of processes: use OTEL_EXPORTER_OTLP_HEADERS")

@@ -45,6 +45,20 @@ def test_what_is_right_is_accepted(tmp_path: Path) -> None:
     check_options(files)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user@h:6379/15",
+        "rediss://h/0",
+        f"rediss://h:6380?ssl_ca_certs={GOOD}&ssl_cert_reqs=required",
+        "unix:///run/redis.sock?db=3",
+        "redis+sentinel://a:1,b/main",
+    ],
+)
+def test_a_redis_that_may_be(url: str) -> None:
+    check_options(RouterConfig(redis=url))
+
+
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
 def test_a_certificate_wants_its_key(given: str) -> None:
     assert "give both" in refused(**{given: GOOD})
@@ -140,6 +154,16 @@ def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> 
         ({"cors_origins": ("app.example",)}, "--cors-origin 'app.example'"),
         ({"cors_origins": ("https://app.example/",)}, "--cors-origin 'https://app.example/'"),
         ({"cors_origins": ("https://App.example",)}, "--cors-origin 'https://App.example'"),
+        ({"redis": "redis://h:port"}, "--redis: "),
+        ({"redis": "redis://h:99999"}, "--redis: "),
+        ({"redis": "redis://h/name"}, "--redis: expected redis://host:port/database"),
+        ({"redis": "redis://h/3/4"}, "--redis: expected redis://host:port/database"),
+        ({"redis": "redis://:1/0"}, "--redis: expected redis://host:port/database"),
+        ({"redis": "unix://"}, "--redis: expected unix:///path"),
+        ({"redis": "rediss://h?foo=1"}, "--redis: of its parameters: "),
+        ({"redis": "rediss://h?ssl_cert_reqs=some"}, "--redis: of its parameters: "),
+        ({"redis": "rediss://h?ssl_ca_certs=/nope"}, "--redis: ssl_ca_certs=/nope cannot be used"),
+        ({"otlp_endpoint": "http://h:99999"}, "--otlp-endpoint: "),
         ({"otlp_endpoint": "collector:4318"}, "--otlp-endpoint: expected http://"),
     ],
 )

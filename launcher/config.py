@@ -61,11 +61,18 @@ def check_router(config: RouterConfig) -> None:
 
 
 def check_worker(config: WorkerConfig) -> None:
-    """Before a model is downloaded for nothing. Raises OptionError for sources that cannot be,
-    AdapterError for what this installation lacks.
+    """Before a model is downloaded for nothing. Raises OptionError for sources and a Redis that
+    cannot be, AdapterError for what this installation lacks.
     """
     from adapters.sources.enabled import open_sources
 
+    if config.redis:
+        from router.shared.redis_link import RedisLink
+
+        try:
+            RedisLink(config.redis, timeout_s=1.0)
+        except ValueError as error:
+            raise OptionError(f"--redis: {error}") from error
     try:
         open_sources(config.hub_owners, config.adapter_roots, config.s3_buckets, config.https_hosts)
     except AdapterError as error:
@@ -105,6 +112,8 @@ def _resolve_one(option: Option, arguments: Namespace, environ: Mapping[str, str
     name = f"--{option.flag}" if option.field != "model" else "MODEL"
     if given is not None:
         texts = [given] if isinstance(given, str) else given
+        if option.field == "model":
+            path_of(texts[-1], name)  # it may be a folder
         return parse(option, texts, name)
     text = environ.get(option.variable)
     if text is not None:

@@ -101,6 +101,11 @@ async def _awaited(work: Callable[[], Awaitable[T]]) -> T:
 def _client(url: str, password: str | None) -> Redis:
     if not url.startswith(_SCHEMES):
         raise ValueError(f"expected {', '.join(f'{scheme}…' for scheme in _SCHEMES)}")
+    if urlsplit(url).password is not None:
+        raise ValueError(
+            "a URL shows in the list of processes: give the password as "
+            "--redis-password-file or LORAPLEX_REDIS_PASSWORD"
+        )
     options: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
         "socket_connect_timeout": _SOCKET_TIMEOUT_S,

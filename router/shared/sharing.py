@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from router.config import RouterConfig
 from router.shared.memory_store import MemoryStore
@@ -52,10 +51,5 @@ def make_sharing(config: RouterConfig) -> Sharing:
     from router.shared.redis_link import RedisLink
     from router.shared.redis_store import RedisStore
 
-    if urlsplit(config.redis).password is not None:
-        raise ValueError(
-            "a URL shows in the list of processes: give the password as "
-            "--redis-password-file or LORAPLEX_REDIS_PASSWORD"
-        )
     link = RedisLink(config.redis, config.redis_timeout_s, config.redis_password or None)
     return Sharing(RedisStore(link, config.redis_prefix), link)

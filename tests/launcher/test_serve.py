@@ -185,6 +185,7 @@ def test_a_port_in_use_is_said(tmp_path: Path) -> None:
         ("/no/such/folder", "no folder"),
         ("./no-such-folder", "no folder"),
         ("a b", "neither a folder nor a Hub id"),
+        ("x" * 300, "too long"),
     ],
 )
 def test_a_model_that_is_not_there_is_said(tmp_path: Path, model: str, says: str) -> None:
@@ -237,6 +238,22 @@ def test_a_file_that_is_not_there_is_said_before_anything_starts(
     said = failure(*command, option, str(tmp_path / "absent"), code=2, output=[])
     assert said.startswith(f"loraplex: {option} ")
     assert "No such file" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("serve", "~nobody-of-this-name/x"), "MODEL: there is no user of that name"),
+        (("serve", "--adapter-root", "/no/such"), "--adapter-root /no/such: there is no such"),
+        (("worker", "org/model", "--adapter-root", "/no/such"), "--adapter-root /no/such"),
+        (("worker", "org/model", "--redis", "redis://h/name"), "--redis: expected redis://"),
+        (("worker", "org/model", "--redis", "redis://:secret@h"), "LORAPLEX_REDIS_PASSWORD"),
+    ],
+)
+def test_what_could_never_work_is_said_before_a_model_is_looked_for(
+    words: tuple[str, ...], why: str
+) -> None:
+    assert why in failure(*words, code=2, output=[])
 
 
 def test_a_certificate_without_its_key_is_said_before_anything_starts() -> None:

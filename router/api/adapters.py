@@ -152,13 +152,14 @@ def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, Adap
     """Raises RequestError."""
     request, _ = decode_body(body, RegisterBody)
     check_name(request.name, "name")
+    parts = (request.source, request.id, request.revision)
     if request.versions is not None:
-        is_alone = request.ref is None and request.id is None and request.source is None
-        require(is_alone, "give it, or ref, or source and id", "versions")
+        is_alone = (request.ref, *parts) == (None,) * 4
+        require(is_alone, "give it, or ref, or source, id and revision", "versions")
         return request, parse_target(request.versions[0].reference, "versions", default_source)
+    require(request.guards is msgspec.UNSET, "they need `versions` beside them", "guards")
     if request.ref is not None:
-        others = (request.source, request.id, request.revision)
-        require(others == (None, None, None), "give it, or source, id and revision", "ref")
+        require(parts == (None,) * 3, "give it, or source, id and revision", "ref")
         return request, parse_target(request.ref, "ref", default_source)
     require(request.id is not None, "give ref, or source and id", "ref")
     revision = f"@{request.revision}" if request.revision is not None else ""

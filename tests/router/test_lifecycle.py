@@ -15,6 +15,7 @@ from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import Running, poll, running_router
 
 KEY = "the admin's key"
+VERSION = {"reference": "org/one", "weight": 100}
 ONE = make_manifest("org/one").digest
 
 
@@ -78,6 +79,11 @@ async def test_register_by_parts(router: Running, worker: FakeWorker) -> None:
         ({"name": "x", "ref": "plain"}, 400, "names no source"),
         ({"name": "x", "ref": "org/one", "id": "org/two"}, 400, "give it, or"),
         ({"name": "x", "ref": "org/one", "pinned": True}, 400, "pinned"),
+        ({"name": "x", "ref": "org/one", "source": "huub"}, 400, "one of https, hub, local, s3"),
+        ({"name": "x", "ref": "org/one", "guards": {}}, 400, "`guards`: they need `versions`"),
+        ({"name": "x", "ref": "org/one", "guards": None}, 400, "`guards`: they need `versions`"),
+        ({"name": "x", "revision": "v1", "versions": [VERSION]}, 400, "`versions`: give it, or"),
+        ({"name": "x", "ref": "org/one", "versions": [VERSION]}, 400, "`versions`: give it, or"),
         ({"name": "x", "ref": "org/missing"}, 404, "no repository"),
         ({"name": "x", "ref": "org/private"}, 401, "private"),
         ({"name": "x", "ref": "org/down"}, 503, "does not answer"),

@@ -8,7 +8,8 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from server.engine.channel import ShellGone
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 COPY_POLL_S = 0.0002
 # While the device computes, messages are taken as they come; so often it is asked if it is done.
 STEP_POLL_S = 0.0001
+# So long a plan waits for a copy that has just begun. The step before it runs meanwhile, and is
+# likely to run for longer; the copy's sequences would otherwise wait for one step more.
+NEAR_COPY_S = 0.001
 # With unfinished sequences and nothing to compute, the shell still hears that the loop is alive.
 HEARTBEAT_S = 1.0
 MAX_FAILURES_IN_A_ROW = 3
@@ -168,22 +172,30 @@ class EngineLoop(Generic[T]):
     def _turn(self) -> bool:
         """One round; whether a step was launched or collected in it."""
         self._note_copies()
+        self._go_on_loading()
+        with self._guarding_steps():
+            self._await_near_copies()
         began = self._clock()
         plan = self._scheduler.plan(began)
         collected = None
         worked = plan is not None or bool(self._in_flight)
-        try:
+        with self._guarding_steps():
             if plan is not None:
                 self._launch(plan, began)
             self._carry_out_loads()
             if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
                 collected = self._collect()
+        self._tell(collected)
+        return worked
+
+    @contextmanager
+    def _guarding_steps(self) -> Iterator[None]:
+        try:
+            yield
         except ShellGone:
             raise
         except Exception as error:  # the device's failures are foreign and of any kind
             self._fail(error)
-        self._tell(collected)
-        return worked
 
     def _note_copies(self) -> bool:
         """Whether there was something to note."""
@@ -197,15 +209,31 @@ class EngineLoop(Generic[T]):
             self._scheduler.copy_news(item, self._clock())
         return bool(news)
 
+    def _await_near_copies(self) -> None:
+        began = self._clock()
+        while (
+            self._in_flight
+            and self._scheduler.loads.begun_since(began - NEAR_COPY_S)
+            and self._clock() - began < NEAR_COPY_S
+            and not (self._leaving or self._in_flight[-1].ticket.ready())
+        ):
+            self._look_at_loads()
+
     def _load_until_ready(self, ticket: T) -> None:
         """While the device computes, an adapter that somebody misses is asked for, placed and
         copied at once: it may be there before the next plan, and its request waits no longer than
         others."""
         while not (self._leaving or ticket.ready()):
-            taken = self._drain_inbox(STEP_POLL_S)
-            if self._note_copies() or taken:
-                self._scheduler.go_on_loading(self._clock())
-                self._carry_out_loads()
+            self._look_at_loads()
+
+    def _look_at_loads(self) -> None:
+        taken = self._drain_inbox(STEP_POLL_S)
+        if self._note_copies() or taken:
+            self._go_on_loading()
+
+    def _go_on_loading(self) -> None:
+        self._scheduler.go_on_loading(self._clock())
+        self._carry_out_loads()
 
     def _launch(self, plan: StepPlan, began: float) -> None:
         """began: when its planning did."""

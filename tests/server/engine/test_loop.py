@@ -1,7 +1,9 @@
 """The loop over a real socket pair, with the certifying executor."""
 
+import itertools
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,20 +12,28 @@ import pytest
 from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket, certified_output
-from server.engine.loop import MAX_FAILURES_IN_A_ROW, EngineLoop, ExecutorLost
+from server.engine.loop import (
+    MAX_FAILURES_IN_A_ROW,
+    NEAR_COPY_S,
+    EngineLoop,
+    ExecutorLost,
+)
 from server.engine.messages import (
     AbortSequence,
+    FromEngine,
     NeedSlab,
     Shutdown,
     SlabMissing,
     SlabReleased,
     StepOutput,
+    Submit,
+    ToEngine,
     encode,
 )
 from server.engine.plan import SliceResult, StepPlan
 from server.engine.scheduler import Scheduler, SchedulerConfig
 from tests.server.engine.harness import limits, make_request
-from tests.server.engine.shell import TIMEOUT_S, FakeShell
+from tests.server.engine.shell import TIMEOUT_S, FakeShell, staged
 
 LIMITS = limits(num_pages=64, max_context=200, max_rows=8, max_step_tokens=32)
 OPTIONS = CertifyOptions(LIMITS.vocab_size, LIMITS.eos_token_ids)
@@ -128,6 +138,73 @@ def test_an_adapter_comes_while_the_device_computes(depth: int) -> None:
         assert engine.shell.answer(2) == expected
         assert len(engine.shell.answer(1)) == 8
         assert executor.copied_within_a_step == ["a"]
+
+
+class Script:
+    """A channel that brings these batches of messages, one each time that the loop may wait."""
+
+    def __init__(self, *batches: list[ToEngine]) -> None:
+        self._batches = deque(batches)
+        self._batch: deque[ToEngine] = deque()
+        self.sent: list[FromEngine] = []
+
+    def receive(self, wait_s: float | None) -> ToEngine | None:
+        if not self._batch and wait_s != 0 and self._batches:
+            self._batch = deque(self._batches.popleft())
+        return self._batch.popleft() if self._batch else None
+
+    def send(self, message: FromEngine) -> None:
+        self.sent.append(message)
+
+
+class Busy(CertifyingExecutor):
+    """The first step runs until the second is launched; how many sequences each has is kept."""
+
+    def __init__(self, copy_polls: int, busy: bool = True) -> None:
+        super().__init__(LIMITS, CertifyOptions(LIMITS.vocab_size, copy_polls=copy_polls))
+        self.sizes: list[int] = []
+        self.polls = 0
+        self.busy = busy
+
+    def launch(self, plan: StepPlan) -> FakeTicket:
+        ticket = super().launch(plan)
+        self.sizes.append(len(plan.slices))
+        ticket.ready = lambda: len(self.sizes) > 1 or not self.busy  # type: ignore[method-assign]
+        return ticket
+
+    def poll_copies(self) -> list[CopyNews]:
+        self.polls += 1
+        return super().poll_copies()
+
+
+def turns(executor: Busy, clock: Iterator[float]) -> None:
+    """A base sequence's first step runs when one comes whose adapter lies in host memory."""
+    miss: list[ToEngine] = [Submit(2, make_request([5, 7], 8, "a")), staged("a")]
+    script = Script([Submit(1, make_request([5, 6], 8))], miss)
+    scheduler = Scheduler(LIMITS, SchedulerConfig())
+    loop = EngineLoop(executor, scheduler, script, 2, clock=lambda: next(clock))
+    for wait_s in (None, None):
+        loop._receive(wait_s)
+        loop._turn()
+
+
+def test_a_plan_waits_for_a_copy_that_has_just_begun() -> None:
+    executor = Busy(copy_polls=4)
+    turns(executor, itertools.repeat(0.0))
+    assert executor.sizes == [1, 2]
+
+
+def test_a_plan_waits_no_longer_for_a_copy_than_it_may() -> None:
+    executor = Busy(copy_polls=1000)
+    turns(executor, itertools.count(0.0, NEAR_COPY_S / 10))
+    assert executor.sizes == [1, 1]
+    assert 3 < executor.polls < 20
+
+
+def test_a_plan_does_not_wait_for_a_copy_while_the_device_idles() -> None:
+    executor = Busy(copy_polls=4, busy=False)
+    turns(executor, itertools.repeat(0.0))
+    assert executor.sizes == [1, 1]
 
 
 def test_shutdown_is_obeyed_while_the_device_computes() -> None:

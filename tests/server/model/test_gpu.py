@@ -198,7 +198,8 @@ def test_an_adapter_is_used_before_its_copy_is_over(trio: Trio) -> None:
     gpu, slot = trio.gpu, max(trio.slots.values()) + 1
     copies = gpu.executor._copies
     start = trio.next_extent * gpu.config.extent_bytes
-    gpu.executor._table.arena[start:].zero_()
+    with torch.inference_mode():
+        gpu.executor._table.arena[start:].zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(copies._stream):
         torch.cuda._sleep(HELD_UP_CYCLES)  # type: ignore[no-untyped-call]

@@ -1,5 +1,6 @@
 """The decoder: one forward over a flat batch of tokens, for every model of the Llama kind."""
 
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -14,6 +15,15 @@ L = TypeVar("L")
 Y = TypeVar("Y")
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted(Generic[L]):
+    """The tokens whose result somebody needs: no others go through the end of the last layer, which
+    writes no keys and values. rows: int64 `[rows]`, ascending; lora: of these."""
+
+    rows: torch.Tensor
+    lora: L | None
+
+
 class Decoder(Generic[P, L, Y]):
     """Llama 2 and 3, Mistral, Qwen2, Qwen3: what differs is in the configuration."""
 
@@ -25,15 +35,22 @@ class Decoder(Generic[P, L, Y]):
         self.sites = sites
         self.ops = ops
 
-    def forward(self, token_ids: torch.Tensor, plan: P, lora: L | None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, plan: P, lora: L | None, wanted: Wanted[L] | None = None
+    ) -> torch.Tensor:
         """token_ids: int64 `[tokens]`, in the plan's order -> normed hidden states `[tokens,
-        hidden]`. Writes the tokens' keys and values."""
+        hidden]`, or `[rows, hidden]` of those wanted. Writes the tokens' keys and values."""
         ops = self.ops
         normed, hidden = self.begin(token_ids, lora)
+        last = len(self.weights.layers) - 1
         for layer, weights in enumerate(self.weights.layers):
             site = self.sites.layer(layer)
             qkv = ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site)
             attended = ops.attend(plan, layer, qkv, weights.qk_norm)
+            if layer == last and wanted is not None:
+                if not len(wanted.rows):
+                    return hidden[:0]
+                attended, hidden, lora = attended[wanted.rows], hidden[wanted.rows], wanted.lora
             normed, hidden = self.after_attention(layer, attended, hidden, lora)
         return normed
 

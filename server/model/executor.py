@@ -16,7 +16,7 @@ from server.model.adapter_copies import AdapterCopies
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig
 from server.model.decode_batch import APPEND, POSITION, ROW, DecodeBatch
-from server.model.decoder import Decoder
+from server.model.decoder import Decoder, Wanted
 from server.model.gpu_path import Parts, build
 from server.model.lora import DTYPES, AdapterTable
 from server.model.memory import DeviceMemory, estimate_lines, executor_limits, fill_device
@@ -126,16 +126,19 @@ class TorchExecutor:
     def _compute(self, step: Step) -> StepTicket:
         ops = self._decoder.ops
         token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
-        normed = self._forward(token_ids, ops.plan(step.layout), step.token_slots)
+        scored = _scored(step, self._rows)
+        wanted = _wanted(step, scored)
+        normed = self._forward(token_ids, ops.plan(step.layout), step.token_slots, wanted)
 
         def logits_of(tokens: np.ndarray) -> torch.Tensor:
-            rows, slots = normed[to_device(tokens, self.device)], step.token_slots[tokens]
+            rows = normed
+            if len(tokens) < len(wanted):
+                rows = normed[to_device(np.searchsorted(wanted, tokens), self.device)]
+            slots = step.token_slots[tokens]
             lora = ops.lora(slots) if self._table.changes_model(slots) else None
             return self._decoder.logits(rows, lora)
 
-        prompts = tuple(
-            self._sampler.score(piece, logits_of) for piece in _scored(step, self._rows)
-        )
+        prompts = tuple(self._sampler.score(piece, logits_of) for piece in scored)
         drawn, places = None, step.samples
         if places.size:
             lengths = step.starts[places] + step.num_new[places]
@@ -145,11 +148,17 @@ class TorchExecutor:
         sampled = None if drawn is None else to_host(drawn.token_ids)
         return self._ticket(step.order.tolist(), places.tolist(), sampled, drawn, prompts)
 
-    def _forward(self, token_ids: torch.Tensor, plan: Any, token_slots: np.ndarray) -> torch.Tensor:
+    def _forward(
+        self, token_ids: torch.Tensor, plan: Any, token_slots: np.ndarray, wanted: np.ndarray
+    ) -> torch.Tensor:
+        """Of the tokens wanted alone."""
+        rows = to_device(wanted, self.device)
         if self._token_graphs is not None and self._token_graphs.takes(token_slots):
             normed: torch.Tensor = self._token_graphs.forward(token_ids, plan, token_slots)
-            return normed
-        return self._decoder.forward(token_ids, plan, self._decoder.ops.lora(token_slots))
+            return normed[rows]
+        ops = self._decoder.ops
+        of_wanted = Wanted(rows, ops.lora(token_slots[wanted]))
+        return self._decoder.forward(token_ids, plan, ops.lora(token_slots), of_wanted)
 
     def _ticket(
         self,
@@ -176,6 +185,13 @@ def _scored(step: Step, rows: Rows) -> list[ScoredSlice]:
             begin = int(step.ends[place]) - piece.num_new + 1
             found.append(ScoredSlice(place, piece.seq_row, piece.start, begin, predicted))
     return found
+
+
+def _wanted(step: Step, scored: Sequence[ScoredSlice]) -> np.ndarray:
+    """The tokens whose logits are needed, int64 `[n]`, ascending: those that give a sample, and
+    those that predict a token of a scored prompt."""
+    predicting = [np.arange(s.begin, s.begin + s.predicted) for s in scored]
+    return np.unique(np.concatenate([step.ends[step.samples], *predicting]))
 
 
 def _build_parts(

@@ -84,6 +84,38 @@ def test_too_little_memory_names_the_option(
         TorchExecutor(engine_config(folder, **changes), memoryview(b""))
 
 
+@pytest.mark.parametrize(
+    ("prompt_logprobs", "last"), [(None, ([], [], [2])), (1, ([16], [16], [16]))]
+)
+def test_only_what_gives_logits_goes_through_the_end_of_the_last_layer(
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt_logprobs: int | None,
+    last: tuple[list[int], ...],
+) -> None:
+    """Prompts of 40 and 8 tokens: the chunk that ends the first comes with the whole second."""
+    decoder, rows = driver.executor._decoder, list[int]()
+    silu_mul = decoder.ops.silu_mul
+
+    def noted(gate_up: torch.Tensor) -> torch.Tensor:
+        rows.append(len(gate_up))
+        return silu_mul(gate_up)
+
+    monkeypatch.setattr(decoder.ops, "silu_mul", noted)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=prompt_logprobs)
+    long, short = (
+        Stream(driver, row, prompt(length, row), sampling=sampling)
+        for row, length in ((0, 40), (1, 8))
+    )
+    others = [16] * (len(decoder.weights.layers) - 1)
+    for work, width in zip(
+        ([(long, 16)], [(long, 16)], [(long, 8), (short, 8)]), last, strict=True
+    ):
+        rows.clear()
+        step(driver, work)
+        assert rows == others + width
+
+
 def test_context_is_cut_to_memory_when_not_asked_for(folder: Path) -> None:
     limits = executor_limits(read_config(folder), engine_config(folder, kv_memory=10 * 3072))
     assert (limits.num_pages, limits.max_context) == (10, 40)

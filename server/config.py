@@ -97,7 +97,8 @@ class WorkerConfig:
         default=None,
         metadata={
             "min": 1,
-            "help": "sequences computed at once (default: 256 on a GPU, 64 on a CPU)",
+            "help": "sequences computed at once (default: 128 on a GPU, 256 from 32 GiB, 512 from"
+            " 64 GiB; 64 on a CPU)",
         },
     )
     max_waiting: int | None = field(
@@ -112,8 +113,8 @@ class WorkerConfig:
         default=None,
         metadata={
             "min": 1,
-            "help": "token budget of one step, for chunked prefill (default: 8192 on a GPU, 512 on"
-            " a CPU)",
+            "help": "token budget of one step, for chunked prefill (default: 2048 on a GPU, 4096"
+            " from 32 GiB, 8192 from 64 GiB; 512 on a CPU)",
         },
     )
     page_size: int = field(default=16, metadata={"min": 1, "help": "tokens a KV page"})

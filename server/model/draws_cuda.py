@@ -5,7 +5,7 @@ import torch
 
 from server.kernels.draw import DrawRows, draw_append
 from server.kernels.greedy import GreedyScratch
-from server.model.draws_torch import TorchDraws
+from server.model.draws_torch import TorchDraws, in_pieces
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
 from server.model.sampling import apply_history
@@ -51,6 +51,11 @@ class CudaDraws:
         return self._draw(logits, which, seq_rows, lengths, finite=True)
 
     def _with_history(
+        self, logits: torch.Tensor, which: np.ndarray, seq_rows: np.ndarray, lengths: np.ndarray
+    ) -> torch.Tensor:
+        return in_pieces(self._penalised, logits, which, seq_rows, lengths)
+
+    def _penalised(
         self, logits: torch.Tensor, which: np.ndarray, seq_rows: np.ndarray, lengths: np.ndarray
     ) -> torch.Tensor:
         scores = logits[to_device(which, self._rows.device)].float()

@@ -12,7 +12,9 @@ ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
-# Copies of a row's logits in float32 that the costliest sampling holds at once.
+# Rows whose logits are scored, penalised or drawn from in torch at once, and copies of them in
+# float32 that the costliest sampling holds: they bound the memory of logits, whatever rows want.
+LOGITS_ROWS = 64
 _LOGITS_COPIES = 8
 _GIB = 1 << 30
 
@@ -36,7 +38,9 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     item = ITEM_BYTES[engine.dtype]
     widths = 4 * model.hidden_size + 3 * model.q_size + 3 * model.intermediate_size
     activations = engine.max_step_tokens * widths * item
-    logits = engine.max_running * model.vocab_size * (item + 4 * _LOGITS_COPIES)
+    # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
+    copies = engine.max_running * 2 * item + LOGITS_ROWS * 4 * _LOGITS_COPIES
+    logits = copies * model.vocab_size
     context = engine.max_context or model.max_context
     # Of each row its tokens and its pages; the rotation of each position; adapters' records.
     row = context * 4 + -(-context // engine.page_size) * 8

@@ -7,14 +7,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from server.model.memory import LOGITS_ROWS
 from server.model.results import HostLogprobs, PromptLogprobs
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
 from server.model.sampling import Logprobs, logprobs
 from server.model.transfers import to_device, to_host
-
-# Logits of a long prompt are computed in pieces: they are the largest tensors of all.
-_PROMPT_LOGITS_ROWS = 64
 
 # Places of tokens in the batch, int64 `[n]`, ascending -> their logits `[n, vocab]`.
 LogitsOf = Callable[[np.ndarray], torch.Tensor]
@@ -74,8 +72,16 @@ class Sampler:
         if not wanted.size:
             return Drawn(token_ids, None)
         chosen = token_ids[to_device(wanted, device)].long().clamp(min=0)
-        raw = logits[to_device(which[wanted], device)].float()
-        values = logprobs(raw, chosen, int(counts[wanted].max()))
+        raw, most = to_device(which[wanted], device), int(counts[wanted].max())
+        parts = [
+            logprobs(logits[rows].float(), ids, most)
+            for rows, ids in zip(raw.split(LOGITS_ROWS), chosen.split(LOGITS_ROWS), strict=True)
+        ]
+        values = Logprobs(
+            torch.cat([part.chosen for part in parts]),
+            torch.cat([part.top_ids for part in parts]),
+            torch.cat([part.top for part in parts]),
+        )
         found = HostLogprobs(
             places[wanted].tolist(), counts[wanted].tolist(), _logprobs_to_host(values)
         )
@@ -86,8 +92,8 @@ class Sampler:
         first = piece.start + 1
         targets = self.rows.tokens[piece.seq_row, first : first + piece.predicted].long()
         parts = []
-        for offset in range(0, piece.predicted, _PROMPT_LOGITS_ROWS):
-            end = min(offset + _PROMPT_LOGITS_ROWS, piece.predicted)
+        for offset in range(0, piece.predicted, LOGITS_ROWS):
+            end = min(offset + LOGITS_ROWS, piece.predicted)
             logits = logits_of(np.arange(piece.begin + offset, piece.begin + end)).float()
             parts.append(_logprobs_to_host(logprobs(logits, targets[offset:end], count)))
         return PromptLogprobs(piece.place, to_host(targets), tuple(parts))

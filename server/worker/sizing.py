@@ -21,7 +21,9 @@ _CPU_ADAPTERS, _CPU_HOST_ADAPTERS, _CPU_KV = 256 << 20, 512 << 20, 256 << 20
 _CPU_RUNNING, _CPU_STEP_TOKENS = 64, 512
 _GPU_ADAPTER_SHARE = 10  # one part of so many
 _GPU_HOST_SHARE = 4
-_GPU_RUNNING, _GPU_STEP_TOKENS = 256, 8192
+# From so much memory on: sequences at once, tokens a step. What a step needs beside weights grows
+# with both, and is to leave most of a small GPU to keys and values.
+_GPU_LOADS = ((64 << 30, 512, 8192), (32 << 30, 256, 4096), (0, 128, 2048))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +49,18 @@ def choose_sizes(
     )
     beside = max(min(adapters, host_bytes // _GPU_HOST_SHARE), _CPU_HOST_ADAPTERS)
     on_host = beside if on_gpu else _CPU_HOST_ADAPTERS
+    running, step_tokens = _load(gpu_bytes) if on_gpu else (_CPU_RUNNING, _CPU_STEP_TOKENS)
     return Sizes(
         adapter_memory=adapters,
         host_adapter_memory=config.host_adapter_memory or on_host,
         kv_memory=config.kv_memory or (0 if on_gpu else _CPU_KV),
-        max_running=config.max_running or (_GPU_RUNNING if on_gpu else _CPU_RUNNING),
-        max_step_tokens=config.max_step_tokens
-        or (_GPU_STEP_TOKENS if on_gpu else _CPU_STEP_TOKENS),
+        max_running=config.max_running or running,
+        max_step_tokens=config.max_step_tokens or step_tokens,
     )
+
+
+def _load(gpu_bytes: int) -> tuple[int, int]:
+    return next((rows, tokens) for least, rows, tokens in _GPU_LOADS if gpu_bytes >= least)
 
 
 def choose_dtype(

@@ -17,7 +17,7 @@ from server.model.checkpoint import read_config
 from server.model.executor import TorchExecutor
 from server.model.memory import executor_limits, page_bytes
 from server.model.results import StepTicket
-from server.protocol import SamplingParams
+from server.protocol import SamplingParams, TokenLogprob
 from tests.server.model.driver import EXTENT, Driver, Stream, engine_config, generate, step
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model
 from tests.server.model.slabs import pack
@@ -114,6 +114,32 @@ def test_only_what_gives_logits_goes_through_the_end_of_the_last_layer(
         rows.clear()
         step(driver, work)
         assert rows == others + width
+
+
+def test_hundreds_of_special_rows_are_drawn_as_few_are(folder: Path) -> None:
+    """Their logits are computed with some rows at a time."""
+    each = [
+        SamplingParams(typical_p=0.9, logprobs=2),
+        SamplingParams(repetition_penalty=1.3, logprobs=1),
+        SamplingParams(top_p=0.9),
+    ]
+
+    def first_tokens(at_once: int) -> list[tuple[list[int], list[TokenLogprob]]]:
+        driver = Driver(folder, max_running=150)
+        streams = [
+            Stream(driver, row, prompt(3, row), seed=row, sampling=each[row % 3])
+            for row in range(150)
+        ]
+        for first in range(0, 150, at_once):
+            step(driver, [(stream, 3) for stream in streams[first : first + at_once]])
+        driver.close()
+        return [(stream.output, stream.logprobs) for stream in streams]
+
+    for many, few in zip(first_tokens(150), first_tokens(10), strict=True):
+        assert many[0] == few[0]
+        assert [found.token_id for found in many[1]] == [found.token_id for found in few[1]]
+        for ours, theirs in zip(many[1], few[1], strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
 
 
 def test_context_is_cut_to_memory_when_not_asked_for(folder: Path) -> None:

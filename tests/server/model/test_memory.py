@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from launcher.bench.offline import SHIPPED
-from server.config import ConfigError
+from server.config import ConfigError, WorkerConfig
 from server.model.checkpoint import read_config
 from server.model.memory import DeviceMemory, executor_limits, fill_device, workspace_bytes
+from server.worker.sizing import choose_sizes
 from tests.server.model.driver import engine_config
 
 GIB = 1 << 30
@@ -33,6 +34,24 @@ def test_everything_is_used_and_nothing_twice(total: int) -> None:
     used = others + weights + filled.kv_memory + filled.adapter_memory
     assert used + workspace_bytes(MODEL, filled) == int(total * 0.9)
     assert executor_limits(MODEL, filled).num_pages * 16 > 100_000
+
+
+@pytest.mark.parametrize(
+    ("gib", "tokens"), [(23.9, 4_000), (39.4, 80_000), (79.1, 300_000), (139.8, 600_000)]
+)
+def test_eight_billion_parameters_start_on_any_usual_gpu(gib: float, tokens: int) -> None:
+    """By default, with a few hundred MB for the driver and others."""
+    total = int(gib * GIB)
+    sizes = choose_sizes(WorkerConfig(model="m"), "cuda", total, 64 * GIB)
+    config = msgspec.structs.replace(
+        AUTO,
+        adapter_memory=sizes.adapter_memory,
+        max_running=sizes.max_running,
+        max_step_tokens=sizes.max_step_tokens,
+    )
+    free = total - GIB // 2
+    filled = fill_device(MODEL, config, DeviceMemory(total, free, free - 15 * GIB))
+    assert executor_limits(MODEL, filled).num_pages * 16 > tokens
 
 
 def test_what_was_asked_for_is_kept() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from typing import Literal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,16 @@ def test_a_gpu_gets_a_share_for_adapters_and_leaves_the_cache_to_the_engine() ->
     sizes = choose_sizes(WorkerConfig(model="m"), "cuda", 80 * GIB, 20 * GIB)
     assert (sizes.kv_memory, sizes.adapter_memory) == (0, 8 * GIB)
     assert sizes.host_adapter_memory == 5 * GIB
-    assert (sizes.max_running, sizes.max_step_tokens) == (256, 8192)
+
+
+@pytest.mark.parametrize(
+    ("gib", "running", "step_tokens"),
+    [(14.6, 128, 2048), (22.5, 128, 2048), (39.4, 256, 4096), (44.4, 256, 4096),
+     (79.1, 512, 8192), (139.8, 512, 8192)],
+)  # fmt: skip
+def test_a_larger_gpu_runs_more_at_once(gib: float, running: int, step_tokens: int) -> None:
+    sizes = choose_sizes(WorkerConfig(model="m"), "cuda", int(gib * GIB), 64 * GIB)
+    assert (sizes.max_running, sizes.max_step_tokens) == (running, step_tokens)
 
 
 @given(st.sampled_from(["cpu", "cuda"]), st.integers(1, 1 << 40), st.integers(1, 1 << 40))

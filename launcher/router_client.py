@@ -10,6 +10,7 @@ import httpx
 from launcher.options import OptionError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
+HTTP_URL = "http://host:port or https://host:port"
 # Loading waits for a download, unloading for running requests.
 TIMEOUT_S = 900.0
 
@@ -28,20 +29,20 @@ def add_router_options(parser: argparse.ArgumentParser) -> None:
 
 def connect(url: str, admin_key: str) -> httpx.Client:
     """Raises OptionError."""
-    parts = _parts(url)
-    if parts is None or parts.scheme not in ("http", "https") or not parts.host:
-        raise OptionError(f"--url must be http://host:port or https://host:port, got {url[:200]!r}")
+    if not is_http_url(url):
+        raise OptionError(f"--url must be {HTTP_URL}, got {url[:200]!r}")
     if not admin_key.isascii():
         raise OptionError("the admin key must be ASCII, as it is sent in a header")
     headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
     return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
 
 
-def _parts(url: str) -> httpx.URL | None:
+def is_http_url(url: str) -> bool:
     try:
-        return httpx.URL(url)
+        parts = httpx.URL(url)
     except httpx.InvalidURL:
-        return None
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.host)
 
 
 def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:

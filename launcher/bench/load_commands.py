@@ -52,8 +52,18 @@ def add_load_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
 # ---- the server and its adapters
 
 
+def _url(text: str) -> str:
+    from launcher.router_client import HTTP_URL, is_http_url
+
+    if not is_http_url(text):
+        raise argparse.ArgumentTypeError(f"expected {HTTP_URL}, got {text[:200]!r}")
+    return text
+
+
 def _add_target(parser: Parser) -> None:
-    parser.add_argument("--url", required=True, help="of the server, e.g. http://127.0.0.1:8080")
+    parser.add_argument(
+        "--url", type=_url, required=True, help="of the server, e.g. http://127.0.0.1:8080"
+    )
     parser.add_argument("--base-model", default="base", help="what `model` says for the base")
     parser.add_argument(
         "--adapters-in",
@@ -156,14 +166,16 @@ def _add_streams(parser: Parser) -> None:
     parser.add_argument(
         "--stream-adapters", type=int, default=64, help="they have the first N adapters (0 = base)"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="of a window")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a window")
     parser.add_argument("--settle", type=float, default=1.0, help="seconds before it")
     parser.add_argument("--stream-prompt", type=int, default=128, help="tokens")
     parser.add_argument("--stream-output", type=int, default=3000, help="tokens, if not left")
     parser.add_argument("--new-prompt", type=int, default=512, help="tokens of new requests")
     parser.add_argument("--new-output", type=int, default=16, help="tokens of new requests")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--worker-url", help="whose metrics are read, e.g. http://127.0.0.1:8090")
+    parser.add_argument(
+        "--worker-url", type=_url, help="whose metrics are read, e.g. http://127.0.0.1:8090"
+    )
 
 
 def run_streams(arguments: argparse.Namespace) -> None:

@@ -57,7 +57,10 @@ async def run_window(plan: Plan, window: Window) -> Observed:
     if window.preload:
         orders = await order_all(plan.target, "load", adapters, _ORDERS_AT_ONCE)
         if orders.failed:
-            raise StreamsError(f"{orders.failed} adapters were not loaded: {orders.errors}")
+            told = "; ".join(
+                f"{name}: {why}" for name, why in itertools.islice(orders.errors.items(), 3)
+            )
+            raise StreamsError(f"{orders.failed} adapters were not loaded, such as {told}")
     # Prompts of one window are not in another's prefix cache.
     random = Random(f"{plan.seed} {window.label}")
     async with client(plan.target, 4 * _ORDERS_AT_ONCE) as http, _steady(plan, random) as steady:

@@ -106,6 +106,25 @@ def test_many_adapters_are_ordered_and_loads_counted(
     assert orders["failed"] == ADAPTERS - 4, "they are not registered"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--url", "localhost:8080"),
+        ("adapters", "load", "--url", "ftp://localhost"),
+        ("streams", "--url", "http://a", "--window", "quiet", "--worker-url", "ws://a"),
+    ],
+)
+def test_addresses_that_are_none_are_told(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *words])
+    assert stopped.value.code == 2
+    assert f"url: expected http://host:port or https://host:port, got '{words[-1]}'" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_load_from_several_processes(
     served: Serving, made: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Where a process may listen, and the socket for it."""
 
+import errno
 import socket
 
 from adapters.loopback import is_loopback
@@ -34,7 +35,15 @@ def open_listener(host: str, port: int, listen_fd: int | None = None) -> socket.
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise AddressError(
-            f"port {port} of {host} cannot be used: {error.strerror}; choose another with --port"
-        ) from error
+        raise AddressError(_why_not(host, port, error)) from error
     return listener
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"host {host} is no address of this machine: {error.strerror}; choose another with"
+            " --host, such as 127.0.0.1 or 0.0.0.0"
+        )
+    which = "another of 1024 and more" if error.errno == errno.EACCES else "another"
+    return f"port {port} of {host} cannot be used: {error.strerror}; choose {which} with --port"

@@ -11,7 +11,7 @@ from adapters.loopback import is_loopback
 from adapters.manifest import SlabDtype
 from adapters.ref import AdapterRef
 from server.protocol import Abort, AdapterLoad, GenerateRequest, SamplingParams
-from server.worker.address import AddressError, check_exposure
+from server.worker.address import AddressError, check_exposure, open_listener
 from server.worker.device import CudaDevice, DeviceError, TorchBuild, choose_device
 from server.worker.recovery import Backoff, StallWatch, Verdict
 from server.worker.sizing import MAX_EXTENT, MIN_EXTENT, choose_dtype, choose_extent_bytes
@@ -216,3 +216,20 @@ def test_an_exposed_worker_needs_a_secret(host: str) -> None:
 def test_the_loopback_needs_none(host: str) -> None:
     assert is_loopback(host)
     check_exposure(host, "")
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("nowhere.invalid", "host nowhere.invalid is no address of this machine.* with --host"),
+        ("192.0.2.1", "host 192.0.2.1 is no address of this machine.* with --host"),
+        ("127.0.0.1", "port [0-9]+ of 127.0.0.1 cannot be used: Address already.* with --port"),
+    ],
+)
+def test_an_address_that_cannot_be_used_names_the_option(host: str, words: str) -> None:
+    """Of documentation's addresses (RFC 5737) no machine has one; .invalid never resolves."""
+    with open_listener("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressError, match=words):
+            open_listener(host, port)

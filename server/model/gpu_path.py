@@ -110,7 +110,9 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     draws = CudaDraws(rows, parts.parameters)
     draws.warm(parts.model.vocab_size, parts.cache.k.dtype)
     phases.done("kernels")
-    ops.products.measure(sorted({*sizes, *prompt_sizes}), _products(parts.weights))
+    ops.products.measure(sorted({*sizes, *prompt_sizes}), _layer_products(parts.weights))
+    # Of steps with prompts no graph has the head.
+    ops.products.measure(sizes, [[parts.weights.lm_head]])
     phases.done("products")
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
     token_graphs = TokenGraphs(decoder, ops, prompt_sizes) if prompt_sizes else None
@@ -128,15 +130,14 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     return Built(decoder, draws, graphs, token_graphs, backend)
 
 
-def _products(weights: ModelWeights) -> list[list[torch.Tensor]]:
-    """The weights of each product of a step, those of several layers together."""
+def _layer_products(weights: ModelWeights) -> list[list[torch.Tensor]]:
+    """The weights of each product of a layer, those of all layers together."""
     layers = weights.layers
     return [
         [layer.qkv for layer in layers],
         [layer.o for layer in layers],
         [layer.gate_up for layer in layers],
         [layer.down for layer in layers],
-        [weights.lm_head],
     ]
 
 

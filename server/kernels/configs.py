@@ -1,8 +1,8 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
-Its lists are `tile_rows`, `shrink`, `expand` and `fused`. An entry applies where the batch has at
-most `max_rows` rows, the adapters at most `max_rank` (of one projection) and the site at most
-`max_features` (input features for shrink, output features for expand); a bound left out is
+Its lists are `tile_rows`, `shrink`, `expand`, `fused` and `norm`. An entry applies where the batch
+has at most `max_rows` rows, the adapters at most `max_rank` (of one projection) and the site at
+most `max_features` (input features for shrink, output features for expand); a bound left out is
 unbounded, and the first entry that applies wins. `default.json` serves every other architecture.
 """
 
@@ -59,6 +59,21 @@ class ExpandConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class NormConfig:
+    """piece: features a step at rank 16, a half beyond; a power of two of at least 64.
+
+    The rest: as in ShrinkConfig; of many programs each takes fewer rows at a time, down to one.
+    """
+
+    piece: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    num_programs: int
+    programmatic_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     phase: Phase
     max_rows: float
@@ -91,6 +106,7 @@ class KernelConfigs:
         self._shrink = [_entry(row) for row in table["shrink"]]
         self._expand = [_entry(row) for row in table["expand"]]
         self._fused = [_entry(row) for row in table["fused"]]
+        self._norm = [_entry(row) for row in table["norm"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
 
     def tile_rows(self, phase: Phase, rows: int) -> int:
@@ -119,6 +135,13 @@ class KernelConfigs:
     def fused(self, phase: Phase, rows: int) -> ExpandConfig:
         """Of the activation that expands on its way."""
         return self._expansion(_find(self._fused, phase, rows, 0, 0))
+
+    def norm(self, phase: Phase, rows: int) -> NormConfig:
+        """Of the norm that expands on its way."""
+        v = _find(self._norm, phase, rows, 0, 0)
+        programs = self.processors * v["programs_per_processor"]
+        limits = (v["num_warps"], v["num_stages"], v.get("max_registers"))
+        return NormConfig(v["piece"], *limits, programs, self.programmatic_launch)
 
     @property
     def max_split_k(self) -> int:

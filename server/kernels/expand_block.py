@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from server.kernels.low_rank import load_b, load_v, product
+from server.kernels.low_rank import load_b, load_v, low_rank_one, product
 
 
 @triton.jit
@@ -109,15 +109,10 @@ def _expand_looped(
     """Any rank, BLOCK_R columns of B at a time."""
     for begin in tl.range(col, end, PIECE, num_stages=1):
         n = begin + tl.arange(0, PIECE)
-        if BLOCK_M == 1:
-            acc = tl.zeros((PIECE,), tl.float32)
-        else:
-            acc = tl.zeros((BLOCK_M, PIECE), tl.float32)
-        for k in tl.range(0, rank, BLOCK_R, num_stages=1):
-            r = k + tl.arange(0, BLOCK_R)
-            b = load_b(b_ptr, rank, n, r, end)
-            v = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
-            acc += product(v, b, BLOCK_M, PRECISION)
+        acc = low_rank_one(
+            v_ptr, stride_v, stride_plane, splits, length, b_ptr, rank, n, end,
+            MAX_SPLIT, BLOCK_M, PIECE, BLOCK_R, PRECISION,
+        )  # fmt: skip
         _write(y_rows, length, n, end, scale * acc, BLOCK_M, ACCUMULATE)
 
 

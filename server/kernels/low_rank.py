@@ -26,12 +26,7 @@ def low_rank(
 ) -> tuple[Any, Any]:
     """`v B^T` of two projections at columns n: float32 `[BLOCK_N]` for one row, else `[BLOCK_M,
     BLOCK_N]`."""
-    if BLOCK_M == 1:
-        acc0 = tl.zeros((BLOCK_N,), tl.float32)
-        acc1 = tl.zeros((BLOCK_N,), tl.float32)
-    else:
-        acc0 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        acc1 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc0, acc1 = zeros(BLOCK_M, BLOCK_N), zeros(BLOCK_M, BLOCK_N)
     for first in range(0, tl.maximum(rank0, rank1), 16):
         r = first + tl.arange(0, 16)
         # Both on their way before the sums that wait for v.
@@ -44,6 +39,42 @@ def low_rank(
         acc0 += product(v0, b0, BLOCK_M, PRECISION)
         acc1 += product(v1, b1, BLOCK_M, PRECISION)
     return acc0, acc1
+
+
+@triton.jit
+def low_rank_one(
+    v_ptr: tl.tensor,
+    stride_v: tl.tensor,
+    stride_plane: tl.tensor,
+    splits: tl.tensor,
+    length: tl.tensor,
+    b_ptr: tl.tensor,
+    rank: tl.tensor,
+    n: tl.tensor,
+    end: tl.tensor,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> Any:
+    """`v B^T` of one projection, BLOCK_R ranks at a time; as in `low_rank`."""
+    acc = zeros(BLOCK_M, BLOCK_N)
+    for first in tl.range(0, rank, BLOCK_R, num_stages=1):
+        r = first + tl.arange(0, BLOCK_R)
+        b = load_b(b_ptr, rank, n, r, end)
+        v = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
+        acc += product(v, b, BLOCK_M, PRECISION)
+    return acc
+
+
+@triton.jit
+def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr) -> Any:
+    """Of one row, or of many."""
+    if BLOCK_M == 1:
+        return tl.zeros((BLOCK_N,), tl.float32)
+    else:
+        return tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from adapters.base import LAYER_SITES
 from server.kernels.add_norm import add_norm
+from server.kernels.add_norm_lora import add_norm_lora
 from server.kernels.configs import KernelConfigs, Phase, load_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
@@ -49,7 +50,7 @@ class DeviceLora:
     """Adapters of a batch, routed on the device by slots, int32 `[tokens]`.
 
     model_sites: whether one of them changes the embedding or the head. decodes: every token is a
-    decode; what takes up a product then adds its LoRA too.
+    decode; expand then runs beside a product, too.
     """
 
     slots: torch.Tensor
@@ -156,24 +157,24 @@ class CudaOps:
         site: int,
         out: torch.Tensor | None = None,
     ) -> Product:
-        """With LoRA: shrink runs beside the product, and what it can, expand does too. out: where
-        the product is to lie."""
+        """With LoRA: shrink runs beside the product; what takes up the product expands it on its
+        way, if expand cannot run beside the product too. out: where the product is to lie."""
         if lora is None:
             return Product(self.products.linear(x, weight, bias, out))
         table = self.table.device_table
-        is_gate_up = LAYER_SITES[site % len(LAYER_SITES)] == "gate_up"
+        kind = LAYER_SITES[site % len(LAYER_SITES)]
         delta = None
         with self._beside() as side:
             with torch.cuda.stream(side):
                 self._shrink(x, lora, site)
-                if lora.decodes and not is_gate_up:
+                if lora.decodes and kind != "gate_up":
                     delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
                     self._expand(delta, lora, site, accumulate=False)
             y = self.products.linear(x, weight, bias, out)
-        if is_gate_up:
-            return Product(y, lora=PendingLora(table, site, lora.segments, lora.workspace))
         if delta is not None:
             return Product(y, delta=PendingDelta(table, site, lora.slots, delta))
+        if kind != "qkv":
+            return Product(y, lora=PendingLora(table, site, lora.segments, lora.workspace))
         self._expand(y, lora, site)
         return Product(y)
 
@@ -216,9 +217,14 @@ class CudaOps:
     def add_norm(
         self, delta: Product, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        early = self._configs.programmatic_launch
-        add_norm(delta.y, delta.delta, hidden, weight, epsilon, programmatic_launch=early)
-        return delta.y, hidden
+        y, rows = delta.y, len(delta.y)
+        if delta.lora is not None:
+            config = self._configs.norm(_phase(rows), rows)
+            add_norm_lora(y, delta.lora, hidden, weight, epsilon, config)
+        else:
+            early = self._configs.programmatic_launch
+            add_norm(y, delta.delta, hidden, weight, epsilon, programmatic_launch=early)
+        return y, hidden
 
     def attend(
         self,

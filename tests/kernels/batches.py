@@ -1,8 +1,10 @@
 """Adapters in an arena full of NaN, the table that points to them, and buffers for a batch."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from server.kernels.configs import Phase, load_configs
@@ -13,6 +15,9 @@ from server.kernels.shrink import shrink
 from server.kernels.table import LoraTable
 from server.kernels.workspace import Workspace, allocate_workspace
 
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on the CPU need TRITON_INTERPRET=1"
+)
 ALIGNMENT = 256
 NUM_SITES = 3
 SITE = 1

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from server.kernels.add_norm import add_norm
+from server.kernels.add_norm_lora import add_norm_lora
 from server.kernels.configs import KernelConfigs, Phase, read_configs
 from server.kernels.decode_attention import (
     DecodeBatchView,
@@ -89,6 +90,7 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     expand(y, WIDTHS, *context, accumulate=phase == "prefill", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
     silu_mul_lora(y, pending, configs.fused(phase, rows))
+    add_norm_lora(y, pending, y.clone(), y[0].clone(), 1e-5, configs.norm(phase, rows))
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
     silu_mul(y, programmatic_launch=configs.programmatic_launch)
     if phase == "decode":

@@ -1,6 +1,5 @@
 """What the wrappers, the table and the launch parameters refuse; properties over shapes."""
 
-import os
 import random
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.kernels.add_norm import add_norm
+from server.kernels.add_norm_lora import add_norm_lora
 from server.kernels.configs import load_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
@@ -19,16 +19,14 @@ from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.table import LoraTable
 from server.kernels.workspace import allocate_workspace
-from tests.kernels.batches import Adapters, assert_close, make_batch
+from tests.kernels.batches import Adapters, assert_close, interpreted, make_batch
 
 CPU = torch.device("cpu")
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on the CPU need TRITON_INTERPRET=1"
-)
 CONFIGS = load_configs(CPU)
 SHRINK = CONFIGS.shrink("decode", 4, 64, 32)
 EXPAND = CONFIGS.expand("decode", 4, 64, 48)
 FUSED = CONFIGS.fused("decode", 4)
+NORM = CONFIGS.norm("decode", 4)
 
 
 @interpreted
@@ -99,6 +97,28 @@ def test_wrappers_check_their_arguments() -> None:
         silu_mul_lora(y[:3], PendingLora(table, 0, segments, workspace), FUSED)
 
 
+def test_the_norm_that_expands_checks_its_arguments() -> None:
+    table = LoraTable(2, 3, CPU)
+    segments = allocate_segments(4, 16, 3, CPU)
+    workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split_k)
+    pending = PendingLora(table, 0, segments, workspace)
+    y, hidden, weight = torch.zeros(4, 48), torch.zeros(4, 48), torch.ones(48)
+    with pytest.raises(ValueError, match=r"y must be \[4, features\]"):
+        add_norm_lora(y[:3], pending, hidden[:3], weight, 1e-5, NORM)
+    with pytest.raises(ValueError, match=r"y is torch.float16, the workspace"):
+        add_norm_lora(y.half(), pending, hidden.half(), weight, 1e-5, NORM)
+    with pytest.raises(ValueError, match=r"hidden is .*\[4, 40\]"):
+        add_norm_lora(y, pending, hidden[:, :40].clone(), weight, 1e-5, NORM)
+    with pytest.raises(ValueError, match=r"hidden is .*contiguous"):
+        add_norm_lora(y, pending, torch.zeros(4, 96)[:, :48], weight, 1e-5, NORM)
+    with pytest.raises(ValueError, match=r"weight must be .*\[48\]"):
+        add_norm_lora(y, pending, hidden, weight[:40], 1e-5, NORM)
+    with pytest.raises(ValueError, match="site 2"):
+        add_norm_lora(y, replace(pending, site=2), hidden, weight, 1e-5, NORM)
+    assert not y.any()
+    assert not hidden.any()
+
+
 def test_table_checks_records() -> None:
     table = LoraTable(2, 3, CPU)
     for arguments, message in (
@@ -151,4 +171,5 @@ def test_every_batch_has_launch_parameters() -> None:
             assert split & (split - 1) == 0
             assert CONFIGS.max_split_k >= split
             assert CONFIGS.expand("decode", rows, 256, features).piece >= 64
+        assert CONFIGS.norm("decode", rows).piece >= 64
     assert CONFIGS.shrink("prefill", 8192, 256, 4096).max_split == 1

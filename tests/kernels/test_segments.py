@@ -1,6 +1,5 @@
 """Routing: each row is in exactly one tile, beside rows of its own adapter."""
 
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -9,10 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.kernels.segments import MAX_FUSED_ROWS, Segments, allocate_segments, route
-
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels on the CPU need TRITON_INTERPRET=1"
-)
+from tests.kernels.batches import interpreted
 
 
 def obvious_tiles(slots: Sequence[int], tile_rows: int) -> list[tuple[int, list[int]]]:

@@ -30,35 +30,39 @@ def add_norm_rows(
     PRECISION: tl.constexpr,
 ) -> None:
     """y_rows, hidden_rows: address of one row, or `[BLOCK_M]` of them."""
+    # A step fetches as many weights at any rank; with one row, more: it is little beside them.
+    WIDE: tl.constexpr = PIECE * 4 if BLOCK_M == 1 else PIECE
+    NARROW: tl.constexpr = PIECE if BLOCK_M == 1 else PIECE // 2
     if rank % 8 != 0:
         squares = _add_any_rank(
             y_rows, hidden_rows, length, v_ptr, stride_v, stride_plane, splits, b_ptr, rank, scale,
-            FEATURES, MAX_SPLIT, BLOCK_M, PIECE // 2, 16, PRECISION,
+            FEATURES, MAX_SPLIT, BLOCK_M, WIDE // 2, 16, PRECISION,
         )  # fmt: skip
     elif rank <= 16:
         squares = _add_pieces(
             y_rows, hidden_rows, length, v_ptr, stride_v, stride_plane, splits, b_ptr,
-            rank // 8 * 8, scale, FEATURES, MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION,
+            rank // 8 * 8, scale, FEATURES, MAX_SPLIT, BLOCK_M, WIDE, 16, STAGES, PRECISION,
         )  # fmt: skip
     elif rank <= 32:
         squares = _add_pieces(
             y_rows, hidden_rows, length, v_ptr, stride_v, stride_plane, splits, b_ptr,
-            rank // 8 * 8, scale, FEATURES, MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION,
+            rank // 8 * 8, scale, FEATURES, MAX_SPLIT, BLOCK_M, WIDE // 2, 32, STAGES, PRECISION,
         )  # fmt: skip
     elif rank <= 64:
         squares = _add_pieces(
             y_rows, hidden_rows, length, v_ptr, stride_v, stride_plane, splits, b_ptr,
-            rank // 8 * 8, scale, FEATURES, MAX_SPLIT, BLOCK_M, PIECE // 2, 64, STAGES, PRECISION,
+            rank // 8 * 8, scale, FEATURES, MAX_SPLIT, BLOCK_M, NARROW, 64, STAGES, PRECISION,
         )  # fmt: skip
     else:
-        squares = _add_any_rank(
+        squares = _add_pieces(
             y_rows, hidden_rows, length, v_ptr, stride_v, stride_plane, splits, b_ptr,
-            rank // 8 * 8, scale, FEATURES, MAX_SPLIT, BLOCK_M, PIECE // 2, 64, PRECISION,
+            rank // 8 * 8, scale,
+            FEATURES, MAX_SPLIT, BLOCK_M, NARROW // 4, 256, STAGES, PRECISION,
         )  # fmt: skip
     factor = tl.rsqrt(squares / FEATURES + epsilon)
     tl.debug_barrier()  # other threads wrote what is read from here on
-    WIDE: tl.constexpr = PIECE * (16 // BLOCK_M)
-    _norm(y_rows, hidden_rows, weight_ptr, length, factor, FEATURES, BLOCK_M, WIDE, STAGES)
+    WHOLE: tl.constexpr = PIECE * 16 // BLOCK_M
+    _norm(y_rows, hidden_rows, weight_ptr, length, factor, FEATURES, BLOCK_M, WHOLE, STAGES)
 
 
 @triton.jit
@@ -113,7 +117,7 @@ def _add_any_rank(
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> Any:
-    """As `_add_pieces`, BLOCK_R ranks at a time."""
+    """As `_add_pieces`, BLOCK_R ranks at a time: where rows of B begin anywhere."""
     squares = zeros(BLOCK_M, PIECE)
     for begin in tl.range(0, FEATURES, PIECE, num_stages=1):
         n = begin + tl.arange(0, PIECE)

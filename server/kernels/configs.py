@@ -60,7 +60,8 @@ class ExpandConfig:
 
 @dataclass(frozen=True, slots=True)
 class NormConfig:
-    """piece: features a step at rank 16, a half beyond; a power of two of at least 64.
+    """piece: features a step at rank 16 (a half to 64, an eighth beyond; of one row four times as
+    many or less); a power of two of at least 128.
 
     The rest: as in ShrinkConfig; of many programs each takes fewer rows at a time, down to one.
     """

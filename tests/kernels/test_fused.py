@@ -115,10 +115,10 @@ def test_norm_of_a_sum_with_a_product(
     """Single rows, full and other tiles and parts, few rows a part and many, rows without an
     adapter, and adapters that leave the site alone."""
     torch.manual_seed(features)
-    adapters = Adapters(dtype, device, 7)
-    for slot, rank in enumerate((16, 3, 0, 100, 40, 24)):
+    adapters = Adapters(dtype, device, 8)
+    for slot, rank in enumerate((16, 3, 0, 200, 40, 24, 100)):
         adapters.put(slot, 64, (features,), (rank,))
-    slots = [0] * 40 + [-1] * 18 + [1, 2, 6, -1, 3, 4, 3, 1, 5, 5] + [3] * 70
+    slots = [0] * 40 + [-1] * 18 + [1, 2, 7, -1, 3, 4, 3, 1, 5, 5, 6] + [3] * 70
     check_norm(adapters, slots, features, phase, num_programs)
 
 
@@ -138,7 +138,7 @@ def test_norm_of_any_shape(
     rng = random.Random(seed)
     adapters = Adapters(torch.float32, torch.device("cpu"), 4)
     for slot in range(3):
-        adapters.put(slot, 64, (features,), (rng.choice((0, 1, 8, 16, 40, 72)),))
+        adapters.put(slot, 64, (features,), (rng.choice((0, 1, 8, 16, 40, 100, 256)),))
     known = rng.choices(range(-1, 4), k=rng.randint(1, 3))
     slots = rng.choices(known, k=rows)
     check_norm(adapters, slots, features, phase, num_programs)

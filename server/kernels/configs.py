@@ -1,9 +1,10 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
-Its lists are `tile_rows`, `shrink`, `expand`, `fused` and `norm`. An entry applies where the batch
-has at most `max_rows` rows, the adapters at most `max_rank` (of one projection) and the site at
-most `max_features` (input features for shrink, output features for expand); a bound left out is
-unbounded, and the first entry that applies wins. `default.json` serves every other architecture.
+Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `norm` and `rope`. An entry applies where
+the batch has at most `max_rows` rows, the adapters at most `max_rank` (of one projection) and the
+site at most `max_features` (input features for shrink, output features for expand); a bound left
+out is unbounded, and the first entry that applies wins. `default.json` serves every other
+architecture.
 """
 
 import json
@@ -75,6 +76,18 @@ class NormConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """max_heads: the most heads of one item. The rest: as in ShrinkConfig."""
+
+    max_heads: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    num_programs: int
+    programmatic_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     phase: Phase
     max_rows: float
@@ -108,6 +121,7 @@ class KernelConfigs:
         self._expand = [_entry(row) for row in table["expand"]]
         self._fused = [_entry(row) for row in table["fused"]]
         self._norm = [_entry(row) for row in table["norm"]]
+        self._rope = [_entry(row) for row in table["rope"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
 
     def tile_rows(self, phase: Phase, rows: int) -> int:
@@ -117,21 +131,14 @@ class KernelConfigs:
     def shrink(self, phase: Phase, rows: int, rank: int, in_features: int) -> ShrinkConfig:
         """rank: the largest rank of one projection that may be in the batch."""
         v = _find(self._shrink, phase, rows, rank, in_features)
-        programs = self.processors * v["programs_per_processor"]
-        sizes = (v["block_k"], v["row_block_k"], v["max_split"])
-        limits = (v["num_warps"], v["num_stages"], v.get("max_registers"))
-        return ShrinkConfig(*sizes, *limits, programs, self.programmatic_launch)
+        return ShrinkConfig(v["block_k"], v["row_block_k"], v["max_split"], *self._limits(v))
 
     def expand(self, phase: Phase, rows: int, rank: int, out_features: int) -> ExpandConfig:
         """out_features: of all projections of the site together."""
         return self._expansion(_find(self._expand, phase, rows, rank, out_features))
 
     def _expansion(self, v: dict[str, int]) -> ExpandConfig:
-        programs = self.processors * v["programs_per_processor"]
-        limits = (v["num_warps"], v["num_stages"], v.get("max_registers"))
-        return ExpandConfig(
-            v["piece"], v["max_pieces"], *limits, programs, self.programmatic_launch
-        )
+        return ExpandConfig(v["piece"], v["max_pieces"], *self._limits(v))
 
     def fused(self, phase: Phase, rows: int) -> ExpandConfig:
         """Of the activation that expands on its way."""
@@ -140,9 +147,18 @@ class KernelConfigs:
     def norm(self, phase: Phase, rows: int) -> NormConfig:
         """Of the norm that expands on its way."""
         v = _find(self._norm, phase, rows, 0, 0)
+        return NormConfig(v["piece"], *self._limits(v))
+
+    def rope(self, phase: Phase, rows: int) -> RopeConfig:
+        """Of the rotation that expands on its way."""
+        v = _find(self._rope, phase, rows, 0, 0)
+        return RopeConfig(v["max_heads"], *self._limits(v))
+
+    def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:
+        """What the parameters of every kernel end with."""
         programs = self.processors * v["programs_per_processor"]
-        limits = (v["num_warps"], v["num_stages"], v.get("max_registers"))
-        return NormConfig(v["piece"], *limits, programs, self.programmatic_launch)
+        chosen = (v["num_warps"], v["num_stages"], v.get("max_registers"))
+        return *chosen, programs, self.programmatic_launch
 
     @property
     def max_split_k(self) -> int:

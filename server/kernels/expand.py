@@ -6,7 +6,6 @@ arXiv:2311.03285.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from server.kernels.configs import ExpandConfig
 from server.kernels.expand_block import expand_ranks
 from server.kernels.segments import Segments
 from server.kernels.table import LoraTable
-from server.kernels.tiles import load_tile, small_tile, tile_rows
+from server.kernels.tiles import cut_columns, load_projection, load_tile, small_tile, tile_rows
 from server.kernels.workspace import Workspace
 
 
@@ -114,12 +113,12 @@ def _expand_kernel(
 ) -> None:
     """An item is (tile, block of columns), round robin; all else is fetched ahead as in shrink."""
     tiles = tl.load(num_tiles_ptr)
-    block_n, n0, n01, blocks = _cut_columns(tiles, target_items, W0, W1, W2, PIECE, MAX_PIECES)
+    block_n, n0, n01, blocks = cut_columns(tiles, target_items, W0, W1, W2, PIECE, MAX_PIECES)
     items = tiles * blocks
     step = tl.num_programs(0)
     item = tl.program_id(0)
     slot, start, length = load_tile(tiles_ptr, item // blocks, item < items)
-    rank, first, scale, address, row = _load_record(
+    rank, first, scale, address, row = load_projection(
         words_ptr, ints_ptr, floats_ptr, order_ptr, slot, start, site, num_sites,
         item % blocks, n0, n01,
     )  # fmt: skip
@@ -129,7 +128,7 @@ def _expand_kernel(
         tl.extra.cuda.gdc_wait()
     splits = tl.load(splits_ptr)
     for item in range(tl.program_id(0), items, step):
-        next_rank, next_first, next_scale, next_address, next_row = _load_record(
+        next_rank, next_first, next_scale, next_address, next_row = load_projection(
             words_ptr, ints_ptr, floats_ptr, order_ptr, slot, next_start, site, num_sites,
             (item + step) % blocks, n0, n01,
         )  # fmt: skip
@@ -144,48 +143,6 @@ def _expand_kernel(
             )  # fmt: skip
         rank, first, scale, address, row = next_rank, next_first, next_scale, next_address, next_row
         start, length, next_start, next_length = next_start, next_length, later_start, later_length
-
-
-@triton.jit
-def _cut_columns(
-    tiles: tl.tensor,
-    target_items: tl.tensor,
-    W0: tl.constexpr,
-    W1: tl.constexpr,
-    W2: tl.constexpr,
-    PIECE: tl.constexpr,
-    MAX_PIECES: tl.constexpr,
-) -> tuple[Any, Any, Any, Any]:
-    """Columns of a block, and how many blocks the first, the first two and all projections have."""
-    pieces = tl.cdiv((W0 + W1 + W2) // PIECE * tiles, target_items)
-    block_n = tl.maximum(1, tl.minimum(MAX_PIECES, pieces)) * PIECE
-    n0 = tl.cdiv(W0, block_n)
-    n01 = n0 + tl.cdiv(W1, block_n)
-    return block_n, n0, n01, n01 + tl.cdiv(W2, block_n)
-
-
-@triton.jit
-def _load_record(
-    words_ptr: tl.tensor,
-    ints_ptr: tl.tensor,
-    floats_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    slot: tl.tensor,
-    start: tl.tensor,
-    site: tl.tensor,
-    num_sites: tl.tensor,
-    block: tl.tensor,
-    n0: tl.tensor,
-    n01: tl.tensor,
-) -> tuple[Any, Any, Any, Any, Any]:
-    """Of the block's projection: rank, first rank, scale, address of B; and the row at `start`."""
-    record = slot.to(tl.int64) * num_sites + site
-    p = (block >= n0).to(tl.int32) + (block >= n01).to(tl.int32)
-    rank = tl.load(ints_ptr + record * 16 + 8 + p)
-    first = tl.load(ints_ptr + record * 16 + 8, mask=p > 0, other=0)
-    first += tl.load(ints_ptr + record * 16 + 9, mask=p > 1, other=0)
-    scale = tl.load(floats_ptr + record * 16 + 12 + p)
-    return rank, first, scale, tl.load(words_ptr + record * 8 + 1 + p), tl.load(order_ptr + start)
 
 
 @triton.jit

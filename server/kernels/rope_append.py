@@ -3,6 +3,8 @@
 One launch a layer. Heads are rotated in halves, in float32, by a table of cosines and sines.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -83,25 +85,16 @@ def _rope_append_kernel(
     inside = d < HALF
     live = (head < HEADS + 2 * KV_HEADS) & inside
     rotated = head < HEADS + KV_HEADS
-    dtype = qkv_ptr.dtype.element_ty
     source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + d
     raw_first = tl.load(source, mask=live, other=0.0)
     raw_second = tl.load(source + HALF, mask=live, other=0.0)
-    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
-    if NORM:
-        mean = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
-        scale = tl.rsqrt(mean + epsilon)[:, None]
-        weight = norm_ptr + head * 2 * HALF + d
-        normed = live & rotated
-        w_first = tl.load(weight, mask=normed, other=0.0).to(tl.float32)
-        w_second = tl.load(weight + HALF, mask=normed, other=0.0).to(tl.float32)
-        first = ((first * scale).to(dtype).to(tl.float32) * w_first).to(dtype).to(tl.float32)
-        second = ((second * scale).to(dtype).to(tl.float32) * w_second).to(dtype).to(tl.float32)
     angle = cos_sin_ptr + tl.load(positions_ptr + token) * 2 * HALF + d
     cos = tl.load(angle, mask=inside, other=0.0)
     sin = tl.load(angle + HALF, mask=inside, other=0.0)
-    new_first = tl.where(rotated, (first * cos - second * sin).to(dtype), raw_first)
-    new_second = tl.where(rotated, (second * cos + first * sin).to(dtype), raw_second)
+    weight = norm_ptr + head * 2 * HALF + d
+    new_first, new_second = norm_and_rotate(
+        raw_first, raw_second, weight, live & rotated, epsilon, cos, sin, rotated, HALF, NORM
+    )
     is_q = live & (head < HEADS)
     target = q_ptr + (token * HEADS + head) * 2 * HALF + d
     tl.store(target, new_first, mask=is_q)
@@ -115,3 +108,32 @@ def _rope_append_kernel(
     target = v_ptr + (place + head - HEADS - KV_HEADS) * 2 * HALF + d
     tl.store(target, new_first, mask=is_v)
     tl.store(target + HALF, new_second, mask=is_v)
+
+
+@triton.jit
+def norm_and_rotate(
+    raw_first: tl.tensor,
+    raw_second: tl.tensor,
+    weight_ptr: tl.tensor,
+    normed: tl.tensor,
+    epsilon: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    rotated: tl.tensor,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+) -> tuple[Any, Any]:
+    """Both halves of heads, `[heads or tokens, BLOCK_D]`, 0 beyond HALF; where not rotated, as they
+    are. weight_ptr: where the norm's weights of the first half lie; normed: which there are."""
+    dtype = raw_first.dtype
+    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
+    if NORM:
+        mean = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
+        scale = tl.rsqrt(mean + epsilon)[:, None]
+        w_first = tl.load(weight_ptr, mask=normed, other=0.0).to(tl.float32)
+        w_second = tl.load(weight_ptr + HALF, mask=normed, other=0.0).to(tl.float32)
+        first = ((first * scale).to(dtype).to(tl.float32) * w_first).to(dtype).to(tl.float32)
+        second = ((second * scale).to(dtype).to(tl.float32) * w_second).to(dtype).to(tl.float32)
+    new_first = tl.where(rotated, (first * cos - second * sin).to(dtype), raw_first)
+    new_second = tl.where(rotated, (second * cos + first * sin).to(dtype), raw_second)
+    return new_first, new_second

@@ -33,3 +33,46 @@ def tile_rows(
     else:
         m = tl.arange(0, BLOCK_M)
         return tl.load(order_ptr + m, mask=m < length, other=0)
+
+
+@triton.jit
+def cut_columns(
+    tiles: tl.tensor,
+    target_items: tl.tensor,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    PIECE: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+) -> tuple[Any, Any, Any, Any]:
+    """Columns of a block, and how many blocks the first, the first two and all projections have."""
+    pieces = tl.cdiv((W0 + W1 + W2) // PIECE * tiles, target_items)
+    block_n = tl.maximum(1, tl.minimum(MAX_PIECES, pieces)) * PIECE
+    n0 = tl.cdiv(W0, block_n)
+    n01 = n0 + tl.cdiv(W1, block_n)
+    return block_n, n0, n01, n01 + tl.cdiv(W2, block_n)
+
+
+@triton.jit
+def load_projection(
+    words_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    floats_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    slot: tl.tensor,
+    start: tl.tensor,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    block: tl.tensor,
+    n0: tl.tensor,
+    n01: tl.tensor,
+) -> tuple[Any, Any, Any, Any, Any]:
+    """Of the block's projection: rank (0 without an adapter), first rank, scale, address of B; and
+    the row at `start`."""
+    record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
+    p = (block >= n0).to(tl.int32) + (block >= n01).to(tl.int32)
+    rank = tl.load(ints_ptr + record * 16 + 8 + p, mask=slot >= 0, other=0)
+    first = tl.load(ints_ptr + record * 16 + 8, mask=p > 0, other=0)
+    first += tl.load(ints_ptr + record * 16 + 9, mask=p > 1, other=0)
+    scale = tl.load(floats_ptr + record * 16 + 12 + p)
+    return rank, first, scale, tl.load(words_ptr + record * 8 + 1 + p), tl.load(order_ptr + start)

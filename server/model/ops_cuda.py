@@ -16,6 +16,7 @@ from server.kernels.configs import KernelConfigs, Phase, load_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
+from server.kernels.rope_append_lora import rope_append_lora
 from server.kernels.segments import Segments, allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
@@ -37,8 +38,8 @@ _FEW_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """positions, slots (page * page_size + offset): int64 `[tokens]`; slots are needed by prompts
-    alone."""
+    """positions, slots (page * page_size + offset): int64 `[tokens]`; captured steps of decodes
+    have no slots."""
 
     positions: torch.Tensor
     slots: torch.Tensor | None
@@ -161,22 +162,23 @@ class CudaOps:
         way, if expand cannot run beside the product too. out: where the product is to lie."""
         if lora is None:
             return Product(self.products.linear(x, weight, bias, out))
-        table = self.table.device_table
-        kind = LAYER_SITES[site % len(LAYER_SITES)]
+        is_gate_up = LAYER_SITES[site % len(LAYER_SITES)] == "gate_up"
         delta = None
         with self._beside() as side:
             with torch.cuda.stream(side):
                 self._shrink(x, lora, site)
-                if lora.decodes and kind != "gate_up":
+                if lora.decodes and not is_gate_up:
                     delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
                     self._expand(delta, lora, site, accumulate=False)
             y = self.products.linear(x, weight, bias, out)
         if delta is not None:
-            return Product(y, delta=PendingDelta(table, site, lora.slots, delta))
-        if kind != "qkv":
-            return Product(y, lora=PendingLora(table, site, lora.segments, lora.workspace))
-        self._expand(y, lora, site)
-        return Product(y)
+            pending = PendingDelta(self.table.device_table, site, lora.slots, delta)
+            return Product(y, delta=pending)
+        return Product(y, lora=self.pending(lora, site))
+
+    def pending(self, lora: DeviceLora, site: int) -> PendingLora:
+        """After the site's shrink, until the next one on these workspaces."""
+        return PendingLora(self.table.device_table, site, lora.segments, lora.workspace)
 
     @contextmanager
     def _beside(self) -> Iterator[torch.cuda.Stream]:
@@ -240,16 +242,33 @@ class CudaOps:
         if out is None:
             out = y.new_empty(len(y), model.q_size)
         heads = out.view(len(y), model.num_heads, model.head_dim)
+        # First: decodes read what it leaves of the product where LoRA is still to come.
+        q = None if plan.slots is None else self._rotate(plan, plan.slots, layer, qkv, qk_norm)
         if attention.decode is not None:
             rotation = (self._cos_sin, qk_norm)
             batch = attention.decode
             self._attention.decode(batch, layer, y[:n], qkv.delta, rotation, heads[:n])
-        if attention.prefill is not None and plan.slots is not None:
-            k, v = self.cache.k[layer], self.cache.v[layer]
-            places = (plan.positions[n:], plan.slots[n:])
-            q = rope_append(y[n:], self._cos_sin, *places, k, v, qk_norm, model.rms_norm_eps)
+        if attention.prefill is not None and q is not None:
             self._attention.prefill(attention.prefill, layer, q, heads[n:])
         return out
+
+    def _rotate(
+        self,
+        plan: CudaPlan,
+        slots: torch.Tensor,
+        layer: int,
+        qkv: Product,
+        qk_norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Queries of prompts, whose keys and values go to their pages; decodes get LoRA's part."""
+        y, n, positions = qkv.y, plan.attention.num_decodes, plan.positions
+        pages, epsilon = (self.cache.k[layer], self.cache.v[layer]), self.model.rms_norm_eps
+        if qkv.lora is None:
+            places = (positions[n:], slots[n:])
+            return rope_append(y[n:], self._cos_sin, *places, *pages, qk_norm, epsilon)
+        context = (self._cos_sin, positions, slots, *pages, qk_norm, epsilon)
+        config = self._configs.rope(_phase(len(y)), len(y))
+        return rope_append_lora(y, qkv.lora, n, *context, config)
 
     def silu_mul(self, gate_up: Product) -> torch.Tensor:
         if gate_up.lora is not None:

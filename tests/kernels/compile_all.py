@@ -34,6 +34,7 @@ from server.kernels.expand import expand
 from server.kernels.greedy import GreedyScratch, greedy_append
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
+from server.kernels.rope_append_lora import rope_append_lora
 from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
@@ -86,11 +87,15 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     route(slots, segments)
     x, y = torch.zeros(rows, 512, dtype=DTYPE), torch.zeros(rows, sum(WIDTHS), dtype=DTYPE)
     shrink(x, table, 0, segments, workspace, configs.shrink(phase, rows, 256, 512))
-    context = (table, 0, segments, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
-    expand(y, WIDTHS, *context, accumulate=phase == "prefill", after_gemm=True)
+    of_site = (table, 0, segments, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
+    expand(y, WIDTHS, *of_site, accumulate=phase == "prefill", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
     silu_mul_lora(y, pending, configs.fused(phase, rows))
     add_norm_lora(y, pending, y.clone(), y[0].clone(), 1e-5, configs.norm(phase, rows))
+    places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
+    context = (torch.zeros(8, 64), places, places, k, v)
+    norm = torch.zeros(10, 64, dtype=DTYPE) if phase == "prefill" else None
+    rope_append_lora(y, pending, 3, *context, norm, 1e-5, configs.rope(phase, rows))
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
     silu_mul(y, programmatic_launch=configs.programmatic_launch)
     if phase == "decode":

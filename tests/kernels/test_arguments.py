@@ -14,6 +14,7 @@ from server.kernels.configs import load_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.reference import lora_reference
+from server.kernels.rope_append_lora import rope_append_lora
 from server.kernels.segments import allocate_segments
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu_lora import silu_mul_lora
@@ -117,6 +118,50 @@ def test_the_norm_that_expands_checks_its_arguments() -> None:
         add_norm_lora(y, replace(pending, site=2), hidden, weight, 1e-5, NORM)
     assert not y.any()
     assert not hidden.any()
+
+
+def test_the_rotation_that_expands_checks_its_arguments() -> None:
+    table = LoraTable(2, 3, CPU)
+    segments = allocate_segments(4, 16, 3, CPU)
+    workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split_k)
+    pending = PendingLora(table, 0, segments, workspace)
+    qkv, k, v = torch.zeros(4, 6 * 16), torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16)
+    angles, places = torch.zeros(9, 16), torch.zeros(4, dtype=torch.int64)
+
+    def rotate(
+        qkv: torch.Tensor = qkv,
+        pending: PendingLora = pending,
+        num_decodes: int = 0,
+        positions: torch.Tensor = places,
+        slots: torch.Tensor = places,
+        v: torch.Tensor = v,
+    ) -> None:
+        config = CONFIGS.rope("decode", 4)
+        context = (positions, slots, k, v, None, 1e-5, config)
+        rope_append_lora(qkv, pending, num_decodes, angles, *context)
+
+    with pytest.raises(ValueError, match=r"qkv is torch.float16 .*torch.float32"):
+        rotate(qkv.half())
+    with pytest.raises(ValueError, match=r"qkv is .*\[5, 96\], for .*\[4\]"):
+        rotate(torch.zeros(5, 96))
+    with pytest.raises(ValueError, match="qkv is"):
+        rotate(torch.zeros(4, 192)[:, ::2])
+    for features in (4 * 16, 6 * 16 + 8):
+        with pytest.raises(ValueError, match=f"{features} columns are not q, 2 k and v heads"):
+            rotate(torch.zeros(4, features))
+    for num_decodes in (-1, 5):
+        with pytest.raises(ValueError, match=f"num_decodes {num_decodes} is not in 0..4"):
+            rotate(num_decodes=num_decodes)
+    with pytest.raises(ValueError, match=r"positions \[3\]"):
+        rotate(positions=places[1:])
+    with pytest.raises(ValueError, match=r"slots \[3\]"):
+        rotate(slots=places[1:])
+    with pytest.raises(ValueError, match="v_pages is torch.float16"):
+        rotate(v=v.half())
+    with pytest.raises(ValueError, match=r"v_pages is .*\[2, 4, 1, 16\]"):
+        rotate(v=v[:, :, :1].clone())
+    with pytest.raises(ValueError, match="site 2"):
+        rotate(pending=replace(pending, site=2))
 
 
 def test_table_checks_records() -> None:

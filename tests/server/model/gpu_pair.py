@@ -55,8 +55,8 @@ class Pair:
 class _Replays:
     """A step's pieces, run again; the result is where the latest run left it."""
 
-    def __init__(self, states: Any, pieces: list[Callable[[], None]]) -> None:
-        self._states = states
+    def __init__(self, states: Any, pieces: list[Callable[[], None]], lora: Any) -> None:
+        self._states, self.lora = states, lora
         self.graphs = [fake_flashinfer.Replay(piece) for piece in pieces]
 
     @property
@@ -76,7 +76,7 @@ def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
             lora = None
             if with_adapters:
                 lora = self._ops.captured_lora(self._slots[:size], decodes=False)
-            replays: Any = _Replays(*self._pieces(size, lora))
+            replays: Any = _Replays(*self._pieces(size, lora), lora)
             self._captured[size, with_adapters] = replays
 
     forward = token_graphs.TokenGraphs.forward

@@ -1,0 +1,98 @@
+"""The rotation that expands LoRA on its way, against the reference and the plain rotation."""
+
+import pytest
+import torch
+
+from server.kernels.configs import Phase, load_configs
+from server.kernels.pending import PendingLora
+from server.kernels.reference import lora_reference
+from server.kernels.rope_append import rope_append
+from server.kernels.rope_append_lora import rope_append_lora
+from server.kernels.segments import route
+from server.kernels.shrink import shrink
+from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
+
+IN_FEATURES, PAGE, PAGES = 96, 16, 16
+# Tiles that are full, in part and of one row, rows without an adapter, and untouched sites.
+SLOTS = [0] * 20 + [-1] * 18 + [1, 2, 4, -1, 3, 3, 3, 1] + [3] * 70 + [5]
+RANKS = [(16, 32, 8), (3, 0, 16), (0, 40, 64), (100, 8, 11), (16, 0, 0)]
+
+
+def made(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> tuple[Adapters, torch.Tensor, torch.Tensor]:
+    """Adapters, and x and qkv of all tokens. shape: heads, kv heads, head_dim."""
+    heads, kv_heads, head_dim = shape
+    widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    adapters = Adapters(dtype, device, len(RANKS) + 1)
+    for slot, ranks in enumerate(RANKS):
+        adapters.put(slot, IN_FEATURES, widths, ranks)
+    x, y = (torch.randn(len(SLOTS), n, device=device).to(dtype) for n in (IN_FEATURES, sum(widths)))
+    return adapters, x, y
+
+
+def shrunk(adapters: Adapters, x: torch.Tensor, phase: Phase) -> PendingLora:
+    batch = make_batch(len(x), adapters, phase)
+    batch.slots.copy_(torch.tensor(SLOTS, dtype=torch.int32))
+    configs = load_configs(x.device)
+    route(batch.slots, batch.segments)
+    config = configs.shrink(phase, len(x), 256, IN_FEATURES)
+    shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
+    return PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("shape", [(4, 2, 64), (5, 1, 80)])
+@pytest.mark.parametrize(
+    ("num_decodes", "padding", "norm", "dtype"),
+    [
+        (0, 0, False, torch.float32),
+        (43, 0, True, torch.float32),
+        (40, 5, False, torch.float16),
+        (len(SLOTS), 0, True, torch.float16),
+    ],
+)
+def test_rotation_of_a_product(
+    device: torch.device,
+    phase: Phase,
+    shape: tuple[int, int, int],
+    num_decodes: int,
+    padding: int,
+    norm: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Decodes get the sum in place and nothing else; of prompts the product is not written. The
+    batch may be shorter than what was routed, as in captured steps."""
+    torch.manual_seed(num_decodes)
+    heads, kv_heads, head_dim = shape
+    adapters, x, y = made(device, dtype, shape)
+    tokens = len(SLOTS) - padding
+    widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    total = lora_reference(y, x, SLOTS, adapters.weights, widths).to(device, dtype)
+    cos_sin = torch.randn(50, head_dim, device=device)
+    positions = torch.randint(0, 50, (tokens,), device=device)
+    slots = torch.randperm(PAGES * PAGE, device=device)[:tokens]
+    weights = torch.randn(heads + kv_heads, head_dim, device=device).to(dtype) if norm else None
+    caches = torch.full((4, PAGES, PAGE, kv_heads, head_dim), 7.0, device=device, dtype=dtype)
+    prompts = slice(num_decodes, tokens)
+    places = (cos_sin, positions[prompts], slots[prompts])
+    expected = rope_append(total[prompts], *places, caches[0], caches[1], weights, 1e-5)
+
+    qkv = y.clone()
+    context = (cos_sin, positions, slots, caches[2], caches[3], weights, 1e-5)
+    pending, config = shrunk(adapters, x, phase), load_configs(device).rope(phase, len(x))
+    q = rope_append_lora(qkv[:tokens], pending, num_decodes, *context, config)
+
+    assert q.shape == (tokens - num_decodes, heads, head_dim)
+    if len(q):
+        assert_close(q, expected, dtype)
+        for found, wanted in zip(caches[2:], caches[:2], strict=True):
+            written = slots[prompts]
+            found, wanted = found.flatten(0, 1), wanted.flatten(0, 1)
+            assert_close(found[written], wanted[written], dtype)
+            assert torch.equal(found == 7, wanted == 7)
+    else:
+        assert bool((caches == 7).all())
+    if num_decodes:
+        assert_close(qkv[:num_decodes], total[:num_decodes], dtype)
+    assert torch.equal(qkv[num_decodes:], y[num_decodes:])

@@ -122,6 +122,25 @@ def test_norm_of_a_sum_with_a_product(
     check_norm(adapters, slots, features, phase, num_programs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "phase"),
+    [(33, "decode"), (300, "decode"), (2000, "decode"), (300, "prefill"), (3000, "prefill")],
+)
+def test_norm_of_a_large_sum(rows: int, phase: Phase) -> None:
+    """By as many programs as a step has."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device, and too slow for the interpreter")
+    torch.manual_seed(rows)
+    rng = random.Random(rows)
+    adapters = Adapters(torch.bfloat16, torch.device("cuda"), 40, arena_bytes=1 << 27)
+    for slot in range(40):
+        adapters.put(slot, 64, (4096,), (rng.choice((5, 8, 16, 32, 64, 128, 256)),))
+    slots = [rng.randrange(-1, 40) for _ in range(rows)]
+    configured = load_configs(adapters.device).norm(phase, rows).num_programs
+    check_norm(adapters, slots, 4096, phase, configured)
+
+
 @interpreted
 @given(
     rows=st.integers(1, 90),

@@ -1,5 +1,7 @@
 """Programmatic dependent launch: a kernel is set up while the one before it still drains."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -11,3 +13,11 @@ def follow(PDL: tl.constexpr) -> None:
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def load_first(ptr: tl.tensor, PDL: tl.constexpr) -> Any:
+    """The first thing that a kernel reads of what the ones before wrote: waits for them."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    return tl.load(ptr)

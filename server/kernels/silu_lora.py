@@ -1,6 +1,7 @@
 """`silu(gate) * up` of a product whose LoRA it expands on the way.
 
 The product is the widest of a layer: to change it in place would cost more than to activate it.
+Its result is the widest input of a product: shrink would read it once more.
 """
 
 from typing import Any
@@ -11,35 +12,46 @@ import triton.language as tl
 
 from server.kernels.checks import check_context
 from server.kernels.configs import ExpandConfig
-from server.kernels.low_rank import load_b, load_v, low_rank, product
+from server.kernels.launch import load_first
 from server.kernels.pending import PendingLora
-from server.kernels.silu import silu_times
+from server.kernels.silu_block import silu_rows
+from server.kernels.table import RANK_BLOCKS
 from server.kernels.tiles import load_tile, small_tile, tile_rows
+from server.kernels.workspace import Workspace
 
 
 def silu_mul_lora(
-    gate_up: torch.Tensor, pending: PendingLora, config: ExpandConfig
+    gate_up: torch.Tensor,
+    pending: PendingLora,
+    config: ExpandConfig,
+    shrunk: Workspace | None = None,
 ) -> torch.Tensor:
     """`silu(g) * u` of `g, u = gate_up + scale * v B^T`, v of the site's `shrink`: `[rows, n]`.
 
     gate_up: `[rows, 2 n]`, contiguous, gate first, in the adapters' dtype; rows without an adapter
     are activated alone. Sums in float32; one kernel. Raises ValueError on a mismatch.
+
+    shrunk: where to leave what `shrink` of the result would for the next site, down, of one
+    projection. For tiles of more than 16 rows, and where every adapter of the batch has ranks, at
+    both sites, that are multiples of 8 up to its width, one of RANK_BLOCKS.
     """
     table, site = pending.table, pending.site
     segments, workspace = pending.segments, pending.workspace
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    if not gate_up.is_contiguous() or gate_up.dtype != workspace.dtype or rows != segments.rows:
-        raise ValueError(f"gate_up is {gate_up.dtype} {list(gate_up.shape)}")
-    check_context(table, site, segments, workspace)
+    _check(gate_up, pending, shrunk)
+    down = workspace if shrunk is None else shrunk
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     if rows == 0:
         return out
-    items = segments.max_tiles * triton.cdiv(inner, config.piece)
-    _silu_kernel[(min(items, config.num_programs),)](
+    _silu_kernel[
+        (min(segments.max_tiles * triton.cdiv(inner, config.piece), config.num_programs),)
+    ](
         gate_up,
         out,
         workspace.planes,
         workspace.splits,
+        down.planes,
+        down.splits,
         segments.order,
         segments.tiles,
         segments.num_tiles,
@@ -50,9 +62,12 @@ def silu_mul_lora(
         table.num_sites,
         workspace.planes.stride(1),
         workspace.planes.stride(0),
+        down.planes.stride(0),
         config.num_programs,
         INNER=inner,
         MAX_SPLIT=workspace.max_split,
+        DOWN=0 if shrunk is None else shrunk.width,
+        DOWN_SPLIT=0 if shrunk is None else shrunk.max_split,
         BLOCK_M=segments.tile_rows,
         PIECE=config.piece,
         MAX_PIECES=config.max_pieces,
@@ -66,12 +81,28 @@ def silu_mul_lora(
     return out
 
 
+def _check(gate_up: torch.Tensor, pending: PendingLora, shrunk: Workspace | None) -> None:
+    segments, workspace = pending.segments, pending.workspace
+    same_rows = gate_up.shape[0] == segments.rows
+    if not gate_up.is_contiguous() or gate_up.dtype != workspace.dtype or not same_rows:
+        raise ValueError(f"gate_up is {gate_up.dtype} {list(gate_up.shape)}")
+    check_context(pending.table, pending.site, segments, workspace)
+    if shrunk is not None:
+        check_context(pending.table, pending.site + 1, segments, shrunk)
+        if shrunk.width not in RANK_BLOCKS:
+            raise ValueError(f"planes of down have {shrunk.width} columns, not {RANK_BLOCKS}")
+        if segments.tile_rows <= 16:
+            raise ValueError(f"tiles of {segments.tile_rows} rows are shrunk beside the product")
+
+
 @triton.jit(do_not_specialize=["site", "num_sites", "target_items"])
 def _silu_kernel(
     y_ptr: tl.tensor,
     out_ptr: tl.tensor,
     planes_ptr: tl.tensor,
     splits_ptr: tl.tensor,
+    down_ptr: tl.tensor,
+    down_splits_ptr: tl.tensor,
     order_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     num_tiles_ptr: tl.tensor,
@@ -82,9 +113,12 @@ def _silu_kernel(
     num_sites: tl.tensor,
     stride_v: tl.tensor,
     stride_plane: tl.tensor,
+    stride_down: tl.tensor,
     target_items: tl.tensor,
     INNER: tl.constexpr,
     MAX_SPLIT: tl.constexpr,
+    DOWN: tl.constexpr,
+    DOWN_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PIECE: tl.constexpr,
     MAX_PIECES: tl.constexpr,
@@ -93,56 +127,82 @@ def _silu_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """An item is (tile of rows, some pieces of columns); programs take items round robin."""
-    # A chain of loads leads to an item's weights: its head is fetched an item or two ahead.
-    PIECES: tl.constexpr = (INNER + PIECE - 1) // PIECE
-    tiles = tl.load(num_tiles_ptr + 1)
-    pieces = tl.minimum(MAX_PIECES, tl.maximum(1, tl.cdiv(PIECES * tiles, target_items)))
-    blocks = tl.cdiv(PIECES, pieces)
-    items = tiles * blocks
-    step = tl.num_programs(0)
-    item = tl.program_id(0)
+    pieces, blocks, items = _cut_columns(
+        num_tiles_ptr, target_items, INNER, PIECE, MAX_PIECES, DOWN_SPLIT
+    )
+    item, step = tl.program_id(0), tl.num_programs(0)
     slot, start, length = load_tile(tiles_ptr, item // blocks, item < items)
-    ranks, b_gate, b_up, row, scales = _load_pair(
-        words_ptr, floats_ptr, order_ptr, slot, start, site, num_sites
+    ranks, gate, up, scales, rank_down, a_down, row = _load_record(
+        words_ptr, ints_ptr, floats_ptr, order_ptr + start, slot, site, num_sites, DOWN
     )
     ahead = item + step
     slot, next_start, next_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    splits = tl.load(splits_ptr)
+    splits = load_first(splits_ptr, PDL)
+    tl.store(down_splits_ptr, blocks, mask=(item == 0) & (DOWN > 0))
     for item in range(tl.program_id(0), items, step):
-        next_ranks, next_gate, next_up, next_row, next_scales = _load_pair(
-            words_ptr, floats_ptr, order_ptr, slot, next_start, site, num_sites
+        next_ranks, next_gate, next_up, next_scales, next_down, next_a, next_row = _load_record(
+            words_ptr, ints_ptr, floats_ptr, order_ptr + next_start, slot, site, num_sites, DOWN
         )
         ahead = item + 2 * step
         slot, later_start, later_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         col = item % blocks * pieces * PIECE
-        end = tl.minimum(INNER, col + pieces * PIECE)
         _silu_tile(
             y_ptr, out_ptr, order_ptr + start, row, length, planes_ptr + start * stride_v, stride_v,
-            stride_plane, splits, b_gate, b_up, scales, ranks, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION,
+            stride_plane, splits, ranks, gate, up, scales, rank_down, a_down,
+            down_ptr + item % blocks * stride_down + start * DOWN,
+            col, tl.minimum(INNER, col + pieces * PIECE),
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
-        ranks, b_gate, b_up, row, scales = next_ranks, next_gate, next_up, next_row, next_scales
+        ranks, gate, up, scales = next_ranks, next_gate, next_up, next_scales
+        rank_down, a_down, row = next_down, next_a, next_row
         start, length, next_start, next_length = next_start, next_length, later_start, later_length
 
 
 @triton.jit
-def _load_pair(
+def _cut_columns(
+    num_tiles_ptr: tl.tensor,
+    target_items: tl.tensor,
+    INNER: tl.constexpr,
+    PIECE: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    DOWN_SPLIT: tl.constexpr,
+) -> tuple[Any, Any, Any]:
+    """Pieces of an item, items of a tile (no more than there are planes for down's v), and of all
+    tiles, those without an adapter included."""
+    tiles = tl.load(num_tiles_ptr + 1)
+    PIECES: tl.constexpr = (INNER + PIECE - 1) // PIECE
+    pieces = tl.minimum(MAX_PIECES, tl.maximum(1, tl.cdiv(PIECES * tiles, target_items)))
+    if DOWN_SPLIT > 0:
+        pieces = tl.maximum(pieces, (PIECES + DOWN_SPLIT - 1) // DOWN_SPLIT)
+    blocks = tl.cdiv(PIECES, pieces)
+    return pieces, blocks, tiles * blocks
+
+
+@triton.jit
+def _load_record(
     words_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
     floats_ptr: tl.tensor,
-    order_ptr: tl.tensor,
+    row_ptr: tl.tensor,
     slot: tl.tensor,
-    start: tl.tensor,
     site: tl.tensor,
     num_sites: tl.tensor,
-) -> tuple[Any, Any, Any, Any, Any]:
-    """Both ranks as one word (0 without an adapter), addresses of both B, the row at `start`, and
-    the address of the scales."""
+    DOWN: tl.constexpr,
+) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+    """Both ranks as one word (0 without an adapter), addresses of both B and of the scales; of the
+    next site, down, rank and address of A; and a row. A chain of loads leads to an item's weights:
+    this is fetched one item ahead, and its tile two."""
+    row = tl.load(row_ptr)
     record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
-    ranks = tl.load(words_ptr + record * 8 + 4, mask=slot >= 0, other=0)
+    live = slot >= 0
+    ranks = tl.load(words_ptr + record * 8 + 4, mask=live, other=0)
     gate, up = tl.load(words_ptr + record * 8 + 1), tl.load(words_ptr + record * 8 + 2)
-    return ranks, gate, up, tl.load(order_ptr + start), floats_ptr + record * 16 + 12
+    scales = floats_ptr + record * 16 + 12
+    if DOWN > 0:
+        rank_down = tl.load(ints_ptr + record * 16 + 24, mask=live, other=0)
+        return ranks, gate, up, scales, rank_down, tl.load(words_ptr + record * 8 + 8), row
+    else:
+        return ranks, gate, up, scales, 0 * slot, 0 * gate, row
 
 
 @triton.jit
@@ -156,10 +216,13 @@ def _silu_tile(
     stride_v: tl.tensor,
     stride_plane: tl.tensor,
     splits: tl.tensor,
-    b_gate: tl.tensor,
-    b_up: tl.tensor,
-    scales_ptr: tl.tensor,
     ranks: tl.tensor,
+    gate: tl.tensor,
+    up: tl.tensor,
+    scales_ptr: tl.tensor,
+    rank_down: tl.tensor,
+    a_down: tl.tensor,
+    down_ptr: tl.tensor,
     col: tl.tensor,
     end: tl.tensor,
     INNER: tl.constexpr,
@@ -168,180 +231,26 @@ def _silu_tile(
     PIECE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    DOWN: tl.constexpr,
 ) -> None:
     """Few rows or many."""
+    kind: tl.constexpr = tl.pointer_type(y_ptr.dtype.element_ty)
+    b0_ptr, b1_ptr = tl.multiple_of(gate.to(kind), 16), tl.multiple_of(up.to(kind), 16)
+    a_ptr = tl.multiple_of(a_down.to(kind), 16)
+    rank0, rank1 = (ranks & 0xFFFFFFFF).to(tl.int32), (ranks >> 32).to(tl.int32)
+    scale0, scale1 = tl.load(scales_ptr), tl.load(scales_ptr + 1)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length <= SMALL:
         few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)
-        _silu_rows(
-            y_ptr, out_ptr, few, length, v_ptr, stride_v, stride_plane, splits,
-            b_gate, b_up, scales_ptr, ranks, col, end,
-            INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION,
+        silu_rows(
+            y_ptr, out_ptr, few, length, v_ptr, stride_v, stride_plane, splits, b0_ptr, b1_ptr,
+            rank0, rank1, scale0, scale1, a_ptr, rank_down, down_ptr, col, end,
+            INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
     else:
         many = tile_rows(order_ptr, row, length, BLOCK_M).to(tl.int64)
-        _silu_rows(
-            y_ptr, out_ptr, many, length, v_ptr, stride_v, stride_plane, splits,
-            b_gate, b_up, scales_ptr, ranks, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION,
+        silu_rows(
+            y_ptr, out_ptr, many, length, v_ptr, stride_v, stride_plane, splits, b0_ptr, b1_ptr,
+            rank0, rank1, scale0, scale1, a_ptr, rank_down, down_ptr, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
-
-
-@triton.jit
-def _silu_rows(
-    y_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    length: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    b_gate: tl.tensor,
-    b_up: tl.tensor,
-    scales_ptr: tl.tensor,
-    ranks: tl.tensor,
-    col: tl.tensor,
-    end: tl.tensor,
-    INNER: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    """Columns col .. end of one row, or of a tile's."""
-    kind: tl.constexpr = tl.pointer_type(y_ptr.dtype.element_ty)
-    b0_ptr, b1_ptr = tl.multiple_of(b_gate.to(kind), 16), tl.multiple_of(b_up.to(kind), 16)
-    rank0, rank1 = (ranks & 0xFFFFFFFF).to(tl.int32), (ranks >> 32).to(tl.int32)
-    scale0, scale1 = tl.load(scales_ptr), tl.load(scales_ptr + 1)
-    widest = tl.maximum(rank0, rank1)
-    if (rank0 | rank1) % 8 != 0:
-        _silu_any_rank(
-            y_ptr, out_ptr, rows, length, v_ptr, stride_v, stride_plane, splits, b0_ptr, b1_ptr,
-            rank0, rank1, scale0, scale1, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, PRECISION,
-        )  # fmt: skip
-    elif widest <= 16:
-        _silu_pieces(
-            y_ptr, out_ptr, rows, length, v_ptr, stride_v, stride_plane, splits, b0_ptr, b1_ptr,
-            rank0 // 8 * 8, rank1 // 8 * 8, scale0, scale1, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION,
-        )  # fmt: skip
-    elif widest <= 32:
-        _silu_pieces(
-            y_ptr, out_ptr, rows, length, v_ptr, stride_v, stride_plane, splits, b0_ptr, b1_ptr,
-            rank0 // 8 * 8, rank1 // 8 * 8, scale0, scale1, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION,
-        )  # fmt: skip
-    elif widest <= 64:
-        _silu_pieces(
-            y_ptr, out_ptr, rows, length, v_ptr, stride_v, stride_plane, splits, b0_ptr, b1_ptr,
-            rank0 // 8 * 8, rank1 // 8 * 8, scale0, scale1, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, PRECISION,
-        )  # fmt: skip
-    else:
-        _silu_any_rank(
-            y_ptr, out_ptr, rows, length, v_ptr, stride_v, stride_plane, splits, b0_ptr, b1_ptr,
-            rank0 // 8 * 8, rank1 // 8 * 8, scale0, scale1, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit
-def _silu_pieces(
-    y_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    length: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    b0_ptr: tl.tensor,
-    b1_ptr: tl.tensor,
-    rank0: tl.tensor,
-    rank1: tl.tensor,
-    scale0: tl.tensor,
-    scale1: tl.tensor,
-    col: tl.tensor,
-    end: tl.tensor,
-    INNER: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    """Where both ranks fit one step: v is read once, pieces of B and of the product ahead."""
-    r = tl.arange(0, BLOCK_R)
-    v0 = scale0 * load_v(
-        v_ptr, stride_v, stride_plane, splits, r, length, rank0, MAX_SPLIT, BLOCK_M
-    )
-    v1 = scale1 * load_v(
-        v_ptr + rank0, stride_v, stride_plane, splits, r, length, rank1, MAX_SPLIT, BLOCK_M
-    )
-    for begin in tl.range(col, end, PIECE, num_stages=STAGES):
-        n = begin + tl.arange(0, PIECE)
-        at, out_at, live = _places(rows, length, n, end, INNER, BLOCK_M)
-        gate = tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32)
-        up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
-        gate += product(v0, load_b(b0_ptr, rank0, n, r, end), BLOCK_M, PRECISION)
-        up += product(v1, load_b(b1_ptr, rank1, n, r, end), BLOCK_M, PRECISION)
-        tl.store(out_ptr + out_at, silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _silu_any_rank(
-    y_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    length: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    b0_ptr: tl.tensor,
-    b1_ptr: tl.tensor,
-    rank0: tl.tensor,
-    rank1: tl.tensor,
-    scale0: tl.tensor,
-    scale1: tl.tensor,
-    col: tl.tensor,
-    end: tl.tensor,
-    INNER: tl.constexpr,
-    MAX_SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PIECE: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    for begin in range(col, end, PIECE):
-        n = begin + tl.arange(0, PIECE)
-        at, out_at, live = _places(rows, length, n, end, INNER, BLOCK_M)
-        gate = tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32)
-        up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
-        delta0, delta1 = low_rank(
-            v_ptr, stride_v, stride_plane, splits, length, b0_ptr, b1_ptr, rank0, rank1, n, end,
-            MAX_SPLIT, BLOCK_M, PIECE, PRECISION,
-        )  # fmt: skip
-        out = silu_times(gate + scale0 * delta0, up + scale1 * delta1)
-        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _places(
-    rows: tl.tensor,
-    length: tl.tensor,
-    n: tl.tensor,
-    end: tl.tensor,
-    INNER: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-) -> tuple[Any, Any, Any]:
-    """Of gate in the product, in the result, and which are real; of one row or many."""
-    if BLOCK_M == 1:
-        return rows * (2 * INNER) + n, rows * INNER + n, n < end
-    else:
-        live = (tl.arange(0, BLOCK_M) < length)[:, None] & (n < end)[None, :]
-        row = rows[:, None]
-        return row * (2 * INNER) + n[None, :], row * INNER + n[None, :], live

@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike
 
 MAX_PROJECTIONS = 3
 MAX_RANK = 256
+# Multiples of 8 up to one of these are padded to it, and a program holds them as a whole.
+RANK_BLOCKS = (16, 32)
 POINTER_ALIGNMENT = 16
 
 # One record is 64 bytes: a cache line never holds parts of two.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from server.engine.executor import ExecutorLimits
+from server.kernels.table import RANK_BLOCKS
 from server.model.config import ModelConfig
 from server.model.decoder import Decoder
 from server.model.draws_torch import TorchDraws
@@ -155,7 +156,7 @@ def _warm(
     decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, max_context: int, adapters: bool
 ) -> None:
     """A mixed step on the scratch row: one decode, and chunks of the rest. With adapters also as
-    if they changed the embedding and the head, which no graph does."""
+    if they changed the embedding and the head, which no graph does, of small ranks and of any."""
     chunks, rest = divmod(tokens - 1, max_context)
     # Decodes come first, and a rest of one is another.
     num_new = np.array([1] + ([rest] if rest else []) + [max_context] * chunks)
@@ -169,12 +170,18 @@ def _warm(
         page_table=rows.page_table,
     )
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
-    for slot in (-1, 0) if adapters else (-1,):
-        of_all, of_last = (_everywhere(decoder.ops.lora(np.full(n, slot))) for n in (tokens, 1))
-        normed = decoder.forward(token_ids, decoder.ops.plan(layout), of_all)
+    ops: Any = decoder.ops
+    loras: list[tuple[Any, Any]] = [(None, None)]
+    if adapters:
+        of_all, of_last = (_everywhere(ops.lora(np.zeros(n, np.int64))) for n in (tokens, 1))
+        loras.append((replace(of_all, down=None), of_last))
+        if of_all.down is not None:
+            loras += [(ops.shrinking(of_all, block), of_last) for block in RANK_BLOCKS]
+    for of_all, of_last in loras:
+        normed = decoder.forward(token_ids, ops.plan(layout), of_all)
         decoder.logits(normed[-1:], of_last)
     torch.cuda.synchronize()
 
 
 def _everywhere(lora: Any) -> Any:
-    return lora if lora is None else replace(lora, model_sites=True)
+    return replace(lora, model_sites=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from adapters.manifest import SlabLayout
-from server.kernels.table import LoraTable
+from server.kernels.table import MAX_RANK, RANK_BLOCKS, LoraTable
 from server.model.sites import PlacedAdapter, SiteIndex, SiteShape, place
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -118,6 +118,7 @@ class AdapterTable:
         self.device_table = LoraTable(sites.num_sites, slots, device)
         self._slots: list[Adapter | None] = [None] * slots
         self._changes_model = np.zeros(slots, dtype=bool)
+        self._widest = np.zeros(slots, dtype=np.int64)
 
     def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
         """Find an adapter's weights in the arena and write its records of the device table.
@@ -145,12 +146,21 @@ class AdapterTable:
         """Let steps launched from now on use the slot. Between steps only."""
         self.device_table.upload(slot)
         self._slots[slot] = adapter
-        self._changes_model[slot] = (adapter.placed.sites >= self.sites.embed).any()
+        placed = adapter.placed
+        self._changes_model[slot] = (placed.sites >= self.sites.embed).any()
+        ranks = placed.ranks
+        self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max()
 
     def changes_model(self, token_slots: np.ndarray) -> bool:
         """Whether some adapter of a batch changes the embedding or the head."""
         used = token_slots[token_slots >= 0]
         return bool(self._changes_model[used].any())
+
+    def rank_block(self, token_slots: np.ndarray) -> int | None:
+        """The smallest of RANK_BLOCKS for all ranks of a batch's adapters; None: some rank is
+        larger, or no multiple of 8."""
+        widest = self._widest[token_slots[token_slots >= 0]].max()
+        return next((block for block in RANK_BLOCKS if widest <= block), None)
 
     def batch(self, token_slots: np.ndarray) -> "LoraBatch | None":
         """token_slots: int64 `[tokens]`, -1 = the base; equal neighbours form one segment.

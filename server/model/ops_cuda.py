@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import flashinfer
 import numpy as np
@@ -21,7 +21,7 @@ from server.kernels.segments import Segments, allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
-from server.kernels.table import MAX_RANK
+from server.kernels.table import MAX_RANK, RANK_BLOCKS
 from server.kernels.workspace import Workspace, allocate_workspace
 from server.model.attention_cuda import Attention, PagedAttention
 from server.model.config import ModelConfig
@@ -34,6 +34,8 @@ from server.model.transfers import to_device
 # Up to so many tokens, of which decodes are a large part, adapters may be as many as tokens: a
 # program takes few rows, and inputs are split.
 _FEW_TOKENS = 2048
+# Parts of the activation's columns whose sums for down's LoRA are kept apart.
+_DOWN_SPLIT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ class DeviceLora:
     """Adapters of a batch, routed on the device by slots, int32 `[tokens]`.
 
     model_sites: whether one of them changes the embedding or the head. decodes: every token is a
-    decode; expand then runs beside a product, too.
+    decode; expand then runs beside a product, too. down: where the activation leaves what shrink
+    would of its result; None: shrink does it.
     """
 
     slots: torch.Tensor
@@ -60,15 +63,18 @@ class DeviceLora:
     phase: Phase
     model_sites: bool
     decodes: bool
+    down: Workspace | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """y: `[tokens, out]`. lora, delta: what is not in y yet."""
+    """y: `[tokens, out]`. lora, delta: what is not in y yet. shrunk: where the activation leaves
+    what the next site's shrink would."""
 
     y: torch.Tensor
     lora: PendingLora | None = None
     delta: PendingDelta | None = None
+    shrunk: Workspace | None = None
 
 
 def _phase(rows: int) -> Phase:
@@ -104,6 +110,11 @@ class CudaOps:
             "decode": self._workspace("decode", _FEW_TOKENS),
             "prefill": self._workspace("prefill", max_tokens),
         }
+        most = max_tokens if max_tokens > _FEW_TOKENS else 0
+        self._down = {
+            width: allocate_workspace(most, cache.k.dtype, self.device, _DOWN_SPLIT, width)
+            for width in RANK_BLOCKS
+        }
 
     def _workspace(self, phase: Phase, rows: int) -> Workspace:
         split = self._configs.max_split_k if phase == "decode" else 1
@@ -123,7 +134,12 @@ class CudaOps:
         slots = to_device(token_slots.astype(np.int32), self.device)
         lora = self._allocate(slots, bool(self.table.changes_model(token_slots)), decodes=False)
         route(slots, lora.segments)
-        return lora
+        block = self.table.rank_block(token_slots) if lora.phase == "prefill" else None
+        return lora if block is None else self.shrinking(lora, block)
+
+    def shrinking(self, lora: DeviceLora, block: int) -> DeviceLora:
+        """With ranks of at most `block`, of which one workspace is."""
+        return replace(lora, down=self._down[block])
 
     def captured_lora(self, slots: torch.Tensor, *, decodes: bool) -> DeviceLora:
         """Of a captured step, which routes slots itself; embedding and head stay the base's."""
@@ -162,23 +178,28 @@ class CudaOps:
         way, if expand cannot run beside the product too. out: where the product is to lie."""
         if lora is None:
             return Product(self.products.linear(x, weight, bias, out))
-        is_gate_up = LAYER_SITES[site % len(LAYER_SITES)] == "gate_up"
+        kind = LAYER_SITES[site % len(LAYER_SITES)]
+        shrunk = lora.down if kind == "down" else None
         delta = None
         with self._beside() as side:
             with torch.cuda.stream(side):
-                self._shrink(x, lora, site)
-                if lora.decodes and not is_gate_up:
+                if shrunk is None:
+                    self._shrink(x, lora, site)
+                if lora.decodes and kind != "gate_up":
                     delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
                     self._expand(delta, lora, site, accumulate=False)
             y = self.products.linear(x, weight, bias, out)
         if delta is not None:
             pending = PendingDelta(self.table.device_table, site, lora.slots, delta)
             return Product(y, delta=pending)
-        return Product(y, lora=self.pending(lora, site))
+        if kind == "gate_up":
+            return Product(y, lora=self.pending(lora, site), shrunk=lora.down)
+        return Product(y, lora=self.pending(lora, site, shrunk))
 
-    def pending(self, lora: DeviceLora, site: int) -> PendingLora:
-        """After the site's shrink, until the next one on these workspaces."""
-        return PendingLora(self.table.device_table, site, lora.segments, lora.workspace)
+    def pending(self, lora: DeviceLora, site: int, shrunk: Workspace | None = None) -> PendingLora:
+        """After the site's shrink into `shrunk`, or the batch's workspace, until the next one."""
+        workspace = shrunk or lora.workspace
+        return PendingLora(self.table.device_table, site, lora.segments, workspace)
 
     @contextmanager
     def _beside(self) -> Iterator[torch.cuda.Stream]:
@@ -274,5 +295,5 @@ class CudaOps:
         if gate_up.lora is not None:
             rows = len(gate_up.y)
             config = self._configs.fused(_phase(rows), rows)
-            return silu_mul_lora(gate_up.y, gate_up.lora, config)
+            return silu_mul_lora(gate_up.y, gate_up.lora, config, gate_up.shrunk)
         return silu_mul(gate_up.y, programmatic_launch=self._configs.programmatic_launch)

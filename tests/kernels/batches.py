@@ -42,15 +42,23 @@ class Adapters:
         self.table = LoraTable(NUM_SITES, self.num_slots, self.device)
         self.weights = [None] * self.num_slots
 
-    def put(self, slot: int, in_features: int, widths: Sequence[int], ranks: Sequence[int]) -> None:
-        """A: `[sum(ranks), in]` stacked, B: `[width, rank]` each, as a slab has them."""
+    def put(
+        self,
+        slot: int,
+        in_features: int,
+        widths: Sequence[int],
+        ranks: Sequence[int],
+        site: int = SITE,
+    ) -> None:
+        """A: `[sum(ranks), in]` stacked, B: `[width, rank]` each, as a slab has them. `weights`
+        tells of the last site put."""
         a_ptr, stacked = self._place(torch.randn(sum(ranks), in_features) / in_features**0.5)
         placed = [
             self._place(torch.randn(w, r) / max(r, 1) ** 0.5)
             for w, r in zip(widths, ranks, strict=True)
         ]
         scales = [0.5 + 0.25 * i for i in range(len(ranks))]
-        self.table.write(slot, SITE, a_ptr, [p for p, _ in placed], ranks, scales)
+        self.table.write(slot, site, a_ptr, [p for p, _ in placed], ranks, scales)
         self.table.upload(slot)
         a = tuple(stacked.split(list(ranks)))
         self.weights[slot] = SiteWeights(a, tuple(b for _, b in placed), tuple(scales))

@@ -39,7 +39,7 @@ from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
-from server.kernels.table import LoraTable
+from server.kernels.table import RANK_BLOCKS, LoraTable
 from server.kernels.workspace import allocate_workspace
 
 CPU = torch.device("cpu")
@@ -90,7 +90,11 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     of_site = (table, 0, segments, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
     expand(y, WIDTHS, *of_site, accumulate=phase == "prefill", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
-    silu_mul_lora(y, pending, configs.fused(phase, rows))
+    fused = configs.fused(phase, rows)
+    silu_mul_lora(y, pending, fused)
+    if phase == "prefill":
+        for width in RANK_BLOCKS:
+            silu_mul_lora(y, pending, fused, allocate_workspace(rows, DTYPE, CPU, 16, width))
     add_norm_lora(y, pending, y.clone(), y[0].clone(), 1e-5, configs.norm(phase, rows))
     places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
     context = (torch.zeros(8, 64), places, places, k, v)

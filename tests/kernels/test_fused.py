@@ -13,12 +13,14 @@ from torch.nn import functional
 from server.kernels.add_norm import add_norm
 from server.kernels.add_norm_lora import add_norm_lora
 from server.kernels.configs import Phase, load_configs
+from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.reference import lora_reference
 from server.kernels.segments import route
 from server.kernels.shrink import shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
+from server.kernels.workspace import allocate_workspace
 from tests.kernels.batches import SITE, Adapters, assert_close, interpreted, make_batch
 
 EPSILON = 1e-5
@@ -161,3 +163,41 @@ def test_norm_of_any_shape(
     known = rng.choices(range(-1, 4), k=rng.randint(1, 3))
     slots = rng.choices(known, k=rows)
     check_norm(adapters, slots, features, phase, num_programs)
+
+
+@pytest.mark.parametrize(("inner", "width"), [(200, 16), (200, 32), (1500, 32)])
+def test_activation_that_shrinks_for_the_next_site(
+    device: torch.device, inner: int, width: int
+) -> None:
+    """Tiles full and not, few rows, several planes, rows without an adapter, sites left alone."""
+    torch.manual_seed(inner)
+    adapters = Adapters(torch.float32, device, 6)
+    ranks = [((16, 16), 8), ((8, 0), 16), ((width, 8), width), ((8, width), 0), ((0, 0), width)]
+    for slot, (pair, _) in enumerate(ranks):
+        adapters.put(slot, 96, (inner, inner), pair)
+    slots = [0] * 150 + [1] * 5 + [-1] * 70 + [2] * 40 + [3] * 20 + [4, 4, 5] + [0] * 9
+    batch = make_batch(len(slots), adapters, "prefill")
+    batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
+    x, y = (torch.randn(len(slots), n, device=device) for n in (96, 2 * inner))
+    configs = load_configs(device)
+    route(batch.slots, batch.segments)
+    config = configs.shrink("prefill", len(slots), 256, 96)
+    shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
+    gate, up = lora_reference(y, x, slots, adapters.weights, (inner, inner)).chunk(2, dim=-1)
+    for slot, (_, rank) in enumerate(ranks):
+        adapters.put(slot, inner, (64,), (rank,), SITE + 1)
+    shrunk = allocate_workspace(len(slots), torch.float32, device, 3, width)
+    shrunk.planes.fill_(float("nan"))
+    pending = PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
+    fused = configs.fused("prefill", len(slots))
+    out = silu_mul_lora(y, pending, fused, shrunk)
+    assert_close(out, functional.silu(gate) * up, torch.float32)
+    z = torch.randn(len(slots), 64, device=device)
+    expected = lora_reference(z, out, slots, adapters.weights, (64,))
+    taking = configs.expand("prefill", len(slots), 256, 64)
+    expand(z, (64,), adapters.table, SITE + 1, batch.segments, shrunk, taking)
+    assert_close(z, expected, torch.float32)
+    few = make_batch(len(slots), adapters, "decode")
+    pending = PendingLora(adapters.table, SITE, few.segments, few.workspace)
+    with pytest.raises(ValueError, match="beside the product"):
+        silu_mul_lora(y, pending, fused, shrunk)

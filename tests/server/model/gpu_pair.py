@@ -30,15 +30,22 @@ class Pair:
         adapters: Mapping[str, LoraConfig],
         folder: Path,
         patch: pytest.MonkeyPatch,
+        few_tokens: int = 0,
         **changes: Any,
     ) -> None:
-        """adapters: in slots 0, 1, …; changes: of `engine_config`."""
+        """adapters: in slots 0, 1, …; few_tokens: steps of more run outside graphs, 0 = as ever;
+        changes: of `engine_config`."""
         save_model(model, folder)
         for seed, (name, config) in enumerate(adapters.items()):
             model = add_adapter(model, name, config, seed + 1)
         slabs = [pack(model, name) for name in adapters]
         self.reference = Driver(folder, **changes)
         fake_flashinfer.install(patch)
+        if few_tokens:
+            from server.model import ops_cuda, token_graphs
+
+            patch.setattr(ops_cuda, "_FEW_TOKENS", few_tokens)
+            patch.setattr(token_graphs, "_MAX_TOKENS", few_tokens)
         self.graphs = _replace_graphs(patch)
         self.gpu = Driver(folder, **changes)
         for driver in (self.reference, self.gpu):

@@ -1,0 +1,83 @@
+"""The GPU path's steps of more tokens than any graph takes, on the CPU as in test_gpu_path."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+
+from server.protocol import SamplingParams
+from tests.server.model import fake_flashinfer
+from tests.server.model.driver import EVERY_LOGPROB, Stream, generate
+from tests.server.model.gpu_pair import Pair, prompt
+from tests.server.model.hub_models import make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
+    ),
+]
+FEW = 32
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS = {
+    "all": LoraConfig(r=8, lora_alpha=8, target_modules=SEVEN),
+    "down": LoraConfig(r=16, lora_alpha=8, target_modules=["down_proj"]),
+    "ends": LoraConfig(r=24, lora_alpha=9, target_modules=["k_proj", "up_proj"]),
+    "odd": LoraConfig(r=5, lora_alpha=5, target_modules=SEVEN),
+    "wide": LoraConfig(r=200, lora_alpha=50, target_modules=SEVEN),
+}
+SCORED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    model = make_model("llama3", num_hidden_layers=2, hidden_size=32, intermediate_size=300)
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("base")
+        limits = {"max_running": 8, "max_step_tokens": 400}
+        found = Pair(model, ADAPTERS, folder, patch, few_tokens=FEW, **limits)
+        yield found
+        found.close()
+    fake_flashinfer.forget()
+
+
+def scored(driver: Any, slots: list[int]) -> list[Stream]:
+    streams = [
+        Stream(driver, row, prompt(5 + 30 * row, row), slot=slot, sampling=SCORED)
+        for row, slot in enumerate(slots)
+    ]
+    generate(driver, streams, 3, 90)
+    for stream in streams:
+        stream.free()
+    return streams
+
+
+@pytest.mark.parametrize(
+    ("slots", "fused"),
+    [([0, 0, -1, 1], True), ([2, 1, 0, 2, -1], True), ([0, 3, -1], False), ([4, 0], False)],
+)
+def test_same_as_the_reference(
+    pair: Pair, slots: list[int], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all ranks are small ones the activation shrinks for down, else nobody's does."""
+    from server.model import ops_cuda
+
+    module: Any = ops_cuda
+    silu, taken = module.silu_mul_lora, list[tuple[int, bool]]()
+
+    def noted(y: Any, pending: Any, config: Any, shrunk: Any) -> Any:
+        taken.append((len(y), shrunk is not None))
+        return silu(y, pending, config, shrunk)
+
+    monkeypatch.setattr(module, "silu_mul_lora", noted)
+    found, expected = scored(pair.gpu, slots), scored(pair.reference, slots)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.output == theirs.output
+        places = [*zip(ours.logprobs, theirs.logprobs, strict=True)]
+        places += zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
+        for mine, wanted in places:
+            assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+    assert {shrunk for tokens, shrunk in taken if tokens > FEW} == {fused}
+    assert {shrunk for tokens, shrunk in taken if tokens <= FEW} == {False}

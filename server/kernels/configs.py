@@ -120,6 +120,7 @@ class KernelConfigs:
         self._shrink = [_entry(row) for row in table["shrink"]]
         self._expand = [_entry(row) for row in table["expand"]]
         self._fused = [_entry(row) for row in table["fused"]]
+        self._fused_shrink = [_entry(row) for row in table["fused_shrink"]]
         self._norm = [_entry(row) for row in table["norm"]]
         self._rope = [_entry(row) for row in table["rope"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
@@ -144,14 +145,18 @@ class KernelConfigs:
         """Of the activation that expands on its way."""
         return self._expansion(_find(self._fused, phase, rows, 0, 0))
 
-    def norm(self, phase: Phase, rows: int) -> NormConfig:
-        """Of the norm that expands on its way."""
-        v = _find(self._norm, phase, rows, 0, 0)
+    def fused_shrink(self, rows: int) -> ExpandConfig:
+        """Of the activation that also shrinks its result; many tokens alone."""
+        return self._expansion(_find(self._fused_shrink, "prefill", rows, 0, 0))
+
+    def norm(self, rows: int) -> NormConfig:
+        """Of the norm that expands on its way; many tokens alone."""
+        v = _find(self._norm, "prefill", rows, 0, 0)
         return NormConfig(v["piece"], *self._limits(v))
 
-    def rope(self, phase: Phase, rows: int) -> RopeConfig:
-        """Of the rotation that expands on its way."""
-        v = _find(self._rope, phase, rows, 0, 0)
+    def rope(self, rows: int) -> RopeConfig:
+        """Of the rotation that expands on its way; many tokens alone."""
+        v = _find(self._rope, "prefill", rows, 0, 0)
         return RopeConfig(v["max_heads"], *self._limits(v))
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:

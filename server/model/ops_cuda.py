@@ -174,8 +174,9 @@ class CudaOps:
         site: int,
         out: torch.Tensor | None = None,
     ) -> Product:
-        """With LoRA: shrink runs beside the product; what takes up the product expands it on its
-        way, if expand cannot run beside the product too. out: where the product is to lie."""
+        """With LoRA: shrink runs beside the product, and of decodes expand does too. Of many tokens
+        what takes up the product expands it on its way; of few that would cost more than to change
+        the product in place, but for gate and up. out: where the product is to lie."""
         if lora is None:
             return Product(self.products.linear(x, weight, bias, out))
         kind = LAYER_SITES[site % len(LAYER_SITES)]
@@ -192,14 +193,12 @@ class CudaOps:
         if delta is not None:
             pending = PendingDelta(self.table.device_table, site, lora.slots, delta)
             return Product(y, delta=pending)
-        if kind == "gate_up":
-            return Product(y, lora=self.pending(lora, site), shrunk=lora.down)
-        return Product(y, lora=self.pending(lora, site, shrunk))
-
-    def pending(self, lora: DeviceLora, site: int, shrunk: Workspace | None = None) -> PendingLora:
-        """After the site's shrink into `shrunk`, or the batch's workspace, until the next one."""
-        workspace = shrunk or lora.workspace
-        return PendingLora(self.table.device_table, site, lora.segments, workspace)
+        if lora.phase == "prefill" or kind == "gate_up":
+            workspace = shrunk or lora.workspace
+            later = PendingLora(self.table.device_table, site, lora.segments, workspace)
+            return Product(y, lora=later, shrunk=lora.down if kind == "gate_up" else None)
+        self._expand(y, lora, site)
+        return Product(y)
 
     @contextmanager
     def _beside(self) -> Iterator[torch.cuda.Stream]:
@@ -242,7 +241,7 @@ class CudaOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         y, rows = delta.y, len(delta.y)
         if delta.lora is not None:
-            config = self._configs.norm(_phase(rows), rows)
+            config = self._configs.norm(rows)
             add_norm_lora(y, delta.lora, hidden, weight, epsilon, config)
         else:
             early = self._configs.programmatic_launch
@@ -288,12 +287,13 @@ class CudaOps:
             places = (positions[n:], slots[n:])
             return rope_append(y[n:], self._cos_sin, *places, *pages, qk_norm, epsilon)
         context = (self._cos_sin, positions, slots, *pages, qk_norm, epsilon)
-        config = self._configs.rope(_phase(len(y)), len(y))
+        config = self._configs.rope(len(y))
         return rope_append_lora(y, qkv.lora, n, *context, config)
 
     def silu_mul(self, gate_up: Product) -> torch.Tensor:
-        if gate_up.lora is not None:
-            rows = len(gate_up.y)
-            config = self._configs.fused(_phase(rows), rows)
-            return silu_mul_lora(gate_up.y, gate_up.lora, config, gate_up.shrunk)
-        return silu_mul(gate_up.y, programmatic_launch=self._configs.programmatic_launch)
+        y, lora, shrunk = gate_up.y, gate_up.lora, gate_up.shrunk
+        if lora is None:
+            return silu_mul(y, programmatic_launch=self._configs.programmatic_launch)
+        if shrunk is None:
+            return silu_mul_lora(y, lora, self._configs.fused(_phase(len(y)), len(y)))
+        return silu_mul_lora(y, lora, self._configs.fused_shrink(len(y)), shrunk)

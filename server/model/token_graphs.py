@@ -1,8 +1,8 @@
 """CUDA graphs of all but attention, by padded number of tokens: for steps that have prompts.
 
-Attention's plan changes with every step, so it is launched as it comes, and with it the rotation
-that takes up the LoRA of q, k and v; from one attention to the next lies one graph. Without them
-the host would need longer for a step of few hundred tokens than the device.
+Attention's plan changes with every step, so it is launched as it comes; from one attention to the
+next lies one graph. Without them the host would need longer for a step of few hundred tokens than
+the device.
 """
 
 from collections.abc import Callable
@@ -106,15 +106,11 @@ class TokenGraphs:
             self._slots[:size].copy_(to_device(slots, self._ops.device))
         self._token_ids[:tokens].copy_(token_ids)
         captured = self._captured[size, with_adapters]
-        y, attended = self._qkv[:tokens], self._attended[:tokens]
+        qkv, attended = Product(self._qkv[:tokens]), self._attended[:tokens]
         first, *others = captured.graphs
         first.replay()
         layers = self._decoder.weights.layers
         for layer, (weights, graph) in enumerate(zip(layers, others, strict=True)):
-            qkv = Product(y)
-            if captured.lora is not None:
-                site = self._decoder.sites.layer(layer)
-                qkv = Product(y, lora=self._ops.pending(captured.lora, site))
             self._ops.attend(plan, layer, qkv, weights.qk_norm, out=attended)
             graph.replay()
         return captured.normed[:tokens]

@@ -90,16 +90,16 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     of_site = (table, 0, segments, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
     expand(y, WIDTHS, *of_site, accumulate=phase == "prefill", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
-    fused = configs.fused(phase, rows)
-    silu_mul_lora(y, pending, fused)
+    silu_mul_lora(y, pending, configs.fused(phase, rows))
     if phase == "prefill":
         for width in RANK_BLOCKS:
-            silu_mul_lora(y, pending, fused, allocate_workspace(rows, DTYPE, CPU, 16, width))
-    add_norm_lora(y, pending, y.clone(), y[0].clone(), 1e-5, configs.norm(phase, rows))
+            down = allocate_workspace(rows, DTYPE, CPU, 16, width)
+            silu_mul_lora(y, pending, configs.fused_shrink(rows), down)
+    add_norm_lora(y, pending, y.clone(), y[0].clone(), 1e-5, configs.norm(rows))
     places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
     context = (torch.zeros(8, 64), places, places, k, v)
     norm = torch.zeros(10, 64, dtype=DTYPE) if phase == "prefill" else None
-    rope_append_lora(y, pending, 3, *context, norm, 1e-5, configs.rope(phase, rows))
+    rope_append_lora(y, pending, 3, *context, norm, 1e-5, configs.rope(rows))
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
     silu_mul(y, programmatic_launch=configs.programmatic_launch)
     if phase == "decode":

@@ -27,7 +27,7 @@ CONFIGS = load_configs(CPU)
 SHRINK = CONFIGS.shrink("decode", 4, 64, 32)
 EXPAND = CONFIGS.expand("decode", 4, 64, 48)
 FUSED = CONFIGS.fused("decode", 4)
-NORM = CONFIGS.norm("decode", 4)
+NORM = CONFIGS.norm(4)
 
 
 @interpreted
@@ -136,7 +136,7 @@ def test_the_rotation_that_expands_checks_its_arguments() -> None:
         slots: torch.Tensor = places,
         v: torch.Tensor = v,
     ) -> None:
-        config = CONFIGS.rope("decode", 4)
+        config = CONFIGS.rope(4)
         context = (positions, slots, k, v, None, 1e-5, config)
         rope_append_lora(qkv, pending, num_decodes, angles, *context)
 
@@ -216,5 +216,8 @@ def test_every_batch_has_launch_parameters() -> None:
             assert split & (split - 1) == 0
             assert CONFIGS.max_split_k >= split
             assert CONFIGS.expand("decode", rows, 256, features).piece >= 64
-        assert CONFIGS.norm("decode", rows).piece >= 128
-    assert CONFIGS.shrink("prefill", 8192, 256, 4096).max_split == 1
+    for rows in (2049, 8192):
+        assert CONFIGS.norm(rows).piece >= 128
+        assert CONFIGS.rope(rows).max_heads >= 1
+        assert CONFIGS.fused_shrink(rows).piece >= 64
+        assert CONFIGS.shrink("prefill", rows, 256, 4096).max_split == 1

@@ -94,7 +94,7 @@ def check_norm(
     route(batch.slots, batch.segments)
     shrink_config = configs.shrink(phase, rows, 256, 64)
     shrink(x, adapters.table, SITE, batch.segments, batch.workspace, shrink_config)
-    config = replace(configs.norm(phase, rows), num_programs=num_programs)
+    config = replace(configs.norm(rows), num_programs=num_programs)
     pending = PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
     add_norm_lora(y, pending, hidden, weight, EPSILON, config)
     assert_close(hidden, total, dtype)
@@ -139,7 +139,7 @@ def test_norm_of_a_large_sum(rows: int, phase: Phase) -> None:
     for slot in range(40):
         adapters.put(slot, 64, (4096,), (rng.choice((5, 8, 16, 32, 64, 128, 256)),))
     slots = [rng.randrange(-1, 40) for _ in range(rows)]
-    configured = load_configs(adapters.device).norm(phase, rows).num_programs
+    configured = load_configs(adapters.device).norm(rows).num_programs
     check_norm(adapters, slots, 4096, phase, configured)
 
 
@@ -189,7 +189,7 @@ def test_activation_that_shrinks_for_the_next_site(
     shrunk = allocate_workspace(len(slots), torch.float32, device, 3, width)
     shrunk.planes.fill_(float("nan"))
     pending = PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
-    fused = configs.fused("prefill", len(slots))
+    fused = configs.fused_shrink(len(slots))
     out = silu_mul_lora(y, pending, fused, shrunk)
     assert_close(out, functional.silu(gate) * up, torch.float32)
     z = torch.randn(len(slots), 64, device=device)

@@ -80,7 +80,7 @@ def test_rotation_of_a_product(
 
     qkv = y.clone()
     context = (cos_sin, positions, slots, caches[2], caches[3], weights, 1e-5)
-    pending, config = shrunk(adapters, x, phase), load_configs(device).rope(phase, len(x))
+    pending, config = shrunk(adapters, x, phase), load_configs(device).rope(len(x))
     q = rope_append_lora(qkv[:tokens], pending, num_decodes, *context, config)
 
     assert q.shape == (tokens - num_decodes, heads, head_dim)

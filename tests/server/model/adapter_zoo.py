@@ -18,6 +18,7 @@ ZOO: dict[str, Callable[[], LoraConfig]] = {
         target_modules=["k_proj", "gate_proj", "down_proj"],
         layers_to_transform=[1],
     ),
+    "rank16": lambda: LoraConfig(r=16, lora_alpha=16, target_modules=SEVEN),
     "rank24_patterns": lambda: LoraConfig(
         r=24,
         lora_alpha=12,

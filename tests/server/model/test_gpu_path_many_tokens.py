@@ -67,7 +67,7 @@ def test_same_as_the_reference(
     module: Any = ops_cuda
     silu, taken = module.silu_mul_lora, list[tuple[int, bool]]()
 
-    def noted(y: Any, pending: Any, config: Any, shrunk: Any) -> Any:
+    def noted(y: Any, pending: Any, config: Any, shrunk: Any = None) -> Any:
         taken.append((len(y), shrunk is not None))
         return silu(y, pending, config, shrunk)
 

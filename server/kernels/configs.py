@@ -1,9 +1,9 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
-Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `norm` and `rope`. An entry applies where
-the batch has at most `max_rows` rows, the adapters at most `max_rank` (of one projection) and the
-site at most `max_features` (input features for shrink, output features for expand); a bound left
-out is unbounded, and the first entry that applies wins. `default.json` serves every other
+Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink` and `rope`. An entry applies
+where the batch has at most `max_rows` rows, the adapters at most `max_rank` (of one projection) and
+the site at most `max_features` (input features for shrink, output features for expand); a bound
+left out is unbounded, and the first entry that applies wins. `default.json` serves every other
 architecture.
 """
 
@@ -60,22 +60,6 @@ class ExpandConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class NormConfig:
-    """piece: features a step at rank 16 (a half to 64, an eighth beyond; of one row four times as
-    many or less); a power of two of at least 128.
-
-    The rest: as in ShrinkConfig; of many programs each takes fewer rows at a time, down to one.
-    """
-
-    piece: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
-    num_programs: int
-    programmatic_launch: bool
-
-
-@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """max_heads: the most heads of one item. The rest: as in ShrinkConfig."""
 
@@ -121,7 +105,6 @@ class KernelConfigs:
         self._expand = [_entry(row) for row in table["expand"]]
         self._fused = [_entry(row) for row in table["fused"]]
         self._fused_shrink = [_entry(row) for row in table["fused_shrink"]]
-        self._norm = [_entry(row) for row in table["norm"]]
         self._rope = [_entry(row) for row in table["rope"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
 
@@ -148,11 +131,6 @@ class KernelConfigs:
     def fused_shrink(self, rows: int) -> ExpandConfig:
         """Of the activation that also shrinks its result; many tokens alone."""
         return self._expansion(_find(self._fused_shrink, "prefill", rows, 0, 0))
-
-    def norm(self, rows: int) -> NormConfig:
-        """Of the norm that expands on its way; many tokens alone."""
-        v = _find(self._norm, "prefill", rows, 0, 0)
-        return NormConfig(v["piece"], *self._limits(v))
 
     def rope(self, rows: int) -> RopeConfig:
         """Of the rotation that expands on its way; many tokens alone."""

@@ -14,6 +14,7 @@ import triton.language as tl
 from server.kernels.checks import check_context, check_rows, padded_widths
 from server.kernels.configs import ExpandConfig
 from server.kernels.expand_block import expand_ranks
+from server.kernels.launch import load_first
 from server.kernels.segments import Segments
 from server.kernels.table import LoraTable
 from server.kernels.tiles import cut_columns, load_projection, load_tile, small_tile, tile_rows
@@ -124,9 +125,7 @@ def _expand_kernel(
     )  # fmt: skip
     ahead = item + step
     slot, next_start, next_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    splits = tl.load(splits_ptr)
+    splits = load_first(splits_ptr, PDL)
     for item in range(tl.program_id(0), items, step):
         next_rank, next_first, next_scale, next_address, next_row = load_projection(
             words_ptr, ints_ptr, floats_ptr, order_ptr, slot, next_start, site, num_sites,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from server.kernels.checks import check_context
 from server.kernels.configs import RopeConfig
+from server.kernels.launch import load_first
 from server.kernels.pending import PendingLora
 from server.kernels.rope_lora_block import rope_rows
 from server.kernels.tiles import cut_columns, load_projection, load_tile, small_tile, tile_rows
@@ -31,9 +32,9 @@ def rope_append_lora(
     """Of `qkv + scale * v B^T`, v of the site's `shrink`: the first `num_decodes` rows are written
     back to qkv, the others' rotated queries `[tokens - num_decodes, heads, head_dim]` returned.
 
-    As `rope_append` with `expand` before it: the sum is rounded to qkv's dtype. positions, slots:
-    of all tokens. qkv: in the adapters' dtype; it may have fewer rows than the batch that was
-    routed: the rest pads. One kernel. Raises ValueError on a mismatch.
+    As `rope_append` with `expand` before it: the sum is rounded to qkv's dtype. For tiles of more
+    than 16 rows. positions, slots: of all tokens. qkv: in the adapters' dtype. One kernel. Raises
+    ValueError on a mismatch.
     """
     segments, workspace, table = pending.segments, pending.workspace, pending.table
     tokens, (kv_heads, head_dim) = len(qkv), k_pages.shape[2:]
@@ -55,7 +56,6 @@ def rope_append_lora(
         (table.words, table.ints, table.floats),
         pending.site,
         table.num_sites,
-        tokens,
         num_decodes,
         config.num_programs,
         HEADS=heads,
@@ -88,10 +88,12 @@ def _check(
     check_context(pending.table, pending.site, segments, workspace)
     tokens, (kv_heads, head_dim) = len(qkv), k_pages.shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    if not qkv.is_contiguous() or qkv.dtype != workspace.dtype or tokens > segments.rows:
+    if not qkv.is_contiguous() or qkv.dtype != workspace.dtype or tokens != segments.rows:
         raise ValueError(
             f"qkv is {qkv.dtype} {list(qkv.shape)}, for {workspace.dtype} [{segments.rows}]"
         )
+    if segments.tile_rows <= 16:
+        raise ValueError(f"tiles of {segments.tile_rows} rows are expanded in place")
     if heads < 1 or qkv.shape[1] % head_dim:
         raise ValueError(
             f"{qkv.shape[1]} columns are not q, {kv_heads} k and v heads of {head_dim}"
@@ -109,7 +111,7 @@ def _check(
 
 # Positions and slots begin anywhere in an upload: no kernel for each alignment.
 @triton.jit(
-    do_not_specialize=["epsilon", "site", "num_sites", "tokens", "num_decodes", "target_items"],
+    do_not_specialize=["epsilon", "site", "num_sites", "num_decodes", "target_items"],
     do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],
 )
 def _rope_lora_kernel(
@@ -124,7 +126,6 @@ def _rope_lora_kernel(
     records: tl.tuple,
     site: tl.tensor,
     num_sites: tl.tensor,
-    tokens: tl.tensor,
     num_decodes: tl.tensor,
     target_items: tl.tensor,
     HEADS: tl.constexpr,
@@ -154,9 +155,7 @@ def _rope_lora_kernel(
     )  # fmt: skip
     item += step
     slot, next_start, next_length = load_tile(tiles_ptr, item // blocks, item < items)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    splits = tl.load(splits_ptr)
+    splits = load_first(splits_ptr, PDL)
     for item in range(tl.program_id(0), items, step):
         next_rank, next_first, next_scale, next_address, next_row = load_projection(
             words_ptr, ints_ptr, floats_ptr, order_ptr, slot, next_start, site, num_sites,
@@ -165,7 +164,7 @@ def _rope_lora_kernel(
         ahead = item + 2 * step
         slot, later_start, later_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         _rope_tile(
-            targets, tables, positions_ptr, slots_ptr, epsilon, (tokens, num_decodes),
+            targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes,
             planes, splits, (order_ptr + start, row, start, length),
             (rank, first, scale, address), (item % blocks, n0, n01, heads),
             HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
@@ -181,7 +180,7 @@ def _rope_tile(
     positions_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     epsilon: tl.tensor,
-    counts: tl.tuple,
+    num_decodes: tl.tensor,
     planes: tl.tuple,
     splits: tl.tensor,
     tile: tl.tuple,
@@ -211,12 +210,12 @@ def _rope_tile(
     if length <= SMALL:
         few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)
         rope_rows(
-            targets, tables, positions_ptr, slots_ptr, epsilon, counts, few, span, low,
+            targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, few, span, low,
             HEADS, KV_HEADS, HALF, MAX_SPLIT, SMALL, STAGES, NORM, PRECISION,
         )  # fmt: skip
     else:
         many = tile_rows(order_ptr, row, length, BLOCK_M).to(tl.int64)
         rope_rows(
-            targets, tables, positions_ptr, slots_ptr, epsilon, counts, many, span, low,
+            targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, many, span, low,
             HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
         )  # fmt: skip

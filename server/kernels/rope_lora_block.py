@@ -1,4 +1,4 @@
-"""The arithmetic of rope_append_lora: some heads of one projection, for one row or one tile.
+"""The arithmetic of rope_append_lora: some heads of one projection, for one tile.
 
 What goes together goes in tuples. `span`: whether the projection is q, and q or k; its first head
 and where they end. `low`: of v, its address, both strides, planes and rows; of the projection, the
@@ -26,7 +26,7 @@ def rope_rows(
     positions_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     epsilon: tl.tensor,
-    counts: tl.tuple,
+    num_decodes: tl.tensor,
     rows: tl.tensor,
     span: tl.tuple,
     low: tl.tuple,
@@ -42,10 +42,8 @@ def rope_rows(
     """Where each row is read and goes, for the projection's first head, and its angles."""
     qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr = targets
     cos_sin_ptr, norm_ptr = tables
-    tokens, num_decodes = counts
     is_q, is_qk, head, end = span
-    rows += tl.zeros((BLOCK_M,), tl.int64)  # one row is a number
-    live = (tl.arange(0, BLOCK_M) < low[4]) & (rows < tokens)
+    live = tl.arange(0, BLOCK_M) < low[4]
     column = tl.where(is_q, 0, tl.where(is_qk, HEADS, HEADS + KV_HEADS)) * 2 * HALF
     y_rows = qkv_ptr + rows * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + column
     place = tl.where(is_q, rows - num_decodes, tl.load(slots_ptr + rows, mask=live, other=0))
@@ -128,7 +126,7 @@ def _rope_heads(
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Heads head .. end of one row, or of a tile's. LOOPED: BLOCK_R columns of B at a time; else
+    """Heads head .. end of a tile's rows. LOOPED: BLOCK_R columns of B at a time; else
     v is read once, and heads of the product and of B are prefetched."""
     y_rows, target_rows, decode, live = rows
     norm_ptr, epsilon, cos, sin, turned = rotation

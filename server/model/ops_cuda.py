@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from adapters.base import LAYER_SITES
 from server.kernels.add_norm import add_norm
-from server.kernels.add_norm_lora import add_norm_lora
 from server.kernels.configs import KernelConfigs, Phase, load_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
@@ -174,31 +173,32 @@ class CudaOps:
         site: int,
         out: torch.Tensor | None = None,
     ) -> Product:
-        """With LoRA: shrink runs beside the product, and of decodes expand does too. Of many tokens
-        what takes up the product expands it on its way; of few that would cost more than to change
-        the product in place, but for gate and up. out: where the product is to lie."""
+        """With LoRA: shrink runs beside the product, and so does expand where what takes up the
+        product adds a delta: the norm does, and the attention of decodes. out: where the product is
+        to lie."""
         if lora is None:
             return Product(self.products.linear(x, weight, bias, out))
         kind = LAYER_SITES[site % len(LAYER_SITES)]
-        shrunk = lora.down if kind == "down" else None
-        delta = None
+        shrunk, delta = lora.down if kind == "down" else None, None
+        if shrunk is not None:
+            lora = replace(lora, workspace=shrunk)
         with self._beside() as side:
             with torch.cuda.stream(side):
                 if shrunk is None:
                     self._shrink(x, lora, site)
-                if lora.decodes and kind != "gate_up":
+                if kind in ("o", "down") or (kind == "qkv" and lora.decodes):
                     delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
                     self._expand(delta, lora, site, accumulate=False)
             y = self.products.linear(x, weight, bias, out)
+        table = self.table.device_table
         if delta is not None:
-            pending = PendingDelta(self.table.device_table, site, lora.slots, delta)
-            return Product(y, delta=pending)
-        if lora.phase == "prefill" or kind == "gate_up":
-            workspace = shrunk or lora.workspace
-            later = PendingLora(self.table.device_table, site, lora.segments, workspace)
-            return Product(y, lora=later, shrunk=lora.down if kind == "gate_up" else None)
-        self._expand(y, lora, site)
-        return Product(y)
+            return Product(y, delta=PendingDelta(table, site, lora.slots, delta))
+        if kind == "qkv" and lora.phase == "decode":
+            # Of few tokens attention would need longer to expand them on its way.
+            self._expand(y, lora, site)
+            return Product(y)
+        later = PendingLora(table, site, lora.segments, lora.workspace)
+        return Product(y, lora=later, shrunk=lora.down if kind == "gate_up" else None)
 
     @contextmanager
     def _beside(self) -> Iterator[torch.cuda.Stream]:
@@ -239,14 +239,9 @@ class CudaOps:
     def add_norm(
         self, delta: Product, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, rows = delta.y, len(delta.y)
-        if delta.lora is not None:
-            config = self._configs.norm(rows)
-            add_norm_lora(y, delta.lora, hidden, weight, epsilon, config)
-        else:
-            early = self._configs.programmatic_launch
-            add_norm(y, delta.delta, hidden, weight, epsilon, programmatic_launch=early)
-        return y, hidden
+        early = self._configs.programmatic_launch
+        add_norm(delta.y, delta.delta, hidden, weight, epsilon, programmatic_launch=early)
+        return delta.y, hidden
 
     def attend(
         self,

@@ -17,7 +17,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from server.kernels.add_norm import add_norm
-from server.kernels.add_norm_lora import add_norm_lora
 from server.kernels.configs import KernelConfigs, Phase, read_configs
 from server.kernels.decode_attention import (
     DecodeBatchView,
@@ -91,15 +90,6 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     expand(y, WIDTHS, *of_site, accumulate=phase == "prefill", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
     silu_mul_lora(y, pending, configs.fused(phase, rows))
-    if phase == "prefill":
-        for width in RANK_BLOCKS:
-            down = allocate_workspace(rows, DTYPE, CPU, 16, width)
-            silu_mul_lora(y, pending, configs.fused_shrink(rows), down)
-    add_norm_lora(y, pending, y.clone(), y[0].clone(), 1e-5, configs.norm(rows))
-    places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
-    context = (torch.zeros(8, 64), places, places, k, v)
-    norm = torch.zeros(10, 64, dtype=DTYPE) if phase == "prefill" else None
-    rope_append_lora(y, pending, 3, *context, norm, 1e-5, configs.rope(rows))
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
     silu_mul(y, programmatic_launch=configs.programmatic_launch)
     if phase == "decode":
@@ -109,6 +99,19 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
             add_norm(y, of, y.clone(), y[0].clone(), 1e-5, programmatic_launch=early)
         attention(rows, delta, torch.zeros(10, 64, dtype=DTYPE), early)
         attention(1, None, None, early)
+    else:
+        many_tokens(configs, y, pending)
+
+
+def many_tokens(configs: KernelConfigs, y: torch.Tensor, pending: PendingLora) -> None:
+    rows = len(y)
+    for width in RANK_BLOCKS:
+        down = allocate_workspace(rows, DTYPE, CPU, 16, width)
+        silu_mul_lora(y, pending, configs.fused_shrink(rows), down)
+    places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
+    context = (torch.zeros(8, 64), places, places, k, v)
+    for norm in (None, torch.zeros(10, 64, dtype=DTYPE)):
+        rope_append_lora(y, pending, 3, *context, norm, 1e-5, configs.rope(rows))
 
 
 def attention(

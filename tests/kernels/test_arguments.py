@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.kernels.add_norm import add_norm
-from server.kernels.add_norm_lora import add_norm_lora
 from server.kernels.configs import load_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
@@ -27,7 +26,6 @@ CONFIGS = load_configs(CPU)
 SHRINK = CONFIGS.shrink("decode", 4, 64, 32)
 EXPAND = CONFIGS.expand("decode", 4, 64, 48)
 FUSED = CONFIGS.fused("decode", 4)
-NORM = CONFIGS.norm(4)
 
 
 @interpreted
@@ -98,31 +96,9 @@ def test_wrappers_check_their_arguments() -> None:
         silu_mul_lora(y[:3], PendingLora(table, 0, segments, workspace), FUSED)
 
 
-def test_the_norm_that_expands_checks_its_arguments() -> None:
-    table = LoraTable(2, 3, CPU)
-    segments = allocate_segments(4, 16, 3, CPU)
-    workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split_k)
-    pending = PendingLora(table, 0, segments, workspace)
-    y, hidden, weight = torch.zeros(4, 48), torch.zeros(4, 48), torch.ones(48)
-    with pytest.raises(ValueError, match=r"y must be \[4, features\]"):
-        add_norm_lora(y[:3], pending, hidden[:3], weight, 1e-5, NORM)
-    with pytest.raises(ValueError, match=r"y is torch.float16, the workspace"):
-        add_norm_lora(y.half(), pending, hidden.half(), weight, 1e-5, NORM)
-    with pytest.raises(ValueError, match=r"hidden is .*\[4, 40\]"):
-        add_norm_lora(y, pending, hidden[:, :40].clone(), weight, 1e-5, NORM)
-    with pytest.raises(ValueError, match=r"hidden is .*contiguous"):
-        add_norm_lora(y, pending, torch.zeros(4, 96)[:, :48], weight, 1e-5, NORM)
-    with pytest.raises(ValueError, match=r"weight must be .*\[48\]"):
-        add_norm_lora(y, pending, hidden, weight[:40], 1e-5, NORM)
-    with pytest.raises(ValueError, match="site 2"):
-        add_norm_lora(y, replace(pending, site=2), hidden, weight, 1e-5, NORM)
-    assert not y.any()
-    assert not hidden.any()
-
-
 def test_the_rotation_that_expands_checks_its_arguments() -> None:
     table = LoraTable(2, 3, CPU)
-    segments = allocate_segments(4, 16, 3, CPU)
+    segments = allocate_segments(4, 64, 3, CPU)
     workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split_k)
     pending = PendingLora(table, 0, segments, workspace)
     qkv, k, v = torch.zeros(4, 6 * 16), torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16)
@@ -146,6 +122,8 @@ def test_the_rotation_that_expands_checks_its_arguments() -> None:
         rotate(torch.zeros(5, 96))
     with pytest.raises(ValueError, match="qkv is"):
         rotate(torch.zeros(4, 192)[:, ::2])
+    with pytest.raises(ValueError, match="tiles of 16 rows"):
+        rotate(pending=replace(pending, segments=allocate_segments(4, 16, 3, CPU)))
     for features in (4 * 16, 6 * 16 + 8):
         with pytest.raises(ValueError, match=f"{features} columns are not q, 2 k and v heads"):
             rotate(torch.zeros(4, features))
@@ -217,7 +195,6 @@ def test_every_batch_has_launch_parameters() -> None:
             assert CONFIGS.max_split_k >= split
             assert CONFIGS.expand("decode", rows, 256, features).piece >= 64
     for rows in (2049, 8192):
-        assert CONFIGS.norm(rows).piece >= 128
         assert CONFIGS.rope(rows).max_heads >= 1
         assert CONFIGS.fused_shrink(rows).piece >= 64
         assert CONFIGS.shrink("prefill", rows, 256, 4096).max_split == 1

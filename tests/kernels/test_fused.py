@@ -1,17 +1,10 @@
 """Kernels that finish LoRA on their way, against the reference and plain torch."""
 
-import random
-from collections.abc import Sequence
-from dataclasses import replace
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn import functional
 
 from server.kernels.add_norm import add_norm
-from server.kernels.add_norm_lora import add_norm_lora
 from server.kernels.configs import Phase, load_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
@@ -21,7 +14,7 @@ from server.kernels.shrink import shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.workspace import allocate_workspace
-from tests.kernels.batches import SITE, Adapters, assert_close, interpreted, make_batch
+from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
 
 EPSILON = 1e-5
 
@@ -78,91 +71,6 @@ def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int)
     out = silu_mul_lora(y, pending, fused)
     gate, up = lora_reference(y, x, slots, adapters.weights, (inner, inner)).chunk(2, dim=-1)
     assert_close(out, functional.silu(gate) * up, torch.float32)
-
-
-def check_norm(
-    adapters: Adapters, slots: Sequence[int], features: int, phase: Phase, num_programs: int
-) -> None:
-    """The norm that expands on its way, by that many programs, of inputs of 64 features."""
-    device, dtype, rows = adapters.device, adapters.dtype, len(slots)
-    batch = make_batch(rows, adapters, phase)
-    batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
-    x, y, hidden = (torch.randn(rows, n, device=device).to(dtype) for n in (64, features, features))
-    weight = torch.randn(features, device=device).to(dtype)
-    total = lora_reference(y, x, slots, adapters.weights, (features,)).to(device) + hidden
-    configs = load_configs(device)
-    route(batch.slots, batch.segments)
-    shrink_config = configs.shrink(phase, rows, 256, 64)
-    shrink(x, adapters.table, SITE, batch.segments, batch.workspace, shrink_config)
-    config = replace(configs.norm(rows), num_programs=num_programs)
-    pending = PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
-    add_norm_lora(y, pending, hidden, weight, EPSILON, config)
-    assert_close(hidden, total, dtype)
-    assert_close(y, functional.rms_norm(total, (features,), weight.float(), EPSILON), dtype)
-
-
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize(
-    ("dtype", "features", "num_programs"),
-    [
-        (torch.float32, 96, 4),
-        (torch.float16, 520, 4),
-        (torch.float32, 200, 40),
-        (torch.float32, 96, 150),
-    ],
-)
-def test_norm_of_a_sum_with_a_product(
-    device: torch.device, dtype: torch.dtype, features: int, num_programs: int, phase: Phase
-) -> None:
-    """Single rows, full and other tiles and parts, few rows a part and many, rows without an
-    adapter, and adapters that leave the site alone."""
-    torch.manual_seed(features)
-    adapters = Adapters(dtype, device, 8)
-    for slot, rank in enumerate((16, 3, 0, 200, 40, 24, 100)):
-        adapters.put(slot, 64, (features,), (rank,))
-    slots = [0] * 40 + [-1] * 18 + [1, 2, 7, -1, 3, 4, 3, 1, 5, 5, 6] + [3] * 70
-    check_norm(adapters, slots, features, phase, num_programs)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rows", "phase"),
-    [(33, "decode"), (300, "decode"), (2000, "decode"), (300, "prefill"), (3000, "prefill")],
-)
-def test_norm_of_a_large_sum(rows: int, phase: Phase) -> None:
-    """By as many programs as a step has."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device, and too slow for the interpreter")
-    torch.manual_seed(rows)
-    rng = random.Random(rows)
-    adapters = Adapters(torch.bfloat16, torch.device("cuda"), 40, arena_bytes=1 << 27)
-    for slot in range(40):
-        adapters.put(slot, 64, (4096,), (rng.choice((5, 8, 16, 32, 64, 128, 256)),))
-    slots = [rng.randrange(-1, 40) for _ in range(rows)]
-    configured = load_configs(adapters.device).norm(rows).num_programs
-    check_norm(adapters, slots, 4096, phase, configured)
-
-
-@interpreted
-@given(
-    rows=st.integers(1, 90),
-    features=st.integers(1, 40).map(lambda n: 8 * n),
-    num_programs=st.integers(1, 100),
-    phase=st.sampled_from(["decode", "prefill"]),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=12)
-def test_norm_of_any_shape(
-    rows: int, features: int, num_programs: int, phase: Phase, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
-    adapters = Adapters(torch.float32, torch.device("cpu"), 4)
-    for slot in range(3):
-        adapters.put(slot, 64, (features,), (rng.choice((0, 1, 8, 16, 40, 100, 256)),))
-    known = rng.choices(range(-1, 4), k=rng.randint(1, 3))
-    slots = rng.choices(known, k=rows)
-    check_norm(adapters, slots, features, phase, num_programs)
 
 
 @pytest.mark.parametrize(("inner", "width"), [(200, 16), (200, 32), (1500, 32)])

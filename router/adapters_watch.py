@@ -17,6 +17,7 @@ from router.adapters_file import (
     read,
     unreadable,
 )
+from router.file_stamp import Stamp, stamp_of
 from router.owned_name import OwnedName
 from router.rollouts import Rollouts
 
@@ -25,8 +26,6 @@ log = logging.getLogger(__name__)
 POLL_S = 1.0
 RETRY_S = 30.0
 _AT_ONCE = 8
-
-_Stamp = tuple[int, int, int]
 
 
 class AdaptersFile:
@@ -52,7 +51,7 @@ class AdaptersFile:
         self._rollouts = rollouts
         self._default_source = default_source
         self._clock = clock
-        self._stamp: _Stamp | None = None
+        self._stamp: Stamp | None = None
         self._tried_at: float | None = None
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
@@ -71,7 +70,7 @@ class AdaptersFile:
         """Does what is to be done if the file has changed, or something failed a while ago."""
         if not self._admin.workers.ready:
             return
-        stamp = await asyncio.to_thread(_stamp, self._path)
+        stamp = await asyncio.to_thread(stamp_of, self._path)
         now = self._clock()
         is_due = self._tried_at is None or (self.errors and now - self._tried_at >= RETRY_S)
         if stamp == self._stamp and not is_due:
@@ -135,14 +134,6 @@ class AdaptersFile:
                 what = f"adapter {name}" if name != WHOLE else "it is left as it was"
                 log.error("adapters file %s: %s: %s", self._path, what, why)
         self.errors = errors
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def read_file(path: Path, default_source: str) -> FileContents:

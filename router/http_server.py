@@ -17,7 +17,7 @@ from router.front_door import Deadlines
 from router.http_protocol import BoundedHttpProtocol
 from router.listeners import limit_unread
 from router.service import Service
-from router.tls import TlsAcceptor, server_context
+from router.tls import Certificate, TlsAcceptor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For the last words of answers that did not end in time.
@@ -42,7 +42,7 @@ class RouterServer(uvicorn.Server):
         self._delay_s = service.config.drain_delay_s
         self._limit_s = service.config.drain_timeout_s
         self._service = service
-        self._accepting: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._dispatcher.draining:
@@ -62,7 +62,8 @@ class RouterServer(uvicorn.Server):
         if acceptor is not None and self.started:
             for listener in sockets or ():
                 listener.listen(self.config.backlog)
-                self._accepting.append(asyncio.create_task(acceptor.accept(listener)))
+                self._tasks.append(asyncio.create_task(acceptor.accept(listener)))
+            self._tasks.append(asyncio.create_task(acceptor.certificate.follow()))
         if self.started:
             self._on_listening()
 
@@ -71,7 +72,7 @@ class RouterServer(uvicorn.Server):
         if config.tls_cert is None or config.tls_key is None:
             return None
         return TlsAcceptor(
-            server_context(config.tls_cert, config.tls_key),
+            Certificate(config.tls_cert, config.tls_key),
             service.front_door,
             _deadlines(config),
             service.metrics,
@@ -84,8 +85,8 @@ class RouterServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._dispatcher.draining = True
-        for accepting in self._accepting:
-            accepting.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._watch.close()  # what would never end by itself
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self._limit_s, self._dispatcher.give_up)

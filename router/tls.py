@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from router.config import ConfigError
+from router.file_stamp import Stamp, stamp_of
 from router.front_door import Deadlines, FrontDoor
 from router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 
+FILE_POLL_S = 10.0
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPT_AGAIN_S = 1.0
 _MAX_PEM_BYTES = 1 << 20
@@ -68,22 +70,53 @@ def _why(error: ssl.SSLError) -> str:
     return f"OpenSSL says {error.reason}" if error.reason else "its PEM is damaged"
 
 
+class Certificate:
+    """Of the handshakes from now on: the chain and key as the files last had them.
+
+    Raises ConfigError if they cannot be used at the start.
+    """
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self._files = (cert, key)
+        self._seen = self._stamps()
+        self.context = server_context(cert, key)
+
+    async def follow(self) -> None:
+        """Until it is cancelled: takes what a renewal wrote. Files that cannot be used change
+        nothing, and are told of once; a chain and its key that come one after the other are tried
+        again with the second."""
+        while True:
+            await asyncio.sleep(FILE_POLL_S)
+            now = await asyncio.to_thread(self._stamps)
+            if now == self._seen:
+                continue
+            self._seen = now
+            try:
+                self.context = await asyncio.to_thread(server_context, *self._files)
+                logger.info("TLS: %s and %s read again", *self._files)
+            except ConfigError as error:
+                logger.error("TLS: the certificate stays as it was: %s", error)
+
+    def _stamps(self) -> list[Stamp | None]:
+        return [stamp_of(file) for file in self._files]
+
+
 class TlsAcceptor:
     """Counts a connection from its first moment, as `loop.create_server(ssl=…)` does not: it tells
-    of one only when its handshake is over.
+    of one only when its handshake is over. A connection keeps the certificate that it began with.
 
     make_protocol: of a connection that has shaken hands, and whose place at the door is its own.
     """
 
     def __init__(
         self,
-        context: ssl.SSLContext,
+        certificate: Certificate,
         door: FrontDoor,
         deadlines: Deadlines,
         metrics: RouterMetrics,
         make_protocol: Callable[[], asyncio.Protocol],
     ) -> None:
-        self._context = context
+        self.certificate = certificate
         self._door = door
         self._deadlines = deadlines
         self._metrics = metrics
@@ -121,7 +154,7 @@ class TlsAcceptor:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make_protocol,
                 accepted,
-                ssl=self._context,
+                ssl=self.certificate.context,
                 ssl_handshake_timeout=self._deadlines.head_s,
                 ssl_shutdown_timeout=self._deadlines.reader_s,
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from router.file_stamp import stamp_of
 from router.generation import RequestError
 from router.shared.replica import Conflict, Replica
 from router.shared.store import Store, StoreDown, TableFull
@@ -169,10 +170,10 @@ class Keyring:
 
     async def _follow(self, file: Path) -> None:
         """A file that cannot be used changes nothing; it is told once."""
-        stamp = await asyncio.to_thread(_stamp, file)
+        stamp = await asyncio.to_thread(stamp_of, file)
         while True:
             await asyncio.sleep(FILE_POLL_S)
-            now = await asyncio.to_thread(_stamp, file)
+            now = await asyncio.to_thread(stamp_of, file)
             if now == stamp:
                 continue
             stamp = now
@@ -212,11 +213,3 @@ def read_keys_file(file: Path) -> tuple[list[ApiKey], list[Tenant]]:
             return read_keys(opened.read(MAX_FILE_BYTES + 1))
     except OSError as error:
         raise KeysFileError(f"it cannot be read: {error.strerror}") from None
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

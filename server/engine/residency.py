@@ -257,18 +257,20 @@ class AdapterArena:
             _mark(space, entry.spans, _FREE)
         first: list[int] = [0] * len(runs)
         # A search goes on where the last of this length ended: before that there is no such hole.
-        low, high, last = 0, len(space), 0
-        for i in sorted(range(len(runs)), key=lambda i: -runs[i]):
+        low, last = 0, 0
+        for i in sorted((i for i, n in enumerate(runs) if n > 1), key=lambda i: -runs[i]):
             length = runs[i]
-            hole = bytes([_FREE]) * length
-            if length == 1:
-                at = high = space.rfind(hole, 0, high)
-            else:
-                at = space.find(hole, low if length == last else 0)
+            at = space.find(bytes([_FREE]) * length, low if length == last else 0)
             if at < 0:
                 return None
             space[at : at + length] = bytes([_TAKEN]) * length
             low, last = at + length, length
+            first[i] = at
+        singles = [i for i, n in enumerate(runs) if n == 1]
+        highest = _highest_free(space, len(singles))
+        if highest is None:
+            return None
+        for i, at in zip(singles, highest, strict=True):
             first[i] = at
         return tuple(first)
 
@@ -293,15 +295,34 @@ def _mark(extents: bytearray, spans: Iterable[Span], state: int) -> None:
         extents[first : first + length] = bytes([state]) * length
 
 
+def _highest_free(space: bytearray, count: int) -> list[int] | None:
+    """The highest free extents, in falling order; None if there are fewer. A row at a time."""
+    found: list[int] = []
+    high = len(space)
+    while len(found) < count:
+        last = space.rfind(_FREE, 0, high)
+        if last < 0:
+            return None
+        high = max(space.rfind(_TAKEN, 0, last) + 1, last + 1 - (count - len(found)))
+        found.extend(range(last, high - 1, -1))
+    return found
+
+
 def _spread(firsts: Sequence[int], runs: Sequence[int]) -> tuple[int, ...]:
+    if len(firsts) == sum(runs):
+        return tuple(firsts)
     return tuple(x for f, n in zip(firsts, runs, strict=True) for x in range(f, f + n))
 
 
-def _join(firsts: Sequence[int], runs: Sequence[int]) -> tuple[Span, ...]:
+def _join(extents: Sequence[int], runs: Sequence[int]) -> tuple[Span, ...]:
     joined: list[Span] = []
-    for first, length in sorted(zip(firsts, runs, strict=True)):
-        if joined and sum(joined[-1]) == first:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        else:
-            joined.append((first, length))
+    begin = end = -1
+    for first, length in sorted(zip(extents, runs, strict=True)):
+        if first != end:
+            if begin >= 0:
+                joined.append((begin, end - begin))
+            begin = first
+        end = first + length
+    if begin >= 0:
+        joined.append((begin, end - begin))
     return tuple(joined)

@@ -255,6 +255,7 @@ def test_by_keyboard_alone(opener: Opener) -> None:
     assert focused(page) == "tab-fleet"
     page.keyboard.press("ArrowRight")
     assert focused(page) == "tab-playground"
+    expect(page.locator("#chosen")).to_contain_text("loraplex/demo")  # once models are known
     page.keyboard.press("/")
     page.keyboard.type("pirate")
     page.keyboard.press("Enter")

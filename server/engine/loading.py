@@ -87,10 +87,6 @@ class AdapterLoads:
         """Whether some copy is not over."""
         return bool(self._copying or self._ending)
 
-    def begun_since(self, time_s: float) -> bool:
-        """Whether some copy was ordered since then and cannot be used yet."""
-        return any(copying.since >= time_s for copying in self._copying.values())
-
     @property
     def loading(self) -> tuple[str, ...]:
         return (*self._asked, *self._staged, *self._copying)

@@ -43,9 +43,6 @@ log = logging.getLogger(__name__)
 COPY_POLL_S = 0.0002
 # While the device computes, messages are taken as they come; so often it is asked if it is done.
 STEP_POLL_S = 0.0001
-# So long a plan waits for a copy that has just begun. The step before it runs meanwhile, and is
-# likely to run for longer; the copy's sequences would otherwise wait for one step more.
-NEAR_COPY_S = 0.001
 # With unfinished sequences and nothing to compute, the shell still hears that the loop is alive.
 HEARTBEAT_S = 1.0
 MAX_FAILURES_IN_A_ROW = 3
@@ -173,8 +170,7 @@ class EngineLoop(Generic[T]):
         """One round; whether a step was launched or collected in it."""
         self._note_copies()
         self._go_on_loading()
-        with self._guarding_steps():
-            self._await_near_copies()
+        self._note_copies()  # what has just begun may be usable at once
         began = self._clock()
         plan = self._scheduler.plan(began)
         collected = None
@@ -208,16 +204,6 @@ class EngineLoop(Generic[T]):
                 self._copy_s[item.digest] = item.copy_s
             self._scheduler.copy_news(item, self._clock())
         return bool(news)
-
-    def _await_near_copies(self) -> None:
-        began = self._clock()
-        while (
-            self._in_flight
-            and self._scheduler.loads.begun_since(began - NEAR_COPY_S)
-            and self._clock() - began < NEAR_COPY_S
-            and not (self._leaving or self._in_flight[-1].ticket.ready())
-        ):
-            self._look_at_loads()
 
     def _load_until_ready(self, ticket: T) -> None:
         """While the device computes, an adapter that somebody misses is asked for, placed and

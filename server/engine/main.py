@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 # A device call may hang: so long after the shell is gone the process ends in any case.
 LEAVE_GRACE_S = 5.0
 _CERTIFY_TOKEN_BYTES = 1024
-# A thread that prepares an adapter must not keep the step loop waiting for the interpreter.
-_SWITCH_INTERVAL_S = 0.0005
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,7 +86,6 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
         return 1
     depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
     scheduler = Scheduler(executor.limits, SchedulerConfig(max_waiting=config.max_waiting))
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     loop = EngineLoop(executor, scheduler, channel, depth)
     # What was built to last need not be looked at by every collection of the step loop.
     gc.collect()

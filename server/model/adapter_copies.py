@@ -1,9 +1,8 @@
-"""Copies of adapters from the host arena to the device's, in a thread beside the steps."""
+"""Copies of adapters from the host arena to the device's, on a stream beside the steps."""
 
 import logging
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
@@ -15,43 +14,54 @@ from server.model.lora import Adapter, AdapterTable
 
 log = logging.getLogger(__name__)
 
-# A copy in pieces lets the steps have the memory bus in between. Each costs this thread a call, for
-# which it wants the interpreter that the step loop may hold.
+# A copy in pieces lets the steps have the memory bus in between.
 _PIECE_BYTES = 8 << 20
-# A plan is made while the step before it runs. What is left of a copy by then is over before the
-# plan's first kernel, if it is no more than this; else the running streams would wait for it.
-HIDDEN_COPY_S = 0.002
-_POLL_S = 0.0001
+# A plan is made when the step before it has just begun. What is left of a copy by then is over
+# before the plan's first kernel, if it is no more than this; else the running streams would wait.
+HIDDEN_COPY_S = 0.003
 _NEWEST = 0.2  # weight of the newest copy in the mean rate
 
 
-class _Queued(NamedTuple):
-    """Will soon be over. event: recorded behind its bytes; None on the CPU: they are there."""
+class _Moving(NamedTuple):
+    """Its bytes are queued. began, ended: recorded around them."""
 
     copy: AdapterCopy
     adapter: Adapter
-    event: torch.cuda.Event | None
+    nbytes: int
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
 
 
 class AdapterCopies:
-    """One thread, in order of arrival. A slot can be used once `poll` reported it.
+    """In order of arrival, on one stream: what comes later into the same extents is written later.
 
-    All bytes go through one stream: what comes later into the same extents is written later.
+    The step loop's own thread queues them: another would need the interpreter that a launch holds.
+    On the CPU `start` copies. A slot can be used once `poll` reported it.
     """
 
     def __init__(self, table: AdapterTable, host_arena: memoryview) -> None:
         self.table = table
         self._host = torch.frombuffer(host_arena, dtype=torch.uint8) if host_arena else None
         self._stream = torch.cuda.Stream() if table.arena.is_cuda else None
+        self._beside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         self._pinned = self._stream is not None and self._host is not None and _pin(self._host)
         self._bytes_s = 0.0  # a running mean over copies; 0 = none has been made
-        self._pending: queue.SimpleQueue[AdapterCopy | None] = queue.SimpleQueue()
-        self._news: queue.SimpleQueue[_Queued | CopyOver | Exception] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="adapter-copies", daemon=True)
-        self._thread.start()
+        self._oldest_began = 0.0  # of all that move; perf_counter
+        self._unusable: deque[_Moving] = deque()
+        self._usable: deque[_Moving] = deque()  # all of them before those that are not
+        self._news: list[CopyNews] = []
+        self._lost: Exception | None = None
 
     def start(self, copy: AdapterCopy) -> None:
-        self._pending.put(copy)
+        """Raises nothing: `poll` tells what went wrong."""
+        try:
+            with torch.inference_mode(), self._beside:
+                self._start(copy)
+        except ValueError as error:
+            self._give_up(copy, str(error))
+        except Exception as error:  # foreign; other copies must still be answered
+            log.error("a copy failed", exc_info=error)
+            self._give_up(copy, COPY_FAILED)
 
     def poll(self) -> list[CopyNews]:
         """Bind the slots that have become usable, between steps; never blocks. What is launched
@@ -59,75 +69,68 @@ class AdapterCopies:
 
         Raises what CUDA says when the device is lost.
         """
-        told: list[CopyNews] = []
-        while not self._news.empty():
-            news = self._news.get()
-            if isinstance(news, Exception):
-                raise news
-            if isinstance(news, CopyOver):
-                told.append(news)
-                continue
-            if news.event is not None:
-                torch.cuda.current_stream().wait_event(news.event)
-            slot = news.copy.adapter_slot
-            self.table.bind(slot, news.adapter)
-            told.append(CopyUsable(slot, news.copy.layout.digest))
+        if self._lost is not None:
+            raise self._lost
+        told, self._news = self._news, []
+        while self._usable and self._usable[0].ended.query():
+            told.append(self._end(self._usable.popleft()))
+        while self._unusable and self._is_hidden(self._unusable[0]):
+            moving = self._unusable.popleft()
+            self._usable.append(moving)
+            torch.cuda.current_stream().wait_event(moving.ended)
+            told.append(self._bind(moving.copy, moving.adapter))
         return told
 
     def close(self) -> None:
-        """Ends the thread after the copy that it is at."""
-        with suppress(queue.Empty):  # the thread may take the last one
-            while True:
-                self._pending.get_nowait()
-        self._pending.put(None)
-        self._thread.join()
-        if self._pinned and self._host is not None:
+        if self._pinned and self._host is not None and self._stream is not None:
+            with suppress(RuntimeError):  # the device may be lost
+                self._stream.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
         self._host = None
 
-    def _run(self) -> None:
-        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with torch.inference_mode(), stream:
-            while (copy := self._pending.get()) is not None:
-                try:
-                    self._news.put(self._carry_out(copy))
-                except Exception as lost:
-                    self._news.put(lost)
-
-    def _carry_out(self, copy: AdapterCopy) -> CopyOver:
-        """Tells when it is usable, and returns when it is over. Raises if the device is lost."""
-        slot, digest = copy.adapter_slot, copy.layout.digest
-        started = time.perf_counter()
-        try:
+    def _start(self, copy: AdapterCopy) -> None:
+        nbytes = sum(copy.layout.runs) * copy.layout.extent_bytes
+        now = time.perf_counter()
+        if self._stream is None:
             self._queue(copy)
-            event = None if self._stream is None else self._stream.record_event()
-            # While the bytes are on their way.
-            adapter = self.table.prepare(slot, copy.layout, copy.device_extents)
-        except Exception as error:  # foreign; later copies must still be answered
+            copy_s = time.perf_counter() - now
+            adapter = self.table.prepare(copy.adapter_slot, copy.layout, copy.device_extents)
+            self._news.append(self._bind(copy, adapter))
+            self._news.append(CopyOver(copy.adapter_slot, copy.layout.digest, copy_s=copy_s))
+            return
+        began = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+        self._queue(copy)
+        ended = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+        # While the bytes are on their way.
+        adapter = self.table.prepare(copy.adapter_slot, copy.layout, copy.device_extents)
+        if not self._usable and not self._unusable:
+            self._oldest_began = now
+        self._unusable.append(_Moving(copy, adapter, nbytes, began, ended))
+
+    def _give_up(self, copy: AdapterCopy, error: str) -> None:
+        try:
             if self._stream is not None:
                 self._stream.synchronize()  # pieces may be on their way; raises if it is the device
-            if isinstance(error, ValueError):
-                return CopyOver(slot, digest, str(error))
-            log.error("a copy failed", exc_info=error)
-            return CopyOver(slot, digest, COPY_FAILED)
-        nbytes = sum(copy.layout.runs) * copy.layout.extent_bytes
-        if event is not None:
-            self._wait_until_hidden(event, nbytes, started)
-        self._news.put(_Queued(copy, adapter, event))
-        if event is not None:
-            event.synchronize()
-        copy_s = time.perf_counter() - started
-        rate = nbytes / copy_s
-        self._bytes_s += (_NEWEST if self._bytes_s else 1.0) * (rate - self._bytes_s)
-        return CopyOver(slot, digest, copy_s=copy_s)
+        except Exception as lost:
+            self._lost = lost
+        self._news.append(CopyOver(copy.adapter_slot, copy.layout.digest, error))
 
-    def _wait_until_hidden(self, event: torch.cuda.Event, nbytes: int, started: float) -> None:
-        after_s = hidden_after_s(nbytes, self._bytes_s)
-        if after_s is None:
-            event.synchronize()
-            return
-        while time.perf_counter() - started < after_s and not event.query():
-            time.sleep(_POLL_S)
+    def _bind(self, copy: AdapterCopy, adapter: Adapter) -> CopyUsable:
+        self.table.bind(copy.adapter_slot, adapter)
+        return CopyUsable(copy.adapter_slot, copy.layout.digest)
+
+    def _is_hidden(self, first: _Moving) -> bool:
+        """first: of those that are not usable."""
+        nbytes = sum(moving.nbytes for moving in self._usable) + first.nbytes
+        spent_s = time.perf_counter() - self._oldest_began
+        return is_hidden(nbytes, self._bytes_s, spent_s) or first.ended.query()
+
+    def _end(self, moving: _Moving) -> CopyOver:
+        copy_s = moving.began.elapsed_time(moving.ended) / 1e3
+        rate = moving.nbytes / max(copy_s, 1e-9)
+        self._bytes_s += (_NEWEST if self._bytes_s else 1.0) * (rate - self._bytes_s)
+        self._oldest_began = time.perf_counter()
+        return CopyOver(moving.copy.adapter_slot, moving.copy.layout.digest, copy_s=copy_s)
 
     def _queue(self, copy: AdapterCopy) -> None:
         layout = copy.layout
@@ -154,12 +157,13 @@ class AdapterCopies:
             place.copy_(piece, non_blocking=True)
 
 
-def hidden_after_s(nbytes: int, bytes_s: float) -> float | None:
-    """Seconds from a copy's start until what is left of it is likely to take HIDDEN_COPY_S.
+def is_hidden(nbytes: int, bytes_s: float, spent_s: float) -> bool:
+    """Whether what is left of the copies is likely to take no more than HIDDEN_COPY_S.
 
-    bytes_s: how fast copies were, 0 if that is unknown; then None: nobody can tell.
+    nbytes: of this one and those before it that are not over. spent_s: since the first of them
+    began. bytes_s: how fast copies were, 0 if that is unknown; then nobody can tell.
     """
-    return max(0.0, nbytes / bytes_s - HIDDEN_COPY_S) if bytes_s else None
+    return bytes_s > 0 and nbytes / bytes_s - spent_s <= HIDDEN_COPY_S
 
 
 def coalesce(

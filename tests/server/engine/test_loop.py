@@ -1,6 +1,5 @@
 """The loop over a real socket pair, with the certifying executor."""
 
-import itertools
 import socket
 import threading
 from collections import deque
@@ -14,7 +13,6 @@ from server.engine.executor import AdapterCopy, CopyNews, CopyUsable
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket, certified_output
 from server.engine.loop import (
     MAX_FAILURES_IN_A_ROW,
-    NEAR_COPY_S,
     EngineLoop,
     ExecutorLost,
 )
@@ -177,33 +175,25 @@ class Busy(CertifyingExecutor):
         return super().poll_copies()
 
 
-def turns(executor: Busy, clock: Iterator[float]) -> None:
+def turns(executor: Busy) -> None:
     """A base sequence's first step runs when one comes whose adapter lies in host memory."""
     miss: list[ToEngine] = [Submit(2, make_request([5, 7], 8, "a")), staged("a")]
     script = Script([Submit(1, make_request([5, 6], 8))], miss)
-    scheduler = Scheduler(LIMITS, SchedulerConfig())
-    loop = EngineLoop(executor, scheduler, script, 2, clock=lambda: next(clock))
+    loop = EngineLoop(executor, Scheduler(LIMITS, SchedulerConfig()), script, 2)
     for wait_s in (None, None):
         loop._receive(wait_s)
         loop._turn()
 
 
-def test_a_plan_waits_for_a_copy_that_has_just_begun() -> None:
-    executor = Busy(copy_polls=4)
-    turns(executor, itertools.repeat(0.0))
+def test_a_miss_whose_copy_is_usable_at_once_is_in_the_next_plan() -> None:
+    executor = Busy(copy_polls=1)
+    turns(executor)
     assert executor.sizes == [1, 2]
 
 
-def test_a_plan_waits_no_longer_for_a_copy_than_it_may() -> None:
-    executor = Busy(copy_polls=1000)
-    turns(executor, itertools.count(0.0, NEAR_COPY_S / 10))
-    assert executor.sizes == [1, 1]
-    assert 3 < executor.polls < 20
-
-
-def test_a_plan_does_not_wait_for_a_copy_while_the_device_idles() -> None:
-    executor = Busy(copy_polls=4, busy=False)
-    turns(executor, itertools.repeat(0.0))
+def test_a_plan_waits_for_no_copy() -> None:
+    executor = Busy(copy_polls=2)
+    turns(executor)
     assert executor.sizes == [1, 1]
 
 

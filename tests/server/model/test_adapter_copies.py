@@ -1,7 +1,5 @@
 """Copies of adapters: what does not fit is reported, what fits is found through the table."""
 
-import queue
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,12 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 
 from adapters.manifest import SlabLayout
-from server.engine.executor import COPY_FAILED, AdapterCopy, CopyUsable
+from server.engine.executor import COPY_FAILED, AdapterCopy, CopyOver, CopyUsable
 from server.engine.residency import AdapterArena
-from server.model.adapter_copies import HIDDEN_COPY_S, coalesce, hidden_after_s
+from server.model.adapter_copies import HIDDEN_COPY_S, coalesce, is_hidden
 from server.model.executor import TorchExecutor
 from server.protocol import SamplingParams
 from tests.server.model.driver import (
-    COPY_TIMEOUT_S,
     Driver,
     Stream,
     engine_config,
@@ -159,7 +156,7 @@ def test_device_table_says_where_the_weights_lie(
     assert words.view(torch.float32)[12:15].tolist() == [2.0, 0.0, 2.0]
 
 
-def test_close_ends_the_copy_thread(folder: Path) -> None:
+def test_close_lets_go_of_the_arena(folder: Path) -> None:
     arena = bytearray(1 << 16)
     executor = TorchExecutor(engine_config(folder), memoryview(arena))
     executor.close()
@@ -195,48 +192,55 @@ def test_a_lost_device_is_told_apart_from_a_failed_copy(
 
 
 class LongCopy:
-    """Of a GPU, as far as `AdapterCopies` uses it: a stream whose events are done when told."""
+    """Of a GPU, as far as `AdapterCopies` uses it: a stream, all of whose events are done when
+    told; each copy took a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
-        self.done = threading.Event()
+        self.done = False
         self.failure: Exception | None = None
         self.waited_for: list[object] = []
-        monkeypatch.setattr(driver.executor._copies, "_stream", self)
+        self.copies = driver.executor._copies
+        monkeypatch.setattr(self.copies, "_stream", self)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self)
 
-    def record_event(self) -> "LongCopy":
-        return self
+    def record_event(self, event: object) -> object:
+        return event
 
     def wait_event(self, event: object) -> None:
         self.waited_for.append(event)
 
     def query(self) -> bool:
-        return self.done.is_set()
-
-    def synchronize(self) -> None:
-        assert self.done.wait(COPY_TIMEOUT_S)
         if self.failure is not None:
             raise self.failure
+        return self.done
+
+    def elapsed_time(self, end: object) -> float:
+        return 1000.0
+
+
+def start(driver: Driver, slot: int, layout: SlabLayout) -> None:
+    places = tuple(range(len(layout.runs)))
+    driver.executor.start_copy(AdapterCopy(slot, layout, places, places))
 
 
 def test_a_copy_is_usable_as_soon_as_its_rest_is_hidden(
     driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How long the first one takes, nobody knows; the second has begun to move, and steps wait."""
+    """How long the first one takes, nobody knows; the second moves, and steps wait for it."""
     layout, data = slab
     copy = LongCopy(monkeypatch, driver)
-    copy.done.set()
-    assert driver.load(0, layout, data, 0).error is None
+    copy.done = True
+    assert driver.load(0, layout, data, 0).copy_s == 1.0
     copy.waited_for.clear()
-    copy.done.clear()
-    places = tuple(range(len(layout.runs)))
-    driver.executor._copies._bytes_s = 1e12
-    driver.executor.start_copy(AdapterCopy(1, layout, places, places))
-    assert driver.wait_for_news() == [CopyUsable(1, layout.digest)]
+    copy.done = False
+    copy.copies._bytes_s = 1e12
+    start(driver, 1, layout)
+    assert driver.executor.poll_copies() == [CopyUsable(1, layout.digest)]
     assert copy.waited_for == [copy]
     assert driver.executor.poll_copies() == []
-    copy.done.set()
-    assert driver.wait_for_copy().copy_s > 0
+    copy.done = True
+    assert driver.executor.poll_copies() == [CopyOver(1, layout.digest, copy_s=1.0)]
 
 
 def test_the_first_copy_is_usable_when_it_is_over(
@@ -244,20 +248,29 @@ def test_the_first_copy_is_usable_when_it_is_over(
 ) -> None:
     layout, _ = slab
     copy = LongCopy(monkeypatch, driver)
-    asked = threading.Event()
-    wait = copy.synchronize
-
-    def synchronize() -> None:
-        asked.set()
-        wait()
-
-    monkeypatch.setattr(copy, "synchronize", synchronize)
-    places = tuple(range(len(layout.runs)))
-    driver.executor.start_copy(AdapterCopy(1, layout, places, places))
-    assert asked.wait(COPY_TIMEOUT_S)
+    start(driver, 1, layout)
     assert driver.executor.poll_copies() == []
-    copy.done.set()
-    assert driver.wait_for_copy().error is None
+    copy.done = True
+    assert driver.executor.poll_copies() == [CopyUsable(1, layout.digest)]
+    assert driver.executor.poll_copies() == [CopyOver(1, layout.digest, copy_s=1.0)]
+
+
+def test_a_copy_waits_for_those_before_it(
+    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a rate at which two would be hidden, and three are not."""
+    layout, _ = slab
+    copy = LongCopy(monkeypatch, driver)
+    nbytes = sum(layout.runs) * layout.extent_bytes
+    copy.copies._bytes_s = 2.5 * nbytes / HIDDEN_COPY_S
+    monkeypatch.setattr("server.model.adapter_copies.time.perf_counter", lambda: 5.0)
+    for slot in range(3):
+        start(driver, slot, msgspec.structs.replace(layout, digest=str(slot)))
+    assert driver.executor.poll_copies() == [CopyUsable(0, "0"), CopyUsable(1, "1")]
+    assert driver.executor.poll_copies() == []
+    copy.done = True
+    told = driver.executor.poll_copies()
+    assert told == [CopyOver(0, "0", copy_s=1.0), CopyOver(1, "1", copy_s=1.0), CopyUsable(2, "2")]
 
 
 def test_a_copy_that_fails_after_it_was_usable_is_the_loss_of_the_device(
@@ -265,35 +278,23 @@ def test_a_copy_that_fails_after_it_was_usable_is_the_loss_of_the_device(
 ) -> None:
     layout, _ = slab
     copy = LongCopy(monkeypatch, driver)
+    copy.copies._bytes_s = 1e12
+    start(driver, 1, layout)
+    assert driver.executor.poll_copies() == [CopyUsable(1, layout.digest)]
     copy.failure = RuntimeError("uncorrectable")
-    places = tuple(range(len(layout.runs)))
-    driver.executor._copies._bytes_s = 1e12
-    driver.executor.start_copy(AdapterCopy(1, layout, places, places))
-    assert driver.wait_for_news() == [CopyUsable(1, layout.digest)]
-    copy.done.set()
     with pytest.raises(RuntimeError, match="uncorrectable"):
-        driver.wait_for_news()
+        driver.executor.poll_copies()
 
 
-@given(nbytes=st.integers(0, 1 << 32), bytes_s=st.floats(1.0, 1e12))
-def test_what_is_left_of_a_copy_is_short(nbytes: int, bytes_s: float) -> None:
-    after_s = hidden_after_s(nbytes, bytes_s)
-    assert after_s is not None
-    assert after_s >= 0
-    assert nbytes / bytes_s - after_s <= HIDDEN_COPY_S * (1 + 1e-9) + 1e-9 * after_s
-    assert after_s == 0 or nbytes / bytes_s > HIDDEN_COPY_S
-    assert hidden_after_s(nbytes, 0.0) is None
-
-
-def test_close_while_the_thread_takes_the_last_copy(folder: Path) -> None:
-    class Taken(queue.SimpleQueue[AdapterCopy | None]):
-        """Nothing is left of what was there."""
-
-        def empty(self) -> bool:
-            return False
-
-    executor = TorchExecutor(engine_config(folder), memoryview(bytearray(1 << 16)))
-    executor._copies.close()
-    copies = executor._copies
-    copies._pending = Taken()
-    copies.close()
+@given(
+    nbytes=st.integers(0, 1 << 32),
+    bytes_s=st.floats(1.0, 1e12),
+    spent_s=st.floats(0.0, 10.0),
+)
+def test_what_is_left_of_a_hidden_copy_is_short(
+    nbytes: int, bytes_s: float, spent_s: float
+) -> None:
+    left_s = nbytes / bytes_s - spent_s
+    assert is_hidden(nbytes, bytes_s, spent_s) == (left_s <= HIDDEN_COPY_S)
+    assert is_hidden(nbytes, bytes_s, spent_s + nbytes / bytes_s)
+    assert not is_hidden(nbytes, 0.0, spent_s)

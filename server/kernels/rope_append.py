@@ -26,7 +26,8 @@ def rope_append(
 
     qkv: `[tokens, (heads + 2 kv_heads) * head_dim]`, contiguous. cos_sin: float32 `[positions,
     head_dim]`, cosines first. positions: int64 `[tokens]`. slots: int64 `[tokens]`, page *
-    page_size + offset. k_pages, v_pages: `[pages, page_size, kv_heads, head_dim]`, contiguous.
+    page_size + offset; a token at -1 is left out, and so are its queries. k_pages, v_pages:
+    `[pages, page_size, kv_heads, head_dim]`, contiguous.
     qk_norm: `[heads + kv_heads, head_dim]`, weights of an RMS norm before the rotation.
     """
     kv_heads, head_dim = k_pages.shape[2:]
@@ -83,7 +84,8 @@ def _rope_append_kernel(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = d < HALF
-    live = (head < HEADS + 2 * KV_HEADS) & inside
+    slot = tl.load(slots_ptr + token)
+    live = (head < tl.where(slot >= 0, HEADS + 2 * KV_HEADS, 0)) & inside
     rotated = head < HEADS + KV_HEADS
     source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + d
     raw_first = tl.load(source, mask=live, other=0.0)
@@ -99,7 +101,7 @@ def _rope_append_kernel(
     target = q_ptr + (token * HEADS + head) * 2 * HALF + d
     tl.store(target, new_first, mask=is_q)
     tl.store(target + HALF, new_second, mask=is_q)
-    place = tl.load(slots_ptr + token) * KV_HEADS
+    place = slot * KV_HEADS
     is_k = live & rotated & (head >= HEADS)
     target = k_ptr + (place + head - HEADS) * 2 * HALF + d
     tl.store(target, new_first, mask=is_k)

@@ -153,7 +153,7 @@ class DecodeGraphs:
         rows, head = self._rows, self._decoder.weights.lm_head
         work = DecodeItems(parts.items(packed), parts.piece(packed))
         view = DecodeBatchView(columns[ROW], positions, rows.page_table, work)
-        plan = CudaPlan(positions, None, Attention(size, view, None))
+        plan = CudaPlan(positions, None, Attention(slice(size), view, slice(0), None))
 
         def step() -> None:
             gather_inputs(columns, rows.tokens, rows.page_table, token_ids, positions)

@@ -128,7 +128,7 @@ class TorchExecutor:
         token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
         scored = _scored(step, self._rows)
         wanted = _wanted(step, scored)
-        normed = self._forward(token_ids, ops.plan(step.layout), step.token_slots, wanted)
+        normed = self._forward(token_ids, step, wanted)
 
         def logits_of(tokens: np.ndarray) -> torch.Tensor:
             rows = normed
@@ -148,17 +148,15 @@ class TorchExecutor:
         sampled = None if drawn is None else to_host(drawn.token_ids)
         return self._ticket(step.order.tolist(), places.tolist(), sampled, drawn, prompts)
 
-    def _forward(
-        self, token_ids: torch.Tensor, plan: Any, token_slots: np.ndarray, wanted: np.ndarray
-    ) -> torch.Tensor:
+    def _forward(self, token_ids: torch.Tensor, step: Step, wanted: np.ndarray) -> torch.Tensor:
         """Of the tokens wanted alone."""
-        rows = to_device(wanted, self.device)
-        if self._token_graphs is not None and self._token_graphs.takes(token_slots):
-            normed: torch.Tensor = self._token_graphs.forward(token_ids, plan, token_slots)
-            return normed[rows]
-        ops = self._decoder.ops
-        of_wanted = Wanted(rows, ops.lora(token_slots[wanted]))
-        return self._decoder.forward(token_ids, plan, ops.lora(token_slots), of_wanted)
+        graphs, ops, slots = self._token_graphs, self._decoder.ops, step.token_slots
+        if graphs is not None and graphs.takes(step.layout, slots):
+            normed: torch.Tensor = graphs.forward(token_ids, step.layout, slots, wanted)
+            return normed
+        of_wanted = Wanted(to_device(wanted, self.device), ops.lora(slots[wanted]))
+        plan = ops.plan(step.layout)
+        return self._decoder.forward(token_ids, plan, ops.lora(slots), of_wanted)
 
     def _ticket(
         self,

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,15 +93,19 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     from server.model.attention_cuda import PagedAttention
     from server.model.decode_graphs import DecodeGraphs, graph_sizes
     from server.model.draws_cuda import CudaDraws
+    from server.model.graph_attention import GraphAttention
     from server.model.ops_cuda import CudaOps
+    from server.model.prompt_attention import MAX_PROMPTS, PromptAttention
     from server.model.token_graphs import TokenGraphs, token_sizes
 
     limits, rows = parts.limits, parts.rows
     rows.page_table[rows.scratch] = limits.num_pages
     most_decodes = min(limits.max_rows, limits.max_step_tokens)
     sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
-    prompt_sizes = () if graph_batches else token_sizes(limits.max_step_tokens)
-    attention = PagedAttention(parts.model, parts.cache, max(limits.max_rows, sizes[-1]))
+    most_prompt_tokens = min(limits.max_step_tokens, MAX_PROMPTS * limits.max_context)
+    prompt_sizes = () if graph_batches else token_sizes(most_prompt_tokens)
+    most_rows = max(limits.max_rows, sizes[-1], *prompt_sizes)
+    attention = PagedAttention(parts.model, parts.cache, most_rows)
     most_tokens = max(limits.max_step_tokens, sizes[-1], *prompt_sizes)
     reach = (limits.max_context, most_tokens)
     ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
@@ -116,11 +121,19 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     ops.products.measure(sizes, [[parts.weights.lm_head]])
     phases.done("products")
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
-    token_graphs = TokenGraphs(decoder, ops, prompt_sizes) if prompt_sizes else None
+    token_graphs = None
+    if prompt_sizes:
+        inside = None
+        if attention.prefill_backend == "fa3":
+            pages = MAX_PROMPTS * rows.page_table.shape[1]
+            prompts = PromptAttention(parts.model, parts.cache, "fa3", captured_pages=pages)
+            reach = (prompt_sizes[-1], min(prompt_sizes[-1], most_decodes))
+            inside = GraphAttention(ops, prompts, rows.page_table, *reach)
+        token_graphs = TokenGraphs(decoder, ops, prompt_sizes, inside)
     for with_adapters in (False, True)[: 1 + adapters]:
         graphs.capture(with_adapters)
         if token_graphs is not None:
-            token_graphs.capture(with_adapters)
+            token_graphs.capture(with_adapters, partial(_prompts_of, rows, limits.max_context))
     torch.cuda.synchronize()
     phases.done("graphs")
     _tell_of_late_kernels()
@@ -159,16 +172,7 @@ def _warm(
     if they changed the embedding and the head, which no graph does, of small ranks and of any."""
     chunks, rest = divmod(tokens - 1, max_context)
     # Decodes come first, and a rest of one is another.
-    num_new = np.array([1] + ([rest] if rest else []) + [max_context] * chunks)
-    positions = np.concatenate([np.arange(n) for n in num_new])
-    layout = StepLayout(
-        seq_rows=np.full(len(num_new), rows.scratch),
-        starts=np.zeros(len(num_new), dtype=np.int64),
-        num_new=num_new,
-        token_rows=torch.full((tokens,), rows.scratch, device=rows.device),
-        positions=torch.from_numpy(positions).to(rows.device),
-        page_table=rows.page_table,
-    )
+    layout = _on_scratch(rows, np.array([1] + ([rest] if rest else []) + [max_context] * chunks))
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
     ops: Any = decoder.ops
     loras: list[tuple[Any, Any]] = [(None, None)]
@@ -185,3 +189,25 @@ def _warm(
 
 def _everywhere(lora: Any) -> Any:
     return replace(lora, model_sites=True)
+
+
+def _prompts_of(rows: Rows, max_context: int, tokens: int) -> StepLayout:
+    """As few prompts as have so many tokens, all alike."""
+    count = -(-tokens // max_context)
+    num_new = np.full(count, tokens // count)
+    num_new[: tokens % count] += 1
+    return _on_scratch(rows, num_new)
+
+
+def _on_scratch(rows: Rows, num_new: np.ndarray) -> StepLayout:
+    """Slices that begin their contexts, all of them on the row that is no sequence's."""
+    tokens = int(num_new.sum())
+    positions = np.concatenate([np.arange(n) for n in num_new])
+    return StepLayout(
+        seq_rows=np.full(len(num_new), rows.scratch),
+        starts=np.zeros(len(num_new), dtype=np.int64),
+        num_new=num_new,
+        token_rows=torch.full((tokens,), rows.scratch, device=rows.device),
+        positions=torch.from_numpy(positions).to(rows.device),
+        page_table=rows.page_table,
+    )

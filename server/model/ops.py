@@ -39,6 +39,16 @@ class StepLayout:
     positions: torch.Tensor
     page_table: torch.Tensor
 
+    @property
+    def num_decodes(self) -> int:
+        return int((self.num_new == 1).sum())
+
+    @property
+    def prompts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """seq_rows, starts and num_new of the slices that are no decodes."""
+        n = self.num_decodes
+        return self.seq_rows[n:], self.starts[n:], self.num_new[n:]
+
 
 P = TypeVar("P")
 L = TypeVar("L")

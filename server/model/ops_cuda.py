@@ -39,12 +39,14 @@ _DOWN_SPLIT = 16
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """positions, slots (page * page_size + offset): int64 `[tokens]`; captured steps of decodes
-    have no slots."""
+    """positions, slots (`CudaOps.kv_slots`; -1 = a token that is no prompt's): int64 `[tokens]`;
+    captured steps of decodes have no slots. attended: `[tokens, heads * head_dim]`, where the
+    result is to lie; None: anywhere."""
 
     positions: torch.Tensor
     slots: torch.Tensor | None
     attention: Attention
+    attended: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +124,13 @@ class CudaOps:
     # ---- once a step
 
     def plan(self, layout: StepLayout) -> CudaPlan:
+        return CudaPlan(layout.positions, self.kv_slots(layout), self._attention.plan(layout))
+
+    def kv_slots(self, layout: StepLayout) -> torch.Tensor:
+        """int64 `[tokens]`: page * page_size + offset of each token's keys and values."""
         size = self.cache.page_size
         pages = layout.page_table[layout.token_rows, layout.positions // size]
-        slots = pages * size + layout.positions % size
-        return CudaPlan(layout.positions, slots, self._attention.plan(layout))
+        return pages * size + layout.positions % size
 
     def lora(self, token_slots: np.ndarray) -> DeviceLora | None:
         if not any_adapter(token_slots):
@@ -244,27 +249,19 @@ class CudaOps:
         return delta.y, hidden
 
     def attend(
-        self,
-        plan: CudaPlan,
-        layer: int,
-        qkv: Product,
-        qk_norm: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+        self, plan: CudaPlan, layer: int, qkv: Product, qk_norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """out: `[tokens, heads * head_dim]`, where the result is to lie."""
-        y, attention = qkv.y, plan.attention
-        model, n = self.model, attention.num_decodes
-        if out is None:
-            out = y.new_empty(len(y), model.q_size)
+        y, attention, model = qkv.y, plan.attention, self.model
+        out = y.new_empty(len(y), model.q_size) if plan.attended is None else plan.attended
         heads = out.view(len(y), model.num_heads, model.head_dim)
         # First: decodes read what it leaves of the product where LoRA is still to come.
         q = None if plan.slots is None else self._rotate(plan, plan.slots, layer, qkv, qk_norm)
         if attention.decode is not None:
             rotation = (self._cos_sin, qk_norm)
-            batch = attention.decode
-            self._attention.decode(batch, layer, y[:n], qkv.delta, rotation, heads[:n])
+            batch, rows = attention.decode, attention.decodes
+            self._attention.decode(batch, layer, y[rows], qkv.delta, rotation, heads[rows])
         if attention.prefill is not None and q is not None:
-            self._attention.prefill(attention.prefill, layer, q, heads[n:])
+            attention.prefill.run(layer, q, heads[attention.prompts])
         return out
 
     def _rotate(
@@ -276,14 +273,14 @@ class CudaOps:
         qk_norm: torch.Tensor | None,
     ) -> torch.Tensor:
         """Queries of prompts, whose keys and values go to their pages; decodes get LoRA's part."""
-        y, n, positions = qkv.y, plan.attention.num_decodes, plan.positions
+        y, prompts, positions = qkv.y, plan.attention.prompts, plan.positions
         pages, epsilon = (self.cache.k[layer], self.cache.v[layer]), self.model.rms_norm_eps
         if qkv.lora is None:
-            places = (positions[n:], slots[n:])
-            return rope_append(y[n:], self._cos_sin, *places, *pages, qk_norm, epsilon)
+            places = (positions[prompts], slots[prompts])
+            return rope_append(y[prompts], self._cos_sin, *places, *pages, qk_norm, epsilon)
         context = (self._cos_sin, positions, slots, *pages, qk_norm, epsilon)
         config = self._configs.rope(len(y))
-        return rope_append_lora(y, qkv.lora, n, *context, config)
+        return rope_append_lora(y, qkv.lora, prompts.start, *context, config)
 
     def silu_mul(self, gate_up: Product) -> torch.Tensor:
         y, lora, shrunk = gate_up.y, gate_up.lora, gate_up.shrunk

@@ -1,12 +1,13 @@
-"""CUDA graphs of all but attention, by padded number of tokens: for steps that have prompts.
+"""CUDA graphs of steps that have prompts, by padded number of tokens.
 
-Attention's plan changes with every step, so it is launched as it comes; from one attention to the
-next lies one graph. Without them the host would need longer for a step of few hundred tokens than
+Where what attention launches depends on its plan, it is launched as it comes, and from one to the
+next lies one graph. Without graphs the host would need longer for a step of few hundred tokens than
 the device.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ import torch
 from server.kernels.segments import route
 from server.model.capture import padded_size, record, sizes_up_to
 from server.model.decoder import Decoder
+from server.model.graph_attention import GraphAttention
 from server.model.lora import any_adapter
+from server.model.ops import StepLayout
 from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
+from server.model.prompt_attention import MAX_PROMPTS
 from server.model.transfers import to_device
 
 # With more tokens the device needs longer than the host.
@@ -30,21 +34,21 @@ def token_sizes(max_tokens: int) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class _Captured:
-    """graphs: the first up to the first attention, then one after each layer's. normed: `[size,
-    hidden]`, what the last one leaves. lora: kept since the graphs write to its tensors."""
-
-    graphs: list[torch.cuda.CUDAGraph]
-    normed: torch.Tensor
-    lora: DeviceLora | None
-
-
-@dataclass(slots=True)
 class _States:
-    """Of the run at hand; `[size, hidden]` each."""
+    """What a run leaves; `[size, hidden]` each."""
 
     normed: torch.Tensor
     hidden: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Captured:
+    """graphs: one, or the first up to the first attention, then one after each layer's. lora: kept
+    since the graphs write to its tensors."""
+
+    graphs: list[torch.cuda.CUDAGraph]
+    states: _States
+    lora: DeviceLora | None
 
 
 class TokenGraphs:
@@ -56,25 +60,31 @@ class TokenGraphs:
         decoder: Decoder[CudaPlan, DeviceLora, Product],
         ops: CudaOps,
         sizes: tuple[int, ...],
+        attention: GraphAttention | None,
     ) -> None:
+        """attention: that graphs can launch; None: it lies between them."""
         self.sizes = sizes
-        self._decoder, self._ops = decoder, ops
+        self._decoder, self._ops, self._attention = decoder, ops, attention
         model, device, dtype = decoder.config, ops.device, ops.cache.k.dtype
         most = sizes[-1]
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
+        between = most if attention is None else 0
         qkv_size = model.q_size + 2 * model.kv_size
-        self._qkv = torch.zeros(most, qkv_size, dtype=dtype, device=device)
-        self._attended = torch.zeros(most, model.q_size, dtype=dtype, device=device)
+        self._qkv = torch.zeros(between, qkv_size, dtype=dtype, device=device)
+        self._attended = torch.zeros(between, model.q_size, dtype=dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, bool], _Captured] = {}
 
-    def capture(self, with_adapters: bool) -> None:
-        """One family, largest first so that the others fit in its memory."""
+    def capture(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
+        """One family, largest first so that the others fit in its memory. example: of prompts with
+        so many tokens in all."""
         for size in reversed(self.sizes):
             lora = None
             if with_adapters:
                 lora = self._ops.captured_lora(self._slots[:size], decodes=False)
+            if self._attention is not None:
+                self._attention.fill(size, example(size))
             states, pieces = self._pieces(size, lora)
             for piece in pieces:
                 piece()
@@ -82,11 +92,13 @@ class TokenGraphs:
             graphs = [record(piece, self._pool) for piece in pieces]
             for graph in graphs:
                 graph.replay()  # the first time takes longer
-            self._captured[size, with_adapters] = _Captured(graphs, states.normed, lora)
+            self._captured[size, with_adapters] = _Captured(graphs, states, lora)
 
-    def takes(self, token_slots: np.ndarray) -> bool:
+    def takes(self, layout: StepLayout, token_slots: np.ndarray) -> bool:
         """token_slots: int64 `[tokens]`, adapter slots of a step, -1 = the base."""
         if len(token_slots) > self.sizes[-1]:
+            return False
+        if self._attention is not None and len(layout.prompts[0]) > MAX_PROMPTS:
             return False
         if not any_adapter(token_slots):
             return True
@@ -94,54 +106,71 @@ class TokenGraphs:
         return known and not self._ops.table.changes_model(token_slots)
 
     def forward(
-        self, token_ids: torch.Tensor, plan: CudaPlan, token_slots: np.ndarray
+        self,
+        token_ids: torch.Tensor,
+        layout: StepLayout,
+        token_slots: np.ndarray,
+        wanted: np.ndarray,
     ) -> torch.Tensor:
-        """As `Decoder.forward`; the result is valid until the next call, in stream order."""
-        tokens = len(token_ids)
+        """As `Decoder.forward`, of the tokens wanted (int64 `[rows]`, on the host)."""
+        tokens, first = len(token_ids), 0
         size = padded_size(self.sizes, tokens)
-        with_adapters = any_adapter(token_slots)
-        if with_adapters:
+        captured = self._captured[size, any_adapter(token_slots)]
+        if self._attention is not None:
+            first = layout.num_decodes  # they go to the end
+            self._attention.fill(size, layout)
+        if captured.lora is not None:
             slots = np.full(size, -1, dtype=np.int32)
-            slots[:tokens] = token_slots
+            slots[:tokens] = np.roll(token_slots, -first)
             self._slots[:size].copy_(to_device(slots, self._ops.device))
-        self._token_ids[:tokens].copy_(token_ids)
-        captured = self._captured[size, with_adapters]
-        qkv, attended = Product(self._qkv[:tokens]), self._attended[:tokens]
-        first, *others = captured.graphs
+        self._token_ids[:tokens].copy_(token_ids.roll(-first))
+        if self._attention is None:
+            self._replay_between(captured.graphs, self._ops.plan(layout), tokens)
+        else:
+            captured.graphs[0].replay()
+        return captured.states.normed[to_device((wanted - first) % tokens, self._ops.device)]
+
+    def _replay_between(
+        self, graphs: list[torch.cuda.CUDAGraph], plan: CudaPlan, tokens: int
+    ) -> None:
+        qkv, plan = Product(self._qkv[:tokens]), replace(plan, attended=self._attended[:tokens])
+        first, *others = graphs
         first.replay()
         layers = self._decoder.weights.layers
         for layer, (weights, graph) in enumerate(zip(layers, others, strict=True)):
-            self._ops.attend(plan, layer, qkv, weights.qk_norm, out=attended)
+            self._ops.attend(plan, layer, qkv, weights.qk_norm)
             graph.replay()
-        return captured.normed[:tokens]
 
     def _pieces(
         self, size: int, lora: DeviceLora | None
     ) -> tuple[_States, list[Callable[[], None]]]:
-        """What each graph does, in order, and where it leaves its states. Rows that pad read what
-        earlier steps left in them, and nobody reads theirs."""
-        decoder, ops = self._decoder, self._ops
-        token_ids, attended = self._token_ids[:size], self._attended[:size]
-        layers = decoder.weights.layers
-        states = _States(attended, attended)
+        """What each graph does, in order, and where they leave their states. Rows that pad read
+        what earlier steps left in them, and nobody reads theirs."""
+        decoder, token_ids = self._decoder, self._token_ids[:size]
+        states = _States(self._attended, self._attended)
+        plan = None if self._attention is None else self._attention.plan(size)
 
-        def project(layer: int) -> None:
-            weights, site = layers[layer], decoder.sites.layer(layer)
-            bias, out = weights.qkv_bias, self._qkv[:size]
-            ops.linear(states.normed, weights.qkv, bias, lora, site, out=out)
-
-        def begin() -> None:
+        def step() -> None:
             if lora is not None:
                 route(lora.slots, lora.segments)
-            states.normed, states.hidden = decoder.begin(token_ids, lora)
-            project(0)
+            if plan is None:
+                states.normed, states.hidden = decoder.begin(token_ids, lora)
+                self._project(states, 0, lora, size)
+            else:
+                states.normed = decoder.forward(token_ids, plan, lora)
 
         def follow(layer: int) -> None:
+            attended = self._attended[:size]
             states.normed, states.hidden = decoder.after_attention(
                 layer, attended, states.hidden, lora
             )
-            if layer + 1 < len(layers):
-                project(layer + 1)
+            if layer + 1 < len(decoder.weights.layers):
+                self._project(states, layer + 1, lora, size)
 
-        followers = [lambda layer=layer: follow(layer) for layer in range(len(layers))]
-        return states, [begin, *followers]
+        layers = range(len(decoder.weights.layers)) if plan is None else range(0)
+        return states, [step, *(partial(follow, layer) for layer in layers)]
+
+    def _project(self, states: _States, layer: int, lora: DeviceLora | None, size: int) -> None:
+        weights, site = self._decoder.weights.layers[layer], self._decoder.sites.layer(layer)
+        bias, out = weights.qkv_bias, self._qkv[:size]
+        self._ops.linear(states.normed, weights.qkv, bias, lora, site, out=out)

@@ -30,12 +30,18 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None: ...
+    """In graphs a plan is of as many prompts as its buffers are for, and may be of fewer tokens
+    than `run` was captured with."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
+        self._captured = options.get("use_cuda_graph", False)
+        self._prompts = len(options["qo_indptr_buf"]) - 1 if self._captured else 0
 
     def plan(
         self, qo_indptr: Any, indptr: Any, pages: Any, last: Any, *heads: int, **options: Any
     ) -> None:
         assert options["causal"]
+        assert self._prompts in (0, len(last))
         self._page_size = heads[3]
         self._bounds = qo_indptr.tolist()
         self._indptr, self._indices, self._last = indptr.tolist(), pages, last.tolist()
@@ -43,9 +49,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
     def run(
         self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
     ) -> None:
-        assert self._bounds[-1] == len(q)
+        assert self._bounds[-1] == len(q) or (self._captured and self._bounds[-1] < len(q))
         for i, last in enumerate(self._last):
             pages = self._indices[self._indptr[i] : self._indptr[i + 1]].long()
+            if not len(pages):
+                continue
             context = (len(pages) - 1) * self._page_size + last
             rows = slice(self._bounds[i], self._bounds[i + 1])
             out[rows] = _attend(q[rows], cache, pages, context)
@@ -78,7 +86,10 @@ class Replay:
 
 def forget() -> None:
     """Of the modules that bound FlashInfer's names when they were imported."""
-    for name in ("attention_cuda", "ops_cuda", "decode_graphs", "token_graphs"):
+    for name in (
+        *("attention_cuda", "prompt_attention", "graph_attention"),
+        *("ops_cuda", "decode_graphs", "token_graphs"),
+    ):
         sys.modules.pop(f"server.model.{name}", None)
         if hasattr(server.model, name):
             delattr(server.model, name)

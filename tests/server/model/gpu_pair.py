@@ -3,7 +3,7 @@
 Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,21 @@ class Pair:
         folder: Path,
         patch: pytest.MonkeyPatch,
         few_tokens: int = 0,
+        backend: str = "fa2",
         **changes: Any,
     ) -> None:
         """adapters: in slots 0, 1, …; few_tokens: steps of more run outside graphs, 0 = as ever;
-        changes: of `engine_config`."""
+        backend: of prompts' attention; changes: of `engine_config`."""
         save_model(model, folder)
         for seed, (name, config) in enumerate(adapters.items()):
             model = add_adapter(model, name, config, seed + 1)
         slabs = [pack(model, name) for name in adapters]
         self.reference = Driver(folder, **changes)
         fake_flashinfer.install(patch)
-        if few_tokens:
-            from server.model import ops_cuda, token_graphs
+        from server.model import attention_cuda, ops_cuda, token_graphs
 
+        patch.setattr(attention_cuda, "prompt_backend", lambda capability: backend)
+        if few_tokens:
             patch.setattr(ops_cuda, "_FEW_TOKENS", few_tokens)
             patch.setattr(token_graphs, "_MAX_TOKENS", few_tokens)
         self.graphs = _replace_graphs(patch)
@@ -59,40 +61,29 @@ class Pair:
         self.gpu.close()
 
 
-class _Replays:
-    """A step's pieces, run again; the result is where the latest run left it."""
-
-    def __init__(self, states: Any, pieces: list[Callable[[], None]], lora: Any) -> None:
-        self._states, self.lora = states, lora
-        self.graphs = [fake_flashinfer.Replay(piece) for piece in pieces]
-
-    @property
-    def normed(self) -> torch.Tensor:
-        found: torch.Tensor = self._states.normed
-        return found
-
-
 def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     """Build the GPU path; returns `Pair.graphs`."""
     from server.model import decode_graphs, gpu_path, products, token_graphs
 
     taken: list[int] = []
 
-    def capture_tokens(self: token_graphs.TokenGraphs, with_adapters: bool) -> None:
+    def capture_tokens(self: token_graphs.TokenGraphs, with_adapters: bool, _: object) -> None:
         for size in self.sizes:
             lora = None
             if with_adapters:
                 lora = self._ops.captured_lora(self._slots[:size], decodes=False)
-            replays: Any = _Replays(*self._pieces(size, lora), lora)
-            self._captured[size, with_adapters] = replays
+            states, pieces = self._pieces(size, lora)
+            graphs: Any = [fake_flashinfer.Replay(piece) for piece in pieces]
+            found = token_graphs._Captured(graphs, states, lora)
+            self._captured[size, with_adapters] = found
 
     forward = token_graphs.TokenGraphs.forward
 
     def noted_tokens(
-        self: token_graphs.TokenGraphs, token_ids: torch.Tensor, plan: Any, slots: Any
+        self: token_graphs.TokenGraphs, token_ids: torch.Tensor, *context: Any
     ) -> torch.Tensor:
         taken.append(-len(token_ids))
-        return forward(self, token_ids, plan, slots)
+        return forward(self, token_ids, *context)
 
     patch.setattr(token_graphs.TokenGraphs, "capture", capture_tokens)
     patch.setattr(token_graphs.TokenGraphs, "forward", noted_tokens)

@@ -238,3 +238,16 @@ def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert_near(found, [found.slots[names[row % len(names)]] for row in range(20)], 64)
     finally:
         found.close()
+
+
+def test_attention_between_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts, where no graph can launch it: other GPUs than Hopper's."""
+    from server.model import attention_cuda
+
+    monkeypatch.setattr(attention_cuda, "prompt_backend", lambda capability: "fa2")
+    found = Trio("llama3", tmp_path, 24)
+    try:
+        names = ["rank16", "rank3_rslora", None]
+        assert_near(found, [found.slots[names[row % 3]] for row in range(20)], 64)
+    finally:
+        found.close()

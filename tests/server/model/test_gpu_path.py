@@ -28,14 +28,20 @@ PLAIN = SamplingParams(temperature=0.0)
 SCORED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=1)
 
 
-@pytest.fixture(scope="module", params=["llama-biases-tied", "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=[("llama-biases-tied", "fa2"), ("llama-biases-tied", "fa3"), ("qwen3", "fa3")],
+    ids="-".join,
+)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
-        model = make_model(request.param, **SIZES)
+        name, backend = request.param
+        model = make_model(name, **SIZES)
         adapters = {"layers": LAYERS, "everywhere": EVERYWHERE}
-        found = Pair(model, adapters, tmp_path_factory.mktemp("base"), patch, max_running=6)
+        folder = tmp_path_factory.mktemp("base")
+        found = Pair(model, adapters, folder, patch, backend=backend, max_running=6)
         yield found
         found.close()
     fake_flashinfer.forget()

@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = make_model("llama3", num_hidden_layers=2, hidden_size=32, intermediate_size=300)
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("base")
-        limits = {"max_running": 8, "max_step_tokens": 400}
+        limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": 400}
         found = Pair(model, ADAPTERS, folder, patch, few_tokens=FEW, **limits)
         yield found
         found.close()

@@ -33,6 +33,7 @@ from server.engine.messages import (
     Submit,
     ToEngine,
 )
+from server.engine.pace import Pace
 from server.engine.plan import StepPlan
 from server.engine.scheduler import Scheduler
 from server.protocol import ErrorCode
@@ -65,9 +66,12 @@ class Channel(Protocol):
 
 
 class _InFlight(NamedTuple, Generic[T]):
+    """planned, launched: when that was done."""
+
     plan: StepPlan
     ticket: T
-    since: float
+    planned: float
+    launched: float
 
 
 class _Collected(NamedTuple):
@@ -101,6 +105,8 @@ class EngineLoop(Generic[T]):
         self._depth = pipeline_depth
         self._clock = clock
         self._in_flight: deque[_InFlight[T]] = deque()
+        self._pace = Pace()
+        self._ready_at = clock()  # when the device was done with the last step collected
         self._failures = 0
         self._steps = 0
         self._settled: list[AdapterSettled] = []
@@ -168,6 +174,8 @@ class EngineLoop(Generic[T]):
 
     def _turn(self) -> bool:
         """One round; whether a step was launched or collected in it."""
+        with self._guarding_steps():
+            self._bide()
         self._note_copies()
         self._go_on_loading()
         self._note_copies()  # what has just begun may be usable at once
@@ -205,11 +213,19 @@ class EngineLoop(Generic[T]):
             self._scheduler.copy_news(item, self._clock())
         return bool(news)
 
-    def _load_until_ready(self, ticket: T) -> None:
+    def _bide(self) -> None:
+        """While the step in flight runs, whoever comes can still be in the next plan."""
+        if self._in_flight:
+            running = self._in_flight[-1]
+            spare_s = self._pace.spare_s(_prompt_tokens(running.plan))
+            until = max(running.planned, self._ready_at) + spare_s
+            self._load_while(lambda: self._clock() < until and not running.ticket.ready())
+
+    def _load_while(self, computing: Callable[[], bool]) -> None:
         """While the device computes, an adapter that somebody misses is asked for, placed and
         copied at once: it may be there before the next plan, and its request waits no longer than
         others."""
-        while not (self._leaving or ticket.ready()):
+        while computing() and not self._leaving:
             self._look_at_loads()
 
     def _look_at_loads(self) -> None:
@@ -226,16 +242,19 @@ class EngineLoop(Generic[T]):
         planned = self._clock()
         ticket = self._executor.launch(plan)
         launched = self._clock()
-        self._in_flight.append(_InFlight(plan, ticket, launched))
+        self._in_flight.append(_InFlight(plan, ticket, planned, launched))
+        self._pace.prepared(planned - began, launched - planned)
         self._phases_s[Phase.PLAN] += planned - began
         self._phases_s[Phase.LAUNCH] += launched - planned
 
     def _collect(self) -> _Collected:
-        plan, ticket, since = self._in_flight[0]
+        plan, ticket, planned, launched = self._in_flight[0]
         began = self._clock()
-        self._load_until_ready(ticket)
+        self._load_while(lambda: not ticket.ready())
         results = self._executor.collect(ticket)
         ready = self._clock()
+        self._pace.took(_prompt_tokens(plan), ready - max(planned, self._ready_at))
+        self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(plan.step, results)
         self._failures = 0
@@ -243,7 +262,7 @@ class EngineLoop(Generic[T]):
         done = self._clock()
         self._phases_s[Phase.WAIT] += ready - began
         self._phases_s[Phase.COMMIT] += done - ready
-        return _Collected(plan, done - since)
+        return _Collected(plan, done - launched)
 
     def _fail(self, error: Exception) -> None:
         """End what was running; go on if that was an accident."""
@@ -307,6 +326,11 @@ class EngineLoop(Generic[T]):
             adapter_tokens=plan.num_adapter_tokens,
             phases_s=(plan_s, launch_s, wait_s, commit_s),
         )
+
+
+def _prompt_tokens(plan: StepPlan) -> int:
+    """One for each sequence is none: most are decodes."""
+    return plan.num_tokens - len(plan.slices)
 
 
 def _describe(error: Exception) -> tuple[ErrorCode, str]:

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 # A copy in pieces lets the steps have the memory bus in between.
 _PIECE_BYTES = 8 << 20
-# A plan is made when the step before it has just begun. What is left of a copy by then is over
-# before the plan's first kernel, if it is no more than this; else the running streams would wait.
+# A plan is made while the step before it runs. What is left of a copy by then is over before the
+# plan's first kernel, if it is no more than this; else the running streams would wait for it.
 HIDDEN_COPY_S = 0.003
 _NEWEST = 0.2  # weight of the newest copy in the mean rate
 

@@ -1,5 +1,6 @@
 """The loop over a real socket pair, with the certifying executor."""
 
+import itertools
 import socket
 import threading
 from collections import deque
@@ -195,6 +196,22 @@ def test_a_plan_waits_for_no_copy() -> None:
     executor = Busy(copy_polls=2)
     turns(executor)
     assert executor.sizes == [1, 1]
+
+
+@pytest.mark.parametrize(("step_s", "sizes"), [(1.0, [1, 2]), (0.001, [1, 1])])
+def test_who_comes_while_a_long_step_runs_is_in_the_next_plan(
+    step_s: float, sizes: list[int]
+) -> None:
+    executor = Busy(copy_polls=1)
+    script = Script([Submit(1, make_request([5, 6], 8))], [Submit(2, make_request([5, 7], 8))])
+    clock = itertools.count(0.0, 0.01)
+    scheduler = Scheduler(LIMITS, SchedulerConfig())
+    loop = EngineLoop(executor, scheduler, script, 2, clock=lambda: next(clock))
+    loop._pace.took(0, step_s)
+    loop._receive(None)
+    loop._turn()
+    loop._turn()
+    assert executor.sizes == sizes
 
 
 def test_shutdown_is_obeyed_while_the_device_computes() -> None:

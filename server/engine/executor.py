@@ -1,5 +1,6 @@
 """The seam between policy and tensors: what an engine needs of a device."""
 
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -83,9 +84,11 @@ class Executor(Protocol[T]):
     limits: ExecutorLimits
     summary: tuple[str, ...]  # for a person: memory split, back ends
 
-    def launch(self, plan: StepPlan) -> T:
-        """Raises anything when the device fails: then all running sequences end, steps in flight
-        are never collected, and the next plan may free rows that were never started.
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> T:
+        """meanwhile: to be called now and then where this takes long; it may collect steps before,
+        and start and poll copies. Raises anything when the device fails: then all running sequences
+        end, steps in flight are never collected, and the next plan may free rows that were never
+        started.
         """
         ...
 

@@ -6,7 +6,7 @@ proves the right prompt, adapter, position and KV pages. It also checks strictly
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -140,7 +140,7 @@ class CertifyingExecutor:
 
     # ---- steps
 
-    def launch(self, plan: StepPlan) -> FakeTicket:
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
         _check(plan.step > self._step, f"step {plan.step} after step {self._step}")
         _check(bool(plan.slices), "an empty plan")
         _check(plan.num_tokens <= self.limits.max_step_tokens, "over the token budget")
@@ -155,6 +155,8 @@ class CertifyingExecutor:
             self._grant(grant)
         rows = [piece.seq_row for piece in plan.slices]
         _check(len(rows) == len(set(rows)), "two slices of one row")
+        if meanwhile is not None:
+            meanwhile()
         ticket = FakeTicket(plan, [self._compute(piece) for piece in plan.slices])
         self._in_flight.append(ticket)
         return ticket

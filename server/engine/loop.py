@@ -226,10 +226,16 @@ class EngineLoop(Generic[T]):
         copied at once: it may be there before the next plan, and its request waits no longer than
         others."""
         while computing() and not self._leaving:
-            self._look_at_loads()
+            self._look_at_loads(STEP_POLL_S)
 
-    def _look_at_loads(self) -> None:
-        taken = self._drain_inbox(STEP_POLL_S)
+    def _meanwhile(self) -> None:
+        """A launch that the device's full queue holds up: nobody waits for its end."""
+        if self._in_flight and self._in_flight[0].ticket.ready():
+            self._tell(self._collect())
+        self._look_at_loads(0.0)
+
+    def _look_at_loads(self, wait_s: float) -> None:
+        taken = self._drain_inbox(wait_s)
         if self._note_copies() or taken:
             self._go_on_loading()
 
@@ -240,7 +246,7 @@ class EngineLoop(Generic[T]):
     def _launch(self, plan: StepPlan, began: float) -> None:
         """began: when its planning did."""
         planned = self._clock()
-        ticket = self._executor.launch(plan)
+        ticket = self._executor.launch(plan, self._meanwhile)
         launched = self._clock()
         self._in_flight.append(_InFlight(plan, ticket, planned, launched))
         self._pace.prepared(planned - began, launched - planned)

@@ -1,5 +1,6 @@
 """The decoder: one forward over a flat batch of tokens, for every model of the Llama kind."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -36,10 +37,16 @@ class Decoder(Generic[P, L, Y]):
         self.ops = ops
 
     def forward(
-        self, token_ids: torch.Tensor, plan: P, lora: L | None, wanted: Wanted[L] | None = None
+        self,
+        token_ids: torch.Tensor,
+        plan: P,
+        lora: L | None,
+        wanted: Wanted[L] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """token_ids: int64 `[tokens]`, in the plan's order -> normed hidden states `[tokens,
-        hidden]`, or `[rows, hidden]` of those wanted. Writes the tokens' keys and values."""
+        hidden]`, or `[rows, hidden]` of those wanted. Writes the tokens' keys and values.
+        meanwhile: called after each layer."""
         ops = self.ops
         normed, hidden = self.begin(token_ids, lora)
         last = len(self.weights.layers) - 1
@@ -52,6 +59,8 @@ class Decoder(Generic[P, L, Y]):
                     return hidden[:0]
                 attended, hidden, lora = attended[wanted.rows], hidden[wanted.rows], wanted.lora
             normed, hidden = self.after_attention(layer, attended, hidden, lora)
+            if meanwhile is not None:
+                meanwhile()
         return normed
 
     def begin(self, token_ids: torch.Tensor, lora: L | None) -> tuple[torch.Tensor, torch.Tensor]:

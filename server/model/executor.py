@@ -72,7 +72,7 @@ class TorchExecutor:
         self._copies = AdapterCopies(self._table, host_arena)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> StepTicket:
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepTicket:
         self._rows.start(plan.new_rows)
         self._parameters.start(plan.new_rows)
         if not plan.slices:
@@ -84,7 +84,7 @@ class TorchExecutor:
             return self._replay(batch)
         self._rows.grant(plan.grants)
         self._rows.write_inputs(plan.slices)
-        return self._compute(Step.build(plan, self._rows))
+        return self._compute(Step.build(plan, self._rows), meanwhile)
 
     def collect(self, ticket: StepTicket) -> list[SliceResult]:
         return ticket.results()
@@ -123,12 +123,12 @@ class TorchExecutor:
             token_ids = token_ids[to_device(places, self.device)]
         return self._ticket(order, places.tolist(), to_host(token_ids), drawn, ())
 
-    def _compute(self, step: Step) -> StepTicket:
+    def _compute(self, step: Step, meanwhile: Callable[[], None] | None) -> StepTicket:
         ops = self._decoder.ops
         token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
         scored = _scored(step, self._rows)
         wanted = _wanted(step, scored)
-        normed = self._forward(token_ids, step, wanted)
+        normed = self._forward(token_ids, step, wanted, meanwhile)
 
         def logits_of(tokens: np.ndarray) -> torch.Tensor:
             rows = normed
@@ -148,7 +148,13 @@ class TorchExecutor:
         sampled = None if drawn is None else to_host(drawn.token_ids)
         return self._ticket(step.order.tolist(), places.tolist(), sampled, drawn, prompts)
 
-    def _forward(self, token_ids: torch.Tensor, step: Step, wanted: np.ndarray) -> torch.Tensor:
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        step: Step,
+        wanted: np.ndarray,
+        meanwhile: Callable[[], None] | None,
+    ) -> torch.Tensor:
         """Of the tokens wanted alone."""
         graphs, ops, slots = self._token_graphs, self._decoder.ops, step.token_slots
         if graphs is not None and graphs.takes(step.layout, slots):
@@ -156,7 +162,7 @@ class TorchExecutor:
             return normed
         of_wanted = Wanted(to_device(wanted, self.device), ops.lora(slots[wanted]))
         plan = ops.plan(step.layout)
-        return self._decoder.forward(token_ids, plan, ops.lora(slots), of_wanted)
+        return self._decoder.forward(token_ids, plan, ops.lora(slots), of_wanted, meanwhile)
 
     def _ticket(
         self,

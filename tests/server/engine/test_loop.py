@@ -4,7 +4,7 @@ import itertools
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -103,7 +103,7 @@ class LongSteps(CertifyingExecutor):
         self.computes = threading.Event()
         self._collecting = False
 
-    def launch(self, plan: StepPlan) -> FakeTicket:
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
         ticket = super().launch(plan)
         executor = self
 
@@ -152,6 +152,10 @@ class Script:
             self._batch = deque(self._batches.popleft())
         return self._batch.popleft() if self._batch else None
 
+    def bring(self, message: ToEngine) -> None:
+        """Now."""
+        self._batch.append(message)
+
     def send(self, message: FromEngine) -> None:
         self.sent.append(message)
 
@@ -165,7 +169,7 @@ class Busy(CertifyingExecutor):
         self.polls = 0
         self.busy = busy
 
-    def launch(self, plan: StepPlan) -> FakeTicket:
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
         ticket = super().launch(plan)
         self.sizes.append(len(plan.slices))
         ticket.ready = lambda: len(self.sizes) > 1 or not self.busy  # type: ignore[method-assign]
@@ -212,6 +216,35 @@ def test_who_comes_while_a_long_step_runs_is_in_the_next_plan(
     loop._turn()
     loop._turn()
     assert executor.sizes == sizes
+
+
+class SlowLaunch(CertifyingExecutor):
+    """While a second step is launched a message comes; outputs: steps told by then."""
+
+    def __init__(self, script: Script, late: ToEngine) -> None:
+        super().__init__(LIMITS, OPTIONS)
+        self._script, self._late = script, late
+        self.outputs: list[int] = []
+
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
+        assert meanwhile is not None
+        if plan.step == 2:
+            self._script.bring(self._late)
+        meanwhile()
+        self.outputs = [m.step for m in self._script.sent if isinstance(m, StepOutput)]
+        return super().launch(plan)
+
+
+def test_a_long_launch_holds_up_neither_results_nor_messages() -> None:
+    script = Script([Submit(1, make_request([5, 6], 8))])
+    executor = SlowLaunch(script, Submit(2, make_request([5, 7], 8)))
+    scheduler = Scheduler(LIMITS, SchedulerConfig())
+    loop = EngineLoop(executor, scheduler, script, 2)
+    loop._receive(None)
+    loop._turn()
+    loop._turn()
+    assert executor.outputs[-1] == 1
+    assert scheduler.num_unfinished == 2
 
 
 def test_shutdown_is_obeyed_while_the_device_computes() -> None:
@@ -317,7 +350,7 @@ class FailingExecutor(CertifyingExecutor):
         self.collects = collects
         self.error = error
 
-    def launch(self, plan: StepPlan) -> FakeTicket:
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
         ticket = super().launch(plan)
         if plan.step in self.launches:
             raise self.error

@@ -140,7 +140,7 @@ class DeviceExecutor(CertifyingExecutor):
         self.ending: set[str] = set()  # and to be over
         self.fail_next = False
 
-    def launch(self, plan: StepPlan) -> FakeTicket:
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
         try:
             return super().launch(plan)
         except AssertionError as error:

@@ -112,6 +112,7 @@ class EngineLoop(Generic[T]):
         self._settled: list[AdapterSettled] = []
         self._copy_s: dict[str, float] = {}  # not told yet
         self._phases_s = [0.0] * len(Phase)
+        self._aside_s = 0.0  # of the launch at hand, spent on other things
         self._told: EngineStats | None = None
         self._told_at = clock()
         self._leaving = False
@@ -230,9 +231,11 @@ class EngineLoop(Generic[T]):
 
     def _meanwhile(self) -> None:
         """A launch that the device's full queue holds up: nobody waits for its end."""
+        began = self._clock()
         if self._in_flight and self._in_flight[0].ticket.ready():
             self._tell(self._collect())
         self._look_at_loads(0.0)
+        self._aside_s += self._clock() - began
 
     def _look_at_loads(self, wait_s: float) -> None:
         taken = self._drain_inbox(wait_s)
@@ -246,12 +249,13 @@ class EngineLoop(Generic[T]):
     def _launch(self, plan: StepPlan, began: float) -> None:
         """began: when its planning did."""
         planned = self._clock()
+        self._aside_s = 0.0
         ticket = self._executor.launch(plan, self._meanwhile)
         launched = self._clock()
         self._in_flight.append(_InFlight(plan, ticket, planned, launched))
         self._pace.prepared(planned - began, launched - planned)
         self._phases_s[Phase.PLAN] += planned - began
-        self._phases_s[Phase.LAUNCH] += launched - planned
+        self._phases_s[Phase.LAUNCH] += launched - planned - self._aside_s
 
     def _collect(self) -> _Collected:
         plan, ticket, planned, launched = self._in_flight[0]

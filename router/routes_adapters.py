@@ -18,6 +18,7 @@ from router.api.adapters import (
     UnloadLoraBody,
     adapter_object,
     check_name,
+    check_versions_alone,
     parse_register,
     parse_rollout,
     parse_target,
@@ -163,7 +164,9 @@ class AdapterRoutes:
             return await self._told(await self._admin.register(wish))
         source = self._service.config.default_source
         rollout = rollout_wish(body.versions, body.guards, source, by)
-        if not self._admin.is_registered(name):
+        if self._admin.is_registered(name):
+            check_versions_alone(body)
+        else:
             registration = await self._admin.register(wish)
             if len(body.versions) == 1:
                 return await self._told(registration)

@@ -167,6 +167,18 @@ def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, Adap
     return request, parse_target(text, "id", default_source)
 
 
+def check_versions_alone(request: RegisterBody) -> None:
+    """Of a name that is registered. Raises RequestError."""
+    others = {
+        "pin": request.pin,
+        "token": request.token is not None,
+        "replace": request.replace,
+    }
+    for param, given in others.items():
+        message = "the name is registered: with `versions` this is for new ones alone"
+        require(not given, message, param)
+
+
 def parse_rollout(body: bytes, default_source: str, by: str) -> RolloutWish:
     """Raises RequestError."""
     request, _ = decode_body(body, RolloutBody)

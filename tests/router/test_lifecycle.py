@@ -102,6 +102,17 @@ async def test_what_cannot_be_registered(
     assert [one["id"] for one in listed] == ["pirate"]
 
 
+@pytest.mark.parametrize("other", [{"pin": True}, {"token": "t"}, {"replace": True}])
+async def test_versions_of_a_registered_name_come_alone(
+    router: Running, worker: FakeWorker, other: dict[str, Any]
+) -> None:
+    versions = [{**VERSION, "weight": 5}]
+    assert (await call(router, "POST", "", name="new", versions=versions[:1], **other)).is_success
+    answer = await call(router, "POST", "", name="new", versions=versions, **other)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == next(iter(other))
+
+
 async def test_a_name_keeps_its_content_until_it_is_refreshed(
     router: Running, worker: FakeWorker
 ) -> None:

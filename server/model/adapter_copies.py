@@ -188,7 +188,8 @@ def _pin(host: torch.Tensor) -> bool:
     """Once at start: copies from pinned memory run at the bus's speed and beside the host."""
     status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
     if status:
-        log.warning("the host arena cannot be pinned (CUDA error %d): loads are slower", status)
+        text = "the host arena cannot be pinned (CUDA error %d): loads are slower, and steps wait"
+        log.warning(text, status)
         # The runtime keeps the error, and the next kernel would be blamed for it.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")

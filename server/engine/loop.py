@@ -184,12 +184,15 @@ class EngineLoop(Generic[T]):
         plan = self._scheduler.plan(began)
         collected = None
         worked = plan is not None or bool(self._in_flight)
+        last = self._steps
         with self._guarding_steps():
             if plan is not None:
                 self._launch(plan, began)
             self._carry_out_loads()
             if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
                 collected = self._collect()
+            if self._steps != last:  # also within the launch, unless that failed
+                self._failures = 0
         self._tell(collected)
         return worked
 
@@ -197,7 +200,7 @@ class EngineLoop(Generic[T]):
     def _guarding_steps(self) -> Iterator[None]:
         try:
             yield
-        except ShellGone:
+        except (ShellGone, ExecutorLost):
             raise
         except Exception as error:  # the device's failures are foreign and of any kind
             self._fail(error)
@@ -219,8 +222,10 @@ class EngineLoop(Generic[T]):
         if self._in_flight:
             running = self._in_flight[-1]
             spare_s = self._pace.spare_s(_prompt_tokens(running.plan))
+            began = self._clock()
             until = max(running.planned, self._ready_at) + spare_s
             self._load_while(lambda: self._clock() < until and not running.ticket.ready())
+            self._phases_s[Phase.WAIT] += self._clock() - began
 
     def _load_while(self, computing: Callable[[], bool]) -> None:
         """While the device computes, an adapter that somebody misses is asked for, placed and
@@ -267,7 +272,6 @@ class EngineLoop(Generic[T]):
         self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(plan.step, results)
-        self._failures = 0
         self._steps = plan.step
         done = self._clock()
         self._phases_s[Phase.WAIT] += ready - began

@@ -18,7 +18,9 @@ class Pace:
 
     def __init__(self) -> None:
         self._decode_s = 0.0  # of a step without prompts; 0 = none has been seen
-        self._token_s = 0.0  # what each token of a prompt adds
+        # Of steps with prompts, fading: what they took more, and their tokens. A step of few says
+        # little of what a token adds.
+        self._more_s, self._tokens = 0.0, 0.0
         self._host_s = 0.0
 
     def prepared(self, plan_s: float, launch_s: float) -> None:
@@ -28,18 +30,17 @@ class Pace:
     def took(self, prompt_tokens: int, step_s: float) -> None:
         """A step with so many tokens of prompts kept the device busy for step_s."""
         if not prompt_tokens:
-            self._decode_s = _mean(self._decode_s, step_s)
+            weight = _NEWEST if self._decode_s else 1.0
+            self._decode_s += weight * (step_s - self._decode_s)
         else:
-            more_s = max(0.0, step_s - self._decode_s) / prompt_tokens
-            self._token_s = _mean(self._token_s, more_s)
+            more_s = max(0.0, step_s - self._decode_s)
+            self._more_s = (1 - _NEWEST) * self._more_s + more_s
+            self._tokens = (1 - _NEWEST) * self._tokens + prompt_tokens
 
     def spare_s(self, prompt_tokens: int) -> float:
         """How long after the start of such a step the next one need not be planned."""
-        likely_s = self._decode_s + prompt_tokens * self._token_s
+        token_s = self._more_s / self._tokens if self._tokens else 0.0
+        likely_s = self._decode_s + prompt_tokens * token_s
         if likely_s < SHORT_S:
             return 0.0
         return max(0.0, _SURE * likely_s - self._host_s)
-
-
-def _mean(mean: float, newest: float) -> float:
-    return mean + (_NEWEST if mean else 1.0) * (newest - mean)

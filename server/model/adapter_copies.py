@@ -64,7 +64,7 @@ class AdapterCopies:
             self._give_up(copy, COPY_FAILED)
 
     def poll(self) -> list[CopyNews]:
-        """Bind the slots that have become usable, between steps; never blocks. What is launched
+        """Bind the slots that have become usable; never blocks. What is launched
         from now on waits, on the device, for what is left of their copies.
 
         Raises what CUDA says when the device is lost.

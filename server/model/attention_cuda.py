@@ -63,16 +63,18 @@ class Attention:
 class PagedAttention:
     """Owns the scratch memory. One step at a time is planned; several may be in flight."""
 
-    def __init__(self, model: ModelConfig, cache: KVCache, most_rows: int) -> None:
-        """most_rows: of a flat batch that has decodes, with what pads it in graphs."""
+    def __init__(
+        self, model: ModelConfig, cache: KVCache, prefill_backend: str, most_rows: int
+    ) -> None:
+        """prefill_backend: see `prompt_backend`. most_rows: of a flat batch that has decodes, with
+        what pads it in graphs."""
         self.model = model
         self.cache = cache
         self.device = cache.k.device
         self._scratch = DecodeScratch(most_rows, model.num_heads, model.head_dim, self.device)
         capability = torch.cuda.get_device_capability(self.device)
         self._programmatic_launch = capability >= (9, 0)
-        self.prefill_backend = prompt_backend(capability)
-        self._prompts = PromptAttention(model, cache, self.prefill_backend)
+        self._prompts = PromptAttention(model, cache, prefill_backend)
 
     def plan(self, layout: StepLayout) -> Attention:
         """Of a step outside graphs: decodes are its first tokens."""

@@ -90,7 +90,7 @@ def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases
 
 def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:
     # Not at the top: neither package is needed on a CPU.
-    from server.model.attention_cuda import PagedAttention
+    from server.model.attention_cuda import PagedAttention, prompt_backend
     from server.model.decode_graphs import DecodeGraphs, graph_sizes
     from server.model.draws_cuda import CudaDraws
     from server.model.graph_attention import GraphAttention
@@ -102,10 +102,13 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     rows.page_table[rows.scratch] = limits.num_pages
     most_decodes = min(limits.max_rows, limits.max_step_tokens)
     sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
-    most_prompt_tokens = min(limits.max_step_tokens, MAX_PROMPTS * limits.max_context)
-    prompt_sizes = () if graph_batches else token_sizes(most_prompt_tokens)
-    most_rows = max(limits.max_rows, sizes[-1], *prompt_sizes)
-    attention = PagedAttention(parts.model, parts.cache, most_rows)
+    # No step has more, or there are no prompts: slices of one token are decodes.
+    most_prompts = MAX_PROMPTS * limits.max_context if limits.max_context > 1 else 0
+    prompt_sizes = tuple(n for n in token_sizes(limits.max_step_tokens) if n <= most_prompts)
+    prompt_sizes = () if graph_batches else prompt_sizes
+    backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
+    most_rows = max(limits.max_rows, sizes[-1], *(prompt_sizes if backend == "fa3" else ()))
+    attention = PagedAttention(parts.model, parts.cache, backend, most_rows)
     most_tokens = max(limits.max_step_tokens, sizes[-1], *prompt_sizes)
     reach = (limits.max_context, most_tokens)
     ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
@@ -124,9 +127,9 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     token_graphs = None
     if prompt_sizes:
         inside = None
-        if attention.prefill_backend == "fa3":
+        if backend == "fa3":
             pages = MAX_PROMPTS * rows.page_table.shape[1]
-            prompts = PromptAttention(parts.model, parts.cache, "fa3", captured_pages=pages)
+            prompts = PromptAttention(parts.model, parts.cache, backend, captured_pages=pages)
             reach = (prompt_sizes[-1], min(prompt_sizes[-1], most_decodes))
             inside = GraphAttention(ops, prompts, rows.page_table, *reach)
         token_graphs = TokenGraphs(decoder, ops, prompt_sizes, inside)
@@ -137,11 +140,8 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     torch.cuda.synchronize()
     phases.done("graphs")
     _tell_of_late_kernels()
-    backend = (
-        f"FlashInfer ({attention.prefill_backend} for prompts), decode graphs for up to"
-        f" {sizes[-1]} sequences"
-    )
-    return Built(decoder, draws, graphs, token_graphs, backend)
+    told = f"FlashInfer ({backend} for prompts), decode graphs for up to {sizes[-1]} sequences"
+    return Built(decoder, draws, graphs, token_graphs, told)
 
 
 def _layer_products(weights: ModelWeights) -> list[list[torch.Tensor]]:

@@ -15,7 +15,7 @@ from server.model.ops import StepLayout
 from server.model.ops_cuda import CudaOps, CudaPlan
 from server.model.prompt_attention import PromptAttention
 
-_ALL = slice(None)
+_ALL = slice(0, None)
 T = TypeVar("T", np.ndarray, torch.Tensor)
 
 

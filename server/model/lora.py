@@ -143,7 +143,7 @@ class AdapterTable:
         return Adapter(placed, self.sites, self.arena, self.dtype)
 
     def bind(self, slot: int, adapter: Adapter) -> None:
-        """Let steps launched from now on use the slot. Between steps only."""
+        """Let what is launched from now on use the slot, which no step in flight does."""
         self.device_table.upload(slot)
         self._slots[slot] = adapter
         placed = adapter.placed

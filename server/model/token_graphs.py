@@ -92,6 +92,7 @@ class TokenGraphs:
             graphs = [record(piece, self._pool) for piece in pieces]
             for graph in graphs:
                 graph.replay()  # the first time takes longer
+            states.hidden = states.normed  # what it was may be the next graphs' memory
             self._captured[size, with_adapters] = _Captured(graphs, states, lora)
 
     def takes(self, layout: StepLayout, token_slots: np.ndarray) -> bool:

@@ -247,6 +247,57 @@ def test_a_long_launch_holds_up_neither_results_nor_messages() -> None:
     assert scheduler.num_unfinished == 2
 
 
+class LostInLaunch(CertifyingExecutor):
+    """From the second launch on the copies' stream says that the device is lost."""
+
+    def poll_copies(self) -> list[CopyNews]:
+        if self._step == 2:
+            raise RuntimeError("uncorrectable")
+        return super().poll_copies()
+
+
+def test_nobody_is_told_of_an_end_when_the_device_is_lost_in_a_launch() -> None:
+    script = Script([Submit(1, make_request([5, 6], 8))])
+    scheduler = Scheduler(LIMITS, SchedulerConfig())
+    loop = EngineLoop(LostInLaunch(LIMITS, OPTIONS), scheduler, script, 2)
+    loop._receive(None)
+    loop._turn()
+    with pytest.raises(ExecutorLost):
+        loop._turn()
+    outputs = [message for message in script.sent if isinstance(message, StepOutput)]
+    assert [item.event.error for out in outputs for item in out.events] == [None]
+
+
+class FailsAfterAnother(CertifyingExecutor):
+    """Only what is launched alone succeeds; the step before a failure is collected."""
+
+    def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
+        if self._in_flight:
+            assert meanwhile is not None
+            meanwhile()
+            raise RuntimeError("no kernel")
+        return super().launch(plan, meanwhile)
+
+    def drain(self) -> None:
+        self._in_flight.clear()
+
+
+def test_a_result_within_a_launch_that_fails_is_no_success() -> None:
+    script = Script()
+    executor = FailsAfterAnother(LIMITS, OPTIONS)
+    loop = EngineLoop(executor, Scheduler(LIMITS, SchedulerConfig()), script, 2)
+
+    def rounds(count: int) -> None:
+        for key in range(count):
+            script.bring(Submit(key, make_request([5, 6], 8)))
+            loop._receive(0)
+            loop._turn()
+            loop._turn()
+
+    with pytest.raises(ExecutorLost):
+        rounds(2 * MAX_FAILURES_IN_A_ROW)
+
+
 def test_shutdown_is_obeyed_while_the_device_computes() -> None:
     executor = LongSteps()
     with running(executor) as engine:

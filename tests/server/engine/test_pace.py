@@ -45,6 +45,16 @@ def test_the_host_gets_the_time_that_it_took_of_late() -> None:
     assert pace.spare_s(0) == pytest.approx(0.073)
 
 
+def test_prompts_of_few_tokens_say_little_of_what_a_token_takes() -> None:
+    """A step with a prompt takes longer than its tokens explain."""
+    pace = Pace()
+    for _ in range(20):
+        pace.took(0, 0.0073)
+        pace.took(1000, 0.0338)
+    pace.took(10, 0.009)
+    assert 0.02 < pace.spare_s(1000) < 0.0338
+
+
 @given(st.lists(st.tuples(st.integers(0, 8192), SECONDS, SECONDS, SECONDS)), st.integers(0, 8192))
 def test_no_step_is_waited_for_to_its_likely_end(
     steps: list[tuple[int, float, float, float]], tokens: int

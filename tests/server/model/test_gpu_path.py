@@ -47,6 +47,37 @@ def pair(
     fake_flashinfer.forget()
 
 
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_steps_of_prompts_without_prompts(pair: Pair, chunk: int) -> None:
+    """A slice of one token is a decode."""
+    streams = answer(pair.gpu, [-1, 0, -1], SCORED, chunk)
+    expected = answer(pair.reference, [-1, 0, -1], SCORED, chunk)
+    assert [s.output for s in streams] == [s.output for s in expected]
+
+
+def test_more_prompts_than_a_graph_takes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from server.model import token_graphs
+
+    monkeypatch.setattr(token_graphs, "MAX_PROMPTS", 1)
+    slots = [0, -1, 0, -1]
+    streams, expected = answer(pair.gpu, slots, PLAIN, 4), answer(pair.reference, slots, PLAIN, 4)
+    assert [s.output for s in streams] == [s.output for s in expected]
+
+
+@pytest.mark.parametrize("max_context", [2, 16, 17, 31, 100])
+def test_examples_are_prompts_of_which_a_graph_takes_as_many(max_context: int) -> None:
+    from server.model.gpu_path import _prompts_of
+    from server.model.rows import Rows
+
+    rows = Rows(2, max_context, 16, torch.device("cpu"))
+    for tokens in [n for n in range(32, 2049, 32) if n <= 64 * max_context]:
+        layout = _prompts_of(rows, max_context, tokens)
+        assert layout.num_decodes == 0
+        assert layout.num_new.sum() == tokens
+        assert len(layout.num_new) <= 64
+        assert layout.num_new.max() <= max_context
+
+
 @pytest.mark.parametrize("slots", [[-1, -1, -1], [0, -1, 0], [1, 0, -1]])
 def test_same_as_the_reference(pair: Pair, slots: list[int]) -> None:
     """Chunks, mixed steps and decodes; an adapter of the head runs outside graphs."""

@@ -93,19 +93,13 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     from server.model.attention_cuda import PagedAttention, prompt_backend
     from server.model.decode_graphs import DecodeGraphs, graph_sizes
     from server.model.draws_cuda import CudaDraws
-    from server.model.graph_attention import GraphAttention
     from server.model.ops_cuda import CudaOps
-    from server.model.prompt_attention import MAX_PROMPTS, PromptAttention
-    from server.model.token_graphs import TokenGraphs, token_sizes
 
     limits, rows = parts.limits, parts.rows
     rows.page_table[rows.scratch] = limits.num_pages
     most_decodes = min(limits.max_rows, limits.max_step_tokens)
     sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
-    # No step has more, or there are no prompts: slices of one token are decodes.
-    most_prompts = MAX_PROMPTS * limits.max_context if limits.max_context > 1 else 0
-    prompt_sizes = tuple(n for n in token_sizes(limits.max_step_tokens) if n <= most_prompts)
-    prompt_sizes = () if graph_batches else prompt_sizes
+    prompt_sizes = () if graph_batches else _prompt_sizes(limits)
     backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
     most_rows = max(limits.max_rows, sizes[-1], *(prompt_sizes if backend == "fa3" else ()))
     attention = PagedAttention(parts.model, parts.cache, backend, most_rows)
@@ -124,15 +118,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     ops.products.measure(sizes, [[parts.weights.lm_head]])
     phases.done("products")
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
-    token_graphs = None
-    if prompt_sizes:
-        inside = None
-        if backend == "fa3":
-            pages = MAX_PROMPTS * rows.page_table.shape[1]
-            prompts = PromptAttention(parts.model, parts.cache, backend, captured_pages=pages)
-            reach = (prompt_sizes[-1], min(prompt_sizes[-1], most_decodes))
-            inside = GraphAttention(ops, prompts, rows.page_table, *reach)
-        token_graphs = TokenGraphs(decoder, ops, prompt_sizes, inside)
+    token_graphs = _token_graphs(parts, decoder, prompt_sizes, backend) if prompt_sizes else None
     for with_adapters in (False, True)[: 1 + adapters]:
         graphs.capture(with_adapters)
         if token_graphs is not None:
@@ -142,6 +128,35 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     _tell_of_late_kernels()
     told = f"FlashInfer ({backend} for prompts), decode graphs for up to {sizes[-1]} sequences"
     return Built(decoder, draws, graphs, token_graphs, told)
+
+
+def _prompt_sizes(limits: ExecutorLimits) -> tuple[int, ...]:
+    """Tokens of the graphs of steps with prompts."""
+    from server.model.prompt_attention import MAX_PROMPTS
+    from server.model.token_graphs import token_sizes
+
+    # No step has more, or there are no prompts: slices of one token are decodes.
+    most = MAX_PROMPTS * limits.max_context if limits.max_context > 1 else 0
+    return tuple(size for size in token_sizes(limits.max_step_tokens) if size <= most)
+
+
+def _token_graphs(
+    parts: Parts, decoder: Decoder[Any, Any, Any], sizes: tuple[int, ...], backend: str
+) -> Any:
+    """Not captured yet. backend: of prompts' attention."""
+    from server.model.graph_attention import GraphAttention
+    from server.model.prompt_attention import MAX_PROMPTS, PromptAttention
+    from server.model.token_graphs import TokenGraphs
+
+    ops: Any = decoder.ops
+    inside = None
+    if backend == "fa3":
+        page_table, most = parts.rows.page_table, sizes[-1]
+        pages = MAX_PROMPTS * page_table.shape[1]
+        prompts = PromptAttention(parts.model, parts.cache, backend, captured_pages=pages)
+        most_decodes = min(most, parts.limits.max_rows)
+        inside = GraphAttention(ops, prompts, page_table, most, most_decodes)
+    return TokenGraphs(decoder, ops, sizes, inside)
 
 
 def _layer_products(weights: ModelWeights) -> list[list[torch.Tensor]]:

@@ -219,17 +219,21 @@ class LongCopy:
         return 1000.0
 
 
+@pytest.fixture
+def copy(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> LongCopy:
+    return LongCopy(monkeypatch, driver)
+
+
 def start(driver: Driver, slot: int, layout: SlabLayout) -> None:
     places = tuple(range(len(layout.runs)))
     driver.executor.start_copy(AdapterCopy(slot, layout, places, places))
 
 
 def test_a_copy_is_usable_as_soon_as_its_rest_is_hidden(
-    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+    driver: Driver, slab: tuple[SlabLayout, bytes], copy: LongCopy
 ) -> None:
     """How long the first one takes, nobody knows; the second moves, and steps wait for it."""
     layout, data = slab
-    copy = LongCopy(monkeypatch, driver)
     copy.done = True
     assert driver.load(0, layout, data, 0).copy_s == 1.0
     copy.waited_for.clear()
@@ -244,10 +248,9 @@ def test_a_copy_is_usable_as_soon_as_its_rest_is_hidden(
 
 
 def test_the_first_copy_is_usable_when_it_is_over(
-    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+    driver: Driver, slab: tuple[SlabLayout, bytes], copy: LongCopy
 ) -> None:
     layout, _ = slab
-    copy = LongCopy(monkeypatch, driver)
     start(driver, 1, layout)
     assert driver.executor.poll_copies() == []
     copy.done = True
@@ -256,11 +259,13 @@ def test_the_first_copy_is_usable_when_it_is_over(
 
 
 def test_a_copy_waits_for_those_before_it(
-    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+    driver: Driver,
+    slab: tuple[SlabLayout, bytes],
+    copy: LongCopy,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At a rate at which two would be hidden, and three are not."""
     layout, _ = slab
-    copy = LongCopy(monkeypatch, driver)
     nbytes = sum(layout.runs) * layout.extent_bytes
     copy.copies._bytes_s = 2.5 * nbytes / HIDDEN_COPY_S
     monkeypatch.setattr("server.model.adapter_copies.time.perf_counter", lambda: 5.0)
@@ -274,10 +279,9 @@ def test_a_copy_waits_for_those_before_it(
 
 
 def test_a_copy_that_fails_after_it_was_usable_is_the_loss_of_the_device(
-    driver: Driver, slab: tuple[SlabLayout, bytes], monkeypatch: pytest.MonkeyPatch
+    driver: Driver, slab: tuple[SlabLayout, bytes], copy: LongCopy
 ) -> None:
     layout, _ = slab
-    copy = LongCopy(monkeypatch, driver)
     copy.copies._bytes_s = 1e12
     start(driver, 1, layout)
     assert driver.executor.poll_copies() == [CopyUsable(1, layout.digest)]

@@ -28,11 +28,10 @@ from server.kernels.decode_attention import (
     max_items,
 )
 from server.kernels.expand import expand
-from server.kernels.pending import PendingDelta, PendingLora
+from server.kernels.pending import PendingDelta
 from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import shrink
 from server.kernels.silu import silu_mul
-from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.table import LoraTable
 from server.kernels.workspace import allocate_workspace
 from server.model.products import Products
@@ -115,7 +114,8 @@ class Step:
         self.slots = torch.full((batch,), -1, dtype=torch.int32, device="cuda")
         tile_rows = configs.tile_rows("decode", batch)
         self.segments = allocate_segments(batch, tile_rows, NUM_SLOTS, "cuda")
-        self.workspace = allocate_workspace(batch, DTYPE, "cuda", configs.max_split_k)
+        max_split = configs.max_split("decode", batch)
+        self.workspace = allocate_workspace(batch, DTYPE, "cuda", max_split)
         self.inputs = {k: torch.randn(batch, k, dtype=DTYPE, device="cuda") for k, _ in SITES}
         self.outputs = [
             torch.zeros(batch, sum(widths), dtype=DTYPE, device="cuda") for _, widths in SITES
@@ -143,11 +143,11 @@ class Step:
         main = torch.cuda.current_stream()
         for index in range(len(self.weights)):
             self.side.wait_stream(main)
+            # The first follows the routing itself, which in a step ends before x is begun.
+            self._shrink(index, adapters, after_input=index > 0)
+            self._expand(index, adapters, self.deltas[index % len(SITES)], False)
             with torch.cuda.stream(self.side):
-                self._shrink(index, adapters)
-                if index % len(SITES) != GATE_UP:
-                    self._expand(index, adapters, self.deltas[index % len(SITES)], False)
-            self._gemm(index)
+                self._gemm(index)
             main.wait_stream(self.side)
             self._take_up(index, adapters.table)
 
@@ -160,10 +160,11 @@ class Step:
         out = self.outputs[index % len(SITES)]
         self.products.linear(self.inputs[k], self.weights[index], out=out)
 
-    def _shrink(self, index: int, adapters: Adapters) -> None:
+    def _shrink(self, index: int, adapters: Adapters, *, after_input: bool = False) -> None:
         k, _ = SITES[index % len(SITES)]
         config = self.configs.shrink("decode", self.batch, adapters.max_rank, k)
-        shrink(self.inputs[k], adapters.table, index, self.segments, self.workspace, config)
+        context = (adapters.table, index, self.segments, self.workspace, config)
+        shrink(self.inputs[k], *context, after_input=after_input)
 
     def _expand(self, index: int, adapters: Adapters, y: torch.Tensor, accumulate: bool) -> None:
         _, widths = SITES[index % len(SITES)]
@@ -173,21 +174,15 @@ class Step:
 
     def _take_up(self, index: int, table: LoraTable | None) -> None:
         site = index % len(SITES)
-        y = self.outputs[site]
-        if site == GATE_UP:
-            if table is None:
-                silu_mul(y, programmatic_launch=self.configs.programmatic_launch)
-            else:
-                pending = PendingLora(table, index, self.segments, self.workspace)
-                silu_mul_lora(y, pending, self.configs.fused("decode", self.batch))
-            return
+        y, early = self.outputs[site], self.configs.programmatic_launch
         delta = None
         if table is not None:
             delta = PendingDelta(table, index, self.slots, self.deltas[site])
         if site == 0:
-            self.attention.run(y, delta, self.configs.programmatic_launch)
+            self.attention.run(y, delta, early)
+        elif site == GATE_UP:
+            silu_mul(y, delta, programmatic_launch=early)
         else:
-            early = self.configs.programmatic_launch
             add_norm(y, delta, self.hidden, self.norm, 1e-6, programmatic_launch=early)
 
 

@@ -143,10 +143,18 @@ class KernelConfigs:
         chosen = (v["num_warps"], v["num_stages"], v.get("max_registers"))
         return *chosen, programs, self.programmatic_launch
 
-    @property
-    def max_split_k(self) -> int:
-        """The largest `max_split` of any entry: what a decode workspace needs."""
-        return max(entry.values["max_split"] for entry in self._shrink)
+    def max_split(self, phase: Phase, rows: int) -> int:
+        """The largest `max_split` in a batch of `rows`: what its workspace needs."""
+        return max(
+            entry.values["max_split"]
+            for entry in self._shrink
+            if entry.phase == phase and rows <= entry.max_rows
+        )
+
+    def workspaces(self, phase: Phase, rows: int) -> dict[int, int]:
+        """For every `max_split` in batches of up to `rows`, the most rows of one that needs it."""
+        bounds = {rows, *(int(min(rows, entry.max_rows)) for entry in self._shrink)}
+        return {self.max_split(phase, bound): bound for bound in sorted(bounds)}
 
 
 def load_configs(device: torch.device | str) -> KernelConfigs:

@@ -16,8 +16,14 @@ def follow(PDL: tl.constexpr) -> None:
 
 
 @triton.jit
-def load_first(ptr: tl.tensor, PDL: tl.constexpr) -> Any:
-    """The first thing that a kernel reads of what the ones before wrote: waits for them."""
+def wait(PDL: tl.constexpr) -> None:
+    """Until what the kernels before wrote can be read, and what they read be written."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def load_first(ptr: tl.tensor, PDL: tl.constexpr) -> Any:
+    """The first thing that a kernel reads of what the ones before wrote: waits for them."""
+    wait(PDL)
     return tl.load(ptr)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from server.kernels.checks import check_context, check_rows
 from server.kernels.configs import ShrinkConfig
+from server.kernels.launch import wait
 from server.kernels.segments import Segments
 from server.kernels.table import LoraTable
 from server.kernels.tiles import load_tile, small_tile
@@ -25,6 +26,8 @@ def shrink(
     segments: Segments,
     workspace: Workspace,
     config: ShrinkConfig,
+    *,
+    after_input: bool = False,
 ) -> None:
     """`v[p] = x[order[p]] A^T` for each sorted position p in a tile, A of its slot at `site`.
 
@@ -33,6 +36,10 @@ def shrink(
     input features, one plane each; columns beyond an adapter's ranks and rows in no tile keep what
     they had. Launches one kernel on the current stream and allocates nothing. Raises ValueError on
     a mismatch.
+
+    after_input: x was written by the kernel before it on this stream, or earlier, and segments and
+    table were complete when that one began: shrink finds its first weights' addresses while that
+    one drains (programmatic dependent launch).
     """
     check_rows("x", x, segments, workspace)
     check_context(table, site, segments, workspace)
@@ -40,6 +47,7 @@ def shrink(
         raise ValueError(f"max_split {config.max_split}, a workspace of {workspace.max_split}")
     if segments.rows == 0:
         return
+    pdl = after_input and config.programmatic_launch
     _shrink_kernel[(min(segments.max_tiles * config.max_split, config.num_programs),)](
         x,
         workspace.planes,
@@ -62,9 +70,10 @@ def shrink(
         BLOCK_ROW_K=config.row_block_k,
         STAGES=config.num_stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PDL=config.programmatic_launch,
+        PDL=pdl,
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
+        launch_pdl=pdl,
     )
 
 
@@ -131,22 +140,22 @@ def _shrink_kernel(
     """An item is (tile, split of K); programs take items round robin."""
     # What the next item needs to know is fetched while the present one is computed: its record in
     # the table, and one item further ahead the tile, since the record's address depends on it.
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     UNIT: tl.constexpr = max(BLOCK_K, BLOCK_ROW_K)
     UNITS: tl.constexpr = (IN + UNIT - 1) // UNIT
     tiles = tl.load(num_tiles_ptr)
     wanted = tl.maximum(1, tl.minimum(MAX_SPLIT, target_items // tl.maximum(tiles, 1)))
     span = tl.cdiv(UNITS, wanted) * UNIT
     splits = tl.cdiv(IN, span)
-    tl.store(splits_ptr, splits, mask=tl.program_id(0) == 0)
     items = tiles * splits
-    step = tl.num_programs(0)
-    item = tl.program_id(0)
+    item, step = tl.program_id(0), tl.num_programs(0)
     slot, start, length = load_tile(tiles_ptr, item // splits, item < items)
     total, address, row = _load_record(words_ptr, ints_ptr, order_ptr, slot, start, site, num_sites)
     ahead = item + step
     slot, next_start, next_length = load_tile(tiles_ptr, ahead // splits, ahead < items)
+    # Now x is read, and v written. The next kernel is not told to start beside this one: its
+    # programs would wait on processors that the product needs.
+    wait(PDL)
+    tl.store(splits_ptr, splits, mask=tl.program_id(0) == 0)
     for item in range(tl.program_id(0), items, step):
         next_total, next_address, next_row = _load_record(
             words_ptr, ints_ptr, order_ptr, slot, next_start, site, num_sites

@@ -1,4 +1,4 @@
-"""`silu(gate) * up` of a product without LoRA."""
+"""`silu(gate) * up` of a product, with what LoRA computed beside it."""
 
 from typing import Any
 
@@ -7,20 +7,28 @@ import triton
 import triton.language as tl
 
 from server.kernels.launch import follow
+from server.kernels.pending import PendingDelta, delta_arguments
 
 _BLOCK = 1024
 
 
-def silu_mul(gate_up: torch.Tensor, *, programmatic_launch: bool) -> torch.Tensor:
-    """`[rows, 2 n]`, contiguous, gate first -> `[rows, n]`. In float32; one kernel."""
+def silu_mul(
+    gate_up: torch.Tensor, pending: PendingDelta | None, *, programmatic_launch: bool
+) -> torch.Tensor:
+    """`[rows, 2 n]`, contiguous, gate first -> `[rows, n]`; pending: LoRA of it, of rows and halves
+    that their adapter touches. In float32; one kernel. Raises ValueError on a mismatch."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    if pending is not None and pending.delta.shape != gate_up.shape:
+        raise ValueError(f"delta is {list(pending.delta.shape)}, gate_up {list(gate_up.shape)}")
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _silu_mul_kernel[(triton.cdiv(inner, _BLOCK), rows)](
             gate_up,
+            *delta_arguments(gate_up, pending),
             out,
             INNER=inner,
             BLOCK=_BLOCK,
+            LORA=pending is not None,
             PDL=programmatic_launch,
             num_warps=4,
             launch_pdl=programmatic_launch,
@@ -28,21 +36,37 @@ def silu_mul(gate_up: torch.Tensor, *, programmatic_launch: bool) -> torch.Tenso
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["site", "num_sites"], do_not_specialize_on_alignment=["slots_ptr"])
 def _silu_mul_kernel(
     y_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    site: tl.tensor,
+    num_sites: tl.tensor,
     out_ptr: tl.tensor,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
+    LORA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     follow(PDL)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
-    gate = tl.load(y_ptr + row * 2 * INNER + n, mask=n < INNER, other=0.0).to(tl.float32)
-    up = tl.load(y_ptr + row * 2 * INNER + INNER + n, mask=n < INNER, other=0.0).to(tl.float32)
+    inside = n < INNER
+    at = row * 2 * INNER + n
+    gate = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(y_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
+    if LORA:
+        # Read beside the chain slot -> rank, not after it, and dropped where it means nothing.
+        delta0 = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        delta1 = tl.load(delta_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        ranks_ptr = ints_ptr + (tl.maximum(slot, 0) * num_sites + site) * 16 + 8
+        gate = tl.where((slot >= 0) & (tl.load(ranks_ptr) > 0), gate + delta0, gate)
+        up = tl.where((slot >= 0) & (tl.load(ranks_ptr + 1) > 0), up + delta1, up)
     out = silu_times(gate, up)
-    tl.store(out_ptr + row * INNER + n, out.to(out_ptr.dtype.element_ty), mask=n < INNER)
+    tl.store(out_ptr + row * INNER + n, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

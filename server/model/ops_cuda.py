@@ -33,6 +33,8 @@ from server.model.transfers import to_device
 # Up to so many tokens, of which decodes are a large part, adapters may be as many as tokens: a
 # program takes few rows, and inputs are split.
 _FEW_TOKENS = 2048
+# Up to so many, the widest product's delta costs less beside it than expanded by the activation.
+_FEW_ROWS = 256
 # Parts of the activation's columns whose sums for down's LoRA are kept apart.
 _DOWN_SPLIT = 16
 
@@ -54,8 +56,8 @@ class DeviceLora:
     """Adapters of a batch, routed on the device by slots, int32 `[tokens]`.
 
     model_sites: whether one of them changes the embedding or the head. decodes: every token is a
-    decode; expand then runs beside a product, too. down: where the activation leaves what shrink
-    would of its result; None: shrink does it.
+    decode, whose attention adds a delta. down: where the activation leaves what shrink would of its
+    result; None: shrink does it.
     """
 
     slots: torch.Tensor
@@ -76,6 +78,13 @@ class Product:
     lora: PendingLora | None = None
     delta: PendingDelta | None = None
     shrunk: Workspace | None = None
+
+
+def _adds_delta(kind: str, lora: DeviceLora) -> bool:
+    """Whether what takes up the product adds a delta: else it expands on its way."""
+    if kind == "qkv":
+        return lora.decodes
+    return kind != "gate_up" or len(lora.slots) <= _FEW_ROWS
 
 
 def _phase(rows: int) -> Phase:
@@ -107,19 +116,20 @@ class CudaOps:
         places = torch.arange(max_context, device=self.device)
         angles = cos_sin(places, inv_freq, model.rope.attention_factor)
         self._cos_sin = torch.cat(angles, dim=-1).squeeze(1).contiguous()
-        self._workspaces: dict[Phase, Workspace] = {
-            "decode": self._workspace("decode", _FEW_TOKENS),
-            "prefill": self._workspace("prefill", max_tokens),
-        }
+        self._workspaces = self._allocate_workspaces("decode", _FEW_TOKENS)
+        self._workspaces |= self._allocate_workspaces("prefill", max_tokens)
         most = max_tokens if max_tokens > _FEW_TOKENS else 0
         self._down = {
             width: allocate_workspace(most, cache.k.dtype, self.device, _DOWN_SPLIT, width)
             for width in RANK_BLOCKS
         }
 
-    def _workspace(self, phase: Phase, rows: int) -> Workspace:
-        split = self._configs.max_split_k if phase == "decode" else 1
-        return allocate_workspace(rows, self.cache.k.dtype, self.device, split)
+    def _allocate_workspaces(self, phase: Phase, rows: int) -> dict[tuple[Phase, int], Workspace]:
+        """By `max_split`."""
+        return {
+            (phase, split): allocate_workspace(most, self.cache.k.dtype, self.device, split)
+            for split, most in self._configs.workspaces(phase, rows).items()
+        }
 
     # ---- once a step
 
@@ -154,7 +164,8 @@ class CudaOps:
         phase = _phase(rows)
         known, tile_rows = self.table.device_table.num_slots, self._configs.tile_rows(phase, rows)
         segments = allocate_segments(rows, tile_rows, known, self.device)
-        return DeviceLora(slots, segments, self._workspaces[phase], phase, model_sites, decodes)
+        workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
+        return DeviceLora(slots, segments, workspace, phase, model_sites, decodes)
 
     # ---- operations
 
@@ -179,22 +190,23 @@ class CudaOps:
         out: torch.Tensor | None = None,
     ) -> Product:
         """With LoRA: shrink runs beside the product, and so does expand where what takes up the
-        product adds a delta: the norm does, and the attention of decodes. out: where the product is
-        to lie."""
+        product adds a delta. out: where the product is to lie."""
         if lora is None:
             return Product(self.products.linear(x, weight, bias, out))
         kind = LAYER_SITES[site % len(LAYER_SITES)]
         shrunk, delta = lora.down if kind == "down" else None, None
         if shrunk is not None:
             lora = replace(lora, workspace=shrunk)
-        with self._beside() as side:
-            with torch.cuda.stream(side):
+        y = x.new_empty(len(x), len(weight)) if out is None else out
+        with self._fork(lora.phase) as (of_lora, of_product):
+            with torch.cuda.stream(of_lora):
                 if shrunk is None:
-                    self._shrink(x, lora, site)
-                if kind in ("o", "down") or (kind == "qkv" and lora.decodes):
-                    delta = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+                    self._shrink(x, lora, site, after_input=lora.phase == "decode")
+                if _adds_delta(kind, lora):
+                    delta = torch.empty_like(y)
                     self._expand(delta, lora, site, accumulate=False)
-            y = self.products.linear(x, weight, bias, out)
+            with torch.cuda.stream(of_product):
+                self.products.linear(x, weight, bias, y)
         table = self.table.device_table
         if delta is not None:
             return Product(y, delta=PendingDelta(table, site, lora.slots, delta))
@@ -206,15 +218,20 @@ class CudaOps:
         return Product(y, lora=later, shrunk=lora.down if kind == "gate_up" else None)
 
     @contextmanager
-    def _beside(self) -> Iterator[torch.cuda.Stream]:
-        """A stream beside the current one, which goes on when both are done. Also after an error:
-        what the stream still reads must not be given to the next step."""
-        main = torch.cuda.current_stream()
-        self._side.wait_stream(main)
+    def _fork(self, phase: Phase) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
+        """Streams of LoRA and of the product. The current one, which is one of them, goes on when
+        both are done; also after an error: what the other still reads must not be given to the next
+        step.
+
+        Of few tokens LoRA has the current one, so that shrink starts while what wrote x drains. Of
+        many, which the host launches, the product has it: what takes it up starts sooner.
+        """
+        main, side = torch.cuda.current_stream(), self._side
+        side.wait_stream(main)
         try:
-            yield self._side
+            yield (main, side) if phase == "decode" else (side, main)
         finally:
-            main.wait_stream(self._side)
+            main.wait_stream(side)
 
     def logits(
         self, x: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: int
@@ -225,9 +242,12 @@ class CudaOps:
             self._expand(y, lora, site)
         return y
 
-    def _shrink(self, x: torch.Tensor, lora: DeviceLora, site: int) -> None:
+    def _shrink(
+        self, x: torch.Tensor, lora: DeviceLora, site: int, *, after_input: bool = False
+    ) -> None:
         config = self._configs.shrink(lora.phase, len(x), MAX_RANK, x.shape[1])
-        shrink(x, self.table.device_table, site, lora.segments, lora.workspace, config)
+        context = (self.table.device_table, site, lora.segments, lora.workspace, config)
+        shrink(x, *context, after_input=after_input)
 
     def _expand(
         self, y: torch.Tensor, lora: DeviceLora, site: int, *, accumulate: bool = True
@@ -285,7 +305,8 @@ class CudaOps:
     def silu_mul(self, gate_up: Product) -> torch.Tensor:
         y, lora, shrunk = gate_up.y, gate_up.lora, gate_up.shrunk
         if lora is None:
-            return silu_mul(y, programmatic_launch=self._configs.programmatic_launch)
+            early = self._configs.programmatic_launch
+            return silu_mul(y, gate_up.delta, programmatic_launch=early)
         if shrunk is None:
             return silu_mul_lora(y, lora, self._configs.fused(_phase(len(y)), len(y)))
         return silu_mul_lora(y, lora, self._configs.fused_shrink(len(y)), shrunk)

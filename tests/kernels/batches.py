@@ -119,7 +119,7 @@ def make_batch(rows: int, adapters: Adapters, phase: Phase = "decode") -> Batch:
     configs = load_configs(adapters.device)
     tile_rows = configs.tile_rows(phase, rows)
     segments = allocate_segments(rows, tile_rows, adapters.num_slots, adapters.device)
-    split = configs.max_split_k if phase == "decode" else 1
+    split = configs.max_split(phase, rows)
     workspace = allocate_workspace(max(rows, 1), adapters.dtype, adapters.device, split)
     workspace.planes.fill_(float("nan"))
     slots = torch.full((rows,), -1, dtype=torch.int32, device=adapters.device)

@@ -81,21 +81,23 @@ def _compile_only(capability: int) -> list[str]:
 def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     table = LoraTable(2, 8, CPU)
     segments = allocate_segments(rows, configs.tile_rows(phase, rows), 8, CPU)
-    workspace = allocate_workspace(rows, DTYPE, CPU, configs.max_split_k)
+    workspace = allocate_workspace(rows, DTYPE, CPU, configs.max_split(phase, rows))
     slots = torch.zeros(rows, dtype=torch.int32)
     route(slots, segments)
     x, y = torch.zeros(rows, 512, dtype=DTYPE), torch.zeros(rows, sum(WIDTHS), dtype=DTYPE)
-    shrink(x, table, 0, segments, workspace, configs.shrink(phase, rows, 256, 512))
+    for early in (False, True):
+        config = configs.shrink(phase, rows, 256, 512)
+        shrink(x, table, 0, segments, workspace, config, after_input=early)
     of_site = (table, 0, segments, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
     expand(y, WIDTHS, *of_site, accumulate=phase == "prefill", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
     silu_mul_lora(y, pending, configs.fused(phase, rows))
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
-    silu_mul(y, programmatic_launch=configs.programmatic_launch)
     if phase == "decode":
         early = configs.programmatic_launch
         delta = PendingDelta(table, 0, slots, y.clone())
         for of in (None, delta):
+            silu_mul(y, of, programmatic_launch=early)
             add_norm(y, of, y.clone(), y[0].clone(), 1e-5, programmatic_launch=early)
         attention(rows, delta, torch.zeros(10, 64, dtype=DTYPE), early)
         attention(1, None, None, early)

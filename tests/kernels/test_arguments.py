@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.kernels.add_norm import add_norm
-from server.kernels.configs import load_configs
+from server.kernels.configs import Phase, load_configs, read_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.reference import lora_reference
@@ -54,7 +54,7 @@ def test_any_shape(rows: int, in_features: int, widths: list[int], seed: int) ->
 def test_wrappers_check_their_arguments() -> None:
     table = LoraTable(2, 3, CPU)
     segments = allocate_segments(4, 16, 3, CPU)
-    workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split_k)
+    workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split("decode", 4))
     small = allocate_workspace(4, torch.float32, CPU, 1)
     x, y = torch.zeros(4, 32), torch.zeros(4, 48)
     with pytest.raises(ValueError, match=r"\[4, features\]"):
@@ -99,7 +99,7 @@ def test_wrappers_check_their_arguments() -> None:
 def test_the_rotation_that_expands_checks_its_arguments() -> None:
     table = LoraTable(2, 3, CPU)
     segments = allocate_segments(4, 64, 3, CPU)
-    workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split_k)
+    workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split("decode", 4))
     pending = PendingLora(table, 0, segments, workspace)
     qkv, k, v = torch.zeros(4, 6 * 16), torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16)
     angles, places = torch.zeros(9, 16), torch.zeros(4, dtype=torch.int64)
@@ -186,13 +186,26 @@ def test_records_written_at_once_are_those_written_one_by_one() -> None:
     assert at_once.words.any(dim=2).nonzero().tolist() == [[1, 0], [1, 3]]
 
 
+@pytest.mark.parametrize("arch", ["sm90", "default"])
+def test_workspaces_take_every_batch(arch: str) -> None:
+    """Each batch finds one of its split, with room for its rows."""
+    configs = read_configs(arch, 132, programmatic_launch=True)
+    batches: tuple[tuple[Phase, int], ...] = (("decode", 2048), ("decode", 3), ("prefill", 9000))
+    for phase, most in batches:
+        workspaces = configs.workspaces(phase, most)
+        for rows in {1, 2, 4, 5, 64, 2048, most}:
+            if rows <= most:
+                assert workspaces[configs.max_split(phase, rows)] >= rows
+        assert max(workspaces.values()) == most
+
+
 def test_every_batch_has_launch_parameters() -> None:
     for rows in (1, 2, 16, 17, 64, 128, 256, 512):
         assert CONFIGS.tile_rows("decode", rows) == 16
         for features in (64, 1024, 4096, 28672, 128256):
             split = CONFIGS.shrink("decode", rows, 256, features).max_split
             assert split & (split - 1) == 0
-            assert CONFIGS.max_split_k >= split
+            assert CONFIGS.max_split("decode", rows) >= split
             assert CONFIGS.expand("decode", rows, 256, features).piece >= 64
     for rows in (2049, 8192):
         assert CONFIGS.rope(rows).max_heads >= 1

@@ -46,7 +46,26 @@ def test_norm_of_a_sum_with_a_delta(device: torch.device, features: int) -> None
 def test_activation_without_adapters(device: torch.device) -> None:
     y = torch.randn(5, 2 * 1100, device=device)
     gate, up = y.chunk(2, dim=-1)
-    out = silu_mul(y, programmatic_launch=False)
+    out = silu_mul(y, None, programmatic_launch=False)
+    assert_close(out, functional.silu(gate) * up, torch.float32)
+
+
+@pytest.mark.parametrize("inner", [48, 1100])
+def test_activation_with_a_delta(device: torch.device, inner: int) -> None:
+    """Each half alone may be left as it is; the delta's NaN there is not read."""
+    torch.manual_seed(inner)
+    adapters = Adapters(torch.float32, device, 5)
+    for slot, ranks in enumerate([(16, 16), (3, 0), (0, 40), (0, 0)]):
+        adapters.put(slot, 96, (inner, inner), ranks)
+    slots = [0, -1, 1, 2, 3, 4, 0, 1]
+    batch = make_batch(len(slots), adapters)
+    batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
+    x, y = (torch.randn(len(slots), n, device=device) for n in (96, 2 * inner))
+    delta = torch.full_like(y, float("nan"))
+    batch.run(delta, x, (inner, inner), adapters.table, accumulate=False)
+    pending = PendingDelta(adapters.table, SITE, batch.slots, delta)
+    out = silu_mul(y, pending, programmatic_launch=False)
+    gate, up = lora_reference(y, x, slots, adapters.weights, (inner, inner)).chunk(2, dim=-1)
     assert_close(out, functional.silu(gate) * up, torch.float32)
 
 
@@ -109,3 +128,57 @@ def test_activation_that_shrinks_for_the_next_site(
     pending = PendingLora(adapters.table, SITE, few.segments, few.workspace)
     with pytest.raises(ValueError, match="beside the product"):
         silu_mul_lora(y, pending, fused, shrunk)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 40])
+def test_decodes_in_a_graph_whose_kernels_start_early(rows: int) -> None:
+    """Each starts while the one before it drains, the product beside LoRA: as one by one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(rows)
+    device, features, inner = torch.device("cuda"), 4096, 2048
+    dtype = torch.bfloat16
+    adapters = Adapters(dtype, device, 16, arena_bytes=1 << 26)
+    for slot in range(16):
+        adapters.put(slot, features, (inner, inner), (16, 16 if slot % 3 else 0))
+    batch = make_batch(rows, adapters)
+    slots = [i % 17 - 1 for i in range(rows)]
+    batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
+    route(batch.slots, batch.segments)
+    x, hidden, product, delta = (
+        torch.zeros(rows, n, dtype=dtype, device=device)
+        for n in (features, features, 2 * inner, 2 * inner)
+    )
+    weight = torch.randn(2 * inner, features, dtype=dtype, device=device) / 64
+    norm = torch.ones(features, dtype=dtype, device=device)
+    configs, side = load_configs(device), torch.cuda.Stream()
+    pending = PendingDelta(adapters.table, SITE, batch.slots, delta)
+    context = (adapters.table, SITE, batch.segments, batch.workspace)
+    config = configs.shrink("decode", rows, 64, features)
+    expansion = configs.expand("decode", rows, 64, 2 * inner)
+
+    def step(early: bool) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        add_norm(x, None, hidden, norm, EPSILON, programmatic_launch=early)
+        side.wait_stream(main)
+        shrink(x, *context, config, after_input=early)
+        expand(delta, (inner, inner), *context, expansion, accumulate=False, after_gemm=early)
+        with torch.cuda.stream(side):
+            torch.mm(x, weight.T, out=product)
+        main.wait_stream(side)
+        return silu_mul(product, pending, programmatic_launch=early)
+
+    step(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(True)
+    for _ in range(50):
+        first, second = (torch.randn_like(x) for _ in range(2))
+        x.copy_(first), hidden.copy_(second)
+        expected = step(False)
+        for stale in (product, delta, batch.workspace.planes):
+            stale.fill_(float("nan"))
+        x.copy_(first), hidden.copy_(second)
+        graph.replay()
+        assert torch.equal(out, expected)

@@ -79,7 +79,7 @@ def _add_norm_kernel(
         delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
         slot = tl.load(slots_ptr + row).to(tl.int64)
         rank = tl.load(ints_ptr + (tl.maximum(slot, 0) * num_sites + site) * 16 + 8)
-        y = tl.where((slot >= 0) & (rank > 0), y + delta, y)
+        y += tl.where((slot >= 0) & (rank > 0), delta, 0.0)
     hidden += y
     tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
     factor = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / FEATURES + epsilon)

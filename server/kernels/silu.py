@@ -63,8 +63,8 @@ def _silu_mul_kernel(
         delta1 = tl.load(delta_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
         slot = tl.load(slots_ptr + row).to(tl.int64)
         ranks_ptr = ints_ptr + (tl.maximum(slot, 0) * num_sites + site) * 16 + 8
-        gate = tl.where((slot >= 0) & (tl.load(ranks_ptr) > 0), gate + delta0, gate)
-        up = tl.where((slot >= 0) & (tl.load(ranks_ptr + 1) > 0), up + delta1, up)
+        gate += tl.where((slot >= 0) & (tl.load(ranks_ptr) > 0), delta0, 0.0)
+        up += tl.where((slot >= 0) & (tl.load(ranks_ptr + 1) > 0), delta1, 0.0)
     out = silu_times(gate, up)
     tl.store(out_ptr + row * INNER + n, out.to(out_ptr.dtype.element_ty), mask=inside)
 

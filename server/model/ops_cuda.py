@@ -84,7 +84,7 @@ def _adds_delta(kind: str, lora: DeviceLora) -> bool:
     """Whether what takes up the product adds a delta: else it expands on its way."""
     if kind == "qkv":
         return lora.decodes
-    return kind != "gate_up" or len(lora.slots) <= _FEW_ROWS
+    return kind != "gate_up" or (lora.phase == "decode" and len(lora.slots) <= _FEW_ROWS)
 
 
 def _phase(rows: int) -> Phase:

@@ -61,7 +61,8 @@ def scored(driver: Any, slots: list[int]) -> list[Stream]:
 def test_same_as_the_reference(
     pair: Pair, slots: list[int], fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all ranks are small ones the activation shrinks for down, else nobody's does."""
+    """Where all ranks are small ones the activation shrinks for down, else nobody's does. That of
+    few tokens adds a delta."""
     from server.model import ops_cuda
 
     module: Any = ops_cuda
@@ -79,5 +80,5 @@ def test_same_as_the_reference(
         places += zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
         for mine, wanted in places:
             assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-3)
-    assert {shrunk for tokens, shrunk in taken if tokens > FEW} == {fused}
-    assert {shrunk for tokens, shrunk in taken if tokens <= FEW} == {False}
+    assert {shrunk for _, shrunk in taken} == {fused}
+    assert min(tokens for tokens, _ in taken) > FEW

@@ -116,28 +116,26 @@ def _expand_kernel(
     tiles = tl.load(num_tiles_ptr)
     block_n, n0, n01, blocks = cut_columns(tiles, target_items, W0, W1, W2, PIECE, MAX_PIECES)
     items = tiles * blocks
-    step = tl.num_programs(0)
-    item = tl.program_id(0)
+    item, step = tl.program_id(0), tl.num_programs(0)
+    records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
     slot, start, length = load_tile(tiles_ptr, item // blocks, item < items)
     rank, first, scale, address, row = load_projection(
-        words_ptr, ints_ptr, floats_ptr, order_ptr, slot, start, site, num_sites,
-        item % blocks, n0, n01,
-    )  # fmt: skip
+        records, order_ptr, slot, start, item % blocks, n0, n01
+    )
     ahead = item + step
     slot, next_start, next_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
     splits = load_first(splits_ptr, PDL)
     for item in range(tl.program_id(0), items, step):
         next_rank, next_first, next_scale, next_address, next_row = load_projection(
-            words_ptr, ints_ptr, floats_ptr, order_ptr, slot, next_start, site, num_sites,
-            (item + step) % blocks, n0, n01,
-        )  # fmt: skip
+            records, order_ptr, slot, next_start, (item + step) % blocks, n0, n01
+        )
         ahead = item + 2 * step
         slot, later_start, later_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         if rank > 0:
+            v = (planes_ptr + start * stride_v + first, stride_v, stride_plane, splits, length)
             _expand_item(
-                y_ptr, stride_y, order_ptr + start, row, length,
-                planes_ptr + start * stride_v, stride_v, stride_plane, splits,
-                address, rank, first, scale, item % blocks, n0, n01, block_n,
+                (y_ptr, stride_y), (order_ptr + start, row, length), v, (address, rank), scale,
+                (item % blocks, n0, n01, block_n),
                 W0, W1, W2, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
             )  # fmt: skip
         rank, first, scale, address, row = next_rank, next_first, next_scale, next_address, next_row
@@ -146,23 +144,12 @@ def _expand_kernel(
 
 @triton.jit
 def _expand_item(
-    y_ptr: tl.tensor,
-    stride_y: tl.tensor,
-    order_ptr: tl.tensor,
-    row: tl.tensor,
-    length: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    address: tl.tensor,
-    rank: tl.tensor,
-    first: tl.tensor,
+    target: tl.tuple,
+    tile: tl.tuple,
+    v: tl.tuple,
+    b: tl.tuple,
     scale: tl.tensor,
-    block: tl.tensor,
-    n0: tl.tensor,
-    n01: tl.tensor,
-    block_n: tl.tensor,
+    cut: tl.tuple,
     W0: tl.constexpr,
     W1: tl.constexpr,
     W2: tl.constexpr,
@@ -174,24 +161,25 @@ def _expand_item(
     ACCUMULATE: tl.constexpr,
 ) -> None:
     """Where the block lies; few rows or many."""
+    y_ptr, stride_y = target
+    order_ptr, row, length = tile
+    block, n0, n01, block_n = cut
     q, k = block < n0, block < n01
     y_slice = y_ptr + tl.where(q, 0, tl.where(k, W0, W0 + W1))
     width = tl.where(q, W0, tl.where(k, W1, W2))
     col = (block - tl.where(q, 0, tl.where(k, n0, n01))) * block_n
     end = tl.minimum(width, col + block_n)
-    b_ptr = tl.multiple_of(address.to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
+    b_ptr = tl.multiple_of(b[0].to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length <= SMALL:
         few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)
         expand_ranks(
-            y_slice + few * stride_y, length, v_ptr, stride_v, stride_plane, splits,
-            b_ptr, rank, first, scale, col, end,
+            y_slice + few * stride_y, v, (b_ptr, b[1]), scale, col, end,
             MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip
     else:
         many = tile_rows(order_ptr, row, length, BLOCK_M).to(tl.int64)
         expand_ranks(
-            y_slice + many * stride_y, length, v_ptr, stride_v, stride_plane, splits,
-            b_ptr, rank, first, scale, col, end,
+            y_slice + many * stride_y, v, (b_ptr, b[1]), scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip

@@ -9,14 +9,8 @@ from server.kernels.low_rank import load_b, load_v, low_rank_one, product
 @triton.jit
 def expand_ranks(
     y_rows: tl.tensor,
-    length: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    b_ptr: tl.tensor,
-    rank: tl.tensor,
-    first: tl.tensor,
+    v: tl.tuple,
+    b: tl.tuple,
     scale: tl.tensor,
     col: tl.tensor,
     end: tl.tensor,
@@ -28,43 +22,39 @@ def expand_ranks(
     ACCUMULATE: tl.constexpr,
 ) -> None:
     """Pieces of about PIECE * 16 weights, in vectors of 8 where every row of B starts at one."""
+    b_ptr, rank = b
     if rank % 8 != 0:
         _expand_looped(
-            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank, scale,
-            col, end, MAX_SPLIT, BLOCK_M, PIECE, 16, PRECISION, ACCUMULATE,
+            y_rows, v, b, scale, col, end,
+            MAX_SPLIT, BLOCK_M, PIECE, 16, PRECISION, ACCUMULATE,
         )  # fmt: skip
     elif rank <= 16:
         _expand_pieces(
-            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank // 8 * 8,
-            scale, col, end, MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION, ACCUMULATE,
+            y_rows, v, (b_ptr, rank // 8 * 8), scale, col, end,
+            MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip
     elif rank <= 32:
         _expand_pieces(
-            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank // 8 * 8,
-            scale, col, end, MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION, ACCUMULATE,
+            y_rows, v, (b_ptr, rank // 8 * 8), scale, col, end,
+            MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip
     elif rank <= 64:
         _expand_pieces(
-            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank // 8 * 8,
-            scale, col, end, MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, PRECISION, ACCUMULATE,
+            y_rows, v, (b_ptr, rank // 8 * 8), scale, col, end,
+            MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip
     else:
         _expand_looped(
-            y_rows, length, v_ptr + first, stride_v, stride_plane, splits, b_ptr, rank // 8 * 8,
-            scale, col, end, MAX_SPLIT, BLOCK_M, PIECE // 4, 64, PRECISION, ACCUMULATE,
+            y_rows, v, (b_ptr, rank // 8 * 8), scale, col, end,
+            MAX_SPLIT, BLOCK_M, PIECE // 4, 64, PRECISION, ACCUMULATE,
         )  # fmt: skip
 
 
 @triton.jit
 def _expand_pieces(
     y_rows: tl.tensor,
-    length: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    b_ptr: tl.tensor,
-    rank: tl.tensor,
+    v: tl.tuple,
+    b: tl.tuple,
     scale: tl.tensor,
     col: tl.tensor,
     end: tl.tensor,
@@ -78,24 +68,18 @@ def _expand_pieces(
 ) -> None:
     """Where the whole rank fits one step: v is read once, pieces of B and y are prefetched."""
     r = tl.arange(0, BLOCK_R)
-    v = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
+    total = load_v(v, r, b[1], MAX_SPLIT, BLOCK_M)
     for begin in tl.range(col, end, PIECE, num_stages=STAGES):
         n = begin + tl.arange(0, PIECE)
-        b = load_b(b_ptr, rank, n, r, end)
-        delta = scale * product(v, b, BLOCK_M, PRECISION)
-        _write(y_rows, length, n, end, delta, BLOCK_M, ACCUMULATE)
+        delta = scale * product(total, load_b(b, n, r, end), BLOCK_M, PRECISION)
+        _write(y_rows, v[4], n, end, delta, BLOCK_M, ACCUMULATE)
 
 
 @triton.jit
 def _expand_looped(
     y_rows: tl.tensor,
-    length: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    b_ptr: tl.tensor,
-    rank: tl.tensor,
+    v: tl.tuple,
+    b: tl.tuple,
     scale: tl.tensor,
     col: tl.tensor,
     end: tl.tensor,
@@ -109,11 +93,8 @@ def _expand_looped(
     """Any rank, BLOCK_R columns of B at a time."""
     for begin in tl.range(col, end, PIECE, num_stages=1):
         n = begin + tl.arange(0, PIECE)
-        acc = low_rank_one(
-            v_ptr, stride_v, stride_plane, splits, length, b_ptr, rank, n, end,
-            MAX_SPLIT, BLOCK_M, PIECE, BLOCK_R, PRECISION,
-        )  # fmt: skip
-        _write(y_rows, length, n, end, scale * acc, BLOCK_M, ACCUMULATE)
+        acc = low_rank_one(v, b, n, end, MAX_SPLIT, BLOCK_M, PIECE, BLOCK_R, PRECISION)
+        _write(y_rows, v[4], n, end, scale * acc, BLOCK_M, ACCUMULATE)
 
 
 @triton.jit

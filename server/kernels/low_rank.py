@@ -1,4 +1,8 @@
-"""`v B^T`, as the kernels share it: v from the workspace's planes, B of one projection."""
+"""`v B^T`, as the kernels share it: v from the workspace's planes, B of one projection.
+
+What goes together goes in tuples. `v`, of one tile: address, stride of a row, stride of a plane,
+planes, rows. `b`: address, rank.
+"""
 
 from typing import Any
 
@@ -8,15 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def low_rank(
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    length: tl.tensor,
-    b0_ptr: tl.tensor,
-    b1_ptr: tl.tensor,
-    rank0: tl.tensor,
-    rank1: tl.tensor,
+    v: tl.tuple,
+    b0: tl.tuple,
+    b1: tl.tuple,
     n: tl.tensor,
     end: tl.tensor,
     MAX_SPLIT: tl.constexpr,
@@ -27,29 +25,21 @@ def low_rank(
     """`v B^T` of two projections at columns n: float32 `[BLOCK_N]` for one row, else `[BLOCK_M,
     BLOCK_N]`."""
     acc0, acc1 = zeros(BLOCK_M, BLOCK_N), zeros(BLOCK_M, BLOCK_N)
-    for first in range(0, tl.maximum(rank0, rank1), 16):
+    for first in range(0, tl.maximum(b0[1], b1[1]), 16):
         r = first + tl.arange(0, 16)
         # Both on their way before the sums that wait for v.
-        b0 = load_b(b0_ptr, rank0, n, r, end)
-        b1 = load_b(b1_ptr, rank1, n, r, end)
-        v0 = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank0, MAX_SPLIT, BLOCK_M)
-        v1 = load_v(
-            v_ptr + rank0, stride_v, stride_plane, splits, r, length, rank1, MAX_SPLIT, BLOCK_M
-        )
-        acc0 += product(v0, b0, BLOCK_M, PRECISION)
-        acc1 += product(v1, b1, BLOCK_M, PRECISION)
+        weights0, weights1 = load_b(b0, n, r, end), load_b(b1, n, r, end)
+        v0 = load_v(v, r, b0[1], MAX_SPLIT, BLOCK_M)
+        v1 = load_v(columns_from(v, b0[1]), r, b1[1], MAX_SPLIT, BLOCK_M)
+        acc0 += product(v0, weights0, BLOCK_M, PRECISION)
+        acc1 += product(v1, weights1, BLOCK_M, PRECISION)
     return acc0, acc1
 
 
 @triton.jit
 def low_rank_one(
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    length: tl.tensor,
-    b_ptr: tl.tensor,
-    rank: tl.tensor,
+    v: tl.tuple,
+    b: tl.tuple,
     n: tl.tensor,
     end: tl.tensor,
     MAX_SPLIT: tl.constexpr,
@@ -60,11 +50,10 @@ def low_rank_one(
 ) -> Any:
     """`v B^T` of one projection, BLOCK_R ranks at a time; as in `low_rank`."""
     acc = zeros(BLOCK_M, BLOCK_N)
-    for first in tl.range(0, rank, BLOCK_R, num_stages=1):
+    for first in tl.range(0, b[1], BLOCK_R, num_stages=1):
         r = first + tl.arange(0, BLOCK_R)
-        b = load_b(b_ptr, rank, n, r, end)
-        v = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
-        acc += product(v, b, BLOCK_M, PRECISION)
+        weights = load_b(b, n, r, end)
+        acc += product(load_v(v, r, b[1], MAX_SPLIT, BLOCK_M), weights, BLOCK_M, PRECISION)
     return acc
 
 
@@ -78,25 +67,30 @@ def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr) -> Any:
 
 
 @triton.jit
-def load_b(b_ptr: tl.tensor, rank: tl.tensor, n: tl.tensor, r: tl.tensor, end: tl.tensor) -> Any:
+def load_b(b: tl.tuple, n: tl.tensor, r: tl.tensor, end: tl.tensor) -> Any:
     """Columns r of B's rows n, `[len(n), len(r)]`."""
+    b_ptr, rank = b
     live = (n < end)[:, None] & (r < rank)[None, :]
     return tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=live, other=0.0)
 
 
 @triton.jit
+def columns_from(v: tl.tuple, first: tl.tensor) -> Any:
+    """Of v, from there on."""
+    v_ptr, stride_v, stride_plane, splits, length = v
+    return v_ptr + first, stride_v, stride_plane, splits, length
+
+
+@triton.jit
 def load_v(
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
+    v: tl.tuple,
     r: tl.tensor,
-    length: tl.tensor,
     rank: tl.tensor,
     MAX_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> Any:
     """Columns r of v, `[BLOCK_M, BLOCK_R]`, or `[BLOCK_R]` for one row: planes in order."""
+    v_ptr, stride_v, stride_plane, splits, length = v
     if BLOCK_M == 1:
         at = v_ptr + r
         live = r < rank
@@ -104,15 +98,15 @@ def load_v(
         m = tl.arange(0, BLOCK_M)
         at = v_ptr + m[:, None] * stride_v + r[None, :]
         live = (m < length)[:, None] & (r < rank)[None, :]
-    v = tl.load(at, mask=live, other=0.0)
+    total = tl.load(at, mask=live, other=0.0)
     if MAX_SPLIT > 1:
         planes = tl.where(live, splits, 0)
         for base in range(1, splits, 4):
             # Four loads in flight, few enough for the registers.
             for split in tl.static_range(4):
                 part = at + (base + split) * stride_plane
-                v += tl.load(part, mask=planes > base + split, other=0.0)
-    return v
+                total += tl.load(part, mask=planes > base + split, other=0.0)
+    return total
 
 
 @triton.jit

@@ -141,7 +141,7 @@ def _rope_lora_kernel(
 ) -> None:
     """An item is (tile of rows, some heads of one projection), round robin; as in `expand`."""
     order_ptr, tiles_ptr, num_tiles_ptr = routed
-    words_ptr, ints_ptr, floats_ptr = records
+    of_site = (records[0], records[1], records[2], site, num_sites)
     tiles = tl.load(num_tiles_ptr + 1)
     heads, n0, n01, blocks = cut_columns(
         tiles, target_items, HEADS, KV_HEADS, KV_HEADS, 1, MAX_HEADS
@@ -150,17 +150,15 @@ def _rope_lora_kernel(
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, start, length = load_tile(tiles_ptr, item // blocks, item < items)
     rank, first, scale, address, row = load_projection(
-        words_ptr, ints_ptr, floats_ptr, order_ptr, slot, start, site, num_sites,
-        item % blocks, n0, n01,
-    )  # fmt: skip
+        of_site, order_ptr, slot, start, item % blocks, n0, n01
+    )
     item += step
     slot, next_start, next_length = load_tile(tiles_ptr, item // blocks, item < items)
     splits = load_first(splits_ptr, PDL)
     for item in range(tl.program_id(0), items, step):
         next_rank, next_first, next_scale, next_address, next_row = load_projection(
-            words_ptr, ints_ptr, floats_ptr, order_ptr, slot, next_start, site, num_sites,
-            (item + step) % blocks, n0, n01,
-        )  # fmt: skip
+            of_site, order_ptr, slot, next_start, (item + step) % blocks, n0, n01
+        )
         ahead = item + 2 * step
         slot, later_start, later_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         _rope_tile(
@@ -204,8 +202,8 @@ def _rope_tile(
     head = (block - tl.where(is_q, 0, tl.where(is_qk, n0, n01))) * heads
     span = (is_q, is_qk, head, tl.minimum(tl.where(is_q, HEADS, KV_HEADS), head + heads))
     b_ptr = address.to(tl.pointer_type(targets[0].dtype.element_ty))
-    v_ptr = planes_ptr + start * stride_v + first
-    low = (v_ptr, stride_v, stride_plane, splits, length, tl.multiple_of(b_ptr, 16), rank, scale)
+    v = (planes_ptr + start * stride_v + first, stride_v, stride_plane, splits, length)
+    low = (v, (tl.multiple_of(b_ptr, 16), rank), scale)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length <= SMALL:
         few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)

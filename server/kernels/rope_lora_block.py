@@ -1,8 +1,7 @@
 """The arithmetic of rope_append_lora: some heads of one projection, for one tile.
 
 What goes together goes in tuples. `span`: whether the projection is q, and q or k; its first head
-and where they end. `low`: of v, its address, both strides, planes and rows; of the projection, the
-address of B, rank and scale.
+and where they end. `low`: v and b as in low_rank, and the scale.
 """
 
 import triton
@@ -43,7 +42,7 @@ def rope_rows(
     qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr = targets
     cos_sin_ptr, norm_ptr = tables
     is_q, is_qk, head, end = span
-    live = tl.arange(0, BLOCK_M) < low[4]
+    live = tl.arange(0, BLOCK_M) < low[0][4]
     column = tl.where(is_q, 0, tl.where(is_qk, HEADS, HEADS + KV_HEADS)) * 2 * HALF
     y_rows = qkv_ptr + rows * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + column
     place = tl.where(is_q, rows - num_decodes, tl.load(slots_ptr + rows, mask=live, other=0))
@@ -80,7 +79,7 @@ def _rope_ranks(
     PRECISION: tl.constexpr,
 ) -> None:
     """B in vectors of 8 where each of its rows starts at one."""
-    rank = low[6]
+    rank = low[1][1]
     if rank % 8 != 0:
         _rope_heads(
             rows, rotation, low, rank, head, end,
@@ -130,32 +129,30 @@ def _rope_heads(
     v is read once, and heads of the product and of B are prefetched."""
     y_rows, target_rows, decode, live = rows
     norm_ptr, epsilon, cos, sin, turned = rotation
-    v_ptr, stride_v, stride_plane, splits, length, b_ptr, _, scale = low
+    v, b, scale = low
     d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     real = live[:, None] & (d < HALF)[None, :]
     kept, moved = real & decode[:, None], real & (decode == 0)[:, None]
     rotated = (d < turned)[None, :]
     dtype: tl.constexpr = y_rows.dtype.element_ty
     if not LOOPED:
-        v = load_v(v_ptr, stride_v, stride_plane, splits, r, length, rank, MAX_SPLIT, BLOCK_M)
+        total = load_v(v, r, rank, MAX_SPLIT, BLOCK_M)
     for h in tl.range(head, end, num_stages=STAGES):
         at = h * 2 * HALF + d[None, :]
         first = tl.load(y_rows[:, None] + at, mask=real, other=0.0)
         second = tl.load(y_rows[:, None] + at + HALF, mask=real, other=0.0)
-        b_first = b_ptr + h * 2 * HALF * rank
-        b_second = b_first + HALF * rank
+        b_first = (b[0] + h * 2 * HALF * rank, rank)
+        b_second = (b_first[0] + HALF * rank, rank)
         if LOOPED:
             delta_first = low_rank_one(
-                v_ptr, stride_v, stride_plane, splits, length, b_first, rank, d, HALF,
-                MAX_SPLIT, BLOCK_M, BLOCK_D, BLOCK_R, PRECISION,
-            )  # fmt: skip
+                v, b_first, d, HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, BLOCK_R, PRECISION
+            )
             delta_second = low_rank_one(
-                v_ptr, stride_v, stride_plane, splits, length, b_second, rank, d, HALF,
-                MAX_SPLIT, BLOCK_M, BLOCK_D, BLOCK_R, PRECISION,
-            )  # fmt: skip
+                v, b_second, d, HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, BLOCK_R, PRECISION
+            )
         else:
-            delta_first = product(v, load_b(b_first, rank, d, r, HALF), BLOCK_M, PRECISION)
-            delta_second = product(v, load_b(b_second, rank, d, r, HALF), BLOCK_M, PRECISION)
+            delta_first = product(total, load_b(b_first, d, r, HALF), BLOCK_M, PRECISION)
+            delta_second = product(total, load_b(b_second, d, r, HALF), BLOCK_M, PRECISION)
         first = (first.to(tl.float32) + scale * delta_first).to(dtype)
         second = (second.to(tl.float32) + scale * delta_second).to(dtype)
         new_first, new_second = norm_and_rotate(

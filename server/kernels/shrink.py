@@ -149,7 +149,8 @@ def _shrink_kernel(
     items = tiles * splits
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, start, length = load_tile(tiles_ptr, item // splits, item < items)
-    total, address, row = _load_record(words_ptr, ints_ptr, order_ptr, slot, start, site, num_sites)
+    records = (words_ptr, ints_ptr, site, num_sites)
+    total, address, row = _load_record(records, order_ptr, slot, start)
     ahead = item + step
     slot, next_start, next_length = load_tile(tiles_ptr, ahead // splits, ahead < items)
     # Now x is read, and v written. The next kernel is not told to start beside this one: its
@@ -157,18 +158,16 @@ def _shrink_kernel(
     wait(PDL)
     tl.store(splits_ptr, splits, mask=tl.program_id(0) == 0)
     for item in range(tl.program_id(0), items, step):
-        next_total, next_address, next_row = _load_record(
-            words_ptr, ints_ptr, order_ptr, slot, next_start, site, num_sites
-        )
+        next_total, next_address, next_row = _load_record(records, order_ptr, slot, next_start)
         ahead = item + 2 * step
         slot, later_start, later_length = load_tile(tiles_ptr, ahead // splits, ahead < items)
         if total > 0:
             split = item % splits
+            a_ptr = tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
             _shrink_tile(
-                x_ptr, stride_x, order_ptr + start, row, length,
-                tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16),
-                planes_ptr + split * stride_plane + start * stride_v, stride_v, total,
-                split * span, span, IN, BLOCK_M, BLOCK_K, BLOCK_ROW_K, STAGES, PRECISION,
+                (x_ptr, stride_x), (order_ptr + start, row, length), (a_ptr, total),
+                (planes_ptr + split * stride_plane + start * stride_v, stride_v),
+                (split * span, span), IN, BLOCK_M, BLOCK_K, BLOCK_ROW_K, STAGES, PRECISION,
             )  # fmt: skip
         total, address, row = next_total, next_address, next_row
         start, length = next_start, next_length
@@ -177,15 +176,10 @@ def _shrink_kernel(
 
 @triton.jit
 def _load_record(
-    words_ptr: tl.tensor,
-    ints_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    slot: tl.tensor,
-    start: tl.tensor,
-    site: tl.tensor,
-    num_sites: tl.tensor,
+    records: tl.tuple, order_ptr: tl.tensor, slot: tl.tensor, start: tl.tensor
 ) -> tuple[Any, Any, Any]:
     """Sum of ranks and address of A, and the batch row at `start`."""
+    words_ptr, ints_ptr, site, num_sites = records
     record = slot.to(tl.int64) * num_sites + site
     total = tl.load(ints_ptr + record * 16 + 11)
     return total, tl.load(words_ptr + record * 8), tl.load(order_ptr + start)
@@ -193,17 +187,11 @@ def _load_record(
 
 @triton.jit
 def _shrink_tile(
-    x_ptr: tl.tensor,
-    stride_x: tl.tensor,
-    order_ptr: tl.tensor,
-    row: tl.tensor,
-    length: tl.tensor,
-    a_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    total: tl.tensor,
-    k_begin: tl.tensor,
-    span: tl.tensor,
+    x: tl.tuple,
+    tile: tl.tuple,
+    a: tl.tuple,
+    v: tl.tuple,
+    part: tl.tuple,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -211,83 +199,69 @@ def _shrink_tile(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
+    """x, v: address, stride of a row; tile: address of its order, first row, rows; a: address,
+    ranks; part: of K, where it begins and how long it is."""
+    order_ptr, row, length = tile
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length > SMALL:
-        _shrink_ranks(
-            x_ptr, stride_x, order_ptr, length, a_ptr, v_ptr, stride_v, total, k_begin, span,
-            IN, BLOCK_M, BLOCK_K, STAGES, PRECISION,
-        )  # fmt: skip
+        _shrink_ranks(x, tile, a, v, part, IN, BLOCK_M, BLOCK_K, STAGES, PRECISION)
     elif SMALL > 1:
-        _shrink_ranks(
-            x_ptr, stride_x, order_ptr, length, a_ptr, v_ptr, stride_v, total, k_begin, span,
-            IN, SMALL, BLOCK_K, STAGES, PRECISION,
-        )  # fmt: skip
+        _shrink_ranks(x, tile, a, v, part, IN, SMALL, BLOCK_K, STAGES, PRECISION)
     else:
-        x_row = x_ptr + row.to(tl.int64) * stride_x
-        if total < 64:
-            _shrink_row(x_row, a_ptr, v_ptr, total, k_begin, span, IN, 16, BLOCK_ROW_K, STAGES)
+        x_row = x[0] + row.to(tl.int64) * x[1]
+        if a[1] < 64:
+            _shrink_row(x_row, a, v[0], part, IN, 16, BLOCK_ROW_K, STAGES)
         else:
-            _shrink_row(x_row, a_ptr, v_ptr, total, k_begin, span, IN, 64, BLOCK_ROW_K // 4, STAGES)
+            _shrink_row(x_row, a, v[0], part, IN, 64, BLOCK_ROW_K // 4, STAGES)
 
 
 @triton.jit
 def _shrink_ranks(
-    x_ptr: tl.tensor,
-    stride_x: tl.tensor,
-    order_ptr: tl.tensor,
-    length: tl.tensor,
-    a_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    total: tl.tensor,
-    k_begin: tl.tensor,
-    span: tl.tensor,
+    x: tl.tuple,
+    tile: tl.tuple,
+    a: tl.tuple,
+    v: tl.tuple,
+    part: tl.tuple,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
+    order_ptr, row, length = tile
     m = tl.arange(0, BLOCK_M)
     live = m < length
-    x_rows = x_ptr + tl.load(order_ptr + m, mask=live, other=0).to(tl.int64) * stride_x
-    if total <= 16:
-        _shrink_rows(
-            x_rows, live, a_ptr, v_ptr, stride_v, total, k_begin, span,
-            IN, BLOCK_M, 16, BLOCK_K, STAGES, PRECISION,
-        )  # fmt: skip
+    x_rows = x[0] + tl.load(order_ptr + m, mask=live, other=0).to(tl.int64) * x[1]
+    if a[1] <= 16:
+        _shrink_rows(x_rows, live, a, v, part, IN, BLOCK_M, 16, BLOCK_K, STAGES, PRECISION)
     else:
-        _shrink_rows(
-            x_rows, live, a_ptr, v_ptr, stride_v, total, k_begin, span,
-            IN, BLOCK_M, 64, BLOCK_K, STAGES, PRECISION,
-        )  # fmt: skip
+        _shrink_rows(x_rows, live, a, v, part, IN, BLOCK_M, 64, BLOCK_K, STAGES, PRECISION)
 
 
 @triton.jit
 def _shrink_row(
     x_row: tl.tensor,
-    a_ptr: tl.tensor,
+    a: tl.tuple,
     v_ptr: tl.tensor,
-    total: tl.tensor,
-    k_begin: tl.tensor,
-    span: tl.tensor,
+    part: tl.tuple,
     IN: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     """One row: multiply and add in registers; a tensor core would idle on 15 of 16 rows."""
+    a_ptr, total = a
     k = tl.arange(0, BLOCK_K)
     for first in range(0, total, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
-        for step in tl.range(0, span, BLOCK_K, num_stages=STAGES):
-            cols = k_begin + step + k
+        for step in tl.range(0, part[1], BLOCK_K, num_stages=STAGES):
+            cols = part[0] + step + k
             inside = cols < IN
             live = (r < total)[:, None] & inside[None, :]
-            a = tl.load(a_ptr + r[:, None] * IN + cols[None, :], mask=live, other=0.0)
+            weights = tl.load(a_ptr + r[:, None] * IN + cols[None, :], mask=live, other=0.0)
             x = tl.load(x_row + cols, mask=inside, other=0.0)
-            acc += a.to(tl.float32) * x.to(tl.float32)[None, :]
+            acc += weights.to(tl.float32) * x.to(tl.float32)[None, :]
         tl.store(v_ptr + r, tl.sum(acc, axis=1), mask=r < total)
 
 
@@ -295,12 +269,9 @@ def _shrink_row(
 def _shrink_rows(
     x_rows: tl.tensor,
     live_rows: tl.tensor,
-    a_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    total: tl.tensor,
-    k_begin: tl.tensor,
-    span: tl.tensor,
+    a: tl.tuple,
+    v: tl.tuple,
+    part: tl.tuple,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -309,21 +280,22 @@ def _shrink_rows(
     PRECISION: tl.constexpr,
 ) -> None:
     """A tile of rows on tensor cores."""
+    a_ptr, total = a
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     for first in range(0, total, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for step in tl.range(0, span, BLOCK_K, num_stages=STAGES):
-            cols = k_begin + step + k
+        for step in tl.range(0, part[1], BLOCK_K, num_stages=STAGES):
+            cols = part[0] + step + k
             inside = (cols < IN)[None, :]
             x = tl.load(
                 x_rows[:, None] + cols[None, :], mask=live_rows[:, None] & inside, other=0.0
             )
             live = (r < total)[:, None] & inside
-            a = tl.load(a_ptr + r[:, None] * IN + cols[None, :], mask=live, other=0.0)
-            acc = tl.dot(x, tl.trans(a), acc, input_precision=PRECISION)
-        at = v_ptr + m[:, None] * stride_v + r[None, :]
+            weights = tl.load(a_ptr + r[:, None] * IN + cols[None, :], mask=live, other=0.0)
+            acc = tl.dot(x, tl.trans(weights), acc, input_precision=PRECISION)
+        at = v[0] + m[:, None] * v[1] + r[None, :]
         tl.store(at, acc, mask=live_rows[:, None] & (r < total)[None, :])
 
 

@@ -132,29 +132,25 @@ def _silu_kernel(
     )
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, start, length = load_tile(tiles_ptr, item // blocks, item < items)
-    ranks, gate, up, scales, rank_down, a_down, row = _load_record(
-        words_ptr, ints_ptr, floats_ptr, order_ptr + start, slot, site, num_sites, DOWN
-    )
+    records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
+    record, down, row = _load_record(records, order_ptr + start, slot, DOWN)
     ahead = item + step
     slot, next_start, next_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
     splits = load_first(splits_ptr, PDL)
     tl.store(down_splits_ptr, blocks, mask=(item == 0) & (DOWN > 0))
     for item in range(tl.program_id(0), items, step):
-        next_ranks, next_gate, next_up, next_scales, next_down, next_a, next_row = _load_record(
-            words_ptr, ints_ptr, floats_ptr, order_ptr + next_start, slot, site, num_sites, DOWN
-        )
+        next_record, next_down, next_row = _load_record(records, order_ptr + next_start, slot, DOWN)
         ahead = item + 2 * step
         slot, later_start, later_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         col = item % blocks * pieces * PIECE
         _silu_tile(
-            y_ptr, out_ptr, order_ptr + start, row, length, planes_ptr + start * stride_v, stride_v,
-            stride_plane, splits, ranks, gate, up, scales, rank_down, a_down,
-            down_ptr + item % blocks * stride_down + start * DOWN,
+            (y_ptr, out_ptr), (order_ptr + start, row, length),
+            (planes_ptr + start * stride_v, stride_v, stride_plane, splits, length),
+            record, down, down_ptr + item % blocks * stride_down + start * DOWN,
             col, tl.minimum(INNER, col + pieces * PIECE),
             INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
-        ranks, gate, up, scales = next_ranks, next_gate, next_up, next_scales
-        rank_down, a_down, row = next_down, next_a, next_row
+        record, down, row = next_record, next_down, next_row
         start, length, next_start, next_length = next_start, next_length, later_start, later_length
 
 
@@ -180,18 +176,12 @@ def _cut_columns(
 
 @triton.jit
 def _load_record(
-    words_ptr: tl.tensor,
-    ints_ptr: tl.tensor,
-    floats_ptr: tl.tensor,
-    row_ptr: tl.tensor,
-    slot: tl.tensor,
-    site: tl.tensor,
-    num_sites: tl.tensor,
-    DOWN: tl.constexpr,
-) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+    records: tl.tuple, row_ptr: tl.tensor, slot: tl.tensor, DOWN: tl.constexpr
+) -> tuple[Any, Any, Any]:
     """Both ranks as one word (0 without an adapter), addresses of both B and of the scales; of the
-    next site, down, rank and address of A; and a row. A chain of loads leads to an item's weights:
+    next site, down, address of A and rank; and a row. A chain of loads leads to an item's weights:
     this is fetched one item ahead, and its tile two."""
+    words_ptr, ints_ptr, floats_ptr, site, num_sites = records
     row = tl.load(row_ptr)
     record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
     live = slot >= 0
@@ -200,28 +190,19 @@ def _load_record(
     scales = floats_ptr + record * 16 + 12
     if DOWN > 0:
         rank_down = tl.load(ints_ptr + record * 16 + 24, mask=live, other=0)
-        return ranks, gate, up, scales, rank_down, tl.load(words_ptr + record * 8 + 8), row
+        down = (tl.load(words_ptr + record * 8 + 8), rank_down)
+        return (ranks, gate, up, scales), down, row
     else:
-        return ranks, gate, up, scales, 0 * slot, 0 * gate, row
+        return (ranks, gate, up, scales), (0 * gate, 0 * slot), row
 
 
 @triton.jit
 def _silu_tile(
-    y_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    row: tl.tensor,
-    length: tl.tensor,
-    v_ptr: tl.tensor,
-    stride_v: tl.tensor,
-    stride_plane: tl.tensor,
-    splits: tl.tensor,
-    ranks: tl.tensor,
-    gate: tl.tensor,
-    up: tl.tensor,
-    scales_ptr: tl.tensor,
-    rank_down: tl.tensor,
-    a_down: tl.tensor,
+    matrices: tl.tuple,
+    tile: tl.tuple,
+    v: tl.tuple,
+    record: tl.tuple,
+    down: tl.tuple,
     down_ptr: tl.tensor,
     col: tl.tensor,
     end: tl.tensor,
@@ -234,23 +215,24 @@ def _silu_tile(
     DOWN: tl.constexpr,
 ) -> None:
     """Few rows or many."""
+    y_ptr, out_ptr = matrices
+    order_ptr, row, length = tile
+    ranks, gate, up, scales_ptr = record
     kind: tl.constexpr = tl.pointer_type(y_ptr.dtype.element_ty)
-    b0_ptr, b1_ptr = tl.multiple_of(gate.to(kind), 16), tl.multiple_of(up.to(kind), 16)
-    a_ptr = tl.multiple_of(a_down.to(kind), 16)
-    rank0, rank1 = (ranks & 0xFFFFFFFF).to(tl.int32), (ranks >> 32).to(tl.int32)
-    scale0, scale1 = tl.load(scales_ptr), tl.load(scales_ptr + 1)
+    b0 = (tl.multiple_of(gate.to(kind), 16), (ranks & 0xFFFFFFFF).to(tl.int32))
+    b1 = (tl.multiple_of(up.to(kind), 16), (ranks >> 32).to(tl.int32))
+    next_site = (tl.multiple_of(down[0].to(kind), 16), down[1], down_ptr)
+    scales = (tl.load(scales_ptr), tl.load(scales_ptr + 1))
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length <= SMALL:
         few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)
         silu_rows(
-            y_ptr, out_ptr, few, length, v_ptr, stride_v, stride_plane, splits, b0_ptr, b1_ptr,
-            rank0, rank1, scale0, scale1, a_ptr, rank_down, down_ptr, col, end,
+            (y_ptr, out_ptr, few), v, b0, b1, scales, next_site, col, end,
             INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
     else:
         many = tile_rows(order_ptr, row, length, BLOCK_M).to(tl.int64)
         silu_rows(
-            y_ptr, out_ptr, many, length, v_ptr, stride_v, stride_plane, splits, b0_ptr, b1_ptr,
-            rank0, rank1, scale0, scale1, a_ptr, rank_down, down_ptr, col, end,
+            (y_ptr, out_ptr, many), v, b0, b1, scales, next_site, col, end,
             INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip

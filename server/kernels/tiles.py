@@ -55,20 +55,17 @@ def cut_columns(
 
 @triton.jit
 def load_projection(
-    words_ptr: tl.tensor,
-    ints_ptr: tl.tensor,
-    floats_ptr: tl.tensor,
+    records: tl.tuple,
     order_ptr: tl.tensor,
     slot: tl.tensor,
     start: tl.tensor,
-    site: tl.tensor,
-    num_sites: tl.tensor,
     block: tl.tensor,
     n0: tl.tensor,
     n01: tl.tensor,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Of the block's projection: rank (0 without an adapter), first rank, scale, address of B; and
-    the row at `start`."""
+    the row at `start`. records: the table's words, ints and floats, site, number of sites."""
+    words_ptr, ints_ptr, floats_ptr, site, num_sites = records
     record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
     p = (block >= n0).to(tl.int32) + (block >= n01).to(tl.int32)
     rank = tl.load(ints_ptr + record * 16 + 8 + p, mask=slot >= 0, other=0)

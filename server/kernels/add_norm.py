@@ -24,12 +24,9 @@ def add_norm(
     one kernel, no allocation. Raises ValueError on a mismatch.
     """
     rows, features = y.shape
-    delta = y if pending is None else pending.delta
-    for name, other in (("y", y), ("delta", delta), ("hidden", hidden)):
+    for name, other in (("y", y), ("hidden", hidden)):
         if other.shape != y.shape or other.dtype != y.dtype or not other.is_contiguous():
             raise ValueError(f"{name} is {other.dtype} {list(other.shape)}, y {list(y.shape)}")
-    if pending is not None and pending.slots.shape != (rows,):
-        raise ValueError(f"slots must be [{rows}], got {list(pending.slots.shape)}")
     if rows == 0:
         return
     _add_norm_kernel[(rows,)](

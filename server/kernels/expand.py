@@ -41,7 +41,7 @@ def expand(
     float32; one kernel on the current stream, no allocation. Raises ValueError on a mismatch.
 
     accumulate: False writes instead of adding, for a delta that the kernel after the base's GEMM
-    adds (`add_delta`); both halves of LoRA can then run beside that GEMM.
+    adds (`PendingDelta`); both halves of LoRA can then run beside that GEMM.
     after_gemm: what it reads was written by the kernel before it on this stream, or earlier; expand
     starts while that one drains and waits for it in time (programmatic dependent launch).
     """

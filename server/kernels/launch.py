@@ -7,19 +7,19 @@ import triton.language as tl
 
 
 @triton.jit
+def wait(PDL: tl.constexpr) -> None:
+    """Until what the kernels before wrote can be read, and what they read be written."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def follow(PDL: tl.constexpr) -> None:
     """First in a kernel launched with `launch_pdl=PDL`: let the next one be set up, and wait until
     what the ones before wrote can be read."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def wait(PDL: tl.constexpr) -> None:
-    """Until what the kernels before wrote can be read, and what they read be written."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait(PDL)
 
 
 @triton.jit

@@ -33,8 +33,13 @@ class PendingDelta:
 def delta_arguments(
     y: torch.Tensor, pending: PendingDelta | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-    """What a kernel that adds the delta to y reads; where there is none, stand-ins."""
+    """What a kernel that adds the delta to y `[rows, out_features]` reads; where there is none,
+    stand-ins. Raises ValueError where the delta does not fit y."""
     if pending is None:
         return y, y, y, 0, 0
-    table = pending.table
-    return pending.delta, pending.slots, table.ints, pending.site, table.num_sites
+    delta, slots, table = pending.delta, pending.slots, pending.table
+    if delta.shape != y.shape or delta.dtype != y.dtype or not delta.is_contiguous():
+        raise ValueError(f"delta is {delta.dtype} {list(delta.shape)}, y {list(y.shape)}")
+    if slots.shape != y.shape[:1]:
+        raise ValueError(f"slots must be [{len(y)}], got {list(slots.shape)}")
+    return delta, slots, table.ints, pending.site, table.num_sites

@@ -16,6 +16,7 @@ from server.kernels.reference import lora_reference
 from server.kernels.rope_append_lora import rope_append_lora
 from server.kernels.segments import allocate_segments
 from server.kernels.shrink import gather_embedding, shrink
+from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.table import LoraTable
 from server.kernels.workspace import allocate_workspace
@@ -81,17 +82,13 @@ def test_wrappers_check_their_arguments() -> None:
     def norm(delta: PendingDelta) -> None:
         add_norm(y, delta, y.clone(), y[0], 1e-5, programmatic_launch=False)
 
-    with pytest.raises(ValueError, match="delta"):
-        norm(replace(pending, delta=y[:, :8]))
-    with pytest.raises(ValueError, match="slots"):
-        add_norm(
-            y,
-            replace(pending, slots=pending.slots[:3]),
-            y.clone(),
-            y[0],
-            1e-5,
-            programmatic_launch=False,
-        )
+    for delta in (y[:, :8], y.half(), torch.zeros(48, 4).T):
+        with pytest.raises(ValueError, match="delta is"):
+            norm(replace(pending, delta=delta))
+        with pytest.raises(ValueError, match="delta is"):
+            silu_mul(y, replace(pending, delta=delta), programmatic_launch=False)
+    with pytest.raises(ValueError, match="slots must be"):
+        norm(replace(pending, slots=pending.slots[:3]))
     with pytest.raises(ValueError, match="gate_up"):
         silu_mul_lora(y[:3], PendingLora(table, 0, segments, workspace), FUSED)
 

@@ -147,7 +147,7 @@ class Step:
             self._shrink(index, adapters, after_input=index > 0)
             self._expand(index, adapters, self.deltas[index % len(SITES)], False)
             with torch.cuda.stream(self.side):
-                self._gemm(index)
+                self._gemm(index, beside_lora=True)
             main.wait_stream(self.side)
             self._take_up(index, adapters.table)
 
@@ -155,10 +155,12 @@ class Step:
         """Spread the batch's rows over adapters 0 .. distinct-1."""
         self.slots.copy_(torch.arange(self.batch, dtype=torch.int32) % distinct)
 
-    def _gemm(self, index: int) -> None:
+    def _gemm(self, index: int, *, beside_lora: bool = False) -> None:
         k, _ = SITES[index % len(SITES)]
         out = self.outputs[index % len(SITES)]
-        self.products.linear(self.inputs[k], self.weights[index], out=out)
+        self.products.linear(
+            self.inputs[k], self.weights[index], out=out, beside_lora=beside_lora
+        )
 
     def _shrink(self, index: int, adapters: Adapters, *, after_input: bool = False) -> None:
         k, _ = SITES[index % len(SITES)]
@@ -255,7 +257,7 @@ def measure(points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: in
     configs = load_configs("cuda")
     bandwidth = copy_bandwidth()
     weights = make_weights()
-    batches, products = sorted({b for b, _ in points}), Products()
+    batches, products = sorted({b for b, _ in points}), Products(configs)
     products.measure(batches, [weights[site :: len(SITES)] for site in range(len(SITES))])
     steps = {batch: Step(batch, weights, configs, products) for batch in batches}
     base = {b: graph_ms(step.base, replays) for b, step in steps.items()}

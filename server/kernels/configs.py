@@ -1,10 +1,10 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
-Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink` and `rope`. An entry applies
-where the batch has at most `max_rows` rows, the adapters at most `max_rank` (of one projection) and
-the site at most `max_features` (input features for shrink, output features for expand); a bound
-left out is unbounded, and the first entry that applies wins. `default.json` serves every other
-architecture.
+Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink`, `rope` and `skinny`. An
+entry applies where the batch has at most `max_rows` rows, the adapters at most `max_rank` (of one
+projection) and the site at most `max_features` (input features for shrink, output features for
+expand); a bound left out is unbounded, and the first entry that applies wins; of `skinny` all that
+have that one's bound are tried. `default.json` serves every other architecture.
 """
 
 import json
@@ -72,6 +72,18 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """block_n, block_k: output and input features of a step, powers of two; for more than one row
+    at least 16 output features. The rest: as in ShrinkConfig."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programmatic_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     phase: Phase
     max_rows: float
@@ -106,6 +118,7 @@ class KernelConfigs:
         self._fused = [_entry(row) for row in table["fused"]]
         self._fused_shrink = [_entry(row) for row in table["fused_shrink"]]
         self._rope = [_entry(row) for row in table["rope"]]
+        self._skinny = [_entry(row) for row in table["skinny"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
 
     def tile_rows(self, phase: Phase, rows: int) -> int:
@@ -136,6 +149,15 @@ class KernelConfigs:
         """Of the rotation that expands on its way; many tokens alone."""
         v = _find(self._rope, "prefill", rows, 0, 0)
         return RopeConfig(v["max_heads"], *self._limits(v))
+
+    def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
+        """Those that may be the fastest for a product of so many rows; none for too many."""
+        bound = min((e.max_rows for e in self._skinny if rows <= e.max_rows), default=None)
+        return tuple(
+            SkinnyConfig(**entry.values, programmatic_launch=self.programmatic_launch)
+            for entry in self._skinny
+            if entry.max_rows == bound
+        )
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:
         """What the parameters of every kernel end with."""

@@ -110,7 +110,7 @@ class CudaOps:
         self._attention = attention
         self.device = cache.k.device
         self._configs: KernelConfigs = load_configs(self.device)
-        self.products = Products()
+        self.products = Products(self._configs)
         self._side = torch.cuda.Stream(self.device)
         inv_freq = inverse_frequencies(model.rope, model.head_dim, self.device)
         places = torch.arange(max_context, device=self.device)
@@ -206,7 +206,7 @@ class CudaOps:
                     delta = torch.empty_like(y)
                     self._expand(delta, lora, site, accumulate=False)
             with torch.cuda.stream(of_product):
-                self.products.linear(x, weight, bias, y)
+                self.products.linear(x, weight, bias, y, beside_lora=True)
         table = self.table.device_table
         if delta is not None:
             return Product(y, delta=PendingDelta(table, site, lora.slots, delta))

@@ -1,7 +1,7 @@
 """The base's products in captured steps: of the ways to compute one, the fastest on this device.
 
 With few rows a product is as fast as its weights arrive, and the libraries' own choice of kernel
-is at times a tenth slower than another one that they have.
+is at times a tenth slower than another one that they have, or than ours.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,9 @@ from typing import Literal
 
 import torch
 from torch.nn import functional
+
+from server.kernels.configs import KernelConfigs, SkinnyConfig
+from server.kernels.skinny import skinny_product
 
 # Layers whose weights a measurement goes through, so that they come from memory as in a step.
 _LAYERS = 8
@@ -22,19 +25,25 @@ _GAIN = 0.98
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """library: whose choice of kernel. spare: multiprocessors that the kernel is to leave alone,
+class Library:
+    """name: whose choice of kernel. spare: multiprocessors that the kernel is to leave alone,
     which makes cuBLASLt choose other tiles."""
 
-    library: Literal["cublas", "cublaslt"]
+    name: Literal["cublas", "cublaslt"]
     spare: int = 0
 
 
-DEFAULT = Way("cublas")
-WAYS = (DEFAULT, *(Way("cublaslt", spare) for spare in (0, 8, 16, 32)))
+Way = Library | SkinnyConfig
+DEFAULT = Library("cublas")
+LIBRARIES = (DEFAULT, *(Library("cublaslt", spare) for spare in (0, 8, 16, 32)))
 
-# Rows, output features, input features.
-_Shape = tuple[int, int, int]
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """beside: where LoRA runs at the same time."""
+
+    alone: Way
+    beside: Way
 
 
 def fastest(times: dict[Way, float]) -> Way:
@@ -43,20 +52,29 @@ def fastest(times: dict[Way, float]) -> Way:
     return best if times[best] < _GAIN * times[DEFAULT] else DEFAULT
 
 
+def choose(times: dict[Way, float], rows: int) -> _Choice:
+    """As `fastest`. Beside LoRA our kernel, whose programs are many and short, leaves it no room;
+    of one row it still wins."""
+    libraries: dict[Way, float] = {w: t for w, t in times.items() if isinstance(w, Library)}
+    return _Choice(fastest(times), fastest(times if rows == 1 else libraries))
+
+
 class Products:
     """`x W^T + b`; in a graph each shape in the way that was fastest when it was measured."""
 
-    def __init__(self) -> None:
-        self._ways: dict[_Shape, Way] = {}
+    def __init__(self, configs: KernelConfigs) -> None:
+        self._configs = configs
+        # By rows, output features, input features.
+        self._choices: dict[tuple[int, int, int], _Choice] = {}
 
     def measure(self, sizes: Sequence[int], products: Sequence[Sequence[torch.Tensor]]) -> None:
         """sizes: numbers of rows. products: for each product of a step some layers' weights
         `[out, in]`. Some milliseconds for each of them; leaves no memory taken."""
         for size in sizes:
+            ways: tuple[Way, ...] = (*LIBRARIES, *self._configs.skinny(size))
             for weights in products:
-                out, features = weights[0].shape
-                times = {way: _time(way, size, weights[:_LAYERS]) for way in WAYS}
-                self._ways[size, out, features] = fastest(times)
+                times = {way: _time(way, size, weights[:_LAYERS]) for way in ways}
+                self._choices[size, *weights[0].shape] = choose(times, size)
 
     def linear(
         self,
@@ -64,33 +82,49 @@ class Products:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        *,
+        beside_lora: bool = False,
     ) -> torch.Tensor:
         """x: `[rows, in]`; weight `[out, in]`; bias `[out]`. out: where to write, `[rows, out]`."""
-        way = DEFAULT
-        if torch.cuda.is_current_stream_capturing():
-            # Elsewhere cuBLASLt would look for its kernel anew in each call, on the host.
-            way = self._ways.get((len(x), weight.shape[0], weight.shape[1]), DEFAULT)
-        with _taken(way):
-            if out is None:
-                return functional.linear(x, weight, bias)
-            if bias is None:
-                return torch.mm(x, weight.T, out=out)
-            return torch.addmm(bias, x, weight.T, out=out)
+        choice = self._choices.get((len(x), *weight.shape))
+        # Outside of graphs cuBLASLt would look for its kernel anew in each call, on the host.
+        if choice is None or not torch.cuda.is_current_stream_capturing():
+            return _compute(DEFAULT, x, weight, bias, out)
+        return _compute(choice.beside if beside_lora else choice.alone, x, weight, bias, out)
+
+
+def _compute(
+    way: Way,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    if isinstance(way, SkinnyConfig):
+        out = x.new_empty(len(x), len(weight)) if out is None else out
+        skinny_product(x, weight, bias, out, way)
+        return out
+    with _taken(way):
+        if out is None:
+            return functional.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.T, out=out)
+        return torch.addmm(bias, x, weight.T, out=out)
 
 
 @contextmanager
-def _taken(way: Way) -> Iterator[None]:
+def _taken(library: Library) -> Iterator[None]:
     """Both settings are the process's."""
-    if way == DEFAULT:
+    if library == DEFAULT:
         yield
         return
-    torch.backends.cuda.preferred_blas_library(way.library)
-    torch._C._set_sm_carveout_experimental(way.spare or None)
+    torch.backends.cuda.preferred_blas_library(library.name)
+    torch._C._set_sm_carveout_experimental(library.spare or None)
     try:
         yield
     finally:
         torch._C._set_sm_carveout_experimental(None)
-        torch.backends.cuda.preferred_blas_library(DEFAULT.library)
+        torch.backends.cuda.preferred_blas_library(DEFAULT.name)
 
 
 def _time(way: Way, rows: int, weights: Sequence[torch.Tensor]) -> float:
@@ -99,14 +133,13 @@ def _time(way: Way, rows: int, weights: Sequence[torch.Tensor]) -> float:
     x = torch.randn(rows, features, dtype=weights[0].dtype, device=weights[0].device)
     y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
     times: list[float] = []
-    with _taken(way):
-        for _ in range(_REPEATS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(_HEAD_START)
-            begin.record()
-            for weight in weights:
-                torch.mm(x, weight.T, out=y)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START)
+        begin.record()
+        for weight in weights:
+            _compute(way, x, weight, None, y)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
     return min(times)

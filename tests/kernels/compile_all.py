@@ -38,6 +38,7 @@ from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
+from server.kernels.skinny import MAX_ROWS, skinny_product
 from server.kernels.table import RANK_BLOCKS, LoraTable
 from server.kernels.workspace import allocate_workspace
 
@@ -116,6 +117,15 @@ def many_tokens(configs: KernelConfigs, y: torch.Tensor, pending: PendingLora) -
         rope_append_lora(y, pending, 3, *context, norm, 1e-5, configs.rope(rows))
 
 
+def products(configs: KernelConfigs) -> None:
+    for rows in (1, 8, 16, MAX_ROWS):
+        for config in configs.skinny(rows):
+            for n in (4096, 1000):
+                x, weight = torch.zeros(rows, 4096, dtype=DTYPE), torch.zeros(n, 4096, dtype=DTYPE)
+                y = torch.zeros(rows, n, dtype=DTYPE)
+                skinny_product(x, weight, None, y, config)
+
+
 def attention(
     rows: int, pending: PendingDelta | None, norm: torch.Tensor | None, early: bool
 ) -> None:
@@ -163,6 +173,7 @@ def main() -> None:
     lora(configs, "decode", 256)
     lora(configs, "prefill", 300)
     step()
+    products(configs)
     print(*sorted(set(compiled)))
 
 

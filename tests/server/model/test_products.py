@@ -5,9 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.model.products import DEFAULT, WAYS, Products, Way, fastest
+from server.kernels.configs import load_configs, read_configs
+from server.model.products import DEFAULT, LIBRARIES, Products, Way, choose, fastest
 
-OTHER, THIRD = WAYS[1], WAYS[2]
+OTHER, THIRD = LIBRARIES[1], LIBRARIES[2]
+SM90 = read_configs("sm90", 132, programmatic_launch=True)
+OURS = SM90.skinny(1)[0]
 
 
 @pytest.mark.parametrize(
@@ -17,32 +20,43 @@ OTHER, THIRD = WAYS[1], WAYS[2]
         ({DEFAULT: 1.0, OTHER: 0.99}, DEFAULT),
         ({DEFAULT: 1.0, OTHER: 1.2}, DEFAULT),
         ({DEFAULT: 1.0}, DEFAULT),
+        ({DEFAULT: 1.0, OTHER: 0.9, OURS: 0.8}, OURS),
     ],
 )
 def test_default_unless_another_is_plainly_faster(times: dict[Way, float], way: Way) -> None:
     assert fastest(times) == way
 
 
-@given(st.lists(st.floats(0.1, 10.0), min_size=len(WAYS), max_size=len(WAYS)))
+@given(st.lists(st.floats(0.1, 10.0), min_size=len(LIBRARIES), max_size=len(LIBRARIES)))
 def test_never_slower_than_the_default(times: list[float]) -> None:
-    measured = dict(zip(WAYS, times, strict=True))
+    measured: dict[Way, float] = dict(zip(LIBRARIES, times, strict=True))
     assert measured[fastest(measured)] <= measured[DEFAULT]
 
 
+def test_beside_lora_ours_is_for_one_row() -> None:
+    times: dict[Way, float] = {DEFAULT: 1.0, OTHER: 0.9, OURS: 0.8}
+    one, two = choose(times, 1), choose(times, 2)
+    assert (one.alone, one.beside) == (OURS, OURS)
+    assert (two.alone, two.beside) == (OURS, OTHER)
+
+
+EVERY_WAY = [
+    (rows, way) for rows in (1, 3, 8, 13, 32, 72) for way in (*LIBRARIES, *SM90.skinny(rows))
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("rows", [1, 8, 72])
+@pytest.mark.parametrize(("rows", "way"), EVERY_WAY, ids=str)
 def test_every_way_computes_the_product(
-    way: Way, rows: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    monkeypatch.setattr("server.model.products.WAYS", (DEFAULT, way))
     monkeypatch.setattr("server.model.products.fastest", lambda times: way)
     weight = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(512, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
-    products = Products()
+    products = Products(load_configs("cuda"))
     products.measure([rows], [[weight]])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,0 +1,158 @@
+"""`x W^T` of few rows, whose time is that of reading W.
+
+A library's kernel begins to read W when the kernel before it has ended, and between two of a step
+the memory idles. This one is launched while that one drains (programmatic dependent launch), asks
+for the first weights of every program, and then waits for x.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.configs import SkinnyConfig
+from server.kernels.launch import wait
+
+MAX_ROWS = 32
+
+
+def skinny_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: SkinnyConfig,
+) -> None:
+    """`out = x weight^T + bias` for 1 to MAX_ROWS rows, summed in float32.
+
+    x `[rows, in]`, out `[rows, out]`: any row stride; weight `[out, in]`, contiguous, which no
+    kernel writes that may still run; bias `[out]` or None; all of one dtype. One kernel, no
+    allocation. Raises ValueError on a mismatch.
+    """
+    _check(x, weight, bias, out)
+    (rows, features), n = x.shape, len(weight)
+    _skinny_kernel[(triton.cdiv(n, config.block_n),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        n,
+        features,
+        x.stride(0),
+        out.stride(0),
+        BLOCK_M=1 if rows == 1 else max(8, triton.next_power_of_2(rows)),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        EVEN=n % config.block_n == 0 and features % config.block_k == 0,
+        BIAS=bias is not None,
+        STAGES=config.num_stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=config.programmatic_launch,
+        num_warps=config.num_warps,
+        launch_pdl=config.programmatic_launch,
+    )
+
+
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    if not 1 <= len(x) <= MAX_ROWS:
+        raise ValueError(f"{len(x)} rows, not 1 to {MAX_ROWS}")
+    if (len(x), *weight.shape) != (*out.shape, x.shape[1]):
+        shapes = [list(of.shape) for of in (x, weight, out)]
+        raise ValueError("x {}, weight {} and out {} do not fit".format(*shapes))
+    if not weight.is_contiguous() or x.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError("weight, and rows of x and of out, must be contiguous")
+    if not x.dtype == weight.dtype == out.dtype:
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}, out {out.dtype}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
+        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, for {len(weight)} features")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    out_features: tl.tensor,
+    in_features: tl.tensor,
+    stride_x: tl.tensor,
+    stride_out: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    of_out = (weight_ptr, n, out_features, in_features)
+    first = _load_weights(of_out, k, EVEN)
+    wait(PDL)
+    if BLOCK_M == 1:
+        # Multiply and add in registers: a tensor core would idle on 7 of 8 rows.
+        parts = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for begin in tl.range(BLOCK_K, in_features, BLOCK_K, num_stages=STAGES):
+            x = _load_row(x_ptr, begin + k, in_features, EVEN)
+            parts += _load_weights(of_out, begin + k, EVEN).to(tl.float32) * x[None, :]
+        parts += first.to(tl.float32) * _load_row(x_ptr, k, in_features, EVEN)[None, :]
+        acc = tl.sum(parts, axis=1)
+        if BIAS:
+            acc += tl.load(bias_ptr + n, mask=n < out_features, other=0.0).to(tl.float32)
+        tl.store(out_ptr + n, acc.to(out_ptr.dtype.element_ty), mask=n < out_features)
+    else:
+        m = tl.arange(0, BLOCK_M)
+        x_rows = (x_ptr + m * stride_x, m < rows, in_features)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for begin in tl.range(BLOCK_K, in_features, BLOCK_K, num_stages=STAGES):
+            x = _load_rows(x_rows, begin + k, EVEN)
+            weights = _load_weights(of_out, begin + k, EVEN)
+            acc = tl.dot(weights, tl.trans(x), acc, input_precision=PRECISION)
+        x = _load_rows(x_rows, k, EVEN)
+        acc = tl.dot(first, tl.trans(x), acc, input_precision=PRECISION)
+        if BIAS:
+            bias = tl.load(bias_ptr + n, mask=n < out_features, other=0.0)
+            acc += bias.to(tl.float32)[:, None]
+        at = out_ptr + m[None, :] * stride_out + n[:, None]
+        live = (m < rows)[None, :] & (n < out_features)[:, None]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _load_weights(of_out: tl.tuple, k: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+    """`[BLOCK_N, BLOCK_K]`."""
+    weight_ptr, n, out_features, in_features = of_out
+    at = weight_ptr + n.to(tl.int64)[:, None] * in_features + k[None, :]
+    if EVEN:
+        return tl.load(at)
+    else:
+        live = (n < out_features)[:, None] & (k < in_features)[None, :]
+        return tl.load(at, mask=live, other=0.0)
+
+
+@triton.jit
+def _load_row(
+    x_ptr: tl.tensor, k: tl.tensor, in_features: tl.tensor, EVEN: tl.constexpr
+) -> tl.tensor:
+    """Of the only row, in float32."""
+    if EVEN:
+        return tl.load(x_ptr + k).to(tl.float32)
+    else:
+        return tl.load(x_ptr + k, mask=k < in_features, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_rows(x_rows: tl.tuple, k: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+    """`[BLOCK_M, BLOCK_K]`."""
+    row_ptr, live, in_features = x_rows
+    known = live[:, None]
+    if not EVEN:
+        known = known & (k < in_features)[None, :]
+    return tl.load(row_ptr[:, None] + k[None, :], mask=known, other=0.0)

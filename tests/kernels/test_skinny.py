@@ -1,0 +1,128 @@
+"""Products of few rows against torch's, in odd shapes, and in a chain whose kernels start early."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.kernels.add_norm import add_norm
+from server.kernels.configs import SkinnyConfig, load_configs, read_configs
+from server.kernels.skinny import MAX_ROWS, skinny_product
+from tests.kernels.batches import assert_close, interpreted
+
+ROW = SkinnyConfig(4, 64, 4, 3, programmatic_launch=False)
+FEW = SkinnyConfig(16, 32, 2, 3, programmatic_launch=False)
+
+
+def check(
+    rows: int,
+    out_features: int,
+    features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: SkinnyConfig,
+) -> None:
+    x = torch.randn(rows, features + 8).to(dtype).to(device)[:, :features]
+    weight = (torch.randn(out_features, features) / features**0.5).to(dtype).to(device)
+    bias = torch.randn(out_features).to(dtype).to(device)
+    wide = torch.full((rows, out_features + 8), float("nan"), dtype=dtype, device=device)
+    out = wide[:, :out_features]
+    exact = x.float() @ weight.float().T
+    skinny_product(x, weight, None, out, config)
+    assert_close(out, exact, dtype)
+    skinny_product(x, weight, bias, out, config)
+    assert_close(out, exact + bias.float(), dtype)
+    assert wide[:, out_features:].isnan().all()
+
+
+@interpreted
+@given(
+    rows=st.integers(1, MAX_ROWS),
+    out_features=st.integers(1, 70),
+    features=st.integers(1, 150),
+    dtype=st.sampled_from((torch.float32, torch.float16)),
+)
+@settings(max_examples=20)
+def test_any_shape(rows: int, out_features: int, features: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    config = ROW if rows == 1 else FEW
+    check(rows, out_features, features, dtype, torch.device("cpu"), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 32])
+@pytest.mark.parametrize(("out_features", "features"), [(6144, 4096), (1000, 14336), (130, 72)])
+def test_every_configuration(rows: int, out_features: int, features: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(rows)
+    device = torch.device("cuda")
+    for config in load_configs(device).skinny(rows):
+        for dtype in (torch.bfloat16, torch.float16):
+            check(rows, out_features, features, dtype, device, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 32])
+def test_a_chain_in_a_graph_whose_kernels_start_early(rows: int) -> None:
+    """Each starts before the one before it has ended: as one after the other, bit for bit."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(rows)
+    device, dtype, features = torch.device("cuda"), torch.bfloat16, 4096
+    config = load_configs(device).skinny(rows)[0]
+    weights = [torch.randn(features, features, dtype=dtype, device=device) / 64 for _ in range(6)]
+    x, y, hidden = (torch.zeros(rows, features, dtype=dtype, device=device) for _ in range(3))
+    norm = torch.ones(features, dtype=dtype, device=device)
+
+    def step(early: bool) -> None:
+        launched = replace(config, programmatic_launch=early)
+        for weight in weights:
+            skinny_product(x, weight, None, y, launched)
+            add_norm(y, None, hidden, norm, 1e-5, programmatic_launch=early)
+            skinny_product(y, weight, None, x, launched)
+
+    step(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(True)
+    for _ in range(50):
+        first = torch.randn_like(x)
+        x.copy_(first), hidden.zero_()
+        step(False)
+        expected = x.clone()
+        y.fill_(float("nan"))
+        x.copy_(first), hidden.zero_()
+        graph.replay()
+        assert torch.equal(x, expected)
+
+
+def test_what_it_refuses() -> None:
+    x, weight, out = torch.zeros(2, 32), torch.zeros(48, 32), torch.zeros(2, 48)
+    refused: list[tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], str]]
+    refused = [
+        ((torch.zeros(MAX_ROWS + 1, 32), weight, None, out), "33 rows, not 1 to 32"),
+        ((x[:0], weight, None, out), "0 rows"),
+        ((x[:, :8], weight, None, out), "do not fit"),
+        ((x, weight, None, out[:1]), "do not fit"),
+        ((x, torch.zeros(32, 48).T, None, out), "contiguous"),
+        ((torch.zeros(32, 2).T, weight, None, out), "contiguous"),
+        ((x, weight.half(), None, out), "weight torch.float16"),
+        ((x, weight, torch.zeros(47), out), r"bias is .*\[47\], for 48"),
+    ]
+    for arguments, message in refused:
+        with pytest.raises(ValueError, match=message):
+            skinny_product(*arguments, FEW)
+
+
+@pytest.mark.parametrize("arch", ["sm90", "default"])
+def test_configurations_fit_their_rows(arch: str) -> None:
+    configs = read_configs(arch, 132, programmatic_launch=True)
+    for rows in range(1, MAX_ROWS + 1):
+        for config in configs.skinny(rows):
+            assert config.block_n >= (1 if rows == 1 else 16)
+            assert config.block_n & (config.block_n - 1) == 0
+            assert config.block_k & (config.block_k - 1) == 0
+    assert configs.skinny(MAX_ROWS + 1) == ()

@@ -29,7 +29,7 @@ from server.kernels.decode_attention import (
 )
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta
-from server.kernels.segments import allocate_segments, route
+from server.kernels.segments import PARTS, allocate_segments, route
 from server.kernels.shrink import shrink
 from server.kernels.silu import silu_mul
 from server.kernels.table import LoraTable
@@ -113,7 +113,7 @@ class Step:
         self.configs = configs
         self.slots = torch.full((batch,), -1, dtype=torch.int32, device="cuda")
         tile_rows = configs.tile_rows("decode", batch)
-        self.segments = allocate_segments(batch, tile_rows, NUM_SLOTS, "cuda")
+        self.segments = allocate_segments(batch, tile_rows, NUM_SLOTS, "cuda", PARTS[-1])
         max_split = configs.max_split("decode", batch)
         self.workspace = allocate_workspace(batch, DTYPE, "cuda", max_split)
         self.inputs = {k: torch.randn(batch, k, dtype=DTYPE, device="cuda") for k, _ in SITES}
@@ -132,14 +132,14 @@ class Step:
             self._take_up(index, None)
 
     def alone(self, adapters: Adapters) -> None:
-        route(self.slots, self.segments)
+        route(self.slots, self.segments, adapters.table)
         for index in range(len(self.weights)):
             self._shrink(index, adapters)
             self._expand(index, adapters, self.outputs[index % len(SITES)], True)
 
     def with_lora(self, adapters: Adapters) -> None:
         """As `server.model.ops_cuda` does in a captured step of decodes."""
-        route(self.slots, self.segments)
+        route(self.slots, self.segments, adapters.table)
         main = torch.cuda.current_stream()
         for index in range(len(self.weights)):
             self.side.wait_stream(main)
@@ -158,9 +158,7 @@ class Step:
     def _gemm(self, index: int, *, beside_lora: bool = False) -> None:
         k, _ = SITES[index % len(SITES)]
         out = self.outputs[index % len(SITES)]
-        self.products.linear(
-            self.inputs[k], self.weights[index], out=out, beside_lora=beside_lora
-        )
+        self.products.linear(self.inputs[k], self.weights[index], out=out, beside_lora=beside_lora)
 
     def _shrink(self, index: int, adapters: Adapters, *, after_input: bool = False) -> None:
         k, _ = SITES[index % len(SITES)]

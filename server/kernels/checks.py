@@ -36,6 +36,12 @@ def check_context(table: LoraTable, site: int, segments: Segments, workspace: Wo
         raise ValueError(f"table, segments and workspace are on {sorted(map(str, devices))}")
 
 
+def check_whole_tiles(segments: Segments) -> None:
+    """Each tile is listed once. Raises ValueError."""
+    if segments.max_parts > 1:
+        raise ValueError(f"tiles are shared out in up to {segments.max_parts} parts")
+
+
 def padded_widths(widths: Sequence[int], features: int) -> tuple[int, int, int]:
     """Output features of a site's 1 to 3 projections, 0 for those it lacks. Raises ValueError."""
     if not 1 <= len(widths) <= MAX_PROJECTIONS or sum(widths) != features or min(widths) < 1:

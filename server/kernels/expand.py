@@ -1,11 +1,12 @@
 """LoRA's second half: `y += scale * v B^T`, in place, with v from the workspace.
 
-The projections of a fused site lie side by side in y; one flat list of column blocks covers them,
-so a narrow k or v costs no idle programs. Formulas: Punica, arXiv:2310.18547; ragged ranks: S-LoRA,
-arXiv:2311.03285.
+The projections of a fused site lie side by side in y; one flat list of pieces of columns covers
+them and all tiles, so a narrow k or v costs no idle programs. Formulas: Punica, arXiv:2310.18547;
+ragged ranks: S-LoRA, arXiv:2311.03285.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +18,7 @@ from server.kernels.expand_block import expand_ranks
 from server.kernels.launch import load_first
 from server.kernels.segments import Segments
 from server.kernels.table import LoraTable
-from server.kernels.tiles import cut_columns, load_projection, load_tile, small_tile, tile_rows
+from server.kernels.tiles import load_projection, load_tile, small_tile, take_range, tile_rows
 from server.kernels.workspace import Workspace
 
 
@@ -50,15 +51,13 @@ def expand(
     padded = padded_widths(widths, y.shape[1])
     if segments.rows == 0:
         return
-    blocks = sum(triton.cdiv(width, config.piece) for width in widths)
+    pieces = sum(triton.cdiv(width, config.piece) for width in widths)
     pdl = after_gemm and config.programmatic_launch
-    _expand_kernel[(min(segments.max_tiles * blocks, config.num_programs),)](
+    _expand_kernel[(min(segments.max_tiles * pieces, config.num_programs),)](
         y,
         workspace.planes,
         workspace.splits,
-        segments.order,
-        segments.tiles,
-        segments.num_tiles,
+        (segments.order, segments.tiles, segments.num_tiles),
         table.words,
         table.ints,
         table.floats,
@@ -67,12 +66,11 @@ def expand(
         y.stride(0),
         workspace.planes.stride(1),
         workspace.planes.stride(0),
-        config.num_programs,
         *padded,
         MAX_SPLIT=workspace.max_split,
+        MAX_PARTS=segments.max_parts,
         BLOCK_M=segments.tile_rows,
         PIECE=config.piece,
-        MAX_PIECES=config.max_pieces,
         STAGES=config.num_stages,
         PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
         ACCUMULATE=accumulate,
@@ -83,14 +81,12 @@ def expand(
     )
 
 
-@triton.jit(do_not_specialize=["site", "num_sites", "target_items"])
+@triton.jit(do_not_specialize=["site", "num_sites"])
 def _expand_kernel(
     y_ptr: tl.tensor,
     planes_ptr: tl.tensor,
     splits_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    tiles_ptr: tl.tensor,
-    num_tiles_ptr: tl.tensor,
+    routed: tl.tuple,
     words_ptr: tl.tensor,
     ints_ptr: tl.tensor,
     floats_ptr: tl.tensor,
@@ -99,47 +95,68 @@ def _expand_kernel(
     stride_y: tl.tensor,
     stride_v: tl.tensor,
     stride_plane: tl.tensor,
-    target_items: tl.tensor,
     W0: tl.constexpr,
     W1: tl.constexpr,
     W2: tl.constexpr,
     MAX_SPLIT: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PIECE: tl.constexpr,
-    MAX_PIECES: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """An item is (tile, block of columns), round robin; all else is fetched ahead as in shrink."""
-    tiles = tl.load(num_tiles_ptr)
-    block_n, n0, n01, blocks = cut_columns(tiles, target_items, W0, W1, W2, PIECE, MAX_PIECES)
-    items = tiles * blocks
-    item, step = tl.program_id(0), tl.num_programs(0)
+    """A program takes a range of all tiles' pieces of columns, as long as every other's. Item by
+    item: what it has of one projection of one tile; what the next items need to know is fetched
+    ahead, as in shrink."""
+    order_ptr, tiles_ptr, num_tiles_ptr = routed
+    PIECES: tl.constexpr = count_pieces(W0, W1, W2, PIECE)
+    KINDS: tl.constexpr = 1 + (W1 > 0) + (W2 > 0)
+    begin, end = take_range(tl.load(num_tiles_ptr) * PIECES[2])
+    first_item = _item_at(begin, PIECES, KINDS)
+    items = tl.where(begin < end, _item_at(end - 1, PIECES, KINDS) + 1, first_item)
     records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
-    slot, start, length = load_tile(tiles_ptr, item // blocks, item < items)
+    slot, tile = load_tile(tiles_ptr, first_item // KINDS, first_item < items, MAX_PARTS)
     rank, first, scale, address, row = load_projection(
-        records, order_ptr, slot, start, item % blocks, n0, n01
+        records, order_ptr, slot, tile[0], first_item % KINDS
     )
-    ahead = item + step
-    slot, next_start, next_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+    ahead = first_item + 1
+    slot, next_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
     splits = load_first(splits_ptr, PDL)
-    for item in range(tl.program_id(0), items, step):
+    for item in range(first_item, items):
         next_rank, next_first, next_scale, next_address, next_row = load_projection(
-            records, order_ptr, slot, next_start, (item + step) % blocks, n0, n01
+            records, order_ptr, slot, next_tile[0], (item + 1) % KINDS
         )
-        ahead = item + 2 * step
-        slot, later_start, later_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+        ahead = item + 2
+        slot, later_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
         if rank > 0:
+            start, length, share = tile
+            done = item // KINDS * PIECES[2]
             v = (planes_ptr + start * stride_v + first, stride_v, stride_plane, splits, length)
             _expand_item(
                 (y_ptr, stride_y), (order_ptr + start, row, length), v, (address, rank), scale,
-                (item % blocks, n0, n01, block_n),
+                (item % KINDS, share, begin - done, end - done),
                 W0, W1, W2, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
             )  # fmt: skip
         rank, first, scale, address, row = next_rank, next_first, next_scale, next_address, next_row
-        start, length, next_start, next_length = next_start, next_length, later_start, later_length
+        tile, next_tile = next_tile, later_tile
+
+
+@triton.constexpr_function
+def count_pieces(w0: int, w1: int, w2: int, piece: int) -> tuple[int, int, int]:
+    """Of the first, the first two and all projections."""
+    n0, n1, n2 = (-(-width // piece) for width in (w0, w1, w2))
+    return n0, n0 + n1, n0 + n1 + n2
+
+
+@triton.jit
+def _item_at(piece: tl.tensor, PIECES: tl.constexpr, KINDS: tl.constexpr) -> Any:
+    """The item that a piece is of: tile * KINDS + projection."""
+    tile = piece // PIECES[2]
+    of_tile = piece - tile * PIECES[2]
+    p = (of_tile >= PIECES[0]).to(tl.int32) + (of_tile >= PIECES[1]).to(tl.int32)
+    return tile * KINDS + p
 
 
 @triton.jit
@@ -160,15 +177,19 @@ def _expand_item(
     PRECISION: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ) -> None:
-    """Where the block lies; few rows or many."""
+    """cut: projection, the tile's share, and from which to which of the tile's pieces."""
     y_ptr, stride_y = target
     order_ptr, row, length = tile
-    block, n0, n01, block_n = cut
-    q, k = block < n0, block < n01
-    y_slice = y_ptr + tl.where(q, 0, tl.where(k, W0, W0 + W1))
-    width = tl.where(q, W0, tl.where(k, W1, W2))
-    col = (block - tl.where(q, 0, tl.where(k, n0, n01))) * block_n
-    end = tl.minimum(width, col + block_n)
+    p, share, begin, end = cut
+    PIECES: tl.constexpr = count_pieces(W0, W1, W2, PIECE)
+    y_slice = y_ptr + tl.where(p == 0, 0, tl.where(p == 1, W0, W0 + W1))
+    width = tl.where(p == 0, W0, tl.where(p == 1, W1, W2))
+    before = tl.where(p == 0, 0, tl.where(p == 1, PIECES[0], PIECES[1]))
+    # A share's pieces are so much narrower as there are shares.
+    n, wide = tl.cdiv(width, PIECE), tl.multiple_of(PIECE >> (share % 4), PIECE // 4)
+    shift = share // 4 * n - before
+    col = (shift + tl.maximum(begin, before)) * wide
+    end = tl.minimum(width, (shift + tl.minimum(end, before + n)) * wide)
     b_ptr = tl.multiple_of(b[0].to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length <= SMALL:

@@ -4,11 +4,13 @@ The product is read once, and of what prompts need nothing is written back. A st
 rotated by their attention: they get the sum.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from server.kernels.checks import check_context
+from server.kernels.checks import check_context, check_whole_tiles
 from server.kernels.configs import RopeConfig
 from server.kernels.launch import load_first
 from server.kernels.pending import PendingLora
@@ -86,6 +88,7 @@ def _check(
 ) -> None:
     segments, workspace = pending.segments, pending.workspace
     check_context(pending.table, pending.site, segments, workspace)
+    check_whole_tiles(segments)
     tokens, (kv_heads, head_dim) = len(qkv), k_pages.shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     if not qkv.is_contiguous() or qkv.dtype != workspace.dtype or tokens != segments.rows:
@@ -148,19 +151,20 @@ def _rope_lora_kernel(
     )
     items = tiles * blocks
     item, step = tl.program_id(0), tl.num_programs(0)
-    slot, start, length = load_tile(tiles_ptr, item // blocks, item < items)
+    slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
     rank, first, scale, address, row = load_projection(
-        of_site, order_ptr, slot, start, item % blocks, n0, n01
+        of_site, order_ptr, slot, tile[0], _projection(item % blocks, n0, n01)
     )
     item += step
-    slot, next_start, next_length = load_tile(tiles_ptr, item // blocks, item < items)
+    slot, next_tile = load_tile(tiles_ptr, item // blocks, item < items)
     splits = load_first(splits_ptr, PDL)
     for item in range(tl.program_id(0), items, step):
         next_rank, next_first, next_scale, next_address, next_row = load_projection(
-            of_site, order_ptr, slot, next_start, (item + step) % blocks, n0, n01
+            of_site, order_ptr, slot, next_tile[0], _projection((item + step) % blocks, n0, n01)
         )
         ahead = item + 2 * step
-        slot, later_start, later_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+        slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+        start, length, _ = tile
         _rope_tile(
             targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes,
             planes, splits, (order_ptr + start, row, start, length),
@@ -168,7 +172,12 @@ def _rope_lora_kernel(
             HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
         )  # fmt: skip
         rank, first, scale, address, row = next_rank, next_first, next_scale, next_address, next_row
-        start, length, next_start, next_length = next_start, next_length, later_start, later_length
+        tile, next_tile = next_tile, later_tile
+
+
+@triton.jit
+def _projection(block: tl.tensor, n0: tl.tensor, n01: tl.tensor) -> Any:
+    return (block >= n0).to(tl.int32) + (block >= n01).to(tl.int32)
 
 
 @triton.jit

@@ -10,8 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from server.kernels.table import LoraTable
+
 MAX_FUSED_ROWS = 512
-TILE_WORDS = 4  # slot, first position in `order`, rows, unused
+TILE_WORDS = 4  # slot, first position in `order`, rows, share
+PARTS = (1, 2, 4)
+SHARED_ROWS: tl.constexpr = tl.constexpr(8)  # of more rows inputs are as much as weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +24,19 @@ class Segments:
 
     order `[rows]`: the batch row at each sorted position: rows of one slot are neighbours, in
     batch order; rows without an adapter come last. places `[rows]`: the position of each row.
-    tiles `[max_tiles, 4]`: slot, first position, number of rows; those of rows without an adapter
-    have slot -1 and come last. num_tiles `[2]`: how many have an adapter, how many there are.
-    scratch `[rows]`: of the routing kernel.
+    tiles `[max_tiles, 4]`: slot, first position, number of rows, share; those of rows without an
+    adapter have slot -1 and come last. num_tiles `[2]`: how many have an adapter, how many there
+    are. scratch `[rows]`: of the routing kernel.
+
+    With max_parts above 1 (one of PARTS) a tile of up to SHARED_ROWS rows is listed once for every
+    16 ranks of its adapter's widest projection, up to so many times (a power of two), so that
+    whoever takes tiles one by one has as much to do for each. A share is `part * 4 + log2(parts)`.
     """
 
     rows: int
     tile_rows: int
     num_slots: int
+    max_parts: int
     order: torch.Tensor
     places: torch.Tensor
     tiles: torch.Tensor
@@ -45,26 +54,31 @@ def max_tiles(rows: int, tile_rows: int, num_slots: int) -> int:
 
 
 def allocate_segments(
-    rows: int, tile_rows: int, num_slots: int, device: torch.device | str
+    rows: int, tile_rows: int, num_slots: int, device: torch.device | str, max_parts: int = 1
 ) -> Segments:
-    """Buffers for batches of exactly `rows` rows; tile_rows is a power of two of at least 16."""
+    """Buffers for batches of exactly `rows` rows, of at most MAX_FUSED_ROWS where tiles are shared
+    out; tile_rows is a power of two of at least 16. Raises ValueError."""
     if rows < 0 or num_slots < 1:
         raise ValueError(f"expected rows >= 0 and num_slots >= 1, got {rows} and {num_slots}")
     if tile_rows < 16 or tile_rows & (tile_rows - 1):
         raise ValueError(f"tile_rows must be a power of two of at least 16, got {tile_rows}")
+    if max_parts not in PARTS or (max_parts > 1 and rows > MAX_FUSED_ROWS):
+        raise ValueError(f"tiles of {rows} rows cannot be shared out in {max_parts} parts")
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
-    tiles = ints(max_tiles(rows, tile_rows, num_slots), TILE_WORDS)
+    tiles = ints(max_tiles(rows, tile_rows, num_slots) * max_parts, TILE_WORDS)
     order, places, scratch = ints(rows), ints(rows), ints(rows)
-    return Segments(rows, tile_rows, num_slots, order, places, tiles, ints(2), scratch)
+    sizes = (rows, tile_rows, num_slots, max_parts)
+    return Segments(*sizes, order, places, tiles, ints(2), scratch)
 
 
-def route(slots: torch.Tensor, segments: Segments) -> None:
+def route(slots: torch.Tensor, segments: Segments, table: LoraTable) -> None:
     """Fill `segments` from `slots` `[rows]` int32 (-1 = no adapter), deterministically, no sync.
 
-    One kernel up to 512 rows (fit for a CUDA graph), a few torch operations beyond.
+    table: tells a slot's ranks, by which tiles are shared out. One kernel up to 512 rows (fit for
+    a CUDA graph), a few torch operations beyond.
     """
     if slots.dtype != torch.int32 or slots.shape != (segments.rows,) or not slots.is_contiguous():
         raise ValueError(
@@ -73,6 +87,8 @@ def route(slots: torch.Tensor, segments: Segments) -> None:
         )
     if slots.device != segments.order.device:
         raise ValueError(f"slots are on {slots.device}, segments on {segments.order.device}")
+    if segments.num_slots > table.num_slots:
+        raise ValueError(f"segments of {segments.num_slots} slots, a table of {table.num_slots}")
     if segments.rows == 0:
         return
     if segments.rows > MAX_FUSED_ROWS:
@@ -86,15 +102,18 @@ def route(slots: torch.Tensor, segments: Segments) -> None:
         segments.tiles,
         segments.num_tiles,
         segments.scratch,
+        table.ints,
+        table.num_sites,
         segments.rows,
         TILE_ROWS=segments.tile_rows,
+        MAX_PARTS=segments.max_parts,
         BLOCK=block,
         CHUNK=min(32, block),
         num_warps=8 if block >= 128 else 4,
     )
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(do_not_specialize=["rows", "num_sites"], do_not_specialize_on_alignment=["slots_ptr"])
 def _route_kernel(
     slots_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -102,8 +121,11 @@ def _route_kernel(
     tiles_ptr: tl.tensor,
     num_tiles_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    num_sites: tl.tensor,
     rows: tl.tensor,
     TILE_ROWS: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
@@ -134,14 +156,24 @@ def _route_kernel(
     tl.debug_barrier()
     left = tl.load(scratch_ptr + i, mask=i < rows, other=0)
     head = left > 0
-    tile = tl.cumsum(head.to(tl.int32), axis=0) - 1
     row = tl.load(order_ptr + i, mask=head, other=0)
     tile_slot = tl.load(slots_ptr + row, mask=head, other=-1)
-    tl.store(tiles_ptr + tile * 4, tile_slot, mask=head)
-    tl.store(tiles_ptr + tile * 4 + 1, i, mask=head)
-    tl.store(tiles_ptr + tile * 4 + 2, tl.minimum(left, TILE_ROWS), mask=head)
-    tl.store(num_tiles_ptr, tl.sum((tile_slot >= 0).to(tl.int32), axis=0))
-    tl.store(num_tiles_ptr + 1, tl.sum(head.to(tl.int32), axis=0))
+    doublings = tl.zeros((BLOCK,), tl.int32)
+    if MAX_PARTS > 1:
+        record = tl.maximum(tile_slot, 0).to(tl.int64) * num_sites
+        few = (tile_slot >= 0) & (tl.minimum(left, TILE_ROWS) <= SHARED_ROWS)
+        widest = tl.load(ints_ptr + record * 16 + 15, mask=few, other=0)
+        doublings = (widest > 16).to(tl.int32) + ((widest > 32) & (MAX_PARTS > 2)).to(tl.int32)
+    parts = tl.where(head, 1 << doublings, 0)
+    tile = tl.cumsum(parts, axis=0) - parts
+    for part in tl.static_range(MAX_PARTS):
+        at = tiles_ptr + (tile + part) * 4
+        tl.store(at, tile_slot, mask=part < parts)
+        tl.store(at + 1, i, mask=part < parts)
+        tl.store(at + 2, tl.minimum(left, TILE_ROWS), mask=part < parts)
+        tl.store(at + 3, part * 4 + doublings, mask=part < parts)
+    tl.store(num_tiles_ptr, tl.sum(tl.where(tile_slot >= 0, parts, 0), axis=0))
+    tl.store(num_tiles_ptr + 1, tl.sum(parts, axis=0))
 
 
 def _route_torch(slots: torch.Tensor, segments: Segments) -> None:
@@ -162,4 +194,5 @@ def _route_torch(slots: torch.Tensor, segments: Segments) -> None:
     segments.tiles[:, 0] = torch.where(slot < num_slots, slot, -1)
     segments.tiles[:, 1] = starts[slot] + done
     segments.tiles[:, 2] = (counts[slot] - done).clamp_(0, size)
+    segments.tiles[:, 3] = 0
     segments.num_tiles.copy_(ends[-2:])

@@ -15,7 +15,7 @@ from server.kernels.configs import ShrinkConfig
 from server.kernels.launch import wait
 from server.kernels.segments import Segments
 from server.kernels.table import LoraTable
-from server.kernels.tiles import load_tile, small_tile
+from server.kernels.tiles import cut_ranks, load_tile, small_tile
 from server.kernels.workspace import Workspace
 
 
@@ -52,11 +52,8 @@ def shrink(
         x,
         workspace.planes,
         workspace.splits,
-        segments.order,
-        segments.tiles,
-        segments.num_tiles,
-        table.words,
-        table.ints,
+        (segments.order, segments.tiles, segments.num_tiles),
+        (table.words, table.ints),
         site,
         table.num_sites,
         x.stride(0),
@@ -65,6 +62,7 @@ def shrink(
         config.num_programs,
         IN=x.shape[1],
         MAX_SPLIT=config.max_split,
+        MAX_PARTS=segments.max_parts,
         BLOCK_M=segments.tile_rows,
         BLOCK_K=config.block_k,
         BLOCK_ROW_K=config.row_block_k,
@@ -117,11 +115,8 @@ def _shrink_kernel(
     x_ptr: tl.tensor,
     planes_ptr: tl.tensor,
     splits_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    tiles_ptr: tl.tensor,
-    num_tiles_ptr: tl.tensor,
-    words_ptr: tl.tensor,
-    ints_ptr: tl.tensor,
+    routed: tl.tuple,
+    records: tl.tuple,
     site: tl.tensor,
     num_sites: tl.tensor,
     stride_x: tl.tensor,
@@ -130,6 +125,7 @@ def _shrink_kernel(
     target_items: tl.tensor,
     IN: tl.constexpr,
     MAX_SPLIT: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_ROW_K: tl.constexpr,
@@ -137,49 +133,52 @@ def _shrink_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """An item is (tile, split of K); programs take items round robin."""
+    """An item is (tile or its share of ranks, split of K); programs take items round robin."""
     # What the next item needs to know is fetched while the present one is computed: its record in
     # the table, and one item further ahead the tile, since the record's address depends on it.
     UNIT: tl.constexpr = max(BLOCK_K, BLOCK_ROW_K)
     UNITS: tl.constexpr = (IN + UNIT - 1) // UNIT
+    order_ptr, tiles_ptr, num_tiles_ptr = routed
     tiles = tl.load(num_tiles_ptr)
     wanted = tl.maximum(1, tl.minimum(MAX_SPLIT, target_items // tl.maximum(tiles, 1)))
     span = tl.cdiv(UNITS, wanted) * UNIT
     splits = tl.cdiv(IN, span)
     items = tiles * splits
     item, step = tl.program_id(0), tl.num_programs(0)
-    slot, start, length = load_tile(tiles_ptr, item // splits, item < items)
-    records = (words_ptr, ints_ptr, site, num_sites)
-    total, address, row = _load_record(records, order_ptr, slot, start)
+    slot, tile = load_tile(tiles_ptr, item // splits, item < items, MAX_PARTS)
+    of_site = (records[0], records[1], site, num_sites)
+    total, address, row = _load_record(of_site, order_ptr, slot, tile[0])
     ahead = item + step
-    slot, next_start, next_length = load_tile(tiles_ptr, ahead // splits, ahead < items)
+    slot, next_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
     # Now x is read, and v written. The next kernel is not told to start beside this one: its
     # programs would wait on processors that the product needs.
     wait(PDL)
     tl.store(splits_ptr, splits, mask=tl.program_id(0) == 0)
     for item in range(tl.program_id(0), items, step):
-        next_total, next_address, next_row = _load_record(records, order_ptr, slot, next_start)
+        next_total, next_address, next_row = _load_record(of_site, order_ptr, slot, next_tile[0])
         ahead = item + 2 * step
-        slot, later_start, later_length = load_tile(tiles_ptr, ahead // splits, ahead < items)
+        slot, later_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
         if total > 0:
+            start, length, share = tile
+            first, ranks = cut_ranks(total, share)
             split = item % splits
             a_ptr = tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+            v_ptr = planes_ptr + split * stride_plane + start * stride_v + first
             _shrink_tile(
-                (x_ptr, stride_x), (order_ptr + start, row, length), (a_ptr, total),
-                (planes_ptr + split * stride_plane + start * stride_v, stride_v),
-                (split * span, span), IN, BLOCK_M, BLOCK_K, BLOCK_ROW_K, STAGES, PRECISION,
+                (x_ptr, stride_x), (order_ptr + start, row, length), (a_ptr + first * IN, ranks),
+                (v_ptr, stride_v), (split * span, span),
+                IN, BLOCK_M, BLOCK_K, BLOCK_ROW_K, STAGES, PRECISION,
             )  # fmt: skip
         total, address, row = next_total, next_address, next_row
-        start, length = next_start, next_length
-        next_start, next_length = later_start, later_length
+        tile, next_tile = next_tile, later_tile
 
 
 @triton.jit
 def _load_record(
-    records: tl.tuple, order_ptr: tl.tensor, slot: tl.tensor, start: tl.tensor
+    of_site: tl.tuple, order_ptr: tl.tensor, slot: tl.tensor, start: tl.tensor
 ) -> tuple[Any, Any, Any]:
     """Sum of ranks and address of A, and the batch row at `start`."""
-    words_ptr, ints_ptr, site, num_sites = records
+    words_ptr, ints_ptr, site, num_sites = of_site
     record = slot.to(tl.int64) * num_sites + site
     total = tl.load(ints_ptr + record * 16 + 11)
     return total, tl.load(words_ptr + record * 8), tl.load(order_ptr + start)
@@ -319,7 +318,8 @@ def _gather_kernel(
 ) -> None:
     tile = tl.program_id(0)
     tl.store(splits_ptr, 1, mask=tile == 0)
-    if tile < tl.load(num_tiles_ptr):
+    # One of a tile's shares gathers all.
+    if (tile < tl.load(num_tiles_ptr)) & (tl.load(tiles_ptr + tile * 4 + 3) < 4):
         start = tl.load(tiles_ptr + tile * 4 + 1)
         m = tl.arange(0, BLOCK_M)
         live = m < tl.load(tiles_ptr + tile * 4 + 2)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.checks import check_context
+from server.kernels.checks import check_context, check_whole_tiles
 from server.kernels.configs import ExpandConfig
 from server.kernels.launch import load_first
 from server.kernels.pending import PendingLora
@@ -87,6 +87,7 @@ def _check(gate_up: torch.Tensor, pending: PendingLora, shrunk: Workspace | None
     if not gate_up.is_contiguous() or gate_up.dtype != workspace.dtype or not same_rows:
         raise ValueError(f"gate_up is {gate_up.dtype} {list(gate_up.shape)}")
     check_context(pending.table, pending.site, segments, workspace)
+    check_whole_tiles(segments)
     if shrunk is not None:
         check_context(pending.table, pending.site + 1, segments, shrunk)
         if shrunk.width not in RANK_BLOCKS:
@@ -131,17 +132,20 @@ def _silu_kernel(
         num_tiles_ptr, target_items, INNER, PIECE, MAX_PIECES, DOWN_SPLIT
     )
     item, step = tl.program_id(0), tl.num_programs(0)
-    slot, start, length = load_tile(tiles_ptr, item // blocks, item < items)
+    slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
     records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
-    record, down, row = _load_record(records, order_ptr + start, slot, DOWN)
+    record, down, row = _load_record(records, order_ptr + tile[0], slot, DOWN)
     ahead = item + step
-    slot, next_start, next_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+    slot, next_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
     splits = load_first(splits_ptr, PDL)
     tl.store(down_splits_ptr, blocks, mask=(item == 0) & (DOWN > 0))
     for item in range(tl.program_id(0), items, step):
-        next_record, next_down, next_row = _load_record(records, order_ptr + next_start, slot, DOWN)
+        next_record, next_down, next_row = _load_record(
+            records, order_ptr + next_tile[0], slot, DOWN
+        )
         ahead = item + 2 * step
-        slot, later_start, later_length = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+        slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+        start, length, _ = tile
         col = item % blocks * pieces * PIECE
         _silu_tile(
             (y_ptr, out_ptr), (order_ptr + start, row, length),
@@ -151,7 +155,7 @@ def _silu_kernel(
             INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
         record, down, row = next_record, next_down, next_row
-        start, length, next_start, next_length = next_start, next_length, later_start, later_length
+        tile, next_tile = next_tile, later_tile
 
 
 @triton.jit

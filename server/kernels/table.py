@@ -17,6 +17,7 @@ POINTER_ALIGNMENT = 16
 RECORD_WORDS = 8
 _INT32_RANKS = 2 * (1 + MAX_PROJECTIONS)
 _FLOAT32_SCALES = _INT32_RANKS + MAX_PROJECTIONS + 1
+_WIDEST = _FLOAT32_SCALES + MAX_PROJECTIONS
 
 
 class LoraTable:
@@ -24,7 +25,8 @@ class LoraTable:
 
     A record, by 8-byte words: 0 = address of the stacked A `[sum(ranks), in_features]`; 1-3 =
     addresses of B `[out_features, rank]`, one for each projection; 4-5 = int32 ranks of the
-    projections and their sum; 6-7 = float32 scales. All zero = the adapter does not touch the site.
+    projections and their sum; 6-7 = float32 scales. Ranks of zero = the adapter does not touch the
+    site. The last half word of a slot's first record is the largest rank of any of its projections.
 
     `write` and `clear` change the host's copy; `upload` copies a slot's records to the device on
     the current stream. A slot must not be written again before its last upload ran, and not
@@ -71,6 +73,8 @@ class LoraTable:
         scale_of = np.atleast_2d(np.asarray(scales, dtype=np.float32))
         _check_shapes(rows, a_of, b_of, rank_of, scale_of)
         self._records[slot, rows] = _pack(a_of, b_of, rank_of, scale_of)
+        ints = self._records[slot].view(np.int32)
+        ints[0, _WIDEST] = ints[:, _INT32_RANKS : _INT32_RANKS + MAX_PROJECTIONS].max()
 
     def upload(self, slot: int) -> None:
         """Copy the slot's records to the device, asynchronously on the current stream."""

@@ -7,11 +7,36 @@ import triton.language as tl
 
 
 @triton.jit
-def load_tile(tiles_ptr: tl.tensor, tile: tl.tensor, live: tl.tensor) -> tuple[Any, Any, Any]:
-    """Slot, first sorted position and rows of a tile (zeros where not live)."""
-    slot = tl.load(tiles_ptr + tile * 4, mask=live, other=0)
-    start = tl.load(tiles_ptr + tile * 4 + 1, mask=live, other=0)
-    return slot, start, tl.load(tiles_ptr + tile * 4 + 2, mask=live, other=0)
+def load_tile(
+    tiles_ptr: tl.tensor, tile: tl.tensor, live: tl.tensor, MAX_PARTS: tl.constexpr = 1
+) -> tuple[Any, Any]:
+    """Slot of a tile, and its first sorted position, rows and share (zeros where not live)."""
+    at = tiles_ptr + tile * 4
+    slot, start = tl.load(at, mask=live, other=0), tl.load(at + 1, mask=live, other=0)
+    length = tl.load(at + 2, mask=live, other=0)
+    if MAX_PARTS > 1:
+        return slot, (start, length, tl.load(at + 3, mask=live, other=0))
+    else:
+        return slot, (start, length, slot * 0)
+
+
+@triton.jit
+def cut_ranks(total: tl.tensor, share: tl.tensor) -> tuple[Any, Any]:
+    """First rank of a share (segments.py), and how many it has: none or less where others took
+    all."""
+    doublings = share % 4
+    most = tl.cdiv((total + (1 << doublings) - 1) >> doublings, 16) * 16
+    first = share // 4 * most
+    return first, tl.minimum(total - first, most)
+
+
+@triton.jit
+def take_range(units: tl.tensor) -> tuple[Any, Any]:
+    """Where this program's part of so many units begins and ends; parts differ by one at most."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    each, more = units // programs, units % programs
+    begin = program * each + tl.minimum(program, more)
+    return begin, begin + each + (program < more).to(tl.int32)
 
 
 @triton.constexpr_function
@@ -59,15 +84,12 @@ def load_projection(
     order_ptr: tl.tensor,
     slot: tl.tensor,
     start: tl.tensor,
-    block: tl.tensor,
-    n0: tl.tensor,
-    n01: tl.tensor,
+    p: tl.tensor,
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Of the block's projection: rank (0 without an adapter), first rank, scale, address of B; and
+    """Of projection p: rank (0 without an adapter), first rank, scale, address of B; and
     the row at `start`. records: the table's words, ints and floats, site, number of sites."""
     words_ptr, ints_ptr, floats_ptr, site, num_sites = records
     record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
-    p = (block >= n0).to(tl.int32) + (block >= n01).to(tl.int32)
     rank = tl.load(ints_ptr + record * 16 + 8 + p, mask=slot >= 0, other=0)
     first = tl.load(ints_ptr + record * 16 + 8, mask=p > 0, other=0)
     first += tl.load(ints_ptr + record * 16 + 9, mask=p > 1, other=0)

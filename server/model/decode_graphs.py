@@ -18,7 +18,6 @@ from server.kernels.decode_attention import (
 )
 from server.kernels.decode_inputs import gather_inputs
 from server.kernels.greedy import GreedyScratch, greedy_append
-from server.kernels.segments import route
 from server.model.attention_cuda import Attention
 from server.model.capture import padded_size, record, sizes_up_to
 from server.model.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
@@ -158,7 +157,7 @@ class DecodeGraphs:
         def step() -> None:
             gather_inputs(columns, rows.tokens, rows.page_table, token_ids, positions)
             if lora is not None:
-                route(columns[SLOT], lora.segments)
+                self._ops.route(lora)
             normed = self._decoder.forward(token_ids, plan, lora)
             self._ops.products.linear(normed, head, out=logits)
             greedy_append(

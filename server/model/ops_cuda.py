@@ -16,7 +16,7 @@ from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
 from server.kernels.rope_append_lora import rope_append_lora
-from server.kernels.segments import Segments, allocate_segments, route
+from server.kernels.segments import PARTS, Segments, allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
@@ -84,7 +84,11 @@ def _adds_delta(kind: str, lora: DeviceLora) -> bool:
     """Whether what takes up the product adds a delta: else it expands on its way."""
     if kind == "qkv":
         return lora.decodes
-    return kind != "gate_up" or (lora.phase == "decode" and len(lora.slots) <= _FEW_ROWS)
+    return kind != "gate_up" or _few_rows(lora.phase, len(lora.slots))
+
+
+def _few_rows(phase: Phase, rows: int) -> bool:
+    return phase == "decode" and rows <= _FEW_ROWS
 
 
 def _phase(rows: int) -> Phase:
@@ -147,7 +151,7 @@ class CudaOps:
             return None
         slots = to_device(token_slots.astype(np.int32), self.device)
         lora = self._allocate(slots, bool(self.table.changes_model(token_slots)), decodes=False)
-        route(slots, lora.segments)
+        self.route(lora)
         block = self.table.rank_block(token_slots) if lora.phase == "prefill" else None
         return lora if block is None else self.shrinking(lora, block)
 
@@ -155,15 +159,21 @@ class CudaOps:
         """With ranks of at most `block`, of which one workspace is."""
         return replace(lora, down=self._down[block])
 
+    def route(self, lora: DeviceLora) -> None:
+        """Again, as its slots are now; in a captured step at its beginning."""
+        route(lora.slots, lora.segments, self.table.device_table)
+
     def captured_lora(self, slots: torch.Tensor, *, decodes: bool) -> DeviceLora:
-        """Of a captured step, which routes slots itself; embedding and head stay the base's."""
+        """Of a captured step, which routes it; embedding and head stay the base's."""
         return self._allocate(slots, model_sites=False, decodes=decodes)
 
     def _allocate(self, slots: torch.Tensor, model_sites: bool, decodes: bool) -> DeviceLora:
         rows = len(slots)
         phase = _phase(rows)
         known, tile_rows = self.table.device_table.num_slots, self._configs.tile_rows(phase, rows)
-        segments = allocate_segments(rows, tile_rows, known, self.device)
+        # Where the activation expands it takes whole tiles.
+        parts = PARTS[-1] if _few_rows(phase, rows) else 1
+        segments = allocate_segments(rows, tile_rows, known, self.device, parts)
         workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
         return DeviceLora(slots, segments, workspace, phase, model_sites, decodes)
 

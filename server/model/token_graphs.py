@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from server.kernels.segments import route
 from server.model.capture import padded_size, record, sizes_up_to
 from server.model.decoder import Decoder
 from server.model.graph_attention import GraphAttention
@@ -153,7 +152,7 @@ class TokenGraphs:
 
         def step() -> None:
             if lora is not None:
-                route(lora.slots, lora.segments)
+                self._ops.route(lora)
             if plan is None:
                 states.normed, states.hidden = decoder.begin(token_ids, lora)
                 self._project(states, 0, lora, size)

@@ -10,7 +10,7 @@ import torch
 from server.kernels.configs import Phase, load_configs
 from server.kernels.expand import expand
 from server.kernels.reference import SiteWeights
-from server.kernels.segments import Segments, allocate_segments, route
+from server.kernels.segments import PARTS, Segments, allocate_segments, route
 from server.kernels.shrink import shrink
 from server.kernels.table import LoraTable
 from server.kernels.workspace import Workspace, allocate_workspace
@@ -109,16 +109,20 @@ class Batch:
         rows = self.segments.rows
         shrink_config = configs.shrink(self.phase, rows, self.max_rank, x.shape[1])
         expand_config = configs.expand(self.phase, rows, self.max_rank, y.shape[1])
-        route(self.slots, self.segments)
+        route(self.slots, self.segments, table)
         shrink(x, table, SITE, self.segments, self.workspace, shrink_config)
         context = (table, SITE, self.segments, self.workspace, expand_config)
         expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
 
 
-def make_batch(rows: int, adapters: Adapters, phase: Phase = "decode") -> Batch:
+def make_batch(
+    rows: int, adapters: Adapters, phase: Phase = "decode", *, whole: bool = False
+) -> Batch:
+    """whole: tiles are not shared out, as those of prompts never are."""
     configs = load_configs(adapters.device)
     tile_rows = configs.tile_rows(phase, rows)
-    segments = allocate_segments(rows, tile_rows, adapters.num_slots, adapters.device)
+    parts = 1 if whole or phase == "prefill" else PARTS[-1]
+    segments = allocate_segments(rows, tile_rows, adapters.num_slots, adapters.device, parts)
     split = configs.max_split(phase, rows)
     workspace = allocate_workspace(max(rows, 1), adapters.dtype, adapters.device, split)
     workspace.planes.fill_(float("nan"))

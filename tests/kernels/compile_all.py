@@ -34,7 +34,7 @@ from server.kernels.greedy import GreedyScratch, greedy_append
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
 from server.kernels.rope_append_lora import rope_append_lora
-from server.kernels.segments import allocate_segments, route
+from server.kernels.segments import PARTS, allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
@@ -82,14 +82,18 @@ def _compile_only(capability: int) -> list[str]:
 def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     table = LoraTable(2, 8, CPU)
     segments = allocate_segments(rows, configs.tile_rows(phase, rows), 8, CPU)
+    shared = segments
+    if phase == "decode":
+        shared = allocate_segments(rows, segments.tile_rows, 8, CPU, PARTS[-1])
     workspace = allocate_workspace(rows, DTYPE, CPU, configs.max_split(phase, rows))
     slots = torch.zeros(rows, dtype=torch.int32)
-    route(slots, segments)
+    for routed in (segments, shared):
+        route(slots, routed, table)
     x, y = torch.zeros(rows, 512, dtype=DTYPE), torch.zeros(rows, sum(WIDTHS), dtype=DTYPE)
     for early in (False, True):
         config = configs.shrink(phase, rows, 256, 512)
-        shrink(x, table, 0, segments, workspace, config, after_input=early)
-    of_site = (table, 0, segments, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
+        shrink(x, table, 0, shared, workspace, config, after_input=early)
+    of_site = (table, 0, shared, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
     expand(y, WIDTHS, *of_site, accumulate=phase == "prefill", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
     silu_mul_lora(y, pending, configs.fused(phase, rows))

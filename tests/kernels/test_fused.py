@@ -78,11 +78,11 @@ def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int)
     for slot, ranks in enumerate([(16, 16), (3, 0), (0, 40), (100, 8)]):
         adapters.put(slot, 96, (inner, inner), ranks)
     slots = [0] * 20 + [-1] * 18 + [1, 2, 4, -1, 3, 3, 3, 1] + [3] * 70
-    batch = make_batch(len(slots), adapters, phase)
+    batch = make_batch(len(slots), adapters, phase, whole=True)
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
     x, y = (torch.randn(len(slots), n, device=device) for n in (96, 2 * inner))
     configs = load_configs(device)
-    route(batch.slots, batch.segments)
+    route(batch.slots, batch.segments, adapters.table)
     config = configs.shrink(phase, len(slots), 256, 96)
     shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
     fused = configs.fused(phase, len(slots))
@@ -107,7 +107,7 @@ def test_activation_that_shrinks_for_the_next_site(
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
     x, y = (torch.randn(len(slots), n, device=device) for n in (96, 2 * inner))
     configs = load_configs(device)
-    route(batch.slots, batch.segments)
+    route(batch.slots, batch.segments, adapters.table)
     config = configs.shrink("prefill", len(slots), 256, 96)
     shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
     gate, up = lora_reference(y, x, slots, adapters.weights, (inner, inner)).chunk(2, dim=-1)
@@ -124,7 +124,7 @@ def test_activation_that_shrinks_for_the_next_site(
     taking = configs.expand("prefill", len(slots), 256, 64)
     expand(z, (64,), adapters.table, SITE + 1, batch.segments, shrunk, taking)
     assert_close(z, expected, torch.float32)
-    few = make_batch(len(slots), adapters, "decode")
+    few = make_batch(len(slots), adapters, "decode", whole=True)
     pending = PendingLora(adapters.table, SITE, few.segments, few.workspace)
     with pytest.raises(ValueError, match="beside the product"):
         silu_mul_lora(y, pending, fused, shrunk)
@@ -145,7 +145,7 @@ def test_decodes_in_a_graph_whose_kernels_start_early(rows: int) -> None:
     batch = make_batch(rows, adapters)
     slots = [i % 17 - 1 for i in range(rows)]
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
-    route(batch.slots, batch.segments)
+    route(batch.slots, batch.segments, adapters.table)
     x, hidden, product, delta = (
         torch.zeros(rows, n, dtype=dtype, device=device)
         for n in (features, features, 2 * inner, 2 * inner)

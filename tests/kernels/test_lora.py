@@ -10,7 +10,7 @@ import torch
 from server.kernels.configs import Phase, load_configs
 from server.kernels.expand import expand
 from server.kernels.reference import embed_reference, lora_reference
-from server.kernels.segments import route
+from server.kernels.segments import MAX_FUSED_ROWS, route
 from server.kernels.shrink import gather_embedding, shrink
 from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
 
@@ -31,7 +31,7 @@ def check(
     widths: Sequence[int],
     phase: Phase = "decode",
 ) -> None:
-    batch = make_batch(len(slots), adapters, phase)
+    batch = make_batch(len(slots), adapters, phase, whole=len(slots) > MAX_FUSED_ROWS)
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
     x = torch.randn(len(slots), in_features).to(adapters.dtype).to(adapters.device)
     y = torch.randn(len(slots), sum(widths)).to(adapters.dtype).to(adapters.device)
@@ -192,7 +192,7 @@ def test_embedding(device: torch.device) -> None:
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
     y = torch.randn(7, 72, device=device)
     expected = embed_reference(y, tokens.tolist(), slots, adapters.weights)
-    route(batch.slots, batch.segments)
+    route(batch.slots, batch.segments, adapters.table)
     gather_embedding(tokens, adapters.table, SITE, batch.segments, batch.workspace)
     config = load_configs(device).expand("decode", 7, 100, 72)
     expand(y, (72,), adapters.table, SITE, batch.segments, batch.workspace, config)
@@ -217,7 +217,7 @@ def test_splits_that_do_not_divide_k(device: torch.device, split: int) -> None:
             configs.shrink("decode", 5, 64, 1900),
             max_split=split, block_k=block_k, row_block_k=row_block_k,
         )  # fmt: skip
-        route(batch.slots, batch.segments)
+        route(batch.slots, batch.segments, adapters.table)
         shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
         config_e = configs.expand("decode", 5, 64, 64)
         expand(y, (64,), adapters.table, SITE, batch.segments, batch.workspace, config_e)
@@ -291,7 +291,7 @@ def test_expand_after_a_gemm_on_another_stream() -> None:
             after_gemm=True,
         )  # fmt: skip
 
-    route(batch.slots, batch.segments)
+    route(batch.slots, batch.segments, adapters.table)
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -7,8 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.kernels.segments import MAX_FUSED_ROWS, Segments, allocate_segments, route
+from server.kernels.segments import (
+    MAX_FUSED_ROWS,
+    PARTS,
+    SHARED_ROWS,
+    Segments,
+    allocate_segments,
+    route,
+)
+from server.kernels.table import LoraTable
 from tests.kernels.batches import interpreted
+
+RANKS = (1, 16, 17, 32, 33, 256)
+RANK_PARTS = (1, 1, 2, 2, 4, 4)
 
 
 def obvious_tiles(slots: Sequence[int], tile_rows: int) -> list[tuple[int, list[int]]]:
@@ -19,12 +30,24 @@ def obvious_tiles(slots: Sequence[int], tile_rows: int) -> list[tuple[int, list[
     return tiles
 
 
-def routed(slots: Sequence[int], segments: Segments) -> list[tuple[int, list[int]]]:
+def ranked(ranks: Sequence[int]) -> LoraTable:
+    """Slot i has ranks[i] at its second site."""
+    table = LoraTable(2, len(ranks), "cpu")
+    for slot, rank in enumerate(ranks):
+        table.write(slot, 1, 256, [512], [rank], [1.0])
+    return table
+
+
+def routed(
+    slots: Sequence[int], segments: Segments, table: LoraTable | None = None
+) -> list[tuple[int, list[int]]]:
+    """The tiles, each once, all of its parts having been there in order."""
     segments.tiles.fill_(-7)
     segments.order.fill_(-7)
     segments.places.fill_(-7)
     device = segments.order.device
-    route(torch.tensor(slots, dtype=torch.int32, device=device), segments)
+    table = LoraTable(1, segments.num_slots, device) if table is None else table
+    route(torch.tensor(slots, dtype=torch.int32, device=device), segments, table)
     order = segments.order.tolist()
     with_adapter, every = segments.num_tiles.tolist()
     tiles = segments.tiles[:every].tolist()
@@ -33,7 +56,14 @@ def routed(slots: Sequence[int], segments: Segments) -> list[tuple[int, list[int
     )
     assert sorted(order) == list(range(len(slots)))
     assert [order[place] for place in segments.places.tolist()] == list(range(len(slots)))
-    return [(slot, order[first : first + count]) for slot, first, count, _ in tiles]
+    whole = []
+    while tiles:
+        *tile, share = tiles[0]
+        parts = 1 << share
+        assert tiles[:parts] == [[*tile, part * 4 + share] for part in range(parts)]
+        whole.append(tiles[0])
+        tiles = tiles[parts:]
+    return [(slot, order[first : first + count]) for slot, first, count, _ in whole]
 
 
 @interpreted
@@ -44,6 +74,24 @@ def routed(slots: Sequence[int], segments: Segments) -> list[tuple[int, list[int
 def test_tiles_of_any_batch(slots: list[int], tile_rows: int) -> None:
     segments = allocate_segments(len(slots), tile_rows, 6, "cpu")
     assert routed(slots, segments) == obvious_tiles(slots, tile_rows)
+
+
+@interpreted
+@given(
+    slots=st.lists(st.integers(-1, 5), min_size=1, max_size=40), max_parts=st.sampled_from(PARTS)
+)
+@settings(max_examples=25)
+def test_tiles_of_higher_rank_have_more_parts(slots: list[int], max_parts: int) -> None:
+    segments = allocate_segments(len(slots), 16, 6, "cpu", max_parts)
+    whole = obvious_tiles(slots, 16)
+    assert routed(slots, segments, ranked(RANKS)) == whole
+    parts = [
+        1 if slot < 0 or len(rows) > SHARED_ROWS else min(max_parts, RANK_PARTS[slot])
+        for slot, rows in whole
+    ]
+    shares = segments.tiles[: sum(parts), 3].tolist()
+    assert [1 << share for share in shares if share < 4] == parts
+    assert segments.num_tiles[1] == sum(parts)
 
 
 @given(
@@ -70,8 +118,13 @@ def test_both_versions_at_their_sizes(device: torch.device, rows: int) -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="power of two"):
         allocate_segments(4, 24, 1, "cpu")
-    segments = allocate_segments(4, 16, 1, "cpu")
+    for rows, parts in ((4, 3), (MAX_FUSED_ROWS + 1, 2)):
+        with pytest.raises(ValueError, match=f"{rows} rows cannot be shared out in {parts} parts"):
+            allocate_segments(rows, 16, 1, "cpu", parts)
+    segments, table = allocate_segments(4, 16, 2, "cpu"), LoraTable(1, 2, "cpu")
     with pytest.raises(ValueError, match="int32"):
-        route(torch.zeros(4, dtype=torch.int64), segments)
+        route(torch.zeros(4, dtype=torch.int64), segments, table)
     with pytest.raises(ValueError, match="int32"):
-        route(torch.zeros(5, dtype=torch.int32), segments)
+        route(torch.zeros(5, dtype=torch.int32), segments, table)
+    with pytest.raises(ValueError, match="segments of 2 slots, a table of 1"):
+        route(torch.zeros(4, dtype=torch.int32), segments, LoraTable(1, 1, "cpu"))

@@ -45,10 +45,20 @@ class ShrinkConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """piece: output features a step at rank 16 (a half at 32, a quarter beyond); at least 64.
+    """piece: output features a step at rank 16 (a half at 32, a quarter beyond); a power of two of
+    at least 64. The rest: as in ShrinkConfig."""
 
-    max_pieces: the most pieces of one item. The rest: as in ShrinkConfig.
-    """
+    piece: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    num_programs: int
+    programmatic_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FusedConfig:
+    """max_pieces: the most pieces of one item. The rest: as in ExpandConfig."""
 
     piece: int
     max_pieces: int
@@ -132,18 +142,18 @@ class KernelConfigs:
 
     def expand(self, phase: Phase, rows: int, rank: int, out_features: int) -> ExpandConfig:
         """out_features: of all projections of the site together."""
-        return self._expansion(_find(self._expand, phase, rows, rank, out_features))
+        v = _find(self._expand, phase, rows, rank, out_features)
+        return ExpandConfig(v["piece"], *self._limits(v))
 
-    def _expansion(self, v: dict[str, int]) -> ExpandConfig:
-        return ExpandConfig(v["piece"], v["max_pieces"], *self._limits(v))
-
-    def fused(self, phase: Phase, rows: int) -> ExpandConfig:
+    def fused(self, phase: Phase, rows: int) -> FusedConfig:
         """Of the activation that expands on its way."""
-        return self._expansion(_find(self._fused, phase, rows, 0, 0))
+        v = _find(self._fused, phase, rows, 0, 0)
+        return FusedConfig(v["piece"], v["max_pieces"], *self._limits(v))
 
-    def fused_shrink(self, rows: int) -> ExpandConfig:
+    def fused_shrink(self, rows: int) -> FusedConfig:
         """Of the activation that also shrinks its result; many tokens alone."""
-        return self._expansion(_find(self._fused_shrink, "prefill", rows, 0, 0))
+        v = _find(self._fused_shrink, "prefill", rows, 0, 0)
+        return FusedConfig(v["piece"], v["max_pieces"], *self._limits(v))
 
     def rope(self, rows: int) -> RopeConfig:
         """Of the rotation that expands on its way; many tokens alone."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from server.kernels.checks import check_context, check_whole_tiles
-from server.kernels.configs import ExpandConfig
+from server.kernels.configs import FusedConfig
 from server.kernels.launch import load_first
 from server.kernels.pending import PendingLora
 from server.kernels.silu_block import silu_rows
@@ -23,7 +23,7 @@ from server.kernels.workspace import Workspace
 def silu_mul_lora(
     gate_up: torch.Tensor,
     pending: PendingLora,
-    config: ExpandConfig,
+    config: FusedConfig,
     shrunk: Workspace | None = None,
 ) -> torch.Tensor:
     """`silu(g) * u` of `g, u = gate_up + scale * v B^T`, v of the site's `shrink`: `[rows, n]`.

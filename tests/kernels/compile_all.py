@@ -122,12 +122,11 @@ def many_tokens(configs: KernelConfigs, y: torch.Tensor, pending: PendingLora) -
 
 
 def products(configs: KernelConfigs) -> None:
-    for rows in (1, 8, 16, MAX_ROWS):
-        for config in configs.skinny(rows):
-            for n in (4096, 1000):
-                x, weight = torch.zeros(rows, 4096, dtype=DTYPE), torch.zeros(n, 4096, dtype=DTYPE)
-                y = torch.zeros(rows, n, dtype=DTYPE)
-                skinny_product(x, weight, None, y, config)
+    shapes = [(rows, 4096, of) for rows in (1, 8, 16, MAX_ROWS) for of in configs.skinny(rows)]
+    uneven = [(rows, 1000, configs.skinny(rows)[0]) for rows in (1, 8)]
+    for rows, n, config in shapes + uneven:
+        x, weight = torch.zeros(rows, 4096, dtype=DTYPE), torch.zeros(n, 4096, dtype=DTYPE)
+        skinny_product(x, weight, None, torch.zeros(rows, n, dtype=DTYPE), config)
 
 
 def attention(

@@ -153,7 +153,7 @@ def test_a_failed_product_leaves_nothing_running_beside(
     waits: list[object] = []
     monkeypatch.setattr(fake_flashinfer.Stream, "wait_stream", lambda _, other: waits.append(other))
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(ops.products, "linear", fail)

@@ -117,12 +117,15 @@ def test_what_it_refuses() -> None:
             skinny_product(*arguments, FEW)
 
 
-@pytest.mark.parametrize("arch", ["sm90", "default"])
-def test_configurations_fit_their_rows(arch: str) -> None:
+@pytest.mark.parametrize(("arch", "shared_bytes"), [("sm90", 227 << 10), ("default", 99 << 10)])
+def test_configurations_fit_their_rows_and_device(arch: str, shared_bytes: int) -> None:
+    """shared_bytes: of the architectures that a file serves, the least that a program can have."""
     configs = read_configs(arch, 132, programmatic_launch=True)
     for rows in range(1, MAX_ROWS + 1):
         for config in configs.skinny(rows):
             assert config.block_n >= (1 if rows == 1 else 16)
             assert config.block_n & (config.block_n - 1) == 0
             assert config.block_k & (config.block_k - 1) == 0
+            step_bytes = 2 * config.block_k * (config.block_n + max(rows, 8))
+            assert config.num_stages * step_bytes < shared_bytes
     assert configs.skinny(MAX_ROWS + 1) == ()

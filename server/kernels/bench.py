@@ -29,7 +29,7 @@ from server.kernels.decode_attention import (
 )
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta
-from server.kernels.segments import PARTS, allocate_segments, route
+from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import shrink
 from server.kernels.silu import silu_mul
 from server.kernels.table import LoraTable
@@ -113,7 +113,7 @@ class Step:
         self.configs = configs
         self.slots = torch.full((batch,), -1, dtype=torch.int32, device="cuda")
         tile_rows = configs.tile_rows("decode", batch)
-        self.segments = allocate_segments(batch, tile_rows, NUM_SLOTS, "cuda", PARTS[-1])
+        self.segments = allocate_segments(batch, tile_rows, NUM_SLOTS, "cuda", shared=True)
         max_split = configs.max_split("decode", batch)
         self.workspace = allocate_workspace(batch, DTYPE, "cuda", max_split)
         self.inputs = {k: torch.randn(batch, k, dtype=DTYPE, device="cuda") for k, _ in SITES}
@@ -256,7 +256,8 @@ def measure(points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: in
     bandwidth = copy_bandwidth()
     weights = make_weights()
     batches, products = sorted({b for b, _ in points}), Products(configs)
-    products.measure(batches, [weights[site :: len(SITES)] for site in range(len(SITES))])
+    by_site = [weights[site :: len(SITES)] for site in range(len(SITES))]
+    products.measure(batches, [[(weight, None) for weight in of] for of in by_site])
     steps = {batch: Step(batch, weights, configs, products) for batch in batches}
     base = {b: graph_ms(step.base, replays) for b, step in steps.items()}
     results = []

@@ -162,11 +162,11 @@ class KernelConfigs:
 
     def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
         """Those that may be the fastest for a product of so many rows; none for too many."""
-        bound = min((e.max_rows for e in self._skinny if rows <= e.max_rows), default=None)
+        known = [entry for entry in self._skinny if entry.applies("decode", rows, 0, 0)]
         return tuple(
             SkinnyConfig(**entry.values, programmatic_launch=self.programmatic_launch)
-            for entry in self._skinny
-            if entry.max_rows == bound
+            for entry in known
+            if entry.max_rows == known[0].max_rows
         )
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:

@@ -94,7 +94,7 @@ def decode_attention(
     beside it. cache: k and v, `[pages, page_size, kv_heads, head_dim]`, contiguous. cos_sin:
     float32 `[positions, head_dim]`, cosines first. norm: weights `[heads + kv_heads, head_dim]` of
     an RMS norm before the rotation, or None, and its epsilon. out: `[batch, heads, head_dim]`. One
-    kernel. Raises ValueError for a batch that scratch has no room for.
+    kernel. Raises ValueError where scratch has no room for the batch, or the delta does not fit.
     """
     if len(qkv) > len(scratch.done) or batch.work.items.shape[1] > len(scratch.sums):
         raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")

@@ -18,7 +18,14 @@ from server.kernels.expand_block import expand_ranks
 from server.kernels.launch import load_first
 from server.kernels.segments import Segments
 from server.kernels.table import LoraTable
-from server.kernels.tiles import load_projection, load_tile, small_tile, take_range, tile_rows
+from server.kernels.tiles import (
+    load_projection,
+    load_tile,
+    small_tile,
+    split_share,
+    take_range,
+    tile_rows,
+)
 from server.kernels.workspace import Workspace
 
 
@@ -107,9 +114,9 @@ def _expand_kernel(
     ACCUMULATE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """A program takes a range of all tiles' pieces of columns, as long as every other's. Item by
-    item: what it has of one projection of one tile; what the next items need to know is fetched
-    ahead, as in shrink."""
+    """A program takes a range of all tiles' pieces of columns, as many as every other. An item is
+    what it has of one projection of one tile; what the next ones need to know is fetched ahead, as
+    in shrink."""
     order_ptr, tiles_ptr, num_tiles_ptr = routed
     PIECES: tl.constexpr = count_pieces(W0, W1, W2, PIECE)
     KINDS: tl.constexpr = 1 + (W1 > 0) + (W2 > 0)
@@ -186,8 +193,9 @@ def _expand_item(
     width = tl.where(p == 0, W0, tl.where(p == 1, W1, W2))
     before = tl.where(p == 0, 0, tl.where(p == 1, PIECES[0], PIECES[1]))
     # A share's pieces are so much narrower as there are shares.
-    n, wide = tl.cdiv(width, PIECE), tl.multiple_of(PIECE >> (share % 4), PIECE // 4)
-    shift = share // 4 * n - before
+    part, doublings = split_share(share)
+    n, wide = tl.cdiv(width, PIECE), tl.multiple_of(PIECE >> doublings, PIECE // 4)
+    shift = part * n - before
     col = (shift + tl.maximum(begin, before)) * wide
     end = tl.minimum(width, (shift + tl.minimum(end, before + n)) * wide)
     b_ptr = tl.multiple_of(b[0].to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)

@@ -7,6 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
+def let_next_start(PDL: tl.constexpr) -> None:
+    """As soon as all programs of this kernel have begun."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def wait(PDL: tl.constexpr) -> None:
     """Until what the kernels before wrote can be read, and what they read be written."""
     if PDL:
@@ -17,8 +24,7 @@ def wait(PDL: tl.constexpr) -> None:
 def follow(PDL: tl.constexpr) -> None:
     """First in a kernel launched with `launch_pdl=PDL`: let the next one be set up, and wait until
     what the ones before wrote can be read."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     wait(PDL)
 
 

@@ -34,12 +34,16 @@ def delta_arguments(
     y: torch.Tensor, pending: PendingDelta | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
     """What a kernel that adds the delta to y `[rows, out_features]` reads; where there is none,
-    stand-ins. Raises ValueError where the delta does not fit y."""
+    stand-ins. Raises ValueError where y is not contiguous, or the delta does not fit it."""
+    if not y.is_contiguous():
+        raise ValueError(f"a product must be contiguous: {list(y.shape)}, {y.stride()}")
     if pending is None:
         return y, y, y, 0, 0
     delta, slots, table = pending.delta, pending.slots, pending.table
     if delta.shape != y.shape or delta.dtype != y.dtype or not delta.is_contiguous():
         raise ValueError(f"delta is {delta.dtype} {list(delta.shape)}, y {list(y.shape)}")
-    if slots.shape != y.shape[:1]:
-        raise ValueError(f"slots must be [{len(y)}], got {list(slots.shape)}")
+    if slots.shape != y.shape[:1] or slots.dtype != torch.int32:
+        raise ValueError(f"slots must be int32 [{len(y)}], got {slots.dtype} {list(slots.shape)}")
+    if not 0 <= pending.site < table.num_sites:
+        raise ValueError(f"site {pending.site} is not in 0..{table.num_sites - 1}")
     return delta, slots, table.ints, pending.site, table.num_sites

@@ -15,7 +15,7 @@ from server.kernels.configs import RopeConfig
 from server.kernels.launch import load_first
 from server.kernels.pending import PendingLora
 from server.kernels.rope_lora_block import rope_rows
-from server.kernels.tiles import cut_columns, load_projection, load_tile, small_tile, tile_rows
+from server.kernels.tiles import load_projection, load_tile, small_tile, tile_rows
 
 
 def rope_append_lora(
@@ -142,13 +142,11 @@ def _rope_lora_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """An item is (tile of rows, some heads of one projection), round robin; as in `expand`."""
+    """An item is (tile of rows, some heads of one projection), round robin; as in `shrink`."""
     order_ptr, tiles_ptr, num_tiles_ptr = routed
     of_site = (records[0], records[1], records[2], site, num_sites)
     tiles = tl.load(num_tiles_ptr + 1)
-    heads, n0, n01, blocks = cut_columns(
-        tiles, target_items, HEADS, KV_HEADS, KV_HEADS, 1, MAX_HEADS
-    )
+    heads, n0, n01, blocks = _cut_heads(tiles, target_items, HEADS, KV_HEADS, MAX_HEADS)
     items = tiles * blocks
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
@@ -173,6 +171,21 @@ def _rope_lora_kernel(
         )  # fmt: skip
         rank, first, scale, address, row = next_rank, next_first, next_scale, next_address, next_row
         tile, next_tile = next_tile, later_tile
+
+
+@triton.jit
+def _cut_heads(
+    tiles: tl.tensor,
+    target_items: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    MAX_HEADS: tl.constexpr,
+) -> tuple[Any, Any, Any, Any]:
+    """Heads of a block, and how many blocks q, q and k, and all three have."""
+    wanted = tl.cdiv((HEADS + 2 * KV_HEADS) * tiles, target_items)
+    heads = tl.maximum(1, tl.minimum(MAX_HEADS, wanted))
+    n0, of_kv = tl.cdiv(HEADS, heads), tl.cdiv(KV_HEADS, heads)
+    return heads, n0, n0 + of_kv, n0 + 2 * of_kv
 
 
 @triton.jit

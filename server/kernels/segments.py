@@ -14,7 +14,7 @@ from server.kernels.table import LoraTable
 
 MAX_FUSED_ROWS = 512
 TILE_WORDS = 4  # slot, first position in `order`, rows, share
-PARTS = (1, 2, 4)
+MAX_PARTS = 4
 SHARED_ROWS: tl.constexpr = tl.constexpr(8)  # of more rows inputs are as much as weights
 
 
@@ -28,9 +28,10 @@ class Segments:
     adapter have slot -1 and come last. num_tiles `[2]`: how many have an adapter, how many there
     are. scratch `[rows]`: of the routing kernel.
 
-    With max_parts above 1 (one of PARTS) a tile of up to SHARED_ROWS rows is listed once for every
-    16 ranks of its adapter's widest projection, up to so many times (a power of two), so that
-    whoever takes tiles one by one has as much to do for each. A share is `part * 4 + log2(parts)`.
+    Where tiles are shared out, max_parts is MAX_PARTS, else 1: one of up to SHARED_ROWS rows is
+    listed for every 16 ranks of its adapter's widest projection, once, twice or so many times, so
+    that whoever takes tiles one by one has as much to do for each. A share is `part * 4 +
+    log2(parts)`.
     """
 
     rows: int
@@ -54,7 +55,12 @@ def max_tiles(rows: int, tile_rows: int, num_slots: int) -> int:
 
 
 def allocate_segments(
-    rows: int, tile_rows: int, num_slots: int, device: torch.device | str, max_parts: int = 1
+    rows: int,
+    tile_rows: int,
+    num_slots: int,
+    device: torch.device | str,
+    *,
+    shared: bool = False,
 ) -> Segments:
     """Buffers for batches of exactly `rows` rows, of at most MAX_FUSED_ROWS where tiles are shared
     out; tile_rows is a power of two of at least 16. Raises ValueError."""
@@ -62,8 +68,9 @@ def allocate_segments(
         raise ValueError(f"expected rows >= 0 and num_slots >= 1, got {rows} and {num_slots}")
     if tile_rows < 16 or tile_rows & (tile_rows - 1):
         raise ValueError(f"tile_rows must be a power of two of at least 16, got {tile_rows}")
-    if max_parts not in PARTS or (max_parts > 1 and rows > MAX_FUSED_ROWS):
-        raise ValueError(f"tiles of {rows} rows cannot be shared out in {max_parts} parts")
+    if shared and rows > MAX_FUSED_ROWS:
+        raise ValueError(f"tiles of {rows} rows, more than {MAX_FUSED_ROWS}, are not shared out")
+    max_parts = MAX_PARTS if shared else 1
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -163,7 +170,7 @@ def _route_kernel(
         record = tl.maximum(tile_slot, 0).to(tl.int64) * num_sites
         few = (tile_slot >= 0) & (tl.minimum(left, TILE_ROWS) <= SHARED_ROWS)
         widest = tl.load(ints_ptr + record * 16 + 15, mask=few, other=0)
-        doublings = (widest > 16).to(tl.int32) + ((widest > 32) & (MAX_PARTS > 2)).to(tl.int32)
+        doublings = (widest > 16).to(tl.int32) + (widest > 32).to(tl.int32)
     parts = tl.where(head, 1 << doublings, 0)
     tile = tl.cumsum(parts, axis=0) - parts
     for part in tl.static_range(MAX_PARTS):

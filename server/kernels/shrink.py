@@ -15,7 +15,7 @@ from server.kernels.configs import ShrinkConfig
 from server.kernels.launch import wait
 from server.kernels.segments import Segments
 from server.kernels.table import LoraTable
-from server.kernels.tiles import cut_ranks, load_tile, small_tile
+from server.kernels.tiles import cut_ranks, load_tile, small_tile, split_share
 from server.kernels.workspace import Workspace
 
 
@@ -318,8 +318,9 @@ def _gather_kernel(
 ) -> None:
     tile = tl.program_id(0)
     tl.store(splits_ptr, 1, mask=tile == 0)
+    part, _ = split_share(tl.load(tiles_ptr + tile * 4 + 3))
     # One of a tile's shares gathers all.
-    if (tile < tl.load(num_tiles_ptr)) & (tl.load(tiles_ptr + tile * 4 + 3) < 4):
+    if (tile < tl.load(num_tiles_ptr)) & (part == 0):
         start = tl.load(tiles_ptr + tile * 4 + 1)
         m = tl.arange(0, BLOCK_M)
         live = m < tl.load(tiles_ptr + tile * 4 + 2)

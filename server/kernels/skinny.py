@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from server.kernels.configs import SkinnyConfig
-from server.kernels.launch import wait
+from server.kernels.launch import let_next_start, wait
 
 MAX_ROWS = 32
 
@@ -58,7 +58,7 @@ def _check(
 ) -> None:
     if not 1 <= len(x) <= MAX_ROWS:
         raise ValueError(f"{len(x)} rows, not 1 to {MAX_ROWS}")
-    if (len(x), *weight.shape) != (*out.shape, x.shape[1]):
+    if x.dim() != 2 or (len(x), *weight.shape) != (*out.shape, x.shape[1]):
         shapes = [list(of.shape) for of in (x, weight, out)]
         raise ValueError("x {}, weight {} and out {} do not fit".format(*shapes))
     if not weight.is_contiguous() or x.stride(1) != 1 or out.stride(1) != 1:
@@ -89,8 +89,7 @@ def _skinny_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     of_out = (weight_ptr, n, out_features, in_features)

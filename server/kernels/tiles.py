@@ -21,12 +21,17 @@ def load_tile(
 
 
 @triton.jit
+def split_share(share: tl.tensor) -> tuple[Any, Any]:
+    """Which part of its tile it is, and the logarithm of how many there are (segments.py)."""
+    return share // 4, share % 4
+
+
+@triton.jit
 def cut_ranks(total: tl.tensor, share: tl.tensor) -> tuple[Any, Any]:
-    """First rank of a share (segments.py), and how many it has: none or less where others took
-    all."""
-    doublings = share % 4
+    """First rank of a share, and how many it has: none or less where others took all."""
+    part, doublings = split_share(share)
     most = tl.cdiv((total + (1 << doublings) - 1) >> doublings, 16) * 16
-    first = share // 4 * most
+    first = part * most
     return first, tl.minimum(total - first, most)
 
 
@@ -58,24 +63,6 @@ def tile_rows(
     else:
         m = tl.arange(0, BLOCK_M)
         return tl.load(order_ptr + m, mask=m < length, other=0)
-
-
-@triton.jit
-def cut_columns(
-    tiles: tl.tensor,
-    target_items: tl.tensor,
-    W0: tl.constexpr,
-    W1: tl.constexpr,
-    W2: tl.constexpr,
-    PIECE: tl.constexpr,
-    MAX_PIECES: tl.constexpr,
-) -> tuple[Any, Any, Any, Any]:
-    """Columns of a block, and how many blocks the first, the first two and all projections have."""
-    pieces = tl.cdiv((W0 + W1 + W2) // PIECE * tiles, target_items)
-    block_n = tl.maximum(1, tl.minimum(MAX_PIECES, pieces)) * PIECE
-    n0 = tl.cdiv(W0, block_n)
-    n01 = n0 + tl.cdiv(W1, block_n)
-    return block_n, n0, n01, n01 + tl.cdiv(W2, block_n)
 
 
 @triton.jit

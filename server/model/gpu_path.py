@@ -115,7 +115,7 @@ def _build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: Start
     phases.done("kernels")
     ops.products.measure(sorted({*sizes, *prompt_sizes}), _layer_products(parts.weights))
     # Of steps with prompts no graph has the head.
-    ops.products.measure(sizes, [[parts.weights.lm_head]])
+    ops.products.measure(sizes, [[(parts.weights.lm_head, None)]])
     phases.done("products")
     graphs = DecodeGraphs(decoder, ops, rows, sizes)
     token_graphs = _token_graphs(parts, decoder, prompt_sizes, backend) if prompt_sizes else None
@@ -159,14 +159,16 @@ def _token_graphs(
     return TokenGraphs(decoder, ops, sizes, inside)
 
 
-def _layer_products(weights: ModelWeights) -> list[list[torch.Tensor]]:
-    """The weights of each product of a layer, those of all layers together."""
+def _layer_products(
+    weights: ModelWeights,
+) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
+    """Weight and bias of each product of a layer, those of all layers together."""
     layers = weights.layers
     return [
-        [layer.qkv for layer in layers],
-        [layer.o for layer in layers],
-        [layer.gate_up for layer in layers],
-        [layer.down for layer in layers],
+        [(layer.qkv, layer.qkv_bias) for layer in layers],
+        [(layer.o, layer.o_bias) for layer in layers],
+        [(layer.gate_up, layer.gate_up_bias) for layer in layers],
+        [(layer.down, layer.down_bias) for layer in layers],
     ]
 
 

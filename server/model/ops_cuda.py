@@ -16,7 +16,7 @@ from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
 from server.kernels.rope_append_lora import rope_append_lora
-from server.kernels.segments import PARTS, Segments, allocate_segments, route
+from server.kernels.segments import Segments, allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
@@ -172,8 +172,8 @@ class CudaOps:
         phase = _phase(rows)
         known, tile_rows = self.table.device_table.num_slots, self._configs.tile_rows(phase, rows)
         # Where the activation expands it takes whole tiles.
-        parts = PARTS[-1] if _few_rows(phase, rows) else 1
-        segments = allocate_segments(rows, tile_rows, known, self.device, parts)
+        shared = _few_rows(phase, rows)
+        segments = allocate_segments(rows, tile_rows, known, self.device, shared=shared)
         workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
         return DeviceLora(slots, segments, workspace, phase, model_sites, decodes)
 

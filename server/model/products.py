@@ -34,6 +34,7 @@ class Library:
 
 
 Way = Library | SkinnyConfig
+Linear = tuple[torch.Tensor, torch.Tensor | None]  # weight `[out, in]`, bias `[out]`
 DEFAULT = Library("cublas")
 LIBRARIES = (DEFAULT, *(Library("cublaslt", spare) for spare in (0, 8, 16, 32)))
 
@@ -67,14 +68,15 @@ class Products:
         # By rows, output features, input features.
         self._choices: dict[tuple[int, int, int], _Choice] = {}
 
-    def measure(self, sizes: Sequence[int], products: Sequence[Sequence[torch.Tensor]]) -> None:
-        """sizes: numbers of rows. products: for each product of a step some layers' weights
-        `[out, in]`. Some milliseconds for each of them; leaves no memory taken."""
+    def measure(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
+        """sizes: numbers of rows. products: for each product of a step that of some layers. Some
+        milliseconds for each of them, and what our kernels take to compile; leaves no memory taken.
+        """
         for size in sizes:
             ways: tuple[Way, ...] = (*LIBRARIES, *self._configs.skinny(size))
-            for weights in products:
-                times = {way: _time(way, size, weights[:_LAYERS]) for way in ways}
-                self._choices[size, *weights[0].shape] = choose(times, size)
+            for layers in products:
+                times = {way: _time(way, size, layers[:_LAYERS]) for way in ways}
+                self._choices[size, *layers[0][0].shape] = choose(times, size)
 
     def linear(
         self,
@@ -127,18 +129,19 @@ def _taken(library: Library) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(DEFAULT.name)
 
 
-def _time(way: Way, rows: int, weights: Sequence[torch.Tensor]) -> float:
-    """Milliseconds of the products with all weights, one after the other."""
-    out, features = weights[0].shape
-    x = torch.randn(rows, features, dtype=weights[0].dtype, device=weights[0].device)
+def _time(way: Way, rows: int, layers: Sequence[Linear]) -> float:
+    """Milliseconds of the products of all layers, one after the other."""
+    first, _ = layers[0]
+    out, features = first.shape
+    x = torch.randn(rows, features, dtype=first.dtype, device=first.device)
     y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
     times: list[float] = []
     for _ in range(_REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_HEAD_START)
         begin.record()
-        for weight in weights:
-            _compute(way, x, weight, None, y)
+        for weight, bias in layers:
+            _compute(way, x, weight, bias, y)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))

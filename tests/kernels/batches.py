@@ -10,7 +10,7 @@ import torch
 from server.kernels.configs import Phase, load_configs
 from server.kernels.expand import expand
 from server.kernels.reference import SiteWeights
-from server.kernels.segments import PARTS, Segments, allocate_segments, route
+from server.kernels.segments import Segments, allocate_segments, route
 from server.kernels.shrink import shrink
 from server.kernels.table import LoraTable
 from server.kernels.workspace import Workspace, allocate_workspace
@@ -121,8 +121,9 @@ def make_batch(
     """whole: tiles are not shared out, as those of prompts never are."""
     configs = load_configs(adapters.device)
     tile_rows = configs.tile_rows(phase, rows)
-    parts = 1 if whole or phase == "prefill" else PARTS[-1]
-    segments = allocate_segments(rows, tile_rows, adapters.num_slots, adapters.device, parts)
+    shared = not whole and phase == "decode"
+    sizes = (rows, tile_rows, adapters.num_slots)
+    segments = allocate_segments(*sizes, adapters.device, shared=shared)
     split = configs.max_split(phase, rows)
     workspace = allocate_workspace(max(rows, 1), adapters.dtype, adapters.device, split)
     workspace.planes.fill_(float("nan"))

@@ -34,7 +34,7 @@ from server.kernels.greedy import GreedyScratch, greedy_append
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
 from server.kernels.rope_append_lora import rope_append_lora
-from server.kernels.segments import PARTS, allocate_segments, route
+from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
@@ -84,17 +84,18 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     segments = allocate_segments(rows, configs.tile_rows(phase, rows), 8, CPU)
     shared = segments
     if phase == "decode":
-        shared = allocate_segments(rows, segments.tile_rows, 8, CPU, PARTS[-1])
+        shared = allocate_segments(rows, segments.tile_rows, 8, CPU, shared=True)
     workspace = allocate_workspace(rows, DTYPE, CPU, configs.max_split(phase, rows))
     slots = torch.zeros(rows, dtype=torch.int32)
     for routed in (segments, shared):
         route(slots, routed, table)
     x, y = torch.zeros(rows, 512, dtype=DTYPE), torch.zeros(rows, sum(WIDTHS), dtype=DTYPE)
-    for early in (False, True):
-        config = configs.shrink(phase, rows, 256, 512)
-        shrink(x, table, 0, shared, workspace, config, after_input=early)
-    of_site = (table, 0, shared, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
-    expand(y, WIDTHS, *of_site, accumulate=phase == "prefill", after_gemm=True)
+    for routed in {id(of): of for of in (segments, shared)}.values():
+        for early in (False, True):
+            config = configs.shrink(phase, rows, 256, 512)
+            shrink(x, table, 0, routed, workspace, config, after_input=early)
+        of_site = (table, 0, routed, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
+        expand(y, WIDTHS, *of_site, accumulate=phase == "prefill", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
     silu_mul_lora(y, pending, configs.fused(phase, rows))
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
@@ -126,7 +127,8 @@ def products(configs: KernelConfigs) -> None:
     uneven = [(rows, 1000, configs.skinny(rows)[0]) for rows in (1, 8)]
     for rows, n, config in shapes + uneven:
         x, weight = torch.zeros(rows, 4096, dtype=DTYPE), torch.zeros(n, 4096, dtype=DTYPE)
-        skinny_product(x, weight, None, torch.zeros(rows, n, dtype=DTYPE), config)
+        bias = torch.zeros(n, dtype=DTYPE) if n == 1000 else None
+        skinny_product(x, weight, bias, torch.zeros(rows, n, dtype=DTYPE), config)
 
 
 def attention(

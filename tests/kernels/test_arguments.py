@@ -89,8 +89,17 @@ def test_wrappers_check_their_arguments() -> None:
             silu_mul(y, replace(pending, delta=delta), programmatic_launch=False)
     with pytest.raises(ValueError, match="slots must be"):
         norm(replace(pending, slots=pending.slots[:3]))
+    with pytest.raises(ValueError, match="slots must be"):
+        norm(replace(pending, slots=pending.slots.long()))
+    with pytest.raises(ValueError, match="site 2"):
+        norm(replace(pending, site=2))
+    with pytest.raises(ValueError, match="contiguous"):
+        silu_mul(torch.zeros(48, 4).T, None, programmatic_launch=False)
     with pytest.raises(ValueError, match="gate_up"):
         silu_mul_lora(y[:3], PendingLora(table, 0, segments, workspace), FUSED)
+    shared = allocate_segments(4, 16, 3, CPU, shared=True)
+    with pytest.raises(ValueError, match="shared out"):
+        silu_mul_lora(y, PendingLora(table, 0, shared, workspace), FUSED)
 
 
 def test_the_rotation_that_expands_checks_its_arguments() -> None:
@@ -121,6 +130,8 @@ def test_the_rotation_that_expands_checks_its_arguments() -> None:
         rotate(torch.zeros(4, 192)[:, ::2])
     with pytest.raises(ValueError, match="tiles of 16 rows"):
         rotate(pending=replace(pending, segments=allocate_segments(4, 16, 3, CPU)))
+    with pytest.raises(ValueError, match="shared out"):
+        rotate(pending=replace(pending, segments=allocate_segments(4, 64, 3, CPU, shared=True)))
     for features in (4 * 16, 6 * 16 + 8):
         with pytest.raises(ValueError, match=f"{features} columns are not q, 2 k and v heads"):
             rotate(torch.zeros(4, features))
@@ -164,6 +175,7 @@ def test_table_records_are_replaced_and_cleared() -> None:
     assert table.words[1, 1, :4].tolist() == [256, 512, 0, 1024]
     assert table.ints[1, 1, 8:12].tolist() == [8, 0, 24, 32]
     assert table.floats[1, 1, 12:15].tolist() == [0.5, 1.0, 2.0]
+    assert table.ints[:, 0, 15].tolist() == [0, 24, 0]  # the widest of a slot
     table.write(1, 1, 2048, [512], [0], [1.0])
     assert not table.words[1, 1].any()
     table.write(1, 0, 256, [512], [8], [1.0])

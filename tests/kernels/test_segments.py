@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from server.kernels.segments import (
     MAX_FUSED_ROWS,
-    PARTS,
     SHARED_ROWS,
     Segments,
     allocate_segments,
@@ -77,16 +76,14 @@ def test_tiles_of_any_batch(slots: list[int], tile_rows: int) -> None:
 
 
 @interpreted
-@given(
-    slots=st.lists(st.integers(-1, 5), min_size=1, max_size=40), max_parts=st.sampled_from(PARTS)
-)
+@given(slots=st.lists(st.integers(-1, 5), min_size=1, max_size=40), shared=st.booleans())
 @settings(max_examples=25)
-def test_tiles_of_higher_rank_have_more_parts(slots: list[int], max_parts: int) -> None:
-    segments = allocate_segments(len(slots), 16, 6, "cpu", max_parts)
+def test_tiles_of_higher_rank_have_more_parts(slots: list[int], shared: bool) -> None:
+    segments = allocate_segments(len(slots), 16, 6, "cpu", shared=shared)
     whole = obvious_tiles(slots, 16)
     assert routed(slots, segments, ranked(RANKS)) == whole
     parts = [
-        1 if slot < 0 or len(rows) > SHARED_ROWS else min(max_parts, RANK_PARTS[slot])
+        RANK_PARTS[slot] if shared and slot >= 0 and len(rows) <= SHARED_ROWS else 1
         for slot, rows in whole
     ]
     shares = segments.tiles[: sum(parts), 3].tolist()
@@ -118,9 +115,8 @@ def test_both_versions_at_their_sizes(device: torch.device, rows: int) -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="power of two"):
         allocate_segments(4, 24, 1, "cpu")
-    for rows, parts in ((4, 3), (MAX_FUSED_ROWS + 1, 2)):
-        with pytest.raises(ValueError, match=f"{rows} rows cannot be shared out in {parts} parts"):
-            allocate_segments(rows, 16, 1, "cpu", parts)
+    with pytest.raises(ValueError, match="513 rows, more than 512, are not shared out"):
+        allocate_segments(MAX_FUSED_ROWS + 1, 16, 1, "cpu", shared=True)
     segments, table = allocate_segments(4, 16, 2, "cpu"), LoraTable(1, 2, "cpu")
     with pytest.raises(ValueError, match="int32"):
         route(torch.zeros(4, dtype=torch.int64), segments, table)

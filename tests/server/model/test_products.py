@@ -1,12 +1,17 @@
 """Which way a product takes: the policy by table, and on a GPU that every way computes the same."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.kernels.configs import load_configs, read_configs
+from server.kernels.configs import SkinnyConfig, load_configs, read_configs
+from server.kernels.skinny import skinny_product
+from server.model import products
 from server.model.products import DEFAULT, LIBRARIES, Products, Way, choose, fastest
+from tests.kernels.batches import interpreted
 
 OTHER, THIRD = LIBRARIES[1], LIBRARIES[2]
 SM90 = read_configs("sm90", 132, programmatic_launch=True)
@@ -40,6 +45,44 @@ def test_beside_lora_ours_is_for_one_row() -> None:
     assert (two.alone, two.beside) == (OURS, OTHER)
 
 
+@interpreted
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("given_out", [False, True])
+def test_a_captured_step_takes_what_was_chosen(
+    rows: int, given_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of graphs, and beside LoRA with more than one row, no kernel of ours runs."""
+    ran: list[SkinnyConfig] = []
+
+    def noted(*arguments: Any) -> None:
+        ran.append(arguments[-1])
+        skinny_product(*arguments)
+
+    configs = load_configs("cpu")
+    (ours,) = configs.skinny(rows)
+    monkeypatch.setattr(products, "_time", lambda way, *_: 0.5 if way == ours else 1.0)
+    monkeypatch.setattr(products, "skinny_product", noted)
+    weight, bias, x = torch.randn(48, 32), torch.randn(48), torch.randn(rows, 32)
+    of = Products(configs)
+    of.measure([rows], [[(weight, bias)]])
+
+    def check(beside_lora: bool) -> int:
+        """How often our kernel ran by then."""
+        for b in (None, bias):
+            out = torch.empty(rows, 48) if given_out else None
+            y = of.linear(x, weight, b, out, beside_lora=beside_lora)
+            assert out is None or y is out
+            torch.testing.assert_close(y, x @ weight.T + (0 if b is None else b))
+        return len(ran)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert check(False) == 0
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert check(False) == 2
+    assert check(True) == (4 if rows == 1 else 2)
+    assert set(ran) == {ours}
+
+
 EVERY_WAY = [
     (rows, way) for rows in (1, 3, 8, 13, 32, 72) for way in (*LIBRARIES, *SM90.skinny(rows))
 ]
@@ -56,11 +99,11 @@ def test_every_way_computes_the_product(
     weight = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(512, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
-    products = Products(load_configs("cuda"))
-    products.measure([rows], [[weight]])
+    of = Products(load_configs("cuda"))
+    of.measure([rows], [[(weight, bias)]])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        plain, biased = products.linear(x, weight), products.linear(x, weight, bias)
+        plain, biased = of.linear(x, weight), of.linear(x, weight, bias)
     graph.replay()
     exact = x.float() @ weight.float().T
     torch.testing.assert_close(plain.float(), exact, atol=0.5, rtol=2e-2)

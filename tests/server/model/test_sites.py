@@ -111,7 +111,9 @@ def test_records_and_views_say_where_the_bytes_are(seed: int, extent_bytes: int)
 
     numbers = [number_of(site) for site in layout.sites]
     assert sorted(weights) == sorted(numbers)
-    assert {i for i, record in enumerate(words) if record[:6].any()} == set(numbers)
+    assert {i for i, record in enumerate(words) if record.view(torch.int32)[:15].any()} == set(
+        numbers
+    )
     for number, site in zip(numbers, layout.sites, strict=True):
         record, found = words[number], weights[number]
         a = a_matrix(site, base(), ITEM_BYTES)
@@ -150,9 +152,8 @@ def test_a_slot_bound_again_keeps_nothing_of_the_adapter_before() -> None:
         batch = table.batch(np.array([0, 1]))
         assert batch is not None
         assert [list(segment.weights) for segment in batch.segments] == [[number], []]
-        assert table.device_table.words[0, :, :6].any(dim=1).nonzero().flatten().tolist() == [
-            number
-        ]
+        records = table.device_table.ints[0, :, :15]
+        assert records.any(dim=1).nonzero().flatten().tolist() == [number]
         assert table.changes_model(np.array([-1, 0])) == (layout is head)
 
 

@@ -90,12 +90,13 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     for routed in (segments, shared):
         route(slots, routed, table)
     x, y = torch.zeros(rows, 512, dtype=DTYPE), torch.zeros(rows, sum(WIDTHS), dtype=DTYPE)
+    of_shrink = configs.shrink(phase, rows, 256, 512)
+    of_expand = configs.expand(phase, rows, 256, sum(WIDTHS))
+    shrink(x, table, 0, segments, workspace, of_shrink, after_input=False)
     for routed in {id(of): of for of in (segments, shared)}.values():
-        for early in (False, True):
-            config = configs.shrink(phase, rows, 256, 512)
-            shrink(x, table, 0, routed, workspace, config, after_input=early)
-        of_site = (table, 0, routed, workspace, configs.expand(phase, rows, 256, sum(WIDTHS)))
-        expand(y, WIDTHS, *of_site, accumulate=phase == "prefill", after_gemm=True)
+        of_site = (table, 0, routed, workspace)
+        shrink(x, *of_site, of_shrink, after_input=True)
+        expand(y, WIDTHS, *of_site, of_expand, accumulate=phase == "prefill", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
     silu_mul_lora(y, pending, configs.fused(phase, rows))
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)

@@ -25,10 +25,8 @@ def check_rows(name: str, matrix: torch.Tensor, segments: Segments, workspace: W
 
 def check_context(table: LoraTable, site: int, segments: Segments, workspace: Workspace) -> None:
     """What a launch reads besides its rows fits together. Raises ValueError."""
-    if not 0 <= site < table.num_sites:
-        raise ValueError(f"site {site} is not in 0..{table.num_sites - 1}")
-    if segments.num_slots > table.num_slots:
-        raise ValueError(f"segments of {segments.num_slots} slots, a table of {table.num_slots}")
+    table.check_site(site)
+    table.check_slots(segments.num_slots)
     if segments.rows > workspace.rows:
         raise ValueError(f"{segments.rows} rows, a workspace of {workspace.rows}")
     devices = {table.words.device, segments.order.device, workspace.planes.device}

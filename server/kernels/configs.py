@@ -23,68 +23,59 @@ _BOUNDS = ("max_rows", "max_rank", "max_features")
 
 
 @dataclass(frozen=True, slots=True)
-class ShrinkConfig:
+class _Limits:
+    """max_registers: of a thread, None = the compiler's choice.
+    num_programs: the most programs that are launched: as many as can be on the device at once, so
+    that their work ends together; each loops over its share of it.
+    programmatic_launch: the device has programmatic dependent launch.
+    """
+
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    num_programs: int
+    programmatic_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkConfig(_Limits):
     """block_k: input features a step, powers of two; row_block_k: the same for a tile of one row.
 
     max_split: the most programs that share one tile's input features.
-    max_registers: of a thread, None = the compiler's choice.
-    num_programs: the most programs that are launched: as many as can be on the device at once, so
-    that their work ends together; each loops over its share of the items.
-    programmatic_launch: the device has programmatic dependent launch.
     """
 
     block_k: int
     row_block_k: int
     max_split: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
-    num_programs: int
-    programmatic_launch: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ExpandConfig:
+class ExpandConfig(_Limits):
     """piece: output features a step at rank 16 (a half at 32, a quarter beyond); a power of two of
-    at least 64. The rest: as in ShrinkConfig."""
+    at least 64."""
 
     piece: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
-    num_programs: int
-    programmatic_launch: bool
 
 
 @dataclass(frozen=True, slots=True)
-class FusedConfig:
-    """max_pieces: the most pieces of one item. The rest: as in ExpandConfig."""
+class FusedConfig(_Limits):
+    """piece: as in ExpandConfig; max_pieces: the most pieces of one item."""
 
     piece: int
     max_pieces: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
-    num_programs: int
-    programmatic_launch: bool
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """max_heads: the most heads of one item. The rest: as in ShrinkConfig."""
+class RopeConfig(_Limits):
+    """max_heads: the most heads of one item."""
 
     max_heads: int
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
-    num_programs: int
-    programmatic_launch: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
     """block_n, block_k: output and input features of a step, powers of two; for more than one row
-    at least 16 output features. The rest: as in ShrinkConfig."""
+    at least 16 output features. programmatic_launch: the device has it."""
 
     block_n: int
     block_k: int
@@ -138,27 +129,27 @@ class KernelConfigs:
     def shrink(self, phase: Phase, rows: int, rank: int, in_features: int) -> ShrinkConfig:
         """rank: the largest rank of one projection that may be in the batch."""
         v = _find(self._shrink, phase, rows, rank, in_features)
-        return ShrinkConfig(v["block_k"], v["row_block_k"], v["max_split"], *self._limits(v))
+        return ShrinkConfig(*self._limits(v), v["block_k"], v["row_block_k"], v["max_split"])
 
     def expand(self, phase: Phase, rows: int, rank: int, out_features: int) -> ExpandConfig:
         """out_features: of all projections of the site together."""
         v = _find(self._expand, phase, rows, rank, out_features)
-        return ExpandConfig(v["piece"], *self._limits(v))
+        return ExpandConfig(*self._limits(v), v["piece"])
 
     def fused(self, phase: Phase, rows: int) -> FusedConfig:
         """Of the activation that expands on its way."""
         v = _find(self._fused, phase, rows, 0, 0)
-        return FusedConfig(v["piece"], v["max_pieces"], *self._limits(v))
+        return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def fused_shrink(self, rows: int) -> FusedConfig:
         """Of the activation that also shrinks its result; many tokens alone."""
         v = _find(self._fused_shrink, "prefill", rows, 0, 0)
-        return FusedConfig(v["piece"], v["max_pieces"], *self._limits(v))
+        return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def rope(self, rows: int) -> RopeConfig:
         """Of the rotation that expands on its way; many tokens alone."""
         v = _find(self._rope, "prefill", rows, 0, 0)
-        return RopeConfig(v["max_heads"], *self._limits(v))
+        return RopeConfig(*self._limits(v), v["max_heads"])
 
     def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
         """Those that may be the fastest for a product of so many rows; none for too many."""
@@ -170,7 +161,7 @@ class KernelConfigs:
         )
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:
-        """What the parameters of every kernel end with."""
+        """What the parameters of LoRA's kernels begin with."""
         programs = self.processors * v["programs_per_processor"]
         chosen = (v["num_warps"], v["num_stages"], v.get("max_registers"))
         return *chosen, programs, self.programmatic_launch

@@ -44,6 +44,5 @@ def delta_arguments(
         raise ValueError(f"delta is {delta.dtype} {list(delta.shape)}, y {list(y.shape)}")
     if slots.shape != y.shape[:1] or slots.dtype != torch.int32:
         raise ValueError(f"slots must be int32 [{len(y)}], got {slots.dtype} {list(slots.shape)}")
-    if not 0 <= pending.site < table.num_sites:
-        raise ValueError(f"site {pending.site} is not in 0..{table.num_sites - 1}")
+    table.check_site(pending.site)
     return delta, slots, table.ints, pending.site, table.num_sites

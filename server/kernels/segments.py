@@ -94,8 +94,7 @@ def route(slots: torch.Tensor, segments: Segments, table: LoraTable) -> None:
         )
     if slots.device != segments.order.device:
         raise ValueError(f"slots are on {slots.device}, segments on {segments.order.device}")
-    if segments.num_slots > table.num_slots:
-        raise ValueError(f"segments of {segments.num_slots} slots, a table of {table.num_slots}")
+    table.check_slots(segments.num_slots)
     if segments.rows == 0:
         return
     if segments.rows > MAX_FUSED_ROWS:

@@ -87,6 +87,16 @@ class LoraTable:
         self._check_slot(slot)
         self._records[slot] = 0
 
+    def check_site(self, site: int) -> None:
+        """Raises ValueError for one that the table has not."""
+        if not 0 <= site < self.num_sites:
+            raise ValueError(f"site {site} is not in 0..{self.num_sites - 1}")
+
+    def check_slots(self, num_slots: int) -> None:
+        """Raises ValueError where segments know more slots than the table."""
+        if num_slots > self.num_slots:
+            raise ValueError(f"segments of {num_slots} slots, a table of {self.num_slots}")
+
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} is not in 0..{self.num_slots - 1}")

@@ -99,12 +99,15 @@ class DecodeGraphs:
         # Kept since graphs write to their tensors.
         self._loras: dict[int, DeviceLora] = {}
 
+    def rehearse(self, with_adapters: bool) -> None:
+        """What the graphs of one family will do, outside of any."""
+        for size in reversed(self.sizes):
+            self._rehearsed(size, with_adapters)
+
     def capture(self, with_adapters: bool) -> None:
         """The graphs of one family, largest first so that the others fit in its memory."""
         for size in reversed(self.sizes):
-            step = self._step(size, with_adapters)
-            self._upload(size, DecodeBatch(np.zeros((NUM_COLUMNS, 0), np.int32), ()))
-            step()
+            step = self._rehearsed(size, with_adapters)
             torch.cuda.synchronize()
             self._graphs[size, with_adapters] = record(step, self._pool)
 
@@ -140,6 +143,12 @@ class DecodeGraphs:
 
     def _padding(self) -> np.ndarray:
         return np.array([[self._rows.scratch], [0], [-1], [0], [-1], [-1], [-1]], dtype=np.int32)
+
+    def _rehearsed(self, size: int, with_adapters: bool) -> Callable[[], None]:
+        step = self._step(size, with_adapters)
+        self._upload(size, DecodeBatch(np.zeros((NUM_COLUMNS, 0), np.int32), ()))
+        step()
+        return step
 
     def _step(self, size: int, with_adapters: bool) -> Callable[[], None]:
         parts, packed = _Packed(size), self._packed[size]

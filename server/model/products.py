@@ -68,6 +68,14 @@ class Products:
         # By rows, output features, input features.
         self._choices: dict[tuple[int, int, int], _Choice] = {}
 
+    def launch_ours(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
+        """Every kernel of ours that `measure` would try, once, with the first layer's weights."""
+        for size in sizes:
+            for way in self._configs.skinny(size):
+                for (weight, bias), *_ in products:
+                    x, y = _operands(size, weight)
+                    _compute(way, x, weight, bias, y)
+
     def measure(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
         """sizes: numbers of rows. products: for each product of a step that of some layers. Some
         milliseconds for each of them, and what our kernels take to compile; leaves no memory taken.
@@ -131,10 +139,7 @@ def _taken(library: Library) -> Iterator[None]:
 
 def _time(way: Way, rows: int, layers: Sequence[Linear]) -> float:
     """Milliseconds of the products of all layers, one after the other."""
-    first, _ = layers[0]
-    out, features = first.shape
-    x = torch.randn(rows, features, dtype=first.dtype, device=first.device)
-    y = torch.empty(rows, out, dtype=x.dtype, device=x.device)
+    x, y = _operands(rows, layers[0][0])
     times: list[float] = []
     for _ in range(_REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -146,3 +151,10 @@ def _time(way: Way, rows: int, layers: Sequence[Linear]) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return min(times)
+
+
+def _operands(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random input, and where its product is to lie."""
+    out, features = weight.shape
+    x = torch.randn(rows, features, dtype=weight.dtype, device=weight.device)
+    return x, torch.empty(rows, out, dtype=x.dtype, device=x.device)

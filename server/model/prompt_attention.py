@@ -73,7 +73,8 @@ class PromptAttention:
         counts = -(-contexts // size)
         indptr = _pinned_indptr(counts)
         last = np.where(counts > 0, contexts - (counts - 1) * size, 0).astype(np.int32)
-        pages = torch.empty(int(counts.sum()), dtype=torch.int32, device=self._device)
+        # Real pages even where kernels are compiled and not launched.
+        pages = torch.zeros(int(counts.sum()), dtype=torch.int32, device=self._device)
         rows = to_device(seq_rows, self._device)
         gather_pages(rows, indptr.to(self._device, non_blocking=True), page_table, pages)
         self._plans += 1

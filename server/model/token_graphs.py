@@ -75,18 +75,17 @@ class TokenGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, bool], _Captured] = {}
 
+    def rehearse(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
+        """What the graphs of one family will do, outside of any; otherwise as `capture`."""
+        for size in reversed(self.sizes):
+            self._rehearsed(size, self._lora(size, with_adapters), example)
+
     def capture(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
         """One family, largest first so that the others fit in its memory. example: of prompts with
         so many tokens in all."""
         for size in reversed(self.sizes):
-            lora = None
-            if with_adapters:
-                lora = self._ops.captured_lora(self._slots[:size], decodes=False)
-            if self._attention is not None:
-                self._attention.fill(size, example(size))
-            states, pieces = self._pieces(size, lora)
-            for piece in pieces:
-                piece()
+            lora = self._lora(size, with_adapters)
+            states, pieces = self._rehearsed(size, lora, example)
             torch.cuda.synchronize()
             graphs = [record(piece, self._pool) for piece in pieces]
             for graph in graphs:
@@ -140,6 +139,21 @@ class TokenGraphs:
         for layer, (weights, graph) in enumerate(zip(layers, others, strict=True)):
             self._ops.attend(plan, layer, qkv, weights.qk_norm)
             graph.replay()
+
+    def _lora(self, size: int, with_adapters: bool) -> DeviceLora | None:
+        if not with_adapters:
+            return None
+        return self._ops.captured_lora(self._slots[:size], decodes=False)
+
+    def _rehearsed(
+        self, size: int, lora: DeviceLora | None, example: Callable[[int], StepLayout]
+    ) -> tuple[_States, list[Callable[[], None]]]:
+        if self._attention is not None:
+            self._attention.fill(size, example(size))
+        states, pieces = self._pieces(size, lora)
+        for piece in pieces:
+            piece()
+        return states, pieces
 
     def _pieces(
         self, size: int, lora: DeviceLora | None

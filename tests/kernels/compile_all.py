@@ -1,12 +1,11 @@
 """Compile every kernel for a GPU that need not be there: `python -m tests.kernels.compile_all 90`.
 
-The wrappers are called on tensors of the CPU and in bfloat16, as they are on a GPU; a launch stops
-after its compilation. The interpreter that other tests use accepts more than the compiler does.
+The wrappers are called on tensors of the CPU and in bfloat16, as they are on a GPU; nothing is
+launched. The interpreter that other tests use accepts more than the compiler does.
 """
 
 import os
 import sys
-from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
 
@@ -14,9 +13,9 @@ import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 from server.kernels.add_norm import add_norm
+from server.kernels.compile_ahead import compiled_together
 from server.kernels.configs import KernelConfigs, Phase, read_configs
 from server.kernels.decode_attention import (
     DecodeBatchView,
@@ -61,22 +60,6 @@ class _Target:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-def _compile_only(capability: int) -> list[str]:
-    """Names of the kernels that launches have compiled, as they come."""
-    compiled: list[str] = []
-    triton.runtime.driver.set_active(_Target(capability))
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if options.pop("maxnreg", None):
-            options["maxnreg"] = 128
-        compiled.append(self.__name__)
-        return run(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = compile_only
-    return compiled
 
 
 def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
@@ -172,14 +155,16 @@ def step() -> None:
 
 
 def main() -> None:
-    capability = int(sys.argv[1])
-    compiled = _compile_only(capability)
+    capability, compiled = int(sys.argv[1]), set[str]()
+    triton.runtime.driver.set_active(_Target(capability))
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.add(fn.name)
     configs = read_configs(f"sm{capability}", 132, programmatic_launch=capability >= 90)
-    lora(configs, "decode", 256)
-    lora(configs, "prefill", 300)
-    step()
-    products(configs)
-    print(*sorted(set(compiled)))
+    with compiled_together():
+        lora(configs, "decode", 256)
+        lora(configs, "prefill", 300)
+        step()
+        products(configs)
+    print(*sorted(compiled))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from server.kernels.add_norm import add_norm
+from server.kernels.compile_ahead import compiled_together
+from tests.kernels.batches import interpreted
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,3 +29,15 @@ def test_kernels_compile_without_a_gpu(capability: str, tmp_path: Path) -> None:
         if line.startswith("def _") and "_kernel(" in line
     }
     assert names == set(done.stdout.split())
+
+
+@interpreted
+def test_launches_compute_nothing_while_kernels_are_compiled_together() -> None:
+    y, hidden = torch.ones(2, 2, 16)
+    add = (y, None, hidden, torch.ones(16), 1e-5)
+    with pytest.raises(ZeroDivisionError), compiled_together():
+        add_norm(*add, programmatic_launch=False)
+        raise ZeroDivisionError
+    assert y.eq(1).all() and hidden.eq(1).all()
+    add_norm(*add, programmatic_launch=False)
+    assert hidden.eq(2).all()

@@ -30,12 +30,13 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    """In graphs a plan is of as many prompts as its buffers are for, and may be of fewer tokens
-    than `run` was captured with."""
+    """In graphs a plan is of as many prompts as its buffers are for, the first one is of the most
+    tokens, and others may be of fewer than `run` was captured with."""
 
     def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
         self._captured = options.get("use_cuda_graph", False)
         self._prompts = len(options["qo_indptr_buf"]) - 1 if self._captured else 0
+        self._most_tokens = 0
 
     def plan(
         self, qo_indptr: Any, indptr: Any, pages: Any, last: Any, *heads: int, **options: Any
@@ -44,6 +45,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert self._prompts in (0, len(last))
         self._page_size = heads[3]
         self._bounds = qo_indptr.tolist()
+        self._most_tokens = self._most_tokens or self._bounds[-1]
+        assert not self._captured or self._bounds[-1] <= self._most_tokens
         self._indptr, self._indices, self._last = indptr.tolist(), pages, last.tolist()
 
     def run(
@@ -88,7 +91,7 @@ def forget() -> None:
     """Of the modules that bound FlashInfer's names when they were imported."""
     for name in (
         *("attention_cuda", "prompt_attention", "graph_attention"),
-        *("ops_cuda", "decode_graphs", "token_graphs"),
+        *("ops_cuda", "decode_graphs", "token_graphs", "fast_path"),
     ):
         sys.modules.pop(f"server.model.{name}", None)
         if hasattr(server.model, name):

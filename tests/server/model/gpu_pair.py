@@ -3,6 +3,7 @@
 Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,13 @@ class Pair:
 
 def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     """Build the GPU path; returns `Pair.graphs`."""
-    from server.model import decode_graphs, gpu_path, products, token_graphs
+    from server.model import decode_graphs, fast_path, products, token_graphs, warm_up
 
     taken: list[int] = []
 
     def capture_tokens(self: token_graphs.TokenGraphs, with_adapters: bool, _: object) -> None:
         for size in self.sizes:
-            lora = None
-            if with_adapters:
-                lora = self._ops.captured_lora(self._slots[:size], decodes=False)
+            lora = self._lora(size, with_adapters)
             states, pieces = self._pieces(size, lora)
             graphs: Any = [fake_flashinfer.Replay(piece) for piece in pieces]
             found = token_graphs._Captured(graphs, states, lora)
@@ -101,9 +100,13 @@ def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
 
     patch.setattr(decode_graphs.DecodeGraphs, "capture", capture)
     patch.setattr(decode_graphs.DecodeGraphs, "launch", noted)
-    patch.setattr(gpu_path, "_WARM_TOKENS", ())
+    def warned(message: str, **_: object) -> None:
+        raise AssertionError(message) from sys.exception()
+
+    patch.setattr(fast_path.log, "warning", warned)
+    patch.setattr(warm_up, "_WARM_TOKENS", ())
     patch.setattr(products, "_time", lambda *_: 1.0)
-    patch.setattr(executor_module, "build", gpu_path._build_fast)
+    patch.setattr(executor_module, "build", fast_path.build_fast)
     return taken
 
 

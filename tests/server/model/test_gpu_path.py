@@ -66,12 +66,12 @@ def test_more_prompts_than_a_graph_takes(pair: Pair, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("max_context", [2, 16, 17, 31, 100])
 def test_examples_are_prompts_of_which_a_graph_takes_as_many(max_context: int) -> None:
-    from server.model.gpu_path import _prompts_of
     from server.model.rows import Rows
+    from server.model.warm_up import prompts_of
 
     rows = Rows(2, max_context, 16, torch.device("cpu"))
     for tokens in [n for n in range(32, 2049, 32) if n <= 64 * max_context]:
-        layout = _prompts_of(rows, max_context, tokens)
+        layout = prompts_of(rows, max_context, tokens)
         assert layout.num_decodes == 0
         assert layout.num_new.sum() == tokens
         assert len(layout.num_new) <= 64
@@ -128,7 +128,7 @@ def test_random_rows_draw_what_the_reference_draws(pair: Pair, each: list[Sampli
 def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph has these products' LoRA: its kernels must be compiled before somebody needs it. A
     step may have more tokens than one context."""
-    from server.model import gpu_path, ops_cuda
+    from server.model import ops_cuda, warm_up
 
     module: Any = ops_cuda
     decoder, rows = pair.gpu.executor._decoder, pair.gpu.executor._rows
@@ -140,7 +140,7 @@ def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.Mon
         expand(y, widths, table, site, *rest, **options)
 
     monkeypatch.setattr(module, "expand", noted)
-    gpu_path._warm(decoder, rows, 8, max_context=3, adapters=True)
+    warm_up.run_step(decoder, rows, 8, max_context=3, adapters=True)
     assert {decoder.sites.embed, decoder.sites.lm_head} <= sites
     assert tokens == {8, 1}
 

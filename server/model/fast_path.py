@@ -1,0 +1,169 @@
+"""The GPU's operations at start: everything that steps launch is compiled, warm and captured."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from server.engine.executor import ExecutorLimits
+from server.kernels.compile_ahead import compiled_together
+from server.model.attention_cuda import PagedAttention, prompt_backend
+from server.model.decode_graphs import DecodeGraphs, graph_sizes
+from server.model.decoder import Decoder
+from server.model.draws_cuda import CudaDraws
+from server.model.gpu_path import Built, Parts
+from server.model.graph_attention import GraphAttention
+from server.model.ops import StepLayout
+from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
+from server.model.products import Linear
+from server.model.prompt_attention import MAX_PROMPTS, PromptAttention
+from server.model.start_phases import StartPhases
+from server.model.token_graphs import TokenGraphs, token_sizes
+from server.model.warm_up import prompts_of, run_steps
+from server.model.weights import LayerWeights
+
+log = logging.getLogger(__name__)
+CudaDecoder = Decoder[CudaPlan, DeviceLora, Product]
+
+
+def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:
+    """As `gpu_path.build`, on a device that has all that it needs."""
+    parts.rows.page_table[parts.rows.scratch] = parts.limits.num_pages
+    start = _Start.of(parts, graph_batches)
+    decoder = start.decoder(parts.weights.layers)
+    start.compile_all()
+    phases.done("compilation")
+    start.run_steps(decoder)
+    phases.done("kernels")
+    start.measure_products()
+    phases.done("products")
+    graphs, token_graphs = start.capture(decoder)
+    phases.done("graphs")
+    _tell_of_late_kernels()
+    most = start.sizes[-1]
+    told = f"FlashInfer ({start.backend} for prompts), decode graphs for up to {most} sequences"
+    return Built(decoder, start.draws, graphs, token_graphs, told)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """sizes, prompt_sizes: sequences of decode graphs, tokens of those of steps with prompts.
+    backend: of prompts' attention. families: without adapters, and with them where they are."""
+
+    parts: Parts
+    sizes: tuple[int, ...]
+    prompt_sizes: tuple[int, ...]
+    backend: str
+    families: tuple[bool, ...]
+    ops: CudaOps
+    draws: CudaDraws
+
+    @classmethod
+    def of(cls, parts: Parts, graph_batches: Sequence[int] | None) -> "_Start":
+        limits, rows = parts.limits, parts.rows
+        most_decodes = min(limits.max_rows, limits.max_step_tokens)
+        sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
+        prompt_sizes = () if graph_batches else _prompt_sizes(limits)
+        backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
+        most_rows = max(limits.max_rows, sizes[-1], *(prompt_sizes if backend == "fa3" else ()))
+        attention = PagedAttention(parts.model, parts.cache, backend, most_rows)
+        reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
+        ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
+        families = (False, True)[: 1 + (limits.adapter_slots > 0)]
+        draws = CudaDraws(rows, parts.parameters)
+        return cls(parts, sizes, prompt_sizes, backend, families, ops, draws)
+
+    def decoder(self, layers: Sequence[LayerWeights]) -> CudaDecoder:
+        weights = replace(self.parts.weights, layers=tuple(layers))
+        return Decoder(self.parts.model, weights, self.parts.table.sites, self.ops)
+
+    def compile_all(self) -> None:
+        """Without it kernels are compiled one by one, as what follows comes to them."""
+        try:
+            with compiled_together():
+                # One layer's kernels are those of all.
+                self._launch_all(self.decoder(self.parts.weights.layers[:1]))
+        except Exception:
+            log.warning("kernels could not be compiled together", exc_info=True)
+        torch.cuda.empty_cache()  # graphs have memory of their own
+
+    def _launch_all(self, decoder: CudaDecoder) -> None:
+        self.run_steps(decoder)
+        for sizes, products in self._products():
+            self.ops.products.launch_ours(sizes, products)
+        graphs, token_graphs = self._graphs(decoder)
+        for with_adapters in self.families:
+            graphs.rehearse(with_adapters)
+            if token_graphs is not None:
+                token_graphs.rehearse(with_adapters, self._example)
+
+    def run_steps(self, decoder: CudaDecoder) -> None:
+        """Those that no graph has."""
+        parts, adapters = self.parts, True in self.families
+        run_steps(decoder, parts.rows, parts.limits, adapters=adapters)
+        self.draws.warm(parts.model.vocab_size, parts.cache.k.dtype)
+
+    def measure_products(self) -> None:
+        for sizes, products in self._products():
+            self.ops.products.measure(sizes, products)
+
+    def capture(self, decoder: CudaDecoder) -> tuple[DecodeGraphs, TokenGraphs | None]:
+        graphs, token_graphs = self._graphs(decoder)
+        for with_adapters in self.families:
+            graphs.capture(with_adapters)
+            if token_graphs is not None:
+                token_graphs.capture(with_adapters, self._example)
+        torch.cuda.synchronize()
+        return graphs, token_graphs
+
+    def _products(self) -> Iterator[tuple[Sequence[int], list[list[Linear]]]]:
+        """Numbers of rows, and for each product that has them weight and bias in every layer."""
+        weights = self.parts.weights
+        layers = weights.layers
+        yield (
+            sorted({*self.sizes, *self.prompt_sizes}),
+            [
+                [(layer.qkv, layer.qkv_bias) for layer in layers],
+                [(layer.o, layer.o_bias) for layer in layers],
+                [(layer.gate_up, layer.gate_up_bias) for layer in layers],
+                [(layer.down, layer.down_bias) for layer in layers],
+            ],
+        )
+        # Of steps with prompts no graph has the head.
+        yield self.sizes, [[(weights.lm_head, None)]]
+
+    def _graphs(self, decoder: CudaDecoder) -> tuple[DecodeGraphs, TokenGraphs | None]:
+        """Not captured yet."""
+        graphs = DecodeGraphs(decoder, self.ops, self.parts.rows, self.sizes)
+        return graphs, self._token_graphs(decoder) if self.prompt_sizes else None
+
+    def _token_graphs(self, decoder: CudaDecoder) -> TokenGraphs:
+        parts, inside = self.parts, None
+        if self.backend == "fa3":
+            page_table, most = parts.rows.page_table, self.prompt_sizes[-1]
+            pages = MAX_PROMPTS * page_table.shape[1]
+            prompts = PromptAttention(parts.model, parts.cache, "fa3", captured_pages=pages)
+            most_decodes = min(most, parts.limits.max_rows)
+            inside = GraphAttention(self.ops, prompts, page_table, most, most_decodes)
+        return TokenGraphs(decoder, self.ops, self.prompt_sizes, inside)
+
+    def _example(self, tokens: int) -> StepLayout:
+        return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
+
+
+def _prompt_sizes(limits: ExecutorLimits) -> tuple[int, ...]:
+    """Tokens of the graphs of steps with prompts."""
+    # No step has more, or there are no prompts: slices of one token are decodes.
+    most = MAX_PROMPTS * limits.max_context if limits.max_context > 1 else 0
+    return tuple(size for size in token_sizes(limits.max_step_tokens) if size <= most)
+
+
+def _tell_of_late_kernels() -> None:
+    """What is compiled from now on holds up a step: it should have been warm."""
+
+    def late(*, repr: str, **_: object) -> None:
+        log.warning("a kernel was compiled while serving: %s", repr)
+
+    triton.knobs.runtime.jit_post_compile_hook = late

@@ -1,0 +1,72 @@
+"""Steps on the scratch row, which is no sequence's: what they launch is warm then."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from server.engine.executor import ExecutorLimits
+from server.kernels.table import RANK_BLOCKS
+from server.model.decoder import Decoder
+from server.model.ops import StepLayout
+from server.model.rows import Rows
+
+# Token counts that between them use every kernel of steps outside graphs.
+_WARM_TOKENS = (3, 40, 300, 600, 2100)
+
+
+def run_steps(
+    decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimits, *, adapters: bool
+) -> None:
+    """adapters: some steps have them."""
+    for tokens in _WARM_TOKENS:
+        run_step(decoder, rows, min(tokens, limits.max_step_tokens), limits.max_context, adapters)
+
+
+def run_step(
+    decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, max_context: int, adapters: bool
+) -> None:
+    """A mixed step on the scratch row: one decode, and chunks of the rest. With adapters also as
+    if they changed the embedding and the head, which no graph does, of small ranks and of any."""
+    chunks, rest = divmod(tokens - 1, max_context)
+    # Decodes come first, and a rest of one is another.
+    layout = _on_scratch(rows, np.array([1] + ([rest] if rest else []) + [max_context] * chunks))
+    token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
+    ops: Any = decoder.ops
+    loras: list[tuple[Any, Any]] = [(None, None)]
+    if adapters:
+        of_all, of_last = (_everywhere(ops.lora(np.zeros(n, np.int64))) for n in (tokens, 1))
+        loras.append((replace(of_all, down=None), of_last))
+        if of_all.down is not None:
+            loras += [(ops.shrinking(of_all, block), of_last) for block in RANK_BLOCKS]
+    for of_all, of_last in loras:
+        normed = decoder.forward(token_ids, ops.plan(layout), of_all)
+        decoder.logits(normed[-1:], of_last)
+    torch.cuda.synchronize()
+
+
+def _everywhere(lora: Any) -> Any:
+    return replace(lora, model_sites=True)
+
+
+def prompts_of(rows: Rows, max_context: int, tokens: int) -> StepLayout:
+    """As few prompts as have so many tokens, all alike."""
+    count = -(-tokens // max_context)
+    num_new = np.full(count, tokens // count)
+    num_new[: tokens % count] += 1
+    return _on_scratch(rows, num_new)
+
+
+def _on_scratch(rows: Rows, num_new: np.ndarray) -> StepLayout:
+    """Slices that begin their contexts, all of them on the row that is no sequence's."""
+    tokens = int(num_new.sum())
+    positions = np.concatenate([np.arange(n) for n in num_new])
+    return StepLayout(
+        seq_rows=np.full(len(num_new), rows.scratch),
+        starts=np.zeros(len(num_new), dtype=np.int64),
+        num_new=num_new,
+        token_rows=torch.full((tokens,), rows.scratch, device=rows.device),
+        positions=torch.from_numpy(positions).to(rows.device),
+        page_table=rows.page_table,
+    )

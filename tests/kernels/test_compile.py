@@ -35,9 +35,9 @@ def test_kernels_compile_without_a_gpu(capability: str, tmp_path: Path) -> None:
 def test_launches_compute_nothing_while_kernels_are_compiled_together() -> None:
     y, hidden = torch.ones(2, 2, 16)
     add = (y, None, hidden, torch.ones(16), 1e-5)
-    with pytest.raises(ZeroDivisionError), compiled_together():
+    with compiled_together():
         add_norm(*add, programmatic_launch=False)
-        raise ZeroDivisionError
-    assert y.eq(1).all() and hidden.eq(1).all()
+    assert y.eq(1).all()
+    assert hidden.eq(1).all()
     add_norm(*add, programmatic_launch=False)
     assert hidden.eq(2).all()

@@ -100,6 +100,7 @@ def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
 
     patch.setattr(decode_graphs.DecodeGraphs, "capture", capture)
     patch.setattr(decode_graphs.DecodeGraphs, "launch", noted)
+
     def warned(message: str, **_: object) -> None:
         raise AssertionError(message) from sys.exception()
 

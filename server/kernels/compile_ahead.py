@@ -1,8 +1,8 @@
 """Kernels compiled many at once, before any of them is launched."""
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,33 @@ def compiled_together() -> Iterator[None]:
     """Launches within compute nothing: what they would launch is compiled on all cores, and when
     the context ends it is there. So what kernels should have written is whatever was there.
 
-    Of the whole process: nothing else may launch kernels meanwhile. Raises what compilation does.
+    Of the whole process: nothing else may launch kernels meanwhile. Raises what a compilation
+    raised, once the others have ended.
     """
-    threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     with (
-        ThreadPoolExecutor(threads) as pool,
-        triton.AsyncCompileMode(pool),
+        _Compilations(min(len(os.sched_getaffinity(0)), _MOST_THREADS)) as compilations,
+        # With some versions nothing can be compiled any more after an error that it raises itself.
+        triton.AsyncCompileMode(compilations, ignore_errors=True),
         _not_launched(InterpretedFunction if triton.knobs.runtime.interpret else JITFunction),
     ):
         yield
+    compilations.raise_first()
+
+
+class _Compilations(ThreadPoolExecutor):
+    """Remembers what it was given."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._futures: list[Future[Any]] = []
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        self._futures.append(super().submit(function, *args, **options))
+        return self._futures[-1]
+
+    def raise_first(self) -> None:
+        for future in self._futures:
+            future.result()
 
 
 @contextmanager

@@ -62,6 +62,14 @@ class _Target:
         return 0
 
 
+def compile_for(capability: int) -> list[str]:
+    """Names of the kernels that are compiled from now on, as they come."""
+    compiled: list[str] = []
+    triton.runtime.driver.set_active(_Target(capability))
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
+    return compiled
+
+
 def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     table = LoraTable(2, 8, CPU)
     segments = allocate_segments(rows, configs.tile_rows(phase, rows), 8, CPU)
@@ -155,16 +163,15 @@ def step() -> None:
 
 
 def main() -> None:
-    capability, compiled = int(sys.argv[1]), set[str]()
-    triton.runtime.driver.set_active(_Target(capability))
-    triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.add(fn.name)
+    capability = int(sys.argv[1])
+    compiled = compile_for(capability)
     configs = read_configs(f"sm{capability}", 132, programmatic_launch=capability >= 90)
     with compiled_together():
         lora(configs, "decode", 256)
         lora(configs, "prefill", 300)
         step()
         products(configs)
-    print(*sorted(compiled))
+    print(*sorted(set(compiled)))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,17 @@ from tests.kernels.batches import interpreted
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("capability", ["90"])
-def test_kernels_compile_without_a_gpu(capability: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.kernels.compile_all", capability]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+def run(script: str, cache: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", f"tests.kernels.{script}", *arguments]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("capability", ["90"])
+def test_kernels_compile_without_a_gpu(capability: str, tmp_path: Path) -> None:
+    printed = run("compile_all", tmp_path, capability)
     kernels = (ROOT / "server" / "kernels").glob("*.py")
     names = {
         line.split("(")[0].removeprefix("def ")
@@ -28,7 +33,13 @@ def test_kernels_compile_without_a_gpu(capability: str, tmp_path: Path) -> None:
         for line in path.read_text(encoding="utf-8").splitlines()
         if line.startswith("def _") and "_kernel(" in line
     }
-    assert names == set(done.stdout.split())
+    assert names == set(printed.split())
+
+
+def test_one_that_cannot_be_compiled_leaves_the_others_be(tmp_path: Path) -> None:
+    first, second = run("compile_broken", tmp_path).splitlines()
+    assert first == "CompilationError _fill_kernel"
+    assert second == "_fill_kernel _fill_kernel"
 
 
 @interpreted

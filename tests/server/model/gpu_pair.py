@@ -4,7 +4,7 @@ Triton interprets, FlashInfer is a stand-in, and graphs run their step again.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from peft import LoraConfig
 
 from server.model import executor as executor_module
 from server.model.decode_batch import DecodeBatch
+from server.model.ops import StepLayout
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import Driver, Stream, generate
@@ -68,9 +69,13 @@ def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
 
     taken: list[int] = []
 
-    def capture_tokens(self: token_graphs.TokenGraphs, with_adapters: bool, _: object) -> None:
-        for size in self.sizes:
+    def capture_tokens(
+        self: token_graphs.TokenGraphs, with_adapters: bool, example: Callable[[int], StepLayout]
+    ) -> None:
+        for size in reversed(self.sizes):
             lora = self._lora(size, with_adapters)
+            if self._attention is not None:
+                self._attention.fill(size, example(size))
             states, pieces = self._pieces(size, lora)
             graphs: Any = [fake_flashinfer.Replay(piece) for piece in pieces]
             found = token_graphs._Captured(graphs, states, lora)

@@ -50,13 +50,12 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
 @dataclass(frozen=True, slots=True)
 class _Start:
     """sizes, prompt_sizes: sequences of decode graphs, tokens of those of steps with prompts.
-    backend: of prompts' attention. families: without adapters, and with them where they are."""
+    backend: of prompts' attention."""
 
     parts: Parts
     sizes: tuple[int, ...]
     prompt_sizes: tuple[int, ...]
     backend: str
-    families: tuple[bool, ...]
     ops: CudaOps
     draws: CudaDraws
 
@@ -71,9 +70,13 @@ class _Start:
         attention = PagedAttention(parts.model, parts.cache, backend, most_rows)
         reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
         ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
-        families = (False, True)[: 1 + (limits.adapter_slots > 0)]
         draws = CudaDraws(rows, parts.parameters)
-        return cls(parts, sizes, prompt_sizes, backend, families, ops, draws)
+        return cls(parts, sizes, prompt_sizes, backend, ops, draws)
+
+    @property
+    def families(self) -> tuple[bool, ...]:
+        """Graphs without adapters, and with them where they are."""
+        return (False, True) if self.parts.limits.adapter_slots else (False,)
 
     def decoder(self, layers: Sequence[LayerWeights]) -> CudaDecoder:
         weights = replace(self.parts.weights, layers=tuple(layers))
@@ -101,8 +104,8 @@ class _Start:
 
     def run_steps(self, decoder: CudaDecoder) -> None:
         """Those that no graph has."""
-        parts, adapters = self.parts, True in self.families
-        run_steps(decoder, parts.rows, parts.limits, adapters=adapters)
+        parts = self.parts
+        run_steps(decoder, parts.rows, parts.limits)
         self.draws.warm(parts.model.vocab_size, parts.cache.k.dtype)
 
     def measure_products(self) -> None:

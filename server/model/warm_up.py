@@ -16,12 +16,11 @@ from server.model.rows import Rows
 _WARM_TOKENS = (3, 40, 300, 600, 2100)
 
 
-def run_steps(
-    decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimits, *, adapters: bool
-) -> None:
-    """adapters: some steps have them."""
+def run_steps(decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimits) -> None:
+    """As many tokens as use every kernel; with adapters as well, where some may come."""
+    context, adapters = limits.max_context, limits.adapter_slots > 0
     for tokens in _WARM_TOKENS:
-        run_step(decoder, rows, min(tokens, limits.max_step_tokens), limits.max_context, adapters)
+        run_step(decoder, rows, min(tokens, limits.max_step_tokens), context, adapters)
 
 
 def run_step(

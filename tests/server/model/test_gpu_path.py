@@ -30,7 +30,7 @@ SCORED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs
 
 @pytest.fixture(
     scope="module",
-    params=[("llama-biases-tied", "fa2"), ("qwen3", "fa3")],
+    params=[("llama-biases-tied", "fa2"), ("llama-biases-tied", "fa3"), ("qwen3", "fa3")],
     ids="-".join,
 )
 def pair(

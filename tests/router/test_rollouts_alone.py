@@ -134,11 +134,10 @@ async def test_what_an_operator_said_meanwhile_counts(fleet: Fleet) -> None:
     set_anew = await call(fleet.two, "POST", "/mine/rollout", versions=versions, guards=None)
     assert set_anew.status_code == 200
     link.is_up = True
-    for router in (fleet.one, fleet.two):
 
-        async def is_live(router: Running = router) -> bool:
-            shown = (await call(router, "GET", "/mine")).json()
-            return bool(shown["rollout"]["versions"][1]["live_weight"] == 60)
+    async def is_settled() -> bool:
+        told = [(await call(router, "GET", "/mine")).json() for router in (fleet.one, fleet.two)]
+        live = [one["rollout"]["versions"][1]["live_weight"] for one in told]
+        return live == [60, 60] and not fleet.one.service.keeper._alone._verdicts
 
-        await poll(is_live)
-    assert not fleet.one.service.keeper._alone._verdicts
+    await poll(is_settled)

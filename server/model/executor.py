@@ -1,7 +1,8 @@
 """TorchExecutor: carries out step plans with one decoder on one device."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from server.config import EngineConfig
+from server.config import ConfigError, EngineConfig
 from server.engine.executor import AdapterCopy, CopyNews
 from server.engine.plan import SliceResult, StepPlan
 from server.model.adapter_copies import AdapterCopies
@@ -19,7 +20,13 @@ from server.model.decode_batch import APPEND, POSITION, ROW, DecodeBatch
 from server.model.decoder import Decoder, Wanted
 from server.model.gpu_path import Parts, build
 from server.model.lora import DTYPES, AdapterTable
-from server.model.memory import DeviceMemory, estimate_lines, executor_limits, fill_device
+from server.model.memory import (
+    MEMORY_ADVICE,
+    DeviceMemory,
+    estimate_lines,
+    executor_limits,
+    fill_device,
+)
 from server.model.ops import KVCache
 from server.model.results import PromptLogprobs, StepTicket
 from server.model.row_sampling import RowSampling
@@ -29,7 +36,7 @@ from server.model.sites import SiteIndex
 from server.model.start_phases import StartPhases
 from server.model.step import Step
 from server.model.transfers import to_device, to_host
-from server.model.weights import ModelWeights, load_weights
+from server.model.weights import ModelWeights, load_weights, weights_bytes
 
 WeightsLoader = Callable[[ModelConfig, torch.dtype, torch.device], ModelWeights]
 
@@ -38,7 +45,7 @@ class TorchExecutor:
     """Implements `server.engine.executor.Executor`.
 
     On the CPU a step is computed in `launch`; on a GPU `launch` enqueues it and waits for nothing.
-    Raises CheckpointError or ValueError when the model or the memory options cannot be served.
+    Raises CheckpointError or ConfigError when the model or the memory options cannot be served.
     """
 
     def __init__(
@@ -57,7 +64,7 @@ class TorchExecutor:
         if self.device.type == "cpu":
             _leave_a_core()
         phases = StartPhases()
-        with torch.inference_mode():
+        with torch.inference_mode(), _advised():
             load = weights or partial(load_weights, folder)
             parts = _build_parts(config, model, load, self.device)
             phases.done("weights and memory")
@@ -204,15 +211,18 @@ def _build_parts(
     """Everything that lies on the device for good."""
     dtype = DTYPES[config.dtype]
     on_gpu = device.type == "cuda"
-    if not on_gpu:
-        executor_limits(model, config)  # says what is wrong before the weights are read
-    before = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
+    free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
+    planned = config
+    if on_gpu:
+        left = free - weights_bytes(model, dtype)
+        planned = fill_device(model, config, DeviceMemory(total, free, left))
+    executor_limits(model, planned)  # says what is wrong before the weights are read
     weights = load(model, dtype, device)
     summary: tuple[str, ...] = ()
     if on_gpu:
         now = torch.cuda.mem_get_info(device)[0]
-        config = fill_device(model, config, DeviceMemory(before[1], before[0], now))
-        summary = estimate_lines(model, config, before[0] - now)
+        config = fill_device(model, config, DeviceMemory(total, free, now))
+        summary = estimate_lines(model, config, free - now)
     limits = executor_limits(model, config)
     model = model.within(limits.max_context)
     # One page more than the scheduler has: padding of batches is written there.
@@ -229,6 +239,20 @@ def _build_parts(
     rows = Rows(limits.max_rows, limits.max_context, config.page_size, device)
     parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
     return Parts(model, weights, KVCache(k, v), table, rows, parameters, limits, summary)
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Memory that runs out is told with what to do about it."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's, or what Triton and CUDA's libraries make of theirs
+        told = str(error).partition("\n")[0]
+        if not any(words in told for words in ("out of memory", "ALLOC_FAILED")):
+            raise
+        raise ConfigError(
+            f"the GPU's memory ran out at start: {told.rstrip('.')}. {MEMORY_ADVICE}"
+        ) from error
 
 
 def _leave_a_core() -> None:

@@ -17,6 +17,10 @@ _FIXED_WORKSPACE = 2 << 30
 LOGITS_ROWS = 64
 _LOGITS_COPIES = 8
 _GIB = 1 << 30
+MEMORY_ADVICE = (
+    "Raise --gpu-memory-utilization, lower --adapter-memory, --kv-memory, --max-running,"
+    " --max-step-tokens or --max-context, or take a smaller model or a larger GPU"
+)
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
@@ -41,41 +45,44 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
     copies = engine.max_running * 2 * item + LOGITS_ROWS * 4 * _LOGITS_COPIES
     logits = copies * model.vocab_size
+    # What pieces of contexts give, in float32; of a sequence one piece and a half.
+    pieces = engine.max_running * 6 * model.q_size
     context = engine.max_context or model.max_context
     # Of each row its tokens and its pages; the rotation of each position; adapters' records.
     row = context * 4 + -(-context // engine.page_size) * 8
     records = engine.adapter_slots * (model.num_layers * len(LAYER_SITES) + len(MODEL_SITES)) * 64
     tables = engine.max_running * row + context * model.head_dim * 4 + records
-    return _FIXED_WORKSPACE + 2 * activations + logits + tables
+    return _FIXED_WORKSPACE + 2 * activations + logits + pieces + tables
 
 
 def fill_device(model: ModelConfig, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:
-    """`engine` with `kv_memory` resolved, after the weights are loaded.
+    """`engine` with `kv_memory` resolved. memory: with the weights there.
 
-    Raises ConfigError with the estimate and what to do when nothing is left for the KV cache.
+    Raises ConfigError with the estimate and what to do when that leaves nothing for a KV cache, or
+    less than was asked for.
     """
-    if engine.kv_memory:
-        return engine
-    weights = memory.free_before - memory.free_now
     usable = int(memory.total * engine.gpu_memory_utilization)
-    others = memory.total - memory.free_before
-    workspace = workspace_bytes(model, engine)
-    left = usable - others - weights - workspace - engine.adapter_memory
+    parts = {
+        "weights": memory.free_before - memory.free_now,
+        "adapters": engine.adapter_memory,
+        "other programs": memory.total - memory.free_before,
+    }
+    if engine.kv_memory:  # whoever asks for that much may leave a step less than we would
+        parts["KV cache"] = engine.kv_memory
+        if sum(parts.values()) > memory.total:
+            raise ConfigError(_too_little(parts, f"{memory.total / _GIB:.1f} GiB"))
+        return engine
+    parts["workspace"] = workspace_bytes(model, engine)
+    left = usable - sum(parts.values())
     if left < page_bytes(model, engine) * 2:
-        parts = {
-            "weights": weights,
-            "adapters": engine.adapter_memory,
-            "workspace": workspace,
-            "other programs": others,
-        }
-        estimate = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in parts.items())
-        raise ConfigError(
-            f"not enough GPU memory for a KV cache: {estimate}, of {usable / _GIB:.1f} GiB"
-            f" ({engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB). Raise"
-            " --gpu-memory-utilization, lower --adapter-memory, --max-running, --max-step-tokens"
-            " or --max-context, or take a smaller model or a larger GPU"
-        )
+        share = f"{engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB"
+        raise ConfigError(_too_little(parts, f"{usable / _GIB:.1f} GiB ({share})"))
     return msgspec.structs.replace(engine, kv_memory=left)
+
+
+def _too_little(parts: dict[str, int], of: str) -> str:
+    estimate = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in parts.items())
+    return f"not enough GPU memory for a KV cache: {estimate}, of {of}. {MEMORY_ADVICE}"
 
 
 def estimate_lines(model: ModelConfig, engine: EngineConfig, weights: int) -> tuple[str, ...]:

@@ -19,8 +19,15 @@ _WARM_TOKENS = (3, 40, 300, 600, 2100)
 def run_steps(decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimits) -> None:
     """As many tokens as use every kernel; with adapters as well, where some may come."""
     context, adapters = limits.max_context, limits.adapter_slots > 0
-    for tokens in _WARM_TOKENS:
-        run_step(decoder, rows, min(tokens, limits.max_step_tokens), context, adapters)
+    for tokens in warm_sizes(limits.max_step_tokens):
+        run_step(decoder, rows, tokens, context, adapters)
+
+
+def warm_sizes(max_step_tokens: int) -> list[int]:
+    """Tokens of steps, the most first: the allocator has then asked the device for all that any
+    step takes, and what is too much is said at start."""
+    sizes = {min(tokens, max_step_tokens) for tokens in _WARM_TOKENS}
+    return sorted(sizes | {max_step_tokens}, reverse=True)
 
 
 def run_step(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -59,6 +60,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for index in range(config.num_layers):
         shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
     return shapes
+
+
+def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What they take on the device."""
+    return sum(prod(shape) for shape in expected_tensors(config).values()) * dtype.itemsize
 
 
 def load_weights(

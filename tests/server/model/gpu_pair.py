@@ -110,7 +110,7 @@ def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
         raise AssertionError(message) from sys.exception()
 
     patch.setattr(fast_path.log, "warning", warned)
-    patch.setattr(warm_up, "_WARM_TOKENS", ())
+    patch.setattr(warm_up, "warm_sizes", lambda _: ())
     patch.setattr(products, "_time", lambda *_: 1.0)
     patch.setattr(executor_module, "build", fast_path.build_fast)
     return taken

@@ -85,6 +85,28 @@ def test_too_little_memory_names_the_option(
 
 
 @pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB"),
+            r"Tried 2 GiB\. Raise --gpu-mem",
+        ),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "lower --adapter-memory"),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), "lower --adapter-memory"),
+        (RuntimeError("CUDA error: an illegal memory access"), None),
+    ],
+)
+def test_memory_that_runs_out_at_start_is_told_with_advice(
+    folder: Path, error: RuntimeError, told: str | None
+) -> None:
+    def load(*_: Any) -> Any:
+        raise error
+
+    with pytest.raises(ConfigError if told else RuntimeError, match=told or str(error)[:10]):
+        TorchExecutor(engine_config(folder), memoryview(b""), weights=load)
+
+
+@pytest.mark.parametrize(
     ("prompt_logprobs", "last"), [(None, ([], [], [2])), (1, ([16], [16], [16]))]
 )
 def test_only_what_gives_logits_goes_through_the_end_of_the_last_layer(

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from launcher.bench.offline import SHIPPED
 from server.config import ConfigError, WorkerConfig
 from server.model.checkpoint import read_config
 from server.model.memory import DeviceMemory, executor_limits, fill_device, workspace_bytes
+from server.model.warm_up import warm_sizes
+from server.model.weights import weights_bytes
 from server.worker.sizing import choose_sizes
 from tests.server.model.driver import engine_config
 
@@ -56,13 +59,34 @@ def test_eight_billion_parameters_start_on_any_usual_gpu(gib: float, tokens: int
 
 def test_what_was_asked_for_is_kept() -> None:
     asked = engine_config(FOLDER, kv_memory=5 * GIB)
-    assert fill_device(MODEL, asked, DeviceMemory(1, 1, 0)) == asked
+    assert fill_device(MODEL, asked, DeviceMemory(21 * GIB, 21 * GIB, 6 * GIB)) == asked
+
+
+def test_what_was_asked_for_must_fit() -> None:
+    asked = engine_config(FOLDER, kv_memory=8 * GIB)
+    words = r"weights 15\.0 GiB.*other programs 1\.0 GiB, KV cache 8\.0 GiB.*lower.*--kv-memory"
+    with pytest.raises(ConfigError, match=words):
+        fill_device(MODEL, asked, DeviceMemory(24 * GIB, 23 * GIB, 8 * GIB))
 
 
 def test_too_little_gives_the_estimate_and_advice() -> None:
     memory = DeviceMemory(24 * GIB, 23 * GIB, 8 * GIB)
     with pytest.raises(ConfigError, match=r"weights 15\.0 GiB.*Raise --gpu-memory-utilization"):
         fill_device(MODEL, AUTO, memory)
+
+
+def test_weights_are_known_before_they_are_read() -> None:
+    """Of Llama-3.1-8B: 8,030,261,248 parameters."""
+    assert weights_bytes(MODEL, torch.bfloat16) == 8_030_261_248 * 2
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(2, {2}), (300, {3, 40, 300}), (8192, {3, 40, 300, 600, 2100, 8192})]
+)
+def test_the_largest_step_is_the_first_at_start(most: int, sizes: set[int]) -> None:
+    found = warm_sizes(most)
+    assert set(found) == sizes
+    assert found == sorted(found, reverse=True)
 
 
 def test_tables_of_pages_and_adapters_are_counted() -> None:

@@ -5,6 +5,10 @@ import os
 import pytest
 import torch
 
+from tests.kernels.interpreter import hasten
+
+hasten()
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:

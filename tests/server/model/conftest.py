@@ -4,6 +4,10 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+from tests.kernels.interpreter import hasten
+
+hasten()
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _quiet_oracles() -> None:

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from server.kernels.launch import follow
 from server.kernels.pending import PendingDelta, delta_arguments
+from server.kernels.record import ranks_at, record_of
 
 
 def add_norm(
@@ -75,7 +76,7 @@ def _add_norm_kernel(
         # Read beside the chain slot -> rank, not after it, and dropped where it means nothing.
         delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        rank = tl.load(ints_ptr + (tl.maximum(slot, 0) * num_sites + site) * 16 + 8)
+        rank = tl.load(ranks_at(ints_ptr, record_of(slot, site, num_sites)))
         y += tl.where((slot >= 0) & (rank > 0), delta, 0.0)
     hidden += y
     tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)

@@ -20,6 +20,7 @@ from server.kernels.attention_block import (
 )
 from server.kernels.launch import follow
 from server.kernels.pending import PendingDelta, delta_arguments
+from server.kernels.record import ranks_at, record_of
 
 # Below so many tokens a piece costs more than it saves.
 MIN_PIECE = 256
@@ -197,9 +198,9 @@ def _decode_attention_kernel(
         pages_ptr = page_table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * stride_pages
         slot = tl.load(slots_ptr + seq) if LORA else seq * 0 - 1
         row = seq.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
-        record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
+        ranks_ptr = ranks_at(ints_ptr, record_of(slot, site, num_sites))
         q, new_k, new_v = new_token(
-            qkv_ptr + row, delta_ptr + row, ints_ptr + record * 16 + 8, slot, kv_head,
+            qkv_ptr + row, delta_ptr + row, ranks_ptr, slot, kv_head,
             norm_ptr, epsilon, cos_sin_ptr + position.to(tl.int64) * HEAD_DIM,
             GROUP, KV_HEADS, HEAD_DIM, BLOCK_G, BLOCK_D, NORM, LORA,
         )  # fmt: skip

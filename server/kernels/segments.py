@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from server.kernels.record import record_of, widest_rank_at
 from server.kernels.table import LoraTable
 
 MAX_FUSED_ROWS = 512
@@ -166,9 +167,9 @@ def _route_kernel(
     tile_slot = tl.load(slots_ptr + row, mask=head, other=-1)
     doublings = tl.zeros((BLOCK,), tl.int32)
     if MAX_PARTS > 1:
-        record = tl.maximum(tile_slot, 0).to(tl.int64) * num_sites
+        first_record = record_of(tile_slot, 0, num_sites)
         few = (tile_slot >= 0) & (tl.minimum(left, TILE_ROWS) <= SHARED_ROWS)
-        widest = tl.load(ints_ptr + record * 16 + 15, mask=few, other=0)
+        widest = tl.load(widest_rank_at(ints_ptr, first_record), mask=few, other=0)
         doublings = (widest > 16).to(tl.int32) + (widest > 32).to(tl.int32)
     parts = tl.where(head, 1 << doublings, 0)
     tile = tl.cumsum(parts, axis=0) - parts

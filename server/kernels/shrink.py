@@ -13,6 +13,7 @@ import triton.language as tl
 from server.kernels.checks import check_context, check_rows
 from server.kernels.configs import ShrinkConfig
 from server.kernels.launch import wait
+from server.kernels.record import a_at, ranks_at, total_rank_at
 from server.kernels.segments import Segments
 from server.kernels.table import LoraTable
 from server.kernels.tiles import cut_ranks, load_tile, small_tile, split_share
@@ -180,8 +181,8 @@ def _load_record(
     """Sum of ranks and address of A, and the batch row at `start`."""
     words_ptr, ints_ptr, site, num_sites = of_site
     record = slot.to(tl.int64) * num_sites + site
-    total = tl.load(ints_ptr + record * 16 + 11)
-    return total, tl.load(words_ptr + record * 8), tl.load(order_ptr + start)
+    total = tl.load(total_rank_at(ints_ptr, record))
+    return total, tl.load(a_at(words_ptr, record)), tl.load(order_ptr + start)
 
 
 @triton.jit
@@ -325,8 +326,8 @@ def _gather_kernel(
         m = tl.arange(0, BLOCK_M)
         live = m < tl.load(tiles_ptr + tile * 4 + 2)
         record = tl.load(tiles_ptr + tile * 4).to(tl.int64) * num_sites + site
-        rank = tl.load(ints_ptr + record * 16 + 8)
-        a_ptr = tl.load(words_ptr + record * 8).to(tl.pointer_type(DTYPE))
+        rank = tl.load(ranks_at(ints_ptr, record))
+        a_ptr = tl.load(a_at(words_ptr, record)).to(tl.pointer_type(DTYPE))
         rows = tl.load(order_ptr + start + m, mask=live, other=0)
         tokens = tl.load(token_ids_ptr + rows * stride_token, mask=live, other=0).to(tl.int64)
         for first in range(0, rank, BLOCK_R):

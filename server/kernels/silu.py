@@ -8,6 +8,7 @@ import triton.language as tl
 
 from server.kernels.launch import follow
 from server.kernels.pending import PendingDelta, delta_arguments
+from server.kernels.record import ranks_at, record_of
 
 _BLOCK = 1024
 
@@ -60,7 +61,7 @@ def _silu_mul_kernel(
         delta0 = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
         delta1 = tl.load(delta_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        ranks_ptr = ints_ptr + (tl.maximum(slot, 0) * num_sites + site) * 16 + 8
+        ranks_ptr = ranks_at(ints_ptr, record_of(slot, site, num_sites))
         gate += tl.where((slot >= 0) & (tl.load(ranks_ptr) > 0), delta0, 0.0)
         up += tl.where((slot >= 0) & (tl.load(ranks_ptr + 1) > 0), delta1, 0.0)
     out = silu_times(gate, up)

@@ -14,6 +14,7 @@ from server.kernels.checks import check_context, check_whole_tiles
 from server.kernels.configs import FusedConfig
 from server.kernels.launch import load_first
 from server.kernels.pending import PendingLora
+from server.kernels.record import a_at, b_at, rank_pair_at, ranks_at, record_of, scales_at
 from server.kernels.silu_block import silu_rows
 from server.kernels.table import RANK_BLOCKS
 from server.kernels.tiles import load_tile, small_tile, tile_rows
@@ -187,14 +188,14 @@ def _load_record(
     this is fetched one item ahead, and its tile two."""
     words_ptr, ints_ptr, floats_ptr, site, num_sites = records
     row = tl.load(row_ptr)
-    record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
+    record = record_of(slot, site, num_sites)
     live = slot >= 0
-    ranks = tl.load(words_ptr + record * 8 + 4, mask=live, other=0)
-    gate, up = tl.load(words_ptr + record * 8 + 1), tl.load(words_ptr + record * 8 + 2)
-    scales = floats_ptr + record * 16 + 12
+    ranks = tl.load(rank_pair_at(words_ptr, record), mask=live, other=0)
+    b_ptr, scales = b_at(words_ptr, record), scales_at(floats_ptr, record)
+    gate, up = tl.load(b_ptr), tl.load(b_ptr + 1)
     if DOWN > 0:
-        rank_down = tl.load(ints_ptr + record * 16 + 24, mask=live, other=0)
-        down = (tl.load(words_ptr + record * 8 + 8), rank_down)
+        rank_down = tl.load(ranks_at(ints_ptr, record + 1), mask=live, other=0)
+        down = (tl.load(a_at(words_ptr, record + 1)), rank_down)
         return (ranks, gate, up, scales), down, row
     else:
         return (ranks, gate, up, scales), (0 * gate, 0 * slot), row

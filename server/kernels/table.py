@@ -15,9 +15,9 @@ POINTER_ALIGNMENT = 16
 
 # One record is 64 bytes: a cache line never holds parts of two.
 RECORD_WORDS = 8
-_INT32_RANKS = 2 * (1 + MAX_PROJECTIONS)
-_FLOAT32_SCALES = _INT32_RANKS + MAX_PROJECTIONS + 1
-_WIDEST = _FLOAT32_SCALES + MAX_PROJECTIONS
+INT32_RANKS = 2 * (1 + MAX_PROJECTIONS)
+FLOAT32_SCALES = INT32_RANKS + MAX_PROJECTIONS + 1
+WIDEST = FLOAT32_SCALES + MAX_PROJECTIONS
 
 
 class LoraTable:
@@ -74,7 +74,7 @@ class LoraTable:
         _check_shapes(rows, a_of, b_of, rank_of, scale_of)
         self._records[slot, rows] = _pack(a_of, b_of, rank_of, scale_of)
         ints = self._records[slot].view(np.int32)
-        ints[0, _WIDEST] = ints[:, _INT32_RANKS : _INT32_RANKS + MAX_PROJECTIONS].max()
+        ints[0, WIDEST] = ints[:, INT32_RANKS : INT32_RANKS + MAX_PROJECTIONS].max()
 
     def upload(self, slot: int) -> None:
         """Copy the slot's records to the device, asynchronously on the current stream."""
@@ -131,9 +131,9 @@ def _pack(
     records = np.zeros((len(ranks), RECORD_WORDS), dtype=np.int64)
     records[:, : 1 + projections] = pointers
     ints, floats = records.view(np.int32), records.view(np.float32)
-    ints[:, _INT32_RANKS : _INT32_RANKS + projections] = ranks
-    ints[:, _INT32_RANKS + MAX_PROJECTIONS] = totals
-    floats[:, _FLOAT32_SCALES : _FLOAT32_SCALES + projections] = np.where(
+    ints[:, INT32_RANKS : INT32_RANKS + projections] = ranks
+    ints[:, INT32_RANKS + MAX_PROJECTIONS] = totals
+    floats[:, FLOAT32_SCALES : FLOAT32_SCALES + projections] = np.where(
         used[:, :1], scales, np.float32(0)
     )
     return records

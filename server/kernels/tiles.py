@@ -5,6 +5,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from server.kernels.record import b_at, ranks_at, record_of, scales_at
+
 
 @triton.jit
 def load_tile(
@@ -76,9 +78,10 @@ def load_projection(
     """Of projection p: rank (0 without an adapter), first rank, scale, address of B; and
     the row at `start`. records: the table's words, ints and floats, site, number of sites."""
     words_ptr, ints_ptr, floats_ptr, site, num_sites = records
-    record = tl.maximum(slot, 0).to(tl.int64) * num_sites + site
-    rank = tl.load(ints_ptr + record * 16 + 8 + p, mask=slot >= 0, other=0)
-    first = tl.load(ints_ptr + record * 16 + 8, mask=p > 0, other=0)
-    first += tl.load(ints_ptr + record * 16 + 9, mask=p > 1, other=0)
-    scale = tl.load(floats_ptr + record * 16 + 12 + p)
-    return rank, first, scale, tl.load(words_ptr + record * 8 + 1 + p), tl.load(order_ptr + start)
+    record = record_of(slot, site, num_sites)
+    ranks_ptr = ranks_at(ints_ptr, record)
+    rank = tl.load(ranks_ptr + p, mask=slot >= 0, other=0)
+    first = tl.load(ranks_ptr, mask=p > 0, other=0)
+    first += tl.load(ranks_ptr + 1, mask=p > 1, other=0)
+    scale = tl.load(scales_at(floats_ptr, record) + p)
+    return rank, first, scale, tl.load(b_at(words_ptr, record) + p), tl.load(order_ptr + start)

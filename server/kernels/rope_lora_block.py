@@ -57,7 +57,7 @@ def rope_rows(
     cos = tl.load(angle, mask=real, other=0.0)
     sin = tl.load(angle + HALF, mask=real, other=0.0)
     _rope_ranks(
-        (y_rows, target_rows, rows < num_decodes, live),
+        (y_rows, target_rows, rows < num_decodes, live, place >= 0),
         (norm_ptr + column, epsilon, cos, sin, turned), low, head, end,
         HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, STAGES, NORM, PRECISION,
     )  # fmt: skip
@@ -127,12 +127,12 @@ def _rope_heads(
 ) -> None:
     """Heads head .. end of a tile's rows. LOOPED: BLOCK_R columns of B at a time; else
     v is read once, and heads of the product and of B are prefetched."""
-    y_rows, target_rows, decode, live = rows
+    y_rows, target_rows, decode, live, placed = rows
     norm_ptr, epsilon, cos, sin, turned = rotation
     v, b, scale = low
     d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     real = live[:, None] & (d < HALF)[None, :]
-    kept, moved = real & decode[:, None], real & (decode == 0)[:, None]
+    kept, moved = real & decode[:, None], real & (placed & (decode == 0))[:, None]
     rotated = (d < turned)[None, :]
     dtype: tl.constexpr = y_rows.dtype.element_ty
     if not LOOPED:

@@ -24,15 +24,15 @@ class Segments:
     """Rows grouped by adapter and cut into tiles of at most `tile_rows`. All tensors are int32.
 
     order `[rows]`: the batch row at each sorted position: rows of one slot are neighbours, in
-    batch order; rows without an adapter come last. places `[rows]`: the position of each row.
+    batch order; rows without an adapter come last.
     tiles `[max_tiles, 4]`: slot, first position, number of rows, share; those of rows without an
     adapter have slot -1 and come last. num_tiles `[2]`: how many have an adapter, how many there
     are. scratch `[rows]`: of the routing kernel.
 
     Where tiles are shared out, max_parts is MAX_PARTS, else 1: one of up to SHARED_ROWS rows is
-    listed for every 16 ranks of its adapter's widest projection, once, twice or so many times, so
-    that whoever takes tiles one by one has as much to do for each. A share is `part * 4 +
-    log2(parts)`.
+    listed once where its adapter's widest projection has up to 16 ranks, twice up to 32, four
+    times beyond, so that whoever takes tiles one by one has as much to do for each. A share is
+    `part * 4 + log2(parts)`.
     """
 
     rows: int
@@ -40,7 +40,6 @@ class Segments:
     num_slots: int
     max_parts: int
     order: torch.Tensor
-    places: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
     scratch: torch.Tensor
@@ -77,9 +76,8 @@ def allocate_segments(
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     tiles = ints(max_tiles(rows, tile_rows, num_slots) * max_parts, TILE_WORDS)
-    order, places, scratch = ints(rows), ints(rows), ints(rows)
     sizes = (rows, tile_rows, num_slots, max_parts)
-    return Segments(*sizes, order, places, tiles, ints(2), scratch)
+    return Segments(*sizes, ints(rows), tiles, ints(2), ints(rows))
 
 
 def route(slots: torch.Tensor, segments: Segments, table: LoraTable) -> None:
@@ -105,7 +103,6 @@ def route(slots: torch.Tensor, segments: Segments, table: LoraTable) -> None:
     _route_kernel[(1,)](
         slots,
         segments.order,
-        segments.places,
         segments.tiles,
         segments.num_tiles,
         segments.scratch,
@@ -124,7 +121,6 @@ def route(slots: torch.Tensor, segments: Segments, table: LoraTable) -> None:
 def _route_kernel(
     slots_ptr: tl.tensor,
     order_ptr: tl.tensor,
-    places_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
     num_tiles_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
@@ -158,7 +154,6 @@ def _route_kernel(
     position = group_start + rank
     is_head = (i < rows) & (rank % TILE_ROWS == 0)
     tl.store(order_ptr + position, i, mask=i < rows)
-    tl.store(places_ptr + i, position, mask=i < rows)
     tl.store(scratch_ptr + position, tl.where(is_head, group_size - rank, 0), mask=i < rows)
     tl.debug_barrier()
     left = tl.load(scratch_ptr + i, mask=i < rows, other=0)
@@ -188,8 +183,6 @@ def _route_torch(slots: torch.Tensor, segments: Segments) -> None:
     keys = torch.where(slots >= 0, slots, num_slots).long()
     order = torch.sort(keys, stable=True).indices
     segments.order.copy_(order)
-    every_row = torch.arange(segments.rows, dtype=torch.int32, device=slots.device)
-    segments.places.scatter_(0, order, every_row)
     counts = torch.zeros(num_slots + 1, dtype=torch.long, device=slots.device)
     counts.scatter_add_(0, keys, torch.ones_like(keys))
     starts = torch.cumsum(counts, 0) - counts

@@ -21,7 +21,7 @@ def silu_mul(
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _silu_mul_kernel[(triton.cdiv(inner, _BLOCK), rows)](
+        _silu_mul_kernel[(rows * triton.cdiv(inner, _BLOCK),)](
             gate_up,
             *delta_arguments(gate_up, pending),
             out,
@@ -50,8 +50,9 @@ def _silu_mul_kernel(
     PDL: tl.constexpr,
 ) -> None:
     follow(PDL)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1).to(tl.int64)
+    BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     inside = n < INNER
     at = row * 2 * INNER + n
     gate = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)

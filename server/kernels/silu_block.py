@@ -93,15 +93,23 @@ def _silu_pieces(
     r = tl.arange(0, BLOCK_R)
     if DOWN > 0:
         acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    v0 = scales[0] * load_v(v, r, b0[1], MAX_SPLIT, BLOCK_M)
-    v1 = scales[1] * load_v(columns_from(v, b0[1]), r, b1[1], MAX_SPLIT, BLOCK_M)
+    v0 = load_v(v, r, b0[1], MAX_SPLIT, BLOCK_M)
+    v1 = load_v(columns_from(v, b0[1]), r, b1[1], MAX_SPLIT, BLOCK_M)
+    # Of few columns that is less work, but float16 may not hold what the product would bring back.
+    EARLY: tl.constexpr = y_ptr.dtype.element_ty != tl.float16
+    if EARLY:
+        v0, v1 = scales[0] * v0, scales[1] * v1
     for begin in tl.range(col, end, PIECE, num_stages=STAGES):
         n = begin + tl.arange(0, PIECE)
         at, out_at, live = _places(rows, length, n, end, INNER, BLOCK_M)
         gate = tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32)
         up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
-        gate += product(v0, load_b(b0, n, r, end), BLOCK_M, PRECISION)
-        up += product(v1, load_b(b1, n, r, end), BLOCK_M, PRECISION)
+        if EARLY:
+            gate += product(v0, load_b(b0, n, r, end), BLOCK_M, PRECISION)
+            up += product(v1, load_b(b1, n, r, end), BLOCK_M, PRECISION)
+        else:
+            gate += scales[0] * product(v0, load_b(b0, n, r, end), BLOCK_M, PRECISION)
+            up += scales[1] * product(v1, load_b(b1, n, r, end), BLOCK_M, PRECISION)
         out = silu_times(gate, up).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_at, out, mask=live)
         if DOWN > 0:

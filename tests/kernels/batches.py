@@ -49,15 +49,18 @@ class Adapters:
         widths: Sequence[int],
         ranks: Sequence[int],
         site: int = SITE,
+        *,
+        scales: Sequence[float] | None = None,
+        b_size: float = 1.0,
     ) -> None:
         """A: `[sum(ranks), in]` stacked, B: `[width, rank]` each, as a slab has them. `weights`
         tells of the last site put."""
         a_ptr, stacked = self._place(torch.randn(sum(ranks), in_features) / in_features**0.5)
         placed = [
-            self._place(torch.randn(w, r) / max(r, 1) ** 0.5)
+            self._place(b_size * torch.randn(w, r) / max(r, 1) ** 0.5)
             for w, r in zip(widths, ranks, strict=True)
         ]
-        scales = [0.5 + 0.25 * i for i in range(len(ranks))]
+        scales = scales or [0.5 + 0.25 * i for i in range(len(ranks))]
         self.table.write(slot, site, a_ptr, [p for p, _ in placed], ranks, scales)
         self.table.upload(slot)
         a = tuple(stacked.split(list(ranks)))

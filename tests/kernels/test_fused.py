@@ -92,6 +92,41 @@ def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int)
     assert_close(out, functional.silu(gate) * up, torch.float32)
 
 
+@pytest.mark.parametrize("ranks", [(8, 8), (32, 16), (64, 64), (3, 8), (100, 8)])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_float16_cannot_hold_before_the_product(
+    device: torch.device, rows: int, ranks: tuple[int, int]
+) -> None:
+    """Large scales, and B as small: `scale * v` is beyond float16, `scale * v B^T` is not."""
+    torch.manual_seed(rows)
+    inner, scale = 48, 3000.0
+    adapters = Adapters(torch.float16, device, 1)
+    adapters.put(0, 96, (inner, inner), ranks, scales=(scale, scale), b_size=0.1 / scale)
+    batch = make_batch(rows, adapters, "prefill", whole=True)
+    batch.slots.zero_()
+    x, y = (torch.randn(rows, n, device=device).half() for n in (96, 2 * inner))
+    x *= 20
+    configs = load_configs(device)
+    route(batch.slots, batch.segments, adapters.table)
+    config = configs.shrink("prefill", rows, 256, 96)
+    shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
+    pending = PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
+    out = silu_mul_lora(y, pending, configs.fused("prefill", rows))
+    total = lora_reference(y, x, [0] * rows, adapters.weights, (inner, inner)).to(device)
+    gate, up = total.float().chunk(2, dim=-1)
+    assert_close(out, functional.silu(gate) * up, torch.float16)
+
+
+@pytest.mark.gpu
+def test_activation_of_more_rows_than_a_grid_has_in_its_second_dimension() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    y = torch.randn(70_000, 2 * 8, device="cuda", dtype=torch.bfloat16)
+    gate, up = y.float().chunk(2, dim=-1)
+    out = silu_mul(y, None, programmatic_launch=False)
+    assert_close(out, functional.silu(gate) * up, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("inner", "width"), [(200, 16), (200, 32), (1500, 32)])
 def test_activation_that_shrinks_for_the_next_site(
     device: torch.device, inner: int, width: int

@@ -43,7 +43,6 @@ def routed(
     """The tiles, each once, all of its parts having been there in order."""
     segments.tiles.fill_(-7)
     segments.order.fill_(-7)
-    segments.places.fill_(-7)
     device = segments.order.device
     table = LoraTable(1, segments.num_slots, device) if table is None else table
     route(torch.tensor(slots, dtype=torch.int32, device=device), segments, table)
@@ -54,7 +53,6 @@ def routed(
         every - with_adapter
     )
     assert sorted(order) == list(range(len(slots)))
-    assert [order[place] for place in segments.places.tolist()] == list(range(len(slots)))
     whole = []
     while tiles:
         *tile, share = tiles[0]

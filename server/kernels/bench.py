@@ -1,21 +1,16 @@
 """LoRA time of one decode step of Llama-3.1-8B's shapes, alone and over the base's GEMMs.
 
-    python -m server.kernels.bench --json
-
 Random weights are made on the GPU. Every time is of one CUDA graph; the floor is the bytes of the
 batch's distinct adapters at the copy bandwidth measured in the same run.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-import triton
 
 from server.kernels.add_norm import add_norm
 from server.kernels.configs import KernelConfigs, load_configs
@@ -74,7 +69,6 @@ class Adapters:
 
     def __init__(self, count: int, ranks: Sequence[int]) -> None:
         self.count = count
-        self.max_rank = max(ranks)
         # As many slots as an engine would have: the graph is then valid for any assignment.
         self.table = LoraTable(LAYERS * len(SITES), NUM_SLOTS, "cuda")
         self._arenas: list[torch.Tensor] = []
@@ -162,13 +156,13 @@ class Step:
 
     def _shrink(self, index: int, adapters: Adapters, *, after_input: bool = False) -> None:
         k, _ = SITES[index % len(SITES)]
-        config = self.configs.shrink("decode", self.batch, adapters.max_rank, k)
+        config = self.configs.shrink("decode", self.batch)
         context = (adapters.table, index, self.segments, self.workspace, config)
         shrink(self.inputs[k], *context, after_input=after_input)
 
     def _expand(self, index: int, adapters: Adapters, y: torch.Tensor, accumulate: bool) -> None:
         _, widths = SITES[index % len(SITES)]
-        config = self.configs.expand("decode", self.batch, adapters.max_rank, sum(widths))
+        config = self.configs.expand("decode", self.batch)
         context = (adapters.table, index, self.segments, self.workspace, config)
         expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
 
@@ -286,28 +280,3 @@ def table(results: Sequence[Result]) -> str:
         times = " ".join(f"{getattr(r, name + '_ms'):9.2f}" for name in columns)
         lines.append(f"{f'({r.B}, {r.D})':>12} {r.r:>5} {times}{verdict}")
     return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object a line, then the table"
-    )
-    parser.add_argument("--rank", choices=[*RANKS], action="append", help="default: all")
-    parser.add_argument("--replays", type=int, default=20)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: this benchmark needs a GPU")
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        "ms of one step"
-    )
-    results = measure(POINTS, arguments.rank or [*RANKS], arguments.replays)
-    if arguments.json:
-        for result in results:
-            print(json.dumps(asdict(result)))
-    print(table(results))
-
-
-if __name__ == "__main__":
-    main()

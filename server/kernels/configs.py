@@ -1,10 +1,9 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
 Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink`, `rope` and `skinny`. An
-entry applies where the batch has at most `max_rows` rows, the adapters at most `max_rank` (of one
-projection) and the site at most `max_features` (input features for shrink, output features for
-expand); a bound left out is unbounded, and the first entry that applies wins; of `skinny` all that
-have that one's bound are tried. `default.json` serves every other architecture.
+entry applies where the batch has at most `max_rows` rows, or any number where that is left out, and
+the first entry that applies wins; of `skinny` all that have that one's bound are tried.
+`default.json` serves every other architecture.
 """
 
 import json
@@ -19,7 +18,6 @@ Phase = Literal["decode", "prefill"]
 DEFAULT_ARCH = "default"
 _FOLDER = Path(__file__).parent / "configs"
 _CPU_PROCESSORS = 2
-_BOUNDS = ("max_rows", "max_rank", "max_features")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +86,10 @@ class SkinnyConfig:
 class _Entry:
     phase: Phase
     max_rows: float
-    max_rank: float
-    max_features: float
     values: dict[str, int]
 
-    def applies(self, phase: Phase, rows: int, rank: int, features: int) -> bool:
-        return (
-            phase == self.phase
-            and rows <= self.max_rows
-            and rank <= self.max_rank
-            and features <= self.max_features
-        )
+    def applies(self, phase: Phase, rows: int) -> bool:
+        return phase == self.phase and rows <= self.max_rows
 
 
 class KernelConfigs:
@@ -106,12 +97,10 @@ class KernelConfigs:
 
     def __init__(
         self,
-        arch: str,
         processors: int,
         programmatic_launch: bool,
         table: dict[str, list[dict[str, Any]]],
     ) -> None:
-        self.arch = arch
         self.processors = processors
         self.programmatic_launch = programmatic_launch
         self._shrink = [_entry(row) for row in table["shrink"]]
@@ -124,36 +113,34 @@ class KernelConfigs:
 
     def tile_rows(self, phase: Phase, rows: int) -> int:
         """Rows of a tile in a batch of `rows`."""
-        return _find(self._tiles, phase, rows, 0, 0)["tile_rows"]
+        return _find(self._tiles, phase, rows)["tile_rows"]
 
-    def shrink(self, phase: Phase, rows: int, rank: int, in_features: int) -> ShrinkConfig:
-        """rank: the largest rank of one projection that may be in the batch."""
-        v = _find(self._shrink, phase, rows, rank, in_features)
+    def shrink(self, phase: Phase, rows: int) -> ShrinkConfig:
+        v = _find(self._shrink, phase, rows)
         return ShrinkConfig(*self._limits(v), v["block_k"], v["row_block_k"], v["max_split"])
 
-    def expand(self, phase: Phase, rows: int, rank: int, out_features: int) -> ExpandConfig:
-        """out_features: of all projections of the site together."""
-        v = _find(self._expand, phase, rows, rank, out_features)
+    def expand(self, phase: Phase, rows: int) -> ExpandConfig:
+        v = _find(self._expand, phase, rows)
         return ExpandConfig(*self._limits(v), v["piece"])
 
     def fused(self, phase: Phase, rows: int) -> FusedConfig:
         """Of the activation that expands on its way."""
-        v = _find(self._fused, phase, rows, 0, 0)
+        v = _find(self._fused, phase, rows)
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def fused_shrink(self, rows: int) -> FusedConfig:
         """Of the activation that also shrinks its result; many tokens alone."""
-        v = _find(self._fused_shrink, "prefill", rows, 0, 0)
+        v = _find(self._fused_shrink, "prefill", rows)
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def rope(self, rows: int) -> RopeConfig:
         """Of the rotation that expands on its way; many tokens alone."""
-        v = _find(self._rope, "prefill", rows, 0, 0)
+        v = _find(self._rope, "prefill", rows)
         return RopeConfig(*self._limits(v), v["max_heads"])
 
     def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
         """Those that may be the fastest for a product of so many rows; none for too many."""
-        known = [entry for entry in self._skinny if entry.applies("decode", rows, 0, 0)]
+        known = [entry for entry in self._skinny if entry.applies("decode", rows)]
         return tuple(
             SkinnyConfig(**entry.values, programmatic_launch=self.programmatic_launch)
             for entry in known
@@ -195,19 +182,16 @@ def read_configs(arch: str, processors: int, *, programmatic_launch: bool) -> Ke
     if not (_FOLDER / f"{arch}.json").is_file():
         arch = DEFAULT_ARCH
     text = (_FOLDER / f"{arch}.json").read_text(encoding="utf-8")
-    return KernelConfigs(arch, processors, programmatic_launch, json.loads(text))
+    return KernelConfigs(processors, programmatic_launch, json.loads(text))
 
 
 def _entry(row: dict[str, Any]) -> _Entry:
-    rows, rank, features = (float(row.get(name, "inf")) for name in _BOUNDS)
-    values = {k: v for k, v in row.items() if k != "phase" and k not in _BOUNDS}
-    return _Entry(row["phase"], rows, rank, features, values)
+    values = {k: v for k, v in row.items() if k not in ("phase", "max_rows")}
+    return _Entry(row["phase"], float(row.get("max_rows", "inf")), values)
 
 
-def _find(
-    entries: Sequence[_Entry], phase: Phase, rows: int, rank: int, features: int
-) -> dict[str, int]:
+def _find(entries: Sequence[_Entry], phase: Phase, rows: int) -> dict[str, int]:
     for entry in entries:
-        if entry.applies(phase, rows, rank, features):
+        if entry.applies(phase, rows):
             return entry.values
-    raise ValueError(f"no launch parameters for {phase}, {rows} rows, rank {rank}, {features}")
+    raise ValueError(f"no launch parameters for {phase}, {rows} rows")

@@ -58,7 +58,8 @@ def _num_tokens(tokenizer: Mapping[str, Any]) -> int | None:
     model = tokenizer.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     added = tokenizer.get("added_tokens")
-    ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab or ()))
-    tokens = [token.get("id") for token in added or () if isinstance(token, dict)]
+    listed = range(len(vocab)) if isinstance(vocab, list) else ()
+    ids = list(vocab.values()) if isinstance(vocab, dict) else listed
+    tokens = [t.get("id") for t in added if isinstance(t, dict)] if isinstance(added, list) else []
     highest = max((i for i in (*ids, *tokens) if isinstance(i, int)), default=-1)
     return highest + 1 if highest >= 0 else None

@@ -5,11 +5,14 @@ Only safetensors are read; `.bin` and `.pt` files are never opened. weights.py l
 
 import hashlib
 import json
+import math
+import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adapters.header import DTYPE_BYTES
 from server.model.config import ModelConfig
 
 CONFIG_FILE = "config.json"
@@ -77,6 +80,10 @@ def read_config(folder: Path) -> ModelConfig:
         return ModelConfig.from_json(config, generation)
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from None
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: an entry of another type or size than expected ({error})"
+        ) from None
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:
@@ -164,8 +171,10 @@ def _read_shard(path: Path) -> Shard:
 
 
 def _stored(entry: dict[str, Any], data: int, nbytes: int) -> StoredTensor:
-    begin, end = entry["data_offsets"]
+    begin, end = (operator.index(offset) for offset in entry["data_offsets"])
     if not 0 <= begin <= end <= nbytes - data:
         raise ValueError("a tensor lies outside the file; is the download complete?")
-    shape = tuple(int(n) for n in entry["shape"])
-    return StoredTensor(str(entry["dtype"]), shape, data + begin, data + end)
+    shape, dtype = tuple(operator.index(n) for n in entry["shape"]), str(entry["dtype"])
+    if dtype in DTYPE_BYTES and end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise ValueError(f"{dtype} {list(shape)} does not take {end - begin} bytes")
+    return StoredTensor(dtype, shape, data + begin, data + end)

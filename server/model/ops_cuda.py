@@ -20,7 +20,7 @@ from server.kernels.segments import Segments, allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
-from server.kernels.table import MAX_RANK, RANK_BLOCKS
+from server.kernels.table import RANK_BLOCKS
 from server.kernels.workspace import Workspace, allocate_workspace
 from server.model.attention_cuda import Attention, PagedAttention
 from server.model.config import ModelConfig
@@ -255,7 +255,7 @@ class CudaOps:
     def _shrink(
         self, x: torch.Tensor, lora: DeviceLora, site: int, *, after_input: bool = False
     ) -> None:
-        config = self._configs.shrink(lora.phase, len(x), MAX_RANK, x.shape[1])
+        config = self._configs.shrink(lora.phase, len(x))
         context = (self.table.device_table, site, lora.segments, lora.workspace, config)
         shrink(x, *context, after_input=after_input)
 
@@ -263,7 +263,7 @@ class CudaOps:
         self, y: torch.Tensor, lora: DeviceLora, site: int, *, accumulate: bool = True
     ) -> None:
         widths = self.table.sites.widths(site)
-        config = self._configs.expand(lora.phase, len(y), MAX_RANK, sum(widths))
+        config = self._configs.expand(lora.phase, len(y))
         context = (self.table.device_table, site, lora.segments, lora.workspace, config)
         expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
 

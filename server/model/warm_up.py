@@ -33,27 +33,30 @@ def warm_sizes(max_step_tokens: int) -> list[int]:
 def run_step(
     decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, max_context: int, adapters: bool
 ) -> None:
-    """A mixed step on the scratch row: one decode, and chunks of the rest. With adapters also as
-    if they changed the embedding and the head, which no graph does, of small ranks and of any."""
+    """A mixed step on the scratch row: one decode, and chunks of the rest; logits of one token and
+    of as many as a step can want. With adapters also as if they changed the embedding and the head,
+    which no graph does, of small ranks and of any."""
     chunks, rest = divmod(tokens - 1, max_context)
     # Decodes come first, and a rest of one is another.
     layout = _on_scratch(rows, np.array([1] + ([rest] if rest else []) + [max_context] * chunks))
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
     ops: Any = decoder.ops
-    loras: list[tuple[Any, Any]] = [(None, None)]
+    loras = [None]
     if adapters:
-        of_all, of_last = (_everywhere(ops.lora(np.zeros(n, np.int64))) for n in (tokens, 1))
-        loras.append((replace(of_all, down=None), of_last))
-        if of_all.down is not None:
-            loras += [(ops.shrinking(of_all, block), of_last) for block in RANK_BLOCKS]
-    for of_all, of_last in loras:
-        normed = decoder.forward(token_ids, ops.plan(layout), of_all)
-        decoder.logits(normed[-1:], of_last)
+        lora = _everywhere(ops, tokens)
+        loras.append(replace(lora, down=None))
+        if lora.down is not None:
+            loras += [ops.shrinking(lora, block) for block in RANK_BLOCKS]
+    for lora in loras:
+        normed = decoder.forward(token_ids, ops.plan(layout), lora)
+        for wanted in {1, min(tokens, rows.scratch)}:
+            of_head = None if lora is None else _everywhere(ops, wanted)
+            decoder.logits(normed[-wanted:], of_head)
     torch.cuda.synchronize()
 
 
-def _everywhere(lora: Any) -> Any:
-    return replace(lora, model_sites=True)
+def _everywhere(ops: Any, tokens: int) -> Any:
+    return replace(ops.lora(np.zeros(tokens, np.int64)), model_sites=True)
 
 
 def prompts_of(rows: Rows, max_context: int, tokens: int) -> StepLayout:

@@ -50,12 +50,13 @@ def choose_sizes(
     beside = max(min(adapters, host_bytes // _GPU_HOST_SHARE), _CPU_HOST_ADAPTERS)
     on_host = beside if on_gpu else _CPU_HOST_ADAPTERS
     running, step_tokens = _load(gpu_bytes) if on_gpu else (_CPU_RUNNING, _CPU_STEP_TOKENS)
+    running, step_tokens = config.max_running or running, config.max_step_tokens or step_tokens
     return Sizes(
         adapter_memory=adapters,
         host_adapter_memory=config.host_adapter_memory or on_host,
         kv_memory=config.kv_memory or (0 if on_gpu else _CPU_KV),
-        max_running=config.max_running or running,
-        max_step_tokens=config.max_step_tokens or step_tokens,
+        max_running=min(running, step_tokens),  # each has one token a step at least
+        max_step_tokens=step_tokens,
     )
 
 

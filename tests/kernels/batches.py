@@ -98,7 +98,6 @@ class Batch:
     workspace: Workspace
     slots: torch.Tensor
     phase: Phase
-    max_rank: int = 256
 
     def run(
         self,
@@ -110,8 +109,8 @@ class Batch:
     ) -> None:
         configs = load_configs(x.device)
         rows = self.segments.rows
-        shrink_config = configs.shrink(self.phase, rows, self.max_rank, x.shape[1])
-        expand_config = configs.expand(self.phase, rows, self.max_rank, y.shape[1])
+        shrink_config = configs.shrink(self.phase, rows)
+        expand_config = configs.expand(self.phase, rows)
         route(self.slots, self.segments, table)
         shrink(x, table, SITE, self.segments, self.workspace, shrink_config)
         context = (table, SITE, self.segments, self.workspace, expand_config)

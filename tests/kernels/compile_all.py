@@ -81,8 +81,8 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     for routed in (segments, shared):
         route(slots, routed, table)
     x, y = torch.zeros(rows, 512, dtype=DTYPE), torch.zeros(rows, sum(WIDTHS), dtype=DTYPE)
-    of_shrink = configs.shrink(phase, rows, 256, 512)
-    of_expand = configs.expand(phase, rows, 256, sum(WIDTHS))
+    of_shrink = configs.shrink(phase, rows)
+    of_expand = configs.expand(phase, rows)
     shrink(x, table, 0, segments, workspace, of_shrink, after_input=False)
     for routed in {id(of): of for of in (segments, shared)}.values():
         of_site = (table, 0, routed, workspace)

@@ -214,12 +214,12 @@ def test_splits_that_do_not_divide_k(device: torch.device, split: int) -> None:
     for block_k, row_block_k in ((64, 256), (128, 64)):
         y.zero_()
         config = replace(
-            configs.shrink("decode", 5, 64, 1900),
+            configs.shrink("decode", 5),
             max_split=split, block_k=block_k, row_block_k=row_block_k,
         )  # fmt: skip
         route(batch.slots, batch.segments, adapters.table)
         shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
-        config_e = configs.expand("decode", 5, 64, 64)
+        config_e = configs.expand("decode", 5)
         expand(y, (64,), adapters.table, SITE, batch.segments, batch.workspace, config_e)
         expected = lora_reference(torch.zeros_like(y), x, slots, adapters.weights, (64,))
         assert_close(y, expected, torch.float32)
@@ -276,8 +276,8 @@ def test_expand_after_a_gemm_on_another_stream() -> None:
     weight = torch.randn(6144, 4096, dtype=torch.bfloat16, device=device) / 64
     y = torch.empty(rows, 6144, dtype=torch.bfloat16, device=device)
     configs = load_configs(device)
-    shrink_config = configs.shrink("decode", rows, 64, 4096)
-    expand_config = configs.expand("decode", rows, 64, 6144)
+    shrink_config = configs.shrink("decode", rows)
+    expand_config = configs.expand("decode", rows)
     side = torch.cuda.Stream()
 
     def step() -> None:

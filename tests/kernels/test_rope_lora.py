@@ -36,7 +36,7 @@ def shrunk(adapters: Adapters, x: torch.Tensor) -> PendingLora:
     batch.slots.copy_(torch.tensor(SLOTS, dtype=torch.int32))
     configs = load_configs(x.device)
     route(batch.slots, batch.segments, adapters.table)
-    config = configs.shrink("prefill", len(x), 256, IN_FEATURES)
+    config = configs.shrink("prefill", len(x))
     shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
     return PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
 

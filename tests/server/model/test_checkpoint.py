@@ -18,6 +18,12 @@ from server.protocol import ModelCard
 from tests.server.model.hub_models import make_model, save_model
 
 CPU = torch.device("cpu")
+WINDOWS = {
+    "model_type": "qwen2",
+    "architectures": None,
+    "use_sliding_window": True,
+    "sliding_window": 8,
+}
 
 
 @pytest.fixture
@@ -128,6 +134,44 @@ def test_truncated_file(folder: Path, keep: int) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data_offsets": [0, 97 * 64 * 4 - 2]},
+        {"data_offsets": [0.0, 97 * 64 * 4.0]},
+        {"shape": [97, 63]},
+        {"dtype": "F64"},
+    ],
+)
+def test_a_span_that_is_not_its_tensors(folder: Path, change: dict[str, Any]) -> None:
+    header = {"model.embed_tokens.weight": {"dtype": "F32", "shape": [97, 64]}}
+    header["model.embed_tokens.weight"] |= {"data_offsets": [0, 97 * 64 * 4], **change}
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(97 * 64 * 8)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="malformed safetensors header"):
+        read_base_spec(folder, ())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": 5},
+        {"auto_map": 5},
+        {**WINDOWS, "layer_types": 5},
+        {**WINDOWS, "layer_types": [["full_attention"]] * 3},
+        {**WINDOWS, "max_window_layers": "x"},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": "1", "mscale_all_dim": 1}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 1e308}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 1e308}},
+    ],
+)
+def test_entries_of_other_types(folder: Path, change: dict[str, Any]) -> None:
+    edit_json(folder / "config.json", **change)
+    with pytest.raises(CheckpointError, match="config.json"):
+        read_config(folder)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "nul", '{"model_type": "bert"}'])
 def test_malformed_config(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
@@ -209,6 +253,8 @@ def test_base_facts(folder: Path, tmp_path: Path) -> None:
         ({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9}]}, 10),
         ({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}}, 2),
         ({"model": {}}, None),
+        ({"model": {"vocab": 5}, "added_tokens": 5}, None),
+        ({"model": 5, "added_tokens": {"id": 5}}, None),
     ],
 )
 def test_number_of_tokens(folder: Path, tokenizer: dict[str, Any], expected: int | None) -> None:

@@ -52,6 +52,11 @@ def test_what_was_asked_for_is_kept(device: Literal["cpu", "cuda"], gpu: int, ho
     assert (sizes.max_running, sizes.max_step_tokens) == (4, 5)
 
 
+def test_no_more_run_at_once_than_a_step_has_tokens() -> None:
+    sizes = choose_sizes(WorkerConfig(model="m", max_step_tokens=40), "cpu", 0, GIB)
+    assert (sizes.max_running, sizes.max_step_tokens) == (40, 40)
+
+
 def test_the_largest_rank_to_accept_is_what_the_kernels_serve() -> None:
     option = next(field for field in fields(WorkerConfig) if field.name == "max_lora_rank")
     assert option.metadata["max"] == option.default == MAX_LORA_RANK == MAX_RANK

@@ -24,8 +24,8 @@ from tests.kernels.batches import Adapters, assert_close, interpreted, make_batc
 
 CPU = torch.device("cpu")
 CONFIGS = load_configs(CPU)
-SHRINK = CONFIGS.shrink("decode", 4, 64, 32)
-EXPAND = CONFIGS.expand("decode", 4, 64, 48)
+SHRINK = CONFIGS.shrink("decode", 4)
+EXPAND = CONFIGS.expand("decode", 4)
 FUSED = CONFIGS.fused("decode", 4)
 
 
@@ -211,12 +211,11 @@ def test_workspaces_take_every_batch(arch: str) -> None:
 def test_every_batch_has_launch_parameters() -> None:
     for rows in (1, 2, 16, 17, 64, 128, 256, 512):
         assert CONFIGS.tile_rows("decode", rows) == 16
-        for features in (64, 1024, 4096, 28672, 128256):
-            split = CONFIGS.shrink("decode", rows, 256, features).max_split
-            assert split & (split - 1) == 0
-            assert CONFIGS.max_split("decode", rows) >= split
-            assert CONFIGS.expand("decode", rows, 256, features).piece >= 64
+        split = CONFIGS.shrink("decode", rows).max_split
+        assert split & (split - 1) == 0
+        assert CONFIGS.max_split("decode", rows) >= split
+        assert CONFIGS.expand("decode", rows).piece >= 64
     for rows in (2049, 8192):
         assert CONFIGS.rope(rows).max_heads >= 1
         assert CONFIGS.fused_shrink(rows).piece >= 64
-        assert CONFIGS.shrink("prefill", rows, 256, 4096).max_split == 1
+        assert CONFIGS.shrink("prefill", rows).max_split == 1

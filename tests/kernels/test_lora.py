@@ -194,7 +194,7 @@ def test_embedding(device: torch.device) -> None:
     expected = embed_reference(y, tokens.tolist(), slots, adapters.weights)
     route(batch.slots, batch.segments, adapters.table)
     gather_embedding(tokens, adapters.table, SITE, batch.segments, batch.workspace)
-    config = load_configs(device).expand("decode", 7, 100, 72)
+    config = load_configs(device).expand("decode", 7)
     expand(y, (72,), adapters.table, SITE, batch.segments, batch.workspace, config)
     assert_close(y, expected, torch.float32)
 

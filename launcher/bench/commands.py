@@ -153,7 +153,7 @@ def _measure(points: Iterable[Any], as_json: bool) -> None:
 def run_lora_kernels(arguments: argparse.Namespace) -> None:
     import torch
 
-    from server.kernels.bench import POINTS, RANKS, measure, table
+    from launcher.bench.lora_kernels import POINTS, RANKS, measure, table
 
     if not torch.cuda.is_available():
         raise SystemExit("loraplex: bench lora-kernels needs a CUDA device")

@@ -1,4 +1,4 @@
-"""The first kernel of a decode step: from one packed upload to token ids and places; page lists."""
+"""What a step gathers before its first layer: inputs of its decodes, pages of its prompts."""
 
 import torch
 import triton

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from server.kernels.low_rank import load_b, load_v, low_rank_one, product
+from server.kernels.low_rank import in_eights, load_b, load_v, low_rank_one, product
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def expand_ranks(
     PRECISION: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ) -> None:
-    """Pieces of about PIECE * 16 weights, in vectors of 8 where every row of B starts at one."""
+    """Pieces of about PIECE * 16 weights."""
     b_ptr, rank = b
     if rank % 8 != 0:
         _expand_looped(
@@ -30,22 +30,22 @@ def expand_ranks(
         )  # fmt: skip
     elif rank <= 16:
         _expand_pieces(
-            y_rows, v, (b_ptr, rank // 8 * 8), scale, col, end,
+            y_rows, v, (b_ptr, in_eights(rank)), scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip
     elif rank <= 32:
         _expand_pieces(
-            y_rows, v, (b_ptr, rank // 8 * 8), scale, col, end,
+            y_rows, v, (b_ptr, in_eights(rank)), scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip
     elif rank <= 64:
         _expand_pieces(
-            y_rows, v, (b_ptr, rank // 8 * 8), scale, col, end,
+            y_rows, v, (b_ptr, in_eights(rank)), scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, PRECISION, ACCUMULATE,
         )  # fmt: skip
     else:
         _expand_looped(
-            y_rows, v, (b_ptr, rank // 8 * 8), scale, col, end,
+            y_rows, v, (b_ptr, in_eights(rank)), scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE // 4, 64, PRECISION, ACCUMULATE,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class SiteWeights:
+class SiteTensors:
     """One adapter's tensors at one site, one entry for each projection.
 
     a: `[rank, in_features]`; b: `[out_features, rank]`; rank 0 = the projection is not targeted.
@@ -22,7 +22,7 @@ def lora_reference(
     y: torch.Tensor,
     x: torch.Tensor,
     slots: Sequence[int],
-    adapters: Sequence[SiteWeights | None],
+    adapters: Sequence[SiteTensors | None],
     widths: Sequence[int],
 ) -> torch.Tensor:
     """`y[i] + scale * (x[i] A^T) B^T` for each row i and projection, in float32.
@@ -47,7 +47,7 @@ def embed_reference(
     y: torch.Tensor,
     token_ids: Sequence[int],
     slots: Sequence[int],
-    adapters: Sequence[SiteWeights | None],
+    adapters: Sequence[SiteTensors | None],
 ) -> torch.Tensor:
     """`y[i] + scale * A[:, token_ids[i]] B^T` for each row i, in float32; A is `[rank, vocab]`."""
     out = y.float().clone()

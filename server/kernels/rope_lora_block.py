@@ -7,7 +7,7 @@ and where they end. `low`: v and b as in low_rank, and the scale.
 import triton
 import triton.language as tl
 
-from server.kernels.low_rank import load_b, load_v, low_rank_one, product
+from server.kernels.low_rank import in_eights, load_b, load_v, low_rank_one, product
 from server.kernels.rope_append import norm_and_rotate
 
 
@@ -78,7 +78,7 @@ def _rope_ranks(
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """B in vectors of 8 where each of its rows starts at one."""
+    """As many ranks at a time as the adapter has, as far as registers go."""
     rank = low[1][1]
     if rank % 8 != 0:
         _rope_heads(
@@ -87,22 +87,22 @@ def _rope_ranks(
         )  # fmt: skip
     elif rank <= 16:
         _rope_heads(
-            rows, rotation, low, rank // 8 * 8, head, end,
+            rows, rotation, low, in_eights(rank), head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 16, False, STAGES, NORM, PRECISION,
         )  # fmt: skip
     elif rank <= 32:
         _rope_heads(
-            rows, rotation, low, rank // 8 * 8, head, end,
+            rows, rotation, low, in_eights(rank), head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 32, False, STAGES, NORM, PRECISION,
         )  # fmt: skip
     elif rank <= 64:
         _rope_heads(
-            rows, rotation, low, rank // 8 * 8, head, end,
+            rows, rotation, low, in_eights(rank), head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 64, False, STAGES, NORM, PRECISION,
         )  # fmt: skip
     else:
         _rope_heads(
-            rows, rotation, low, rank // 8 * 8, head, end,
+            rows, rotation, low, in_eights(rank), head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 32, True, 1, NORM, PRECISION,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from server.kernels.low_rank import columns_from, load_b, load_v, low_rank, product
+from server.kernels.low_rank import columns_from, in_eights, load_b, load_v, low_rank, product
 from server.kernels.silu import silu_times
 
 
@@ -31,10 +31,10 @@ def silu_rows(
     PRECISION: tl.constexpr,
     DOWN: tl.constexpr,
 ) -> None:
-    """Columns col .. end of one row, or of a tile's, B in vectors of 8 where each of its rows
-    starts at one. DOWN: of down's v, 0 = is not wanted; where it is, all ranks fit it."""
+    """Columns col .. end of one row, or of a tile's. DOWN: of down's v, 0 = is not wanted; where it
+    is, all ranks fit it."""
     widest = tl.maximum(b0[1], b1[1])
-    even0, even1 = (b0[0], b0[1] // 8 * 8), (b1[0], b1[1] // 8 * 8)
+    even0, even1 = (b0[0], in_eights(b0[1])), (b1[0], in_eights(b1[1]))
     if DOWN > 0:
         _silu_pieces(
             target, v, even0, even1, scales, down, col, end,

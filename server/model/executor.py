@@ -18,7 +18,7 @@ from server.model.checkpoint import read_config
 from server.model.config import ModelConfig
 from server.model.decode_batch import APPEND, POSITION, ROW, DecodeBatch
 from server.model.decoder import Decoder, Wanted
-from server.model.gpu_path import Parts, build
+from server.model.gpu_path import build
 from server.model.lora import DTYPES, AdapterTable
 from server.model.memory import (
     MEMORY_ADVICE,
@@ -28,6 +28,7 @@ from server.model.memory import (
     fill_device,
 )
 from server.model.ops import KVCache
+from server.model.parts import Parts
 from server.model.results import PromptLogprobs, StepTicket
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows

@@ -13,10 +13,10 @@ from server.model.attention_cuda import PagedAttention, prompt_backend
 from server.model.decode_graphs import DecodeGraphs, graph_sizes
 from server.model.decoder import Decoder
 from server.model.draws_cuda import CudaDraws
-from server.model.gpu_path import Built, Parts
 from server.model.graph_attention import GraphAttention
 from server.model.ops import StepLayout
 from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
+from server.model.parts import Built, Parts
 from server.model.products import Linear
 from server.model.prompt_attention import MAX_PROMPTS, PromptAttention
 from server.model.start_phases import StartPhases

@@ -63,6 +63,8 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class Typical:
+    """Rows that keep typical tokens alone. rows: int64 `[t]`; mass: float32 `[t]`."""
+
     rows: torch.Tensor
     mass: torch.Tensor
 

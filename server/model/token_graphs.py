@@ -26,7 +26,8 @@ _MAX_TOKENS = 2048
 
 
 def token_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Up to what steps of `max_tokens` tokens need: padding is the smaller part of any step."""
+    """Up to what steps of `max_tokens` tokens need. Beyond the smallest size, padding is the
+    smaller part of any step."""
     top = min(max_tokens, _MAX_TOKENS)
     sizes = [32, 64, 96, 128, *range(192, 1024, 64), *range(1024, _MAX_TOKENS + 1, 128)]
     return sizes_up_to(sizes, top)

@@ -9,7 +9,7 @@ import torch
 
 from server.kernels.configs import Phase, load_configs
 from server.kernels.expand import expand
-from server.kernels.reference import SiteWeights
+from server.kernels.reference import SiteTensors
 from server.kernels.segments import Segments, allocate_segments, route
 from server.kernels.shrink import shrink
 from server.kernels.table import LoraTable
@@ -34,7 +34,7 @@ class Adapters:
     used: int = 0
     arena: torch.Tensor = field(init=False)
     table: LoraTable = field(init=False)
-    weights: list[SiteWeights | None] = field(init=False)
+    weights: list[SiteTensors | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.arena = torch.full((self.arena_bytes,), 0xFF, dtype=torch.uint8, device=self.device)
@@ -64,7 +64,7 @@ class Adapters:
         self.table.write(slot, site, a_ptr, [p for p, _ in placed], ranks, scales)
         self.table.upload(slot)
         a = tuple(stacked.split(list(ranks)))
-        self.weights[slot] = SiteWeights(a, tuple(b for _, b in placed), tuple(scales))
+        self.weights[slot] = SiteTensors(a, tuple(b for _, b in placed), tuple(scales))
 
     def put_embedding(self, slot: int, vocab: int, width: int, rank: int) -> None:
         """A: `[vocab, rank]`, the transpose of what PEFT stores."""
@@ -72,7 +72,7 @@ class Adapters:
         b_ptr, b = self._place(torch.randn(width, rank) / rank**0.5)
         self.table.write(slot, SITE, a_ptr, [b_ptr], [rank], [2.0])
         self.table.upload(slot)
-        self.weights[slot] = SiteWeights((a.T,), (b,), (2.0,))
+        self.weights[slot] = SiteTensors((a.T,), (b,), (2.0,))
 
     def remove(self, slot: int) -> None:
         self.table.clear(slot)

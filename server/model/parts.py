@@ -1,0 +1,40 @@
+"""What a set of operations is built from, and what is built."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from server.engine.executor import ExecutorLimits
+from server.model.config import ModelConfig
+from server.model.decoder import Decoder
+from server.model.lora import AdapterTable
+from server.model.ops import KVCache
+from server.model.row_sampling import RowSampling
+from server.model.rows import Rows
+from server.model.sampler import Draws
+from server.model.weights import ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a set of ops works on; all on one device. summary: of its memory, for a person."""
+
+    model: ModelConfig
+    weights: ModelWeights
+    cache: KVCache
+    table: AdapterTable
+    rows: Rows
+    parameters: RowSampling
+    limits: ExecutorLimits
+    summary: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """graphs, token_graphs: DecodeGraphs and TokenGraphs, None where steps are computed as they
+    come. backend: for a person."""
+
+    decoder: Decoder[Any, Any, Any]
+    draws: Draws
+    graphs: Any
+    token_graphs: Any
+    backend: str

@@ -1,8 +1,5 @@
 """Every kernel compiles for the GPUs that are served; the interpreter accepts more than that."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,21 +8,12 @@ import torch
 from server.kernels.add_norm import add_norm
 from server.kernels.compile_ahead import compiled_together
 from tests.kernels.batches import interpreted
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(script: str, cache: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", f"tests.kernels.{script}", *arguments]
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+from tests.kernels.interpreter import ROOT, run_uninterpreted
 
 
 @pytest.mark.parametrize("capability", ["90"])
 def test_kernels_compile_without_a_gpu(capability: str, tmp_path: Path) -> None:
-    printed = run("compile_all", tmp_path, capability)
+    printed = run_uninterpreted("tests.kernels.compile_all", tmp_path, capability)
     kernels = (ROOT / "server" / "kernels").glob("*.py")
     names = {
         line.split("(")[0].removeprefix("def ")
@@ -37,7 +25,7 @@ def test_kernels_compile_without_a_gpu(capability: str, tmp_path: Path) -> None:
 
 
 def test_one_that_cannot_be_compiled_leaves_the_others_be(tmp_path: Path) -> None:
-    first, second = run("compile_broken", tmp_path).splitlines()
+    first, second = run_uninterpreted("tests.kernels.compile_broken", tmp_path).splitlines()
     assert first == "CompilationError _fill_kernel"
     assert second == "_fill_kernel _fill_kernel"
 

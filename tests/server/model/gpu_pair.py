@@ -50,7 +50,7 @@ class Pair:
         if few_tokens:
             patch.setattr(ops_cuda, "_FEW_TOKENS", few_tokens)
             patch.setattr(token_graphs, "_MAX_TOKENS", few_tokens)
-        self.graphs = _replace_graphs(patch)
+        self.graphs = replace_graphs(patch)
         self.gpu = Driver(folder, **changes)
         for driver in (self.reference, self.gpu):
             first = 0
@@ -63,7 +63,7 @@ class Pair:
         self.gpu.close()
 
 
-def _replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
+def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     """Build the GPU path; returns `Pair.graphs`."""
     from server.model import decode_graphs, fast_path, products, token_graphs, warm_up
 

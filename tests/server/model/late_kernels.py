@@ -1,0 +1,126 @@
+"""Which kernels steps need that no start asks for: `python -m tests.server.model.late_kernels`.
+
+As on an H100 or H200, with tensors of the CPU: kernels are asked for, and none is compiled or
+launched, so that steps compute nothing of use. Prints how many the start asks for, then each case
+with those that it asks for in addition.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from peft import LoraConfig
+
+from server.kernels.configs import read_configs
+from server.protocol import SamplingParams
+from tests.kernels.compile_all import compile_for
+from tests.server.model import fake_flashinfer
+from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.gpu_pair import replace_graphs
+from tests.server.model.hub_models import add_adapter, make_model, save_model
+from tests.server.model.slabs import pack
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+BASE, LAYERS, ODD, HEAD, EMBEDDING = -1, 0, 1, 2, 3
+ADAPTERS = {
+    LAYERS: LoraConfig(r=16, target_modules=list(ALL)),
+    ODD: LoraConfig(r=5, target_modules=list(ALL)),
+    HEAD: LoraConfig(r=8, target_modules=["lm_head"]),
+    EMBEDDING: LoraConfig(r=8, target_modules=["embed_tokens", "q_proj"]),
+}
+GREEDY = SamplingParams(temperature=0.0)
+RANDOM = SamplingParams(temperature=0.8, top_p=0.9)
+PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.2, logprobs=2)
+SCORED = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)
+# Sequences, whose slots are taken in turn, tokens of each prompt, and what is asked for.
+CASES: tuple[tuple[int, tuple[int, ...], int, SamplingParams], ...] = (
+    *((count, (BASE,), 7, GREEDY) for count in (1, 4, 40, 200)),
+    *((count, (LAYERS, ODD), 7, GREEDY) for count in (1, 4, 40, 200)),
+    *((count, (LAYERS, HEAD), 7, GREEDY) for count in (1, 3, 5, 40, 300)),
+    *((count, (LAYERS, EMBEDDING), 7, GREEDY) for count in (1, 5, 40, 300)),
+    *((3, (BASE, LAYERS, ODD), 7, wanted) for wanted in (RANDOM, PENALISED, SCORED)),
+    *((80, slots, 100, GREEDY) for slots in ((BASE,), (LAYERS,), (LAYERS, ODD))),
+    (80, (BASE, LAYERS, ODD, HEAD, EMBEDDING), 100, SCORED),
+)
+asked: set[str] = set()
+
+
+def note(*, key: str, fn: Any, **_: object) -> bool:
+    """For Triton: true says that a kernel need not be compiled."""
+    asked.add(f"{fn.name} {key}")
+    return True
+
+
+def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Nobody writes what kernels should have written."""
+    return lambda *shape, **options: make(*shape, **options).zero_()
+
+
+def started(folder: Path, patch: pytest.MonkeyPatch) -> Driver:
+    """On what stands for a GPU, with all adapters in their slots."""
+    fake_flashinfer.install(patch)
+    from server.model import attention_cuda, fast_path, ops_cuda, warm_up
+
+    warm_sizes = warm_up.warm_sizes
+    replace_graphs(patch)
+    patch.setattr(warm_up, "warm_sizes", warm_sizes)
+    for module in (attention_cuda, fast_path):
+        patch.setattr(module, "prompt_backend", lambda _: "fa3")
+    patch.setattr(
+        ops_cuda, "load_configs", lambda _: read_configs("sm90", 132, programmatic_launch=True)
+    )
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        patch.setattr(owner, name, zeroed(getattr(owner, name)))
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+    model = make_model("llama3", num_hidden_layers=2, max_position_embeddings=4096, **sizes)
+    save_model(model, folder)
+    for slot, adapter in ADAPTERS.items():
+        model = add_adapter(model, str(slot), adapter, slot)
+    memory = {"kv_memory": 512 << 20, "adapter_memory": 64 << 20, "host_arena_bytes": 32 << 20}
+    limits = {"page_size": 16, "max_running": 512, "max_step_tokens": 8192}
+    driver = Driver(folder, dtype="bfloat16", **memory, **limits)
+    first = 0
+    for slot in ADAPTERS:
+        layout, slab = pack(model, str(slot), dtype="bfloat16")
+        assert driver.load(slot, layout, slab, first).error is None
+        first += sum(layout.runs)
+    return driver
+
+
+def serve(
+    driver: Driver, count: int, slots: Sequence[int], prompt: int, sampling: SamplingParams
+) -> None:
+    streams = [
+        Stream(driver, row, [3] * prompt, slot=slots[row % len(slots)], sampling=sampling, seed=row)
+        for row in range(count)
+    ]
+    generate(driver, streams, 3, prompt)
+    for stream in streams:
+        stream.free()
+
+
+def main() -> int:
+    compile_for(90)
+    triton.knobs.runtime.jit_cache_hook = note
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        driver = started(Path(folder), patch)
+        print("start", len(asked))
+        for case in CASES:
+            known = set(asked)
+            serve(driver, *case)
+            print("late", *case[:3], *sorted(asked - known))
+        driver.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -81,6 +81,10 @@ class Answer:
         choices."""
         return self._text_s or self._silent_s
 
+    @property
+    def has_text(self) -> bool:
+        return bool(self._text_s)
+
     def take(self, data: bytes, now: float) -> None:
         """The next event. now: seconds."""
         if data.strip() == b"[DONE]":

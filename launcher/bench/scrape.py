@@ -30,13 +30,12 @@ def parse_counters(text: str) -> dict[str, float]:
     return found
 
 
-async def read_counters(url: str | None) -> dict[str, float]:
+async def read_counters(http: httpx.AsyncClient, url: str | None) -> dict[str, float]:
     """url: of the worker; None = nothing is read. Raises BenchError."""
     if url is None:
         return {}
     try:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            answer = await http.get(f"{url}/metrics")
+        answer = await http.get(f"{url}/metrics")
         answer.raise_for_status()
         return parse_counters(answer.text)
     except (httpx.HTTPError, ValueError) as error:

@@ -86,7 +86,7 @@ async def send(target: Target, call: Call, outcome: Outcome) -> None:
     try:
         body = body_of(target, call)
         settle(outcome, await post_stream(target.address, body, target.headers, target.timeout_s))
-    except (OSError, UnicodeError, httptools.HttpParserError) as error:
+    except (OSError, httptools.HttpParserError) as error:
         outcome.error, outcome.message = type(error).__name__, one_line(str(error).encode())
     outcome.end_s = time.monotonic()
 

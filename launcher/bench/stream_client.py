@@ -7,6 +7,7 @@ import asyncio
 import ssl
 import time
 from email.utils import parsedate_to_datetime
+from functools import cache
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -66,7 +67,7 @@ class StreamProtocol(asyncio.Protocol):
             return
         for event in self._events.feed(body):
             self.answer.take(event, now)
-        if self.answer.token_s:
+        if self.answer.has_text:
             self.began.set()
 
     def on_message_complete(self) -> None:
@@ -104,11 +105,17 @@ def retry_after_s(text: str, now: float) -> float | None:
         return None
 
 
+@cache
+def _tls() -> ssl.SSLContext:
+    """One for all connections: making one takes longer than a token."""
+    return ssl.create_default_context()
+
+
 async def open_stream(url: str, body: bytes, headers: dict[str, str]) -> StreamProtocol:
     """Posts, and reads from then on; `done` ends with the answer. Raises OSError."""
     parts = urlsplit(url)
     assert parts.hostname is not None
-    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    secure = _tls() if parts.scheme == "https" else None
     lines = {
         "Host": parts.netloc.rpartition("@")[2],
         "Content-Type": "application/json",
@@ -117,12 +124,15 @@ async def open_stream(url: str, body: bytes, headers: dict[str, str]) -> StreamP
         **headers,
     }
     head = f"POST {parts.path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items())
-    _, protocol = await asyncio.get_running_loop().create_connection(
-        lambda: StreamProtocol(head.encode() + b"\r\n" + body),
-        parts.hostname,
-        parts.port or (443 if secure else 80),
-        ssl=secure,
-    )
+    try:
+        _, protocol = await asyncio.get_running_loop().create_connection(
+            lambda: StreamProtocol(head.encode() + b"\r\n" + body),
+            parts.hostname,
+            parts.port or (443 if secure else 80),
+            ssl=secure,
+        )
+    except UnicodeError:
+        raise OSError(f"{parts.hostname[:80]!r} is no name of a host") from None
     return protocol
 
 

@@ -62,29 +62,34 @@ async def run_window(plan: Plan, window: Window) -> Observed:
             raise BenchError(f"{orders.failed} adapters were not loaded, such as {told}")
     # Prompts of one window are not in another's prefix cache.
     random = Random(f"{plan.seed} {window.label}")
-    async with client(plan.target, 4 * _ORDERS_AT_ONCE) as http, _steady(plan, random) as steady:
+    async with (
+        client(plan.target, 4 * _ORDERS_AT_ONCE) as http,
+        httpx.AsyncClient(trust_env=False) as worker,  # which is shown no key
+        _steady(plan, random) as steady,
+    ):
         await asyncio.sleep(plan.settle_s)
-        before = await read_counters(plan.worker_url)
+        before = await read_counters(worker, plan.worker_url)
         begin = time.monotonic()
         end = begin + plan.seconds
         new, failed, after = await asyncio.gather(
             _send_new(plan, window, adapters, random, end),
             _order_loads(plan, window, adapters, http, end),
-            _counters_at(end, plan.worker_url),
+            _counters_at(end, worker, plan.worker_url),
         )
         broken = [stream for stream in steady if stream.done.done()]
         if broken:
+            fault = broken[0].answer.fault
             raise BenchError(
                 f"{len(broken)} of {len(steady)} steady streams ended within window "
-                f"{window.label} (status {broken[0].status}): raise --stream-output"
+                f"{window.label}: {'raise --stream-output' if fault is None else fault[1]}"
             )
         times = [list(stream.answer.token_s) for stream in steady]
     return Observed(window, begin, end, times, new, failed, growth(before, after))
 
 
-async def _counters_at(when: float, url: str | None) -> dict[str, float]:
+async def _counters_at(when: float, http: httpx.AsyncClient, url: str | None) -> dict[str, float]:
     await asyncio.sleep(max(0.0, when - time.monotonic()))
-    return await read_counters(url)
+    return await read_counters(http, url)
 
 
 @asynccontextmanager

@@ -112,6 +112,8 @@ def test_an_answer_of_a_chat() -> None:
     role, thought, said = delta(role="assistant", content=""), delta(reasoning_content="a"), "b"
     found = answer(role, thought, delta(content=said), delta(), USAGE)
     assert (found.token_s, found.output_tokens, found.has_ended) == ([1.0, 2.0], 5, False)
+    assert answer(role, thought).has_text
+    assert not answer(role).has_text
 
 
 def test_an_answer_of_lorax() -> None:

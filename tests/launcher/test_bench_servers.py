@@ -125,6 +125,16 @@ def test_a_server_that_is_down(capfd: pytest.CaptureFixture[str]) -> None:
     assert told.startswith(f"loraplex: none of {REQUESTS} requests was answered: ConnectionRefused")
 
 
+@pytest.mark.parametrize("command", [("serve", "--requests", "2"), ("streams", "--window", "w")])
+def test_a_host_that_cannot_be(capfd: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", *command, "--url", "http://."])
+    told = capfd.readouterr().err
+    assert left.value.code == 1
+    assert told.endswith("'.' is no name of a host\n")
+    assert len(told.splitlines()) == 1
+
+
 def test_the_first_word_of_each_failure_is_shown(
     server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +143,25 @@ def test_the_first_word_of_each_failure_is_shown(
     table = capfd.readouterr().out
     assert "2 requests in" in table
     assert "2 failed {'503': 2}\n  503: full\n" in table
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (whole(404, b'{"error": "no model"}'), "ended at once (status 404): no model"),
+        (unbounded(event({"error": "lost"})), "ended at once (status 200): lost"),
+    ],
+)
+def test_steady_streams_that_are_none(
+    server: Server, capfd: pytest.CaptureFixture[str], answer: bytes, words: str
+) -> None:
+    server.say = lambda number, asked: answer
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "streams", "--url", server.url, "--window", "w", "--streams", "2"])
+    told = capfd.readouterr().err
+    assert left.value.code == 1
+    assert told.startswith(f"loraplex: 2 of 2 steady streams {words}")
+    assert len(told.splitlines()) == 1
 
 
 # ---- what is sent

@@ -14,7 +14,8 @@ PATHS: Mapping[Api, str] = {
     "chat": "/v1/chat/completions",
     "lorax": "/generate_stream",
 }
-# So common that most vocabularies have each, with the space before it, as one token.
+# Each, with the space before it, is one token of GPT-2's vocabulary, and of OpenAI's cl100k and
+# o200k; others have most words that are as common.
 _WORDS = """
     a about after again all also always an and any are area as ask at away back be because been
     before being best better big book both but by call came can car case change city come company

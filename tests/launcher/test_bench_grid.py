@@ -18,6 +18,7 @@ from launcher.bench.grid import (
     step_bytes,
 )
 from launcher.bench.offline import SHIPPED, model_folder
+from server.kernels import bench as kernels
 
 TINY = {
     "vocab_size": 64,
@@ -148,6 +149,18 @@ def test_prefill(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert point["tokens_per_s"] * point["step_ms"] == pytest.approx(80e3, rel=0.01)
     words = ("--output-tokens", "9")
     assert "unrecognized" in refusal(capsys, 2, "prefill", "--config", str(tiny), *words)
+
+
+def test_a_rank_of_lora_kernels_is_a_number_where_it_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = dict.fromkeys(("floor_ms", "budget_ms", "alone_ms", "base_ms", "added_ms"), 1.0)
+    results = [kernels.Result(1, 1, lora_rank, **times) for lora_rank in ("16", "mix")]
+    monkeypatch.setattr(kernels, "measure", lambda *_: results)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    main(["bench", "lora-kernels", "--json"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["r"] for line in lines] == [16, "mix"]
 
 
 def test_rates_of_a_cpu_are_quick_to_measure() -> None:

@@ -11,6 +11,7 @@ from adapters.errors import AdapterError
 from adapters.logs import log_to_stderr
 from launcher import config, key_commands, lifecycle_commands, names
 from launcher.bench import commands as bench_commands
+from launcher.bench.errors import BenchError
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError, Values
 from router.config import ConfigError, RouterConfig
@@ -262,8 +263,18 @@ def _key(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    from server.config import ConfigError as EngineConfigError
+    from server.model.checkpoint import CheckpointError
+
+    for field in ("api_key", "admin_key"):
+        if f"{field}_file" in arguments:
+            file = getattr(arguments, f"{field}_file")
+            setattr(arguments, field, config.secret_value(field, file, environ))
     run: Callable[[argparse.Namespace], None] = arguments.run
-    run(arguments)
+    try:
+        run(arguments)
+    except (BenchError, CheckpointError, EngineConfigError, OSError) as error:
+        fail(str(error) or type(error).__name__, 1)
 
 
 def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -24,6 +24,7 @@ _MAX_SECRET_BYTES = 4096
 
 WORKER_OPTIONS = options_of(WorkerConfig)
 ROUTER_OPTIONS = options_of(RouterConfig)
+API_KEY = Option("api_key", "api-key", "text", "a caller's key", default="", is_secret=True)
 
 
 def encode_inline() -> None:
@@ -83,7 +84,7 @@ def check_worker(config: WorkerConfig) -> None:
 
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raises OptionError for LORAPLEX_ variables that are no option of any command."""
-    options = (*WORKER_OPTIONS, *ROUTER_OPTIONS)
+    options = (*WORKER_OPTIONS, *ROUTER_OPTIONS, API_KEY)
     known = {option.variable for option in options}
     known |= {f"{option.variable}_FILE" for option in options if option.is_secret}
     problems = unknown_variables(environ, known)
@@ -141,8 +142,11 @@ def _secret(option: Option, arguments: Namespace, environ: Mapping[str, str]) ->
 
 
 def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> str:
-    """A secret option of the router for a command that only talks to one. Raises OptionError."""
-    option = next(option for option in ROUTER_OPTIONS if option.field == field)
+    """`api_key`, or a secret option of the router, for a command that only talks to one.
+
+    Raises OptionError.
+    """
+    option = next(option for option in (*ROUTER_OPTIONS, API_KEY) if option.field == field)
     return _secret(option, Namespace(**{f"{field}_file": file}), environ)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from launcher.options import OptionError
+from launcher.options import MAX_PORT, OptionError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 HTTP_URL = "http://host:port or https://host:port"
@@ -42,7 +42,8 @@ def is_http_url(url: str) -> bool:
         parts = httpx.URL(url)
     except httpx.InvalidURL:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.host)
+    port = 1 if parts.port is None else parts.port
+    return parts.scheme in ("http", "https") and bool(parts.host) and 0 < port <= MAX_PORT
 
 
 def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None) -> Any:

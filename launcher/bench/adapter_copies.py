@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from adapters.manifest import SlabDtype
+from launcher.bench.errors import BenchError
 from launcher.bench.offline import EXTENT_BYTES, lora_layout
 from launcher.bench.report import percentile
 from server.engine.executor import AdapterCopy, CopyOver
@@ -46,7 +47,10 @@ class CopyTimes:
 
 
 class _Tiers:
-    """Adapters in host memory, as a worker has it, and a device with room for half of them."""
+    """Adapters in host memory, as a worker has it, and a device with room for half of them.
+
+    host: uint8 `[adapters * extents of one * EXTENT_BYTES]`, random; `dtype` is what slabs hold.
+    """
 
     def __init__(
         self, folder: Path, device: torch.device, dtype: SlabDtype, lora_rank: int, adapters: int
@@ -121,7 +125,7 @@ def measure(
 
 
 def _run(copies: AdapterCopies, orders: Sequence[AdapterCopy]) -> list[float]:
-    """Seconds of each transfer. Raises RuntimeError for a copy that failed."""
+    """Seconds of each transfer. Raises BenchError for a copy that failed."""
     for order in orders:
         copies.start(order)
     seconds: list[float] = []
@@ -130,14 +134,14 @@ def _run(copies: AdapterCopies, orders: Sequence[AdapterCopy]) -> list[float]:
             if not isinstance(news, CopyOver):
                 continue
             if news.error is not None:
-                raise RuntimeError(f"a copy failed: {news.error}")
+                raise BenchError(f"a copy failed: {news.error}")
             seconds.append(news.copy_s)
         time.sleep(_POLL_S)
     return seconds
 
 
 def _plain_s(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Of the fastest of a few; the source is pinned by now."""
+    """Of the fastest of a few. Both uint8 `[nbytes]`; the source is pinned by now."""
     best = float("inf")
     for _ in range(_PLAIN_ROUNDS):
         started = time.perf_counter()

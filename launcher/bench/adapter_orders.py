@@ -5,10 +5,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import quote
 
 import httpx
 
-from launcher.bench.serve import Target
+from launcher.bench.answers import error_text
+from launcher.bench.errors import BenchError
+from launcher.bench.target import Target, bearer
 
 Action = Literal["register", "load", "unload"]
 _UNLOAD: dict[str, object] = {"wait_s": 60}
@@ -30,7 +33,7 @@ def client(target: Target, connections: int) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     return httpx.AsyncClient(
         base_url=target.url,
-        headers=target.headers,
+        headers=bearer(target.admin_key),
         timeout=target.timeout_s,
         limits=limits,
         trust_env=False,
@@ -43,19 +46,23 @@ async def order(http: httpx.AsyncClient, action: Action, name: str) -> str | Non
     if action == "register":
         path, body = "/v1/adapters", {"name": name, "ref": f"local:{name}"}
     else:
-        path, body = f"/v1/adapters/{name}/{action}", dict(_UNLOAD if action == "unload" else {})
+        path = f"/v1/adapters/{quote(name, safe='')}/{action}"
+        body = dict(_UNLOAD if action == "unload" else {})
     try:
         answer = await http.post(path, json=body)
     except httpx.HTTPError as error:
         return f"{type(error).__name__}: {error}"
-    return None if answer.is_success else f"{answer.status_code}: {answer.text[:200]}"
+    return None if answer.is_success else f"{answer.status_code}: {error_text(answer.content)}"
 
 
 async def absent_first(http: httpx.AsyncClient, names: Sequence[str]) -> list[str]:
-    """Registered ones, those that are on no device before the others. Raises httpx.HTTPError."""
-    answer = await http.get("/v1/adapters")
-    answer.raise_for_status()
-    resident = {told["id"] for told in answer.json()["data"] if told["resident_on"]}
+    """Registered ones, those that are on no device before the others. Raises BenchError."""
+    try:
+        answer = await http.get("/v1/adapters")
+        answer.raise_for_status()
+        resident = {told["id"] for told in answer.json()["data"] if told["resident_on"]}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{http.base_url}v1/adapters lists no adapters: {error!r}") from None
     return sorted(names, key=lambda name: name in resident)
 
 

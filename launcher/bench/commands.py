@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from launcher.bench.load_commands import add_load_commands
+from launcher.bench.local_commands import add_local_commands
+from launcher.bench.option_types import above, lora_ranks, number, whole, wholes
 from launcher.bench.placement_command import add_fairness, add_placement
 from launcher.command_line import Parser
+from launcher.options import OptionError
 from server.protocol import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,26 +47,20 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
         parser.set_defaults(run=run)
     kernels = actions.add_parser("lora-kernels", help="LoRA's share of a decode step")
     kernels.add_argument("--rank", action="append", choices=("16", "64", "mix"))
-    kernels.add_argument("--replays", type=int, default=20)
+    kernels.add_argument("--replays", type=whole(1), default=20)
     kernels.set_defaults(run=run_lora_kernels)
     add_placement(actions.add_parser("placement", help="placement policies on simulated fleets"))
     add_fairness(actions.add_parser("fairness", help="a flooding tenant on simulated fleets"))
     router = actions.add_parser("router", help="CPU time and latency of a router")
-    router.add_argument("--streams", type=int, default=256)
-    router.add_argument("--tokens", type=int, default=128, help="of each stream")
-    router.add_argument("--requests", type=int, default=4000, help="that are not streamed")
+    router.add_argument("--streams", type=whole(1), default=256)
+    router.add_argument("--tokens", type=whole(1), default=128, help="of each stream")
+    router.add_argument("--requests", type=whole(1), default=4000, help="that are not streamed")
     router.set_defaults(run=run_router)
     _add_overload(actions.add_parser("overload", help="a fleet asked for more than it can do"))
     add_load_commands(actions)
+    add_local_commands(actions)
     for parser in actions.choices.values():
         parser.add_argument("--json", action="store_true", help="one JSON object a line")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in text.split(","))
-    if min(numbers) < 0:
-        raise ValueError(text)
-    return numbers
 
 
 def _add_grid(parser: Parser, is_decode: bool) -> None:
@@ -76,11 +73,13 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument(
         "--dummy-weights", action="store_true", required=True, help="random weights (the only kind)"
     )
-    parser.add_argument("--batch", type=_numbers, default=(1, 8, 32) if is_decode else (4, 16))
-    parser.add_argument("--adapters", type=_numbers, default=(0, 1))
-    parser.add_argument("--rank", type=_numbers, default=(16,))
-    parser.add_argument("--prompt-tokens", type=int, default=128 if is_decode else 2048)
-    parser.add_argument("--output-tokens", type=int, default=144 if is_decode else 1)
+    batches = (1, 8, 32) if is_decode else (4, 16)
+    parser.add_argument("--batch", type=wholes(1), metavar="N,…", default=batches)
+    parser.add_argument("--adapters", type=wholes(0), metavar="N,…", default=(0, 1))
+    parser.add_argument("--rank", type=lora_ranks, metavar="N,…", default=(16,))
+    parser.add_argument("--prompt-tokens", type=whole(1), default=128 if is_decode else 2048)
+    if is_decode:
+        parser.add_argument("--output-tokens", type=whole(1), default=144)
     parser.add_argument(
         "--sampling",
         default="{}",
@@ -92,50 +91,53 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
 
 
-def _grid(arguments: argparse.Namespace) -> "Grid":
+def _grid(arguments: argparse.Namespace, output_tokens: int) -> "Grid":
+    """Raises OptionError, BenchError."""
     from launcher.bench.grid import Grid
-    from launcher.bench.offline import model_folder
+    from launcher.bench.offline import check_device, model_folder
 
+    check_device(arguments.device)
     grid = Grid(
         folder=model_folder(arguments.config),
         device=arguments.device,
         dtype=arguments.dtype,
-        batches=tuple(b for b in arguments.batch if b > 0),
+        batches=arguments.batch,
         adapters=arguments.adapters,
         ranks=arguments.rank,
         prompt_tokens=arguments.prompt_tokens,
-        output_tokens=arguments.output_tokens,
+        output_tokens=output_tokens,
         sampling=_sampling(arguments.sampling),
     )
-    if not any(grid.points()) or min(grid.prompt_tokens, grid.output_tokens) < 1:
-        raise SystemExit("loraplex: expected tokens and, for some --adapters, as large a --batch")
+    if not any(grid.points()):
+        raise OptionError("no --batch is as large as one of --adapters")
     return grid
 
 
 def _sampling(text: str) -> SamplingParams:
+    """Greedy where it does not say. Raises OptionError."""
     try:
         given = msgspec.json.decode(text, type=dict[str, Any])
         unknown = given.keys() - set(SamplingParams.__struct_fields__)
         if unknown:
-            raise SystemExit(f"--sampling: {', '.join(sorted(unknown))}: not known")
+            raise OptionError(f"--sampling: {', '.join(sorted(unknown))}: not known")
         params = SamplingParams(**{"temperature": 0.0, **given})
         return msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # checks types
     except msgspec.MsgspecError as error:
-        raise SystemExit(f"--sampling: {error}") from error
+        raise OptionError(f"--sampling: {error}") from error
 
 
 def run_decode(arguments: argparse.Namespace) -> None:
     from launcher.bench.grid import SHORT_OUTPUT, decode
 
     if arguments.output_tokens <= SHORT_OUTPUT:
-        raise SystemExit(f"loraplex: --output-tokens must be more than {SHORT_OUTPUT}")
-    _measure(decode(_grid(arguments)), arguments.json)
+        raise OptionError(f"--output-tokens must be more than {SHORT_OUTPUT}")
+    _measure(decode(_grid(arguments, arguments.output_tokens)), arguments.json)
 
 
 def run_prefill(arguments: argparse.Namespace) -> None:
     from launcher.bench.grid import prefill
 
-    _measure(prefill(_grid(arguments)), arguments.json)
+    _measure(prefill(_grid(arguments, output_tokens=1)), arguments.json)
 
 
 def _measure(points: Iterable[Any], as_json: bool) -> None:
@@ -151,16 +153,15 @@ def _measure(points: Iterable[Any], as_json: bool) -> None:
 
 
 def run_lora_kernels(arguments: argparse.Namespace) -> None:
-    import torch
-
     from launcher.bench.lora_kernels import POINTS, RANKS, measure, table
+    from launcher.bench.offline import require_cuda
 
-    if not torch.cuda.is_available():
-        raise SystemExit("loraplex: bench lora-kernels needs a CUDA device")
+    require_cuda("bench lora-kernels needs one")
     results = measure(POINTS, arguments.rank or [*RANKS], arguments.replays)
     if arguments.json:
         for result in results:
-            print(json.dumps(asdict(result)))
+            rank = int(result.r) if result.r.isdigit() else result.r
+            print(json.dumps(asdict(result) | {"r": rank}))
     else:
         print(table(results))
 
@@ -168,8 +169,6 @@ def run_lora_kernels(arguments: argparse.Namespace) -> None:
 def run_router(arguments: argparse.Namespace) -> None:
     from launcher.bench.router_cost import measure
 
-    if min(arguments.streams, arguments.tokens, arguments.requests) < 1:
-        raise SystemExit("loraplex: --streams, --tokens and --requests must be at least 1")
     cost = asdict(asyncio.run(measure(arguments.streams, arguments.tokens, arguments.requests)))
     if arguments.json:
         print(json.dumps(cost))
@@ -179,16 +178,16 @@ def run_router(arguments: argparse.Namespace) -> None:
 
 def _add_overload(parser: Parser) -> None:
     parser.add_argument(
-        "--times", action="append", type=float, help="of what it can do; default: 2, 10"
+        "--times", action="append", type=above(0), help="of what it can do; default: 2, 10"
     )
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=16, help="sequences at once of a worker")
-    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
-    parser.add_argument("--step-ms", type=float, default=50.0, help="of a decode step")
-    parser.add_argument("--queue-s", type=float, default=1.0, help="of work that may wait")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of overload")
-    parser.add_argument("--slo-ttft-ms", type=float, default=2000.0, help="of a good answer")
-    parser.add_argument("--recovery-s", type=float, default=10.0, help="until all is as before")
+    parser.add_argument("--workers", type=whole(1), default=2)
+    parser.add_argument("--rows", type=whole(1), default=16, help="sequences at once of a worker")
+    parser.add_argument("--tokens", type=whole(1), default=16, help="of each answer")
+    parser.add_argument("--step-ms", type=above(0), default=50.0, help="of a decode step")
+    parser.add_argument("--queue-s", type=above(0), default=1.0, help="of work that may wait")
+    parser.add_argument("--seconds", type=number(2), default=10.0, help="of overload")
+    parser.add_argument("--slo-ttft-ms", type=above(0), default=2000.0, help="of a good answer")
+    parser.add_argument("--recovery-s", type=above(0), default=10.0, help="until all is as before")
     parser.set_defaults(run=run_overload)
 
 
@@ -203,9 +202,5 @@ def run_overload(arguments: argparse.Namespace) -> None:
         *(arguments.queue_s, arguments.seconds, arguments.slo_ttft_ms / 1e3),
         arguments.recovery_s,
     )
-    if min(scene.workers, scene.rows, scene.tokens) < 1 or scene.seconds < 2:
-        raise SystemExit("loraplex: expected --workers, --rows, --tokens >= 1 and --seconds >= 2")
-    if min(scene.step_s, scene.queue_s, scene.slo_s, scene.recovery_s, *times) <= 0:
-        raise SystemExit("loraplex: times must be more than 0")
     result = uvloop.run(measure(scene, times))  # the generator's CPU time is taken from the fleet
     print(json.dumps(asdict(result)) if arguments.json else table(result))

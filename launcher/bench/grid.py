@@ -9,10 +9,12 @@ from typing import Literal
 import torch
 
 from adapters.manifest import SlabDtype
+from launcher.bench.errors import BenchError
 from launcher.bench.offline import EXTENT_BYTES, GREEDY, Load, OfflineEngine, lora_layout
 from server.config import EngineConfig
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig, base_spec
+from server.model.lora import DTYPES
 from server.model.memory import ITEM_BYTES
 from server.model.weights import expected_tensors
 from server.protocol import SamplingParams
@@ -23,8 +25,9 @@ _ADAPTER_SLOTS = 256  # as many as a server has
 SHORT_OUTPUT = 16
 _STEP_TOKENS = 8192
 _PREFILL_ROUNDS = 4
-_COPY_BYTES = 2 << 30
-_MATRIX = 8192
+# Large enough to keep a device busy; a CPU may take seconds for a product of 1,024 in float16.
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
+MATRIX = {"cuda": 8192, "cpu": 256}
 _REPEATS = 10
 
 
@@ -64,20 +67,28 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRate:
-    """tokens_per_s of prompts alone; matrix_share: of the matrix rate measured in this run."""
+    """tokens_per_s of prompts alone; step_ms: a step of up to 8,192 of their tokens, on average;
+    matrix_share: of the matrix rate measured in this run."""
 
     B: int
     D: int
     r: int
     tokens_per_s: float
+    step_ms: float
     matrix_share: float
 
 
 def engine_for(grid: Grid, max_step_tokens: int) -> OfflineEngine:
-    """An engine with room for the grid's largest point."""
+    """An engine with room for the grid's largest point. Raises BenchError, CheckpointError, and
+    ConfigError where the device's memory is too small."""
     model = read_config(grid.folder)
-    context = grid.prompt_tokens + grid.output_tokens + PAGE_SIZE
-    context = -(-context // PAGE_SIZE) * PAGE_SIZE
+    tokens = grid.prompt_tokens + grid.output_tokens
+    if tokens > model.max_context:
+        raise BenchError(
+            f"{grid.prompt_tokens} tokens of prompt and {grid.output_tokens} of output are more "
+            f"than the model's context of {model.max_context}"
+        )
+    context = min((-(-tokens // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
     most = max(grid.batches)
     slab = max(slab_bytes(grid, lora_rank) for lora_rank in grid.ranks)
     distinct = max(d for _, d, _ in grid.points())
@@ -128,7 +139,7 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
     """Prompts alone: one token of output each."""
     model = read_config(grid.folder)
     engine = engine_for(grid, _STEP_TOKENS)
-    rate = matrix_rate(grid.device)
+    rate = matrix_rate(grid.device, DTYPES[grid.dtype])
     flops = 2 * matrix_parameters(model)
     for batch, distinct, lora_rank in grid.points():
         if distinct:
@@ -137,9 +148,13 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
         engine.run(load)
         seconds = sum(engine.run(load) for _ in range(_PREFILL_ROUNDS))
         tokens = _PREFILL_ROUNDS * batch * grid.prompt_tokens
-        share = tokens * flops / seconds / rate
-        rank = lora_rank if distinct else 0
-        yield PrefillRate(batch, distinct, rank, round(tokens / seconds, 1), round(share, 3))
+        steps = _PREFILL_ROUNDS * -(-batch * grid.prompt_tokens // _STEP_TOKENS)
+        yield PrefillRate(
+            *(batch, distinct, lora_rank if distinct else 0),
+            tokens_per_s=round(tokens / seconds, 1),
+            step_ms=round(1e3 * seconds / steps, 3),
+            matrix_share=round(tokens * flops / seconds / rate, 3),
+        )
     engine.close()
 
 
@@ -184,17 +199,18 @@ def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes read and written a second by a copy within the device's memory."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_()
+    """Bytes read and written a second by a copy within the device's memory, uint8."""
+    nbytes = COPY_BYTES[device]
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+    return 2 * nbytes / _seconds(lambda: target.copy_(source), device)
 
 
-def matrix_rate(device: str) -> float:
-    """Operations a second of a large bf16 product of random matrices."""
-    shape = (_MATRIX, _MATRIX)
-    a, b = (torch.randn(shape, device=device).bfloat16() for _ in "ab")
-    return 2 * _MATRIX**3 / _seconds(lambda: a @ b, device)
+def matrix_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations a second of a large product `[n, n] @ [n, n]` of random numbers in `dtype`."""
+    n = MATRIX[device]
+    a, b = (torch.randn((n, n), device=device).to(dtype) for _ in "ab")
+    return 2 * n**3 / _seconds(lambda: a @ b, device)
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:

@@ -147,12 +147,13 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _normal(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """float32 of this shape on the generator's device, N(0, 0.02^2)."""
     drawn = torch.empty(shape, device=generator.device, dtype=torch.float32)
     return drawn.normal_(std=_STD, generator=generator)
 
 
 def _model_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Norms are ones and biases zero, so that activations stay in range."""
+    """float32 of this shape: norms are ones and biases zero, so that activations stay in range."""
     if len(shape) == 1:
         fill = torch.zeros if name.endswith(".bias") else torch.ones
         return fill(shape, device=generator.device)
@@ -160,7 +161,7 @@ def _model_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator)
 
 
 def _lora_shapes(base: BaseSpec, lora_rank: int) -> dict[str, tuple[int, ...]]:
-    """As PEFT names and shapes them."""
+    """As PEFT names them: A `[lora_rank, in_features]`, B `[out_features, lora_rank]`."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(base.num_layers):
         for module in base.layer_modules.values():
@@ -199,7 +200,8 @@ def _header(shapes: Shapes, stored: str, item_bytes: int) -> bytes:
 
 
 def _write_all(file: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """As one piece: copying many small ones from a GPU is slow, and so is writing them."""
+    """tensors: `[any]` of one dtype and device. Written as one piece: copying many small ones from
+    a GPU is slow, and so is writing them."""
     if not tensors:
         return
     piece = torch.cat([tensor.view(torch.uint8) for tensor in tensors])

@@ -16,6 +16,7 @@ from adapters.manifest import SlabDtype, SlabLayout
 from adapters.peft_format import parse_config
 from adapters.validate import LoraTensors, ModuleLora
 from adapters.violations import Findings
+from launcher.bench.errors import BenchError
 from server.config import EngineConfig
 from server.engine.loop import EngineLoop
 from server.engine.messages import (
@@ -31,6 +32,7 @@ from server.engine.scheduler import Scheduler, SchedulerConfig
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig, base_spec
 from server.model.executor import TorchExecutor
+from server.model.lora import DTYPES
 from server.model.weights import LayerWeights, ModelWeights
 from server.protocol import GenerateRequest, SamplingParams
 
@@ -47,7 +49,26 @@ def model_folder(text: str) -> Path:
     return path if path.is_dir() or not (SHIPPED / text).is_dir() else SHIPPED / text
 
 
+def require_cuda(advice: str) -> None:
+    """Raises BenchError where torch has no CUDA device."""
+    if not torch.cuda.is_available():
+        raise BenchError(f"there is no CUDA device here: {advice}")
+
+
+def check_device(device: str) -> None:
+    """Of a command with `--device`. Raises BenchError."""
+    if device == "cuda":
+        require_cuda("--device cpu needs none")
+
+
 def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Every tensor of `dtype` on `device`: matrices `[out_features, in_features]` of N(0, 0.02^2),
+    biases `[out_features]` of zeros, norms `[hidden_size]` of ones (`qk_norm`: `[num_heads +
+    num_kv_heads, head_dim]`). embed and head: `[vocab_size, hidden_size]`, one tensor where the
+    model ties them; qkv: `[q_size + 2 * kv_size, hidden_size]`; gate_up: `[2 * intermediate_size,
+    hidden_size]`.
+    """
+
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=_STD)
 
@@ -112,7 +133,8 @@ class Load:
 class OfflineEngine:
     """Executor, scheduler and step loop as in an engine process, driven by calls.
 
-    All adapters are copies of one slab in the host arena, each at its own place on the device.
+    All adapters are copies of one slab in the host arena, numbers of N(0, 0.02^2) in the run's
+    dtype, each at its own place on the device.
     """
 
     def __init__(self, folder: Path, config: EngineConfig, batches: Sequence[int]) -> None:
@@ -121,7 +143,9 @@ class OfflineEngine:
         model = read_config(folder)
         self.base = base_spec(model, "0" * 64, ("base",))
         self.vocab_size = model.vocab_size
-        arena = torch.empty(config.host_arena_bytes // 2, dtype=torch.bfloat16).normal_(std=_STD)
+        dtype = DTYPES[config.dtype]
+        arena = torch.empty(config.host_arena_bytes // dtype.itemsize, dtype=dtype)
+        arena.normal_(std=_STD)
         self._arena = memoryview(arena.view(torch.uint8).numpy())  # type: ignore[arg-type]
         self.executor = TorchExecutor(
             config, self._arena, weights=random_weights, graph_batches=batches
@@ -134,7 +158,7 @@ class OfflineEngine:
         self.executor.close()
 
     def run(self, load: Load) -> float:
-        """Seconds from the first request to the last token. Raises RuntimeError for errors."""
+        """Seconds from the first request to the last token. Raises BenchError for errors."""
         self._runs += 1
         requests = [self._request(load, i) for i in range(load.requests)]
         channel = _Calls(requests, lambda digest: self._staged(digest, load.rank))
@@ -192,5 +216,5 @@ class _Calls:
         elif isinstance(message, StepOutput):
             for _, event in ((e.key, e.event) for e in message.events):
                 if event.error is not None:
-                    raise RuntimeError(f"a request failed: {event.error}: {event.message}")
+                    raise BenchError(f"a request failed: {event.error}: {event.message}")
                 self._unfinished -= event.finish is not None

@@ -14,9 +14,11 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from launcher.bench.errors import BenchError
 from launcher.bench.report import Outcome, percentile
 from launcher.bench.router_cost import cpu_seconds, running, until_ready
-from launcher.bench.serve import Target, run_load
+from launcher.bench.serve import run_load
+from launcher.bench.target import Target
 from launcher.bench.workload import Lengths, Workload
 from launcher.demo import model_path
 from launcher.plan import LOOPBACK
@@ -103,6 +105,8 @@ def is_refusal(outcome: Outcome) -> bool:
 
 def goodput(outcomes: Sequence[Outcome], slo_s: float, since_s: float, until_s: float) -> float:
     """Good answers a second, of those that were complete in this time."""
+    if until_s <= since_s:
+        return 0.0
     good = sum(
         outcome.error is None and since_s <= outcome.end_s < until_s and outcome.ttft_s <= slo_s
         for outcome in outcomes
@@ -198,7 +202,7 @@ class _Bench:
 
 
 async def measure(scene: Scene, times: Sequence[float]) -> Overload:
-    """Each of these loads after the other, on one fleet."""
+    """Each of these loads after the other, on one fleet. Raises BenchError."""
     async with _fleet(scene) as (pid, url):
         bench = _Bench(scene, pid, url)
         full = await bench.full_per_s()
@@ -206,6 +210,8 @@ async def measure(scene: Scene, times: Sequence[float]) -> Overload:
         calm_s = percentile(calm, 50)
         loads = [await bench.load(one, calm_s) for one in times]
     peak = max(full, *(load.goodput_per_s for load in loads))
+    if not peak:
+        raise BenchError("no answer came in time under any load: raise --slo-ttft-ms or --seconds")
     of_peak = [load.goodput_per_s / peak for load in loads]
     calm_p99_ms = 1e3 * percentile(calm, 99)
     return Overload(scene.capacity, peak, 1e3 * calm_s, calm_p99_ms, of_peak, loads)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import product
 
+from launcher.bench.option_types import above, number, whole, wholes
 from launcher.bench.simulation.fairness_bench import flood
 from launcher.bench.simulation.placement_bench import Scene, compare, table
 from launcher.bench.simulation.policies import POLICIES
@@ -18,27 +19,20 @@ def add_placement(parser: Parser) -> None:
     """Lists make a run of each combination."""
     parser.add_argument("--shape", action="append", choices=SHAPES, help="default: zipf")
     parser.add_argument("--policy", action="append", choices=[*POLICIES], help="default: all")
-    parser.add_argument("--workers", type=_counts, default=(16,), metavar="N,…")
-    parser.add_argument("--adapters", type=_counts, default=(4000,), metavar="N,…")
-    parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of popularity")
-    parser.add_argument("--use", type=float, default=0.7, help="load, as a share of what fits")
-    parser.add_argument("--slots", type=int, default=64, help="adapters a worker")
-    parser.add_argument("--load-ms", type=float, default=30.0, help="an adapter's way to a device")
+    parser.add_argument("--workers", type=wholes(1), default=(16,), metavar="N,…")
+    parser.add_argument("--adapters", type=wholes(1), default=(4000,), metavar="N,…")
+    parser.add_argument("--requests", type=whole(1), default=20_000)
+    parser.add_argument("--zipf", type=number(0), default=1.0, help="exponent of popularity")
+    parser.add_argument("--use", type=above(0), default=0.7, help="load, as a share of what fits")
+    parser.add_argument("--slots", type=whole(1), default=64, help="adapters a worker")
+    parser.add_argument(
+        "--load-ms", type=above(0), default=30.0, help="an adapter's way to a device"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=run_placement)
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(part) for part in text.split(","))
-    if min(counts) < 1:
-        raise ValueError(text)
-    return counts
-
-
 def run_placement(arguments: argparse.Namespace) -> None:
-    if min(arguments.requests, arguments.slots) < 1 or min(arguments.use, arguments.load_ms) <= 0:
-        raise SystemExit("loraplex: --requests, --slots, --use and --load-ms must be more than 0")
     results = []
     for result in compare(_scenes(arguments), arguments.policy or [*POLICIES]):
         results.append(result)
@@ -63,21 +57,18 @@ def _scenes(arguments: argparse.Namespace) -> Iterator[Scene]:
 
 
 def add_fairness(parser: Parser) -> None:
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rows", type=_counts, default=(128,), metavar="N,…", help="a worker")
-    parser.add_argument("--tenants", type=int, default=8)
-    parser.add_argument("--others", type=float, default=0.8, help="of their share, that they send")
-    parser.add_argument("--seconds", type=float, default=10.0, help="simulated; 3 are warm-up")
+    parser.add_argument("--workers", type=whole(1), default=4)
+    parser.add_argument("--rows", type=wholes(1), default=(128,), metavar="N,…", help="a worker")
+    parser.add_argument("--tenants", type=whole(2), default=8)
+    parser.add_argument(
+        "--others", type=above(0), default=0.8, help="of their share, that they send"
+    )
+    parser.add_argument("--seconds", type=above(3), default=10.0, help="simulated; 3 are warm-up")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run=run_fairness)
 
 
 def run_fairness(arguments: argparse.Namespace) -> None:
-    too_few = arguments.workers < 1 or arguments.tenants < 2
-    if too_few or arguments.others <= 0 or arguments.seconds <= 3:
-        raise SystemExit(
-            "loraplex: expected --workers >= 1, --tenants >= 2, --others > 0, --seconds > 3"
-        )
     for rows in arguments.rows:
         result = flood(
             *(arguments.workers, rows, arguments.tenants, arguments.others, arguments.seconds),

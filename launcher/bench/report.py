@@ -1,7 +1,9 @@
 """From the times of single requests to percentiles and rates. Pure."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 PERCENTILES = (50, 90, 99)
 
@@ -10,9 +12,11 @@ PERCENTILES = (50, 90, 99)
 class Outcome:
     """What one request met. Times are seconds on one monotonic clock.
 
-    first_use: no earlier request of the run named its adapter. token_s: when each event came.
-    output_tokens: as the server counted them. error: status or exception, None = complete.
-    retry_after_s: what a refusal said.
+    first_use: no earlier request of the run named its adapter. token_s: when each event with text
+    came; one may bring several tokens. prompt_tokens, output_tokens: as the server counted them,
+    else the length that was drawn, and events (counted_by_events). short: it ended before the
+    tokens that were asked for. error: status or kind of failure, None = complete; message: what was
+    said of it. retry_after_s: what a refusal said.
     start: what the server says of the adapter (`x-loraplex-start`), None if it says nothing.
     """
 
@@ -26,10 +30,17 @@ class Outcome:
     error: str | None = None
     retry_after_s: float | None = None
     start: str | None = None
+    message: str = ""
+    asked_tokens: int = 0
+    short: bool = False
+    counted_by_events: bool = False
 
     @property
-    def missed(self) -> bool:
-        """Whether it waited for its adapter, or is taken to have where the server does not say."""
+    def missed(self) -> bool | None:
+        """Whether it waited for its adapter, or is taken to have where the server does not say;
+        None = it has none."""
+        if self.adapter is None:
+            return None
         return self.first_use if self.start is None else self.start == "cold"
 
     @property
@@ -38,7 +49,15 @@ class Outcome:
 
     @property
     def gaps_s(self) -> list[float]:
+        """Between events."""
         return [b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False)]
+
+    @property
+    def token_gap_s(self) -> float | None:
+        """Mean time from a token to the next; None for fewer than two."""
+        if self.output_tokens < 2 or not self.token_s:
+            return None
+        return (self.token_s[-1] - self.token_s[0]) / (self.output_tokens - 1)
 
 
 def percentile(values: Sequence[float], p: float) -> float:
@@ -57,12 +76,15 @@ def milliseconds(values: Sequence[float]) -> dict[str, float]:
 
 
 def latencies(outcomes: Sequence[Outcome]) -> dict[str, object]:
-    """TTFT, ITL and E2E in milliseconds over complete requests."""
+    """Milliseconds over complete requests: time to the first token, gaps between events, a
+    request's mean gap between tokens, time to the end."""
     done = [outcome for outcome in outcomes if outcome.error is None and outcome.token_s]
+    token_gaps = [gap for outcome in done if (gap := outcome.token_gap_s) is not None]
     return {
         "requests": len(done),
         "ttft_ms": milliseconds([outcome.ttft_s for outcome in done]),
         "itl_ms": milliseconds([gap for outcome in done for gap in outcome.gaps_s]),
+        "tpot_ms": milliseconds(token_gaps),
         "e2e_ms": milliseconds([outcome.end_s - outcome.sent_s for outcome in done]),
     }
 
@@ -77,53 +99,77 @@ class Slo:
     def met(self, outcome: Outcome) -> bool:
         if outcome.error is not None or not outcome.token_s:
             return False
-        gaps = outcome.gaps_s
-        mean_gap = sum(gaps) / len(gaps) if gaps else 0.0
         return (self.ttft_s is None or outcome.ttft_s <= self.ttft_s) and (
-            self.itl_s is None or mean_gap <= self.itl_s
+            self.itl_s is None or (outcome.token_gap_s or 0.0) <= self.itl_s
         )
 
 
+def first_errors(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """What was said of the first failure of each kind."""
+    found: dict[str, str] = {}
+    for outcome in outcomes:
+        if outcome.error is not None:
+            found.setdefault(outcome.error, outcome.message)
+    return found
+
+
+def why_none(outcomes: Sequence[Outcome]) -> str | None:
+    """One sentence if no request was answered, else None."""
+    if any(outcome.error is None for outcome in outcomes):
+        return None
+    first = outcomes[0]
+    return f"none of {len(outcomes)} requests was answered: {first.error} {first.message}".rstrip()
+
+
 def summarise(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, object]:
-    """One JSON object of a run; `hit` and `miss` tell whether it waited for its adapter."""
+    """One JSON object of a run; `hit` and `miss` tell whether it waited for its adapter, requests
+    of the base are neither."""
     done = [outcome for outcome in outcomes if outcome.error is None]
     start = min((outcome.sent_s for outcome in outcomes), default=0.0)
     seconds = max((outcome.end_s for outcome in outcomes), default=0.0) - start
-    errors: dict[str, int] = {}
-    for outcome in outcomes:
-        if outcome.error is not None:
-            errors[outcome.error] = errors.get(outcome.error, 0) + 1
     per_s = 1.0 / seconds if seconds > 0 else 0.0
     return {
         "seconds": round(seconds, 3),
         "completed": len(done),
         "failed": len(outcomes) - len(done),
-        "errors": errors,
+        "errors": dict(Counter(o.error for o in outcomes if o.error is not None)),
+        "first_errors": first_errors(outcomes),
+        "short": sum(outcome.short for outcome in done),
+        "counted_by_events": sum(outcome.counted_by_events for outcome in done),
         "requests_per_s": round(len(done) * per_s, 3),
         "output_tokens_per_s": round(sum(o.output_tokens for o in done) * per_s, 1),
         "prompt_tokens_per_s": round(sum(o.prompt_tokens for o in done) * per_s, 1),
         "goodput_per_s": round(sum(map(slo.met, outcomes)) * per_s, 3),
-        "adapters": len({outcome.adapter for outcome in outcomes}),
+        "adapters": len({outcome.adapter for outcome in outcomes} - {None}),
         "all": latencies(outcomes),
-        "hit": latencies([outcome for outcome in outcomes if not outcome.missed]),
+        "hit": latencies([outcome for outcome in outcomes if outcome.missed is False]),
         "miss": latencies([outcome for outcome in outcomes if outcome.missed]),
     }
 
 
-def table(summary: dict[str, object]) -> str:
+def table(summary: Mapping[str, Any]) -> str:
     """The same for a person."""
     lines = [
         f"{summary['completed']} requests in {summary['seconds']} s, {summary['failed']} failed"
-        f" {summary['errors'] or ''}",
+        f" {summary['errors'] or ''}".rstrip(),
+        *(f"  {kind}: {text}" for kind, text in summary["first_errors"].items()),
         f"{summary['output_tokens_per_s']} output tokens/s, {summary['prompt_tokens_per_s']} "
         f"prompt tokens/s, {summary['requests_per_s']} requests/s, "
         f"goodput {summary['goodput_per_s']} requests/s",
-        f"{'':18}" + "".join(f"{f'p{p} ms':>12}" for p in PERCENTILES),
     ]
+    if summary["short"]:
+        lines.append(f"answers shorter than asked for: {summary['short']}")
+    if summary["counted_by_events"]:
+        lines.append(
+            "answers without usage, whose output tokens are events with text: "
+            f"{summary['counted_by_events']}"
+        )
+    lines.append(f"{'':18}" + "".join(f"{f'p{p} ms':>12}" for p in PERCENTILES))
     for group in ("all", "hit", "miss"):
         part = summary[group]
-        assert isinstance(part, dict)
-        for metric in ("ttft", "itl", "e2e"):
+        if not part["requests"]:
+            continue
+        for metric in ("ttft", "itl", "tpot", "e2e"):
             values = part[f"{metric}_ms"]
             cells = "".join(f"{values[f'p{p}']:>12.2f}" for p in PERCENTILES)
             title = f"{group} ({part['requests']}) {metric}"

@@ -14,8 +14,10 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from launcher.bench.errors import BenchError
 from launcher.bench.report import percentile
-from launcher.bench.serve import Target, run_load
+from launcher.bench.serve import run_load
+from launcher.bench.target import Target
 from launcher.bench.workload import Lengths, Workload
 from launcher.plan import LOOPBACK
 from launcher.serve import free_port
@@ -66,7 +68,7 @@ class Caller:
         answer = await self._reader.readuntil(b"\r\n\r\n")
         length = re.search(rb"content-length: (\d+)", answer.lower())
         if not answer.startswith(b"HTTP/1.1 200 ") or length is None:
-            raise SystemExit(f"loraplex: the router answered {answer[:200]!r}")
+            raise BenchError(f"the router answered {answer[:200]!r}")
         await self._reader.readexactly(int(length[1]))
         return time.perf_counter() - started
 
@@ -94,9 +96,9 @@ async def stream_many(port: int, streams: int, tokens: int) -> int:
     lengths = Lengths.parse("64"), Lengths.parse(str(tokens))
     workload = Workload(streams, (None,), 1.0, *lengths)
     outcomes = await run_load(Target(f"http://{LOOPBACK}:{port}", "base"), workload, streams)
-    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+    failed = [f"{o.error} {o.message}" for o in outcomes if o.error is not None]
     if failed:
-        raise SystemExit(f"loraplex: {len(failed)} of {streams} streams failed: {failed[0]}")
+        raise BenchError(f"{len(failed)} of {streams} streams failed: {failed[0]}")
     return sum(outcome.output_tokens for outcome in outcomes)
 
 
@@ -121,6 +123,8 @@ async def routed(step_s: float) -> AsyncIterator[tuple[int, int]]:
     async with running("launcher.bench.mock_worker", str(step_s)) as worker:
         assert worker.stdout is not None
         line = await asyncio.wait_for(worker.stdout.readline(), _START_S)
+        if not line:
+            raise BenchError("the worker without an engine did not start")
         url = f"ws://{LOOPBACK}:{int(line)}"
         async with running("launcher", "router", "--worker", url, "--port", str(port)) as router:
             await until_ready(f"http://{LOOPBACK}:{port}", 1)
@@ -129,14 +133,16 @@ async def routed(step_s: float) -> AsyncIterator[tuple[int, int]]:
 
 
 async def until_ready(url: str, workers: int) -> None:
-    """Until the router there has so many workers. Raises TimeoutError."""
-    async with asyncio.timeout(_START_S), httpx.AsyncClient(trust_env=False) as client:
-        while True:
+    """Until the router there has so many workers. Raises BenchError."""
+    deadline = time.monotonic() + _START_S
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
                 answer = await client.get(f"{url}/info")
                 if answer.status_code == 200 and answer.json()["workers_ready"] >= workers:
                     return
             await asyncio.sleep(0.1)
+    raise BenchError(f"the router at {url} was without its workers for {_START_S:g} s")
 
 
 async def measure(streams: int, tokens: int, requests: int) -> Cost:
@@ -151,7 +157,7 @@ async def measure(streams: int, tokens: int, requests: int) -> Cost:
             before = cpu_seconds(pid)
             await ask_many(port, requests, count, 32)
             a_request[count] = (cpu_seconds(pid) - before) / requests
-        added = await ask_many(port, requests // 2, 1, 1)
+        added = await ask_many(port, max(1, requests // 2), 1, 1)
     return Cost(
         streams=streams,
         us_a_token=1e6 * a_token,

@@ -3,6 +3,8 @@
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from launcher.bench.errors import BenchError
+
 _LOADS = "loraplex_worker_adapter_load_seconds"
 _COUNTERS = {
     "loraplex_worker_adapter_copied_bytes_total": "copied_bytes",
@@ -29,12 +31,15 @@ def parse_counters(text: str) -> dict[str, float]:
 
 
 async def read_counters(http: httpx.AsyncClient, url: str | None) -> dict[str, float]:
-    """url: of the worker; None = nothing is read. Raises httpx.HTTPError."""
+    """url: of the worker; None = nothing is read. Raises BenchError."""
     if url is None:
         return {}
-    answer = await http.get(f"{url}/metrics")
-    answer.raise_for_status()
-    return parse_counters(answer.text)
+    try:
+        answer = await http.get(f"{url}/metrics")
+        answer.raise_for_status()
+        return parse_counters(answer.text)
+    except (httpx.HTTPError, ValueError) as error:
+        raise BenchError(f"{url}/metrics tells no counters: {error!r}") from None
 
 
 def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

@@ -1,36 +1,25 @@
-"""Load on any server with OpenAI's completions API, and what its clients see."""
+"""Load on any server with one of OpenAI's APIs or LoRAX's, and what its clients see."""
 
 import asyncio
-import json
+import contextlib
 import sys
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
 
 import httptools
+import httpx
 import msgspec
 
+from launcher.bench.answers import error_text, one_line
+from launcher.bench.errors import BenchError
 from launcher.bench.report import Outcome
 from launcher.bench.stream_client import StreamProtocol, post_stream
+from launcher.bench.target import Target, body_of
 from launcher.bench.workload import Call, Workload
 
 # Processes import and draw before the first call leaves.
 _START_DELAY_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The server. base_model: what `model` says for the base. extra: fields added to each body."""
-
-    url: str
-    base_model: str
-    api_key: str = field(default="", repr=False)
-    timeout_s: float = 600.0
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+_LIST_S = 10.0  # of models
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,53 +35,59 @@ class Job:
     start_s: float | None = None
 
 
-def body_of(target: Target, call: Call) -> bytes:
-    """Token ids as prompt and `ignore_eos`, so that both lengths are as drawn."""
-    return msgspec.json.encode(
-        {
-            "model": call.adapter or target.base_model,
-            "prompt": call.prompt,
-            "max_tokens": call.output_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-            **target.extra,
-        }
-    )
+class _Model(msgspec.Struct):
+    """parent: an adapter's base; None = it is one itself."""
+
+    id: str
+    parent: str | None = None
 
 
-def count_tokens(outcome: Outcome, answer: StreamProtocol) -> None:
-    """Takes counts from the usage event, which brought no token; without one, counts events."""
-    outcome.token_s = answer.event_s
-    outcome.output_tokens = len(answer.event_s)
-    outcome.start = answer.start
-    if not answer.last_events:
-        outcome.error = "no tokens"
-        return
-    last = json.loads(answer.last_events[-1])
-    if "error" in last:
-        outcome.error = "error event"
-    elif last.get("usage"):
-        outcome.prompt_tokens = last["usage"]["prompt_tokens"]
-        outcome.output_tokens = last["usage"]["completion_tokens"]
-        if not last.get("choices"):
-            outcome.token_s = answer.event_s[:-1]
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def with_base_model(target: Target) -> Target:
+    """With the base's name as the server lists it; `base` where no list says. LoRAX needs none."""
+    if target.base_model or target.api == "lorax":
+        return target
+    name = "base"
+    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError):
+        async with httpx.AsyncClient(timeout=_LIST_S, trust_env=False) as http:
+            answer = await http.get(f"{target.url}/v1/models", headers=target.headers)
+        listed = msgspec.json.decode(answer.content, type=_Models).data
+        name = next((model.id for model in listed if model.parent is None), name)
+    return replace(target, base_model=name)
+
+
+def settle(outcome: Outcome, got: StreamProtocol) -> None:
+    """Takes from an answer that has come to its end what it told."""
+    answer = got.answer
+    outcome.start = got.start
+    outcome.token_s = answer.token_s
+    if got.status != 200:
+        outcome.retry_after_s = got.retry_after_s
+        outcome.error, outcome.message = str(got.status), error_text(got.head)
+    elif answer.fault is not None:
+        outcome.error, outcome.message = answer.fault
+    elif not answer.token_s:
+        outcome.error, outcome.message = "no tokens", one_line(got.head)
+    if answer.prompt_tokens is not None:
+        outcome.prompt_tokens = answer.prompt_tokens
+    outcome.output_tokens = len(answer.token_s)
+    outcome.counted_by_events = answer.output_tokens is None
+    if answer.output_tokens is not None:
+        outcome.output_tokens = answer.output_tokens
+    outcome.short = outcome.output_tokens < outcome.asked_tokens and not answer.filled
 
 
 async def send(target: Target, call: Call, outcome: Outcome) -> None:
     outcome.sent_s = time.monotonic()
+    outcome.prompt_tokens, outcome.asked_tokens = len(call.prompt), call.output_tokens
     try:
-        answer = await post_stream(
-            f"{target.url}/v1/completions", body_of(target, call), target.headers, target.timeout_s
-        )
-        if answer.status == 200:
-            count_tokens(outcome, answer)
-        else:
-            outcome.error = str(answer.status)
-            outcome.retry_after_s = answer.retry_after_s
-    except (OSError, TimeoutError, httptools.HttpParserError) as error:
-        outcome.error = type(error).__name__
+        body = body_of(target, call)
+        settle(outcome, await post_stream(target.address, body, target.headers, target.timeout_s))
+    except (OSError, httptools.HttpParserError) as error:
+        outcome.error, outcome.message = type(error).__name__, one_line(str(error).encode())
     outcome.end_s = time.monotonic()
 
 
@@ -130,6 +125,8 @@ async def run_load(
     target: Target, workload: Workload, concurrency: int | None = None, processes: int = 1
 ) -> list[Outcome]:
     """processes: to send from, where one is too slow to keep up; at most `concurrency`."""
+    if None in workload.adapters:
+        target = await with_base_model(target)
     if processes == 1:
         return await run_job(Job(target, workload, concurrency))
     start = time.monotonic() + _START_DELAY_S
@@ -158,5 +155,5 @@ async def _in_process(job: Job) -> list[Outcome]:
             process.kill()
             await process.wait()
     if process.returncode:
-        raise RuntimeError(f"a process of the load left with code {process.returncode}")
+        raise BenchError(f"a process of the load left with code {process.returncode}")
     return msgspec.msgpack.decode(output, type=list[Outcome])

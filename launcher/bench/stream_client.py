@@ -6,18 +6,26 @@ Times are seconds of `time.monotonic`, which all processes of a machine share.
 import asyncio
 import ssl
 import time
+from email.utils import parsedate_to_datetime
+from functools import cache
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
+from launcher.bench.answers import Answer
+from launcher.bench.sse import EventReader
+
 START_HEADER = b"x-loraplex-start"
+# Of a body that has no events: enough for what it says.
+_HEAD_BYTES = 16 << 10
 
 
 class StreamProtocol(asyncio.Protocol):
     """Sends one POST and notes when each server-sent event arrives.
 
-    start: what the server said of the adapter. began: set with the first event, or the end.
+    start: what the server said of the adapter. head: how the body begins. began: set with the
+    first token, or the end.
     """
 
     def __init__(self, request: bytes) -> None:
@@ -28,9 +36,9 @@ class StreamProtocol(asyncio.Protocol):
         self.status = 0
         self.retry_after_s: float | None = None
         self.start: str | None = None
-        self.event_s: list[float] = []
-        self.last_events: tuple[bytes, ...] = ()
-        self.buffer = b""
+        self.answer = Answer()
+        self.head = b""
+        self._events = EventReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio's
@@ -46,24 +54,31 @@ class StreamProtocol(asyncio.Protocol):
         if name.lower() == START_HEADER:
             self.start = value.decode("latin-1")
         elif name.lower() == b"retry-after":
-            self.retry_after_s = float(value)
+            self.retry_after_s = retry_after_s(value.decode("latin-1"), time.time())
+
+    def on_headers_complete(self) -> None:
+        self.status = self.parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        self.status = self.parser.get_status_code()
-        *events, self.buffer = (self.buffer + body).split(b"\n\n")
         now = time.monotonic()
-        for event in events:
-            if event.startswith(b"data:") and event[5:].strip() != b"[DONE]":
-                self.event_s.append(now)
-                self.last_events = (*self.last_events[-1:], event[5:])
-                self.began.set()
+        if len(self.head) < _HEAD_BYTES:
+            self.head += body[: _HEAD_BYTES - len(self.head)]
+        if self.status != 200:
+            return
+        for event in self._events.feed(body):
+            self.answer.take(event, now)
+        if self.answer.has_text:
+            self.began.set()
 
     def on_message_complete(self) -> None:
-        self.status = self.parser.get_status_code()
         self.finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.finish(exc or ConnectionResetError("closed before the answer ended"))
+        """An end for an answer that says no length, if it was all that the server had to say."""
+        is_said = self.answer.has_ended or self.answer.fault or self.status not in (0, 200)
+        if exc is None and not is_said:
+            exc = ConnectionResetError("closed before the answer ended")
+        self.finish(exc)
 
     def finish(self, error: Exception | None) -> None:
         self.began.set()
@@ -80,25 +95,44 @@ class StreamProtocol(asyncio.Protocol):
         self.transport.close()
 
 
+def retry_after_s(text: str, now: float) -> float | None:
+    """Of the header: seconds, or a date. now: Unix time. None for what is neither."""
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - now)
+    except (ValueError, OverflowError):
+        return None
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """One for all connections: making one takes longer than a token."""
+    return ssl.create_default_context()
+
+
 async def open_stream(url: str, body: bytes, headers: dict[str, str]) -> StreamProtocol:
     """Posts, and reads from then on; `done` ends with the answer. Raises OSError."""
     parts = urlsplit(url)
     assert parts.hostname is not None
-    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    secure = _tls() if parts.scheme == "https" else None
     lines = {
-        "Host": parts.netloc,
+        "Host": parts.netloc.rpartition("@")[2],
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),
         "Connection": "close",
         **headers,
     }
     head = f"POST {parts.path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items())
-    _, protocol = await asyncio.get_running_loop().create_connection(
-        lambda: StreamProtocol(head.encode() + b"\r\n" + body),
-        parts.hostname,
-        parts.port or (443 if secure else 80),
-        ssl=secure,
-    )
+    try:
+        _, protocol = await asyncio.get_running_loop().create_connection(
+            lambda: StreamProtocol(head.encode() + b"\r\n" + body),
+            parts.hostname,
+            parts.port or (443 if secure else 80),
+            ssl=secure,
+        )
+    except UnicodeError:
+        raise OSError(f"{parts.hostname[:80]!r} is no name of a host") from None
     return protocol
 
 
@@ -106,7 +140,10 @@ async def post_stream(
     url: str, body: bytes, headers: dict[str, str], timeout_s: float
 ) -> StreamProtocol:
     """Posts and reads to the end. Raises OSError, TimeoutError or HttpParserError."""
-    async with asyncio.timeout(timeout_s):
-        protocol = await open_stream(url, body, headers)
-        await protocol.done
+    try:
+        async with asyncio.timeout(timeout_s):
+            protocol = await open_stream(url, body, headers)
+            await protocol.done
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no end within {timeout_s:g} s") from None
     return protocol

@@ -11,20 +11,19 @@ from random import Random
 import httpx
 
 from launcher.bench.adapter_orders import absent_first, client, order, order_all
+from launcher.bench.answers import error_text
+from launcher.bench.errors import BenchError
 from launcher.bench.report import Outcome
 from launcher.bench.scrape import growth, read_counters
-from launcher.bench.serve import Target, body_of, send
+from launcher.bench.serve import send, with_base_model
 from launcher.bench.stream_client import StreamProtocol, open_stream
+from launcher.bench.target import Target, body_of
 from launcher.bench.windows import Observed, Window
 from launcher.bench.workload import Call, Popularity, arrivals
 
 _BEGIN_S = 120.0
 _TOKEN_IDS = (100, 1000)
 _ORDERS_AT_ONCE = 16
-
-
-class StreamsError(Exception):
-    """The steady streams did not begin, or broke off; str() says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Plan:
 
 
 async def run_window(plan: Plan, window: Window) -> Observed:
-    """Raises StreamsError, ValueError for a window without adapters, httpx.HTTPError."""
+    """Raises BenchError, ValueError for a window without adapters."""
     adapters = window.adapters(plan.names)
     if window.preload:
         orders = await order_all(plan.target, "load", adapters, _ORDERS_AT_ONCE)
@@ -60,26 +59,31 @@ async def run_window(plan: Plan, window: Window) -> Observed:
             told = "; ".join(
                 f"{name}: {why}" for name, why in itertools.islice(orders.errors.items(), 3)
             )
-            raise StreamsError(f"{orders.failed} adapters were not loaded, such as {told}")
+            raise BenchError(f"{orders.failed} adapters were not loaded, such as {told}")
     # Prompts of one window are not in another's prefix cache.
     random = Random(f"{plan.seed} {window.label}")
-    async with client(plan.target, 4 * _ORDERS_AT_ONCE) as http, _steady(plan, random) as steady:
+    async with (
+        client(plan.target, 4 * _ORDERS_AT_ONCE) as http,
+        httpx.AsyncClient(trust_env=False) as worker,  # which is shown no key
+        _steady(plan, random) as steady,
+    ):
         await asyncio.sleep(plan.settle_s)
-        before = await read_counters(http, plan.worker_url)
+        before = await read_counters(worker, plan.worker_url)
         begin = time.monotonic()
         end = begin + plan.seconds
         new, failed, after = await asyncio.gather(
             _send_new(plan, window, adapters, random, end),
             _order_loads(plan, window, adapters, http, end),
-            _counters_at(end, http, plan.worker_url),
+            _counters_at(end, worker, plan.worker_url),
         )
         broken = [stream for stream in steady if stream.done.done()]
         if broken:
-            raise StreamsError(
+            fault = broken[0].answer.fault
+            raise BenchError(
                 f"{len(broken)} of {len(steady)} steady streams ended within window "
-                f"{window.label} (status {broken[0].status}): raise --stream-output"
+                f"{window.label}: {'raise --stream-output' if fault is None else fault[1]}"
             )
-        times = [list(stream.event_s) for stream in steady]
+        times = [list(stream.answer.token_s) for stream in steady]
     return Observed(window, begin, end, times, new, failed, growth(before, after))
 
 
@@ -91,16 +95,16 @@ async def _counters_at(when: float, http: httpx.AsyncClient, url: str | None) ->
 @asynccontextmanager
 async def _steady(plan: Plan, random: Random) -> AsyncIterator[list[StreamProtocol]]:
     """The streams, each after its first token; they are left at the end."""
-    names = itertools.cycle(map(plan.model_of, plan.stream_adapters) or [None])
+    names = itertools.cycle([plan.model_of(name) for name in plan.stream_adapters] or [None])
     calls = [
         Call(i, 0.0, next(names), _prompt(random, plan.stream_prompt), plan.stream_output)
         for i in range(plan.streams)
     ]
-    url = f"{plan.target.url}/v1/completions"
+    target = plan.target if plan.stream_adapters else await with_base_model(plan.target)
     opened: list[StreamProtocol] = []
 
     async def begin(call: Call) -> None:
-        stream = await open_stream(url, body_of(plan.target, call), plan.target.headers)
+        stream = await open_stream(target.address, body_of(target, call), target.headers)
         opened.append(stream)
         await stream.began.wait()
 
@@ -109,18 +113,22 @@ async def _steady(plan: Plan, random: Random) -> AsyncIterator[list[StreamProtoc
             await asyncio.gather(*map(begin, calls))
         ended = [stream for stream in opened if stream.done.done()]
         if ended:
-            raise StreamsError(
+            raise BenchError(
                 f"{len(ended)} of {len(opened)} steady streams ended at once "
-                f"(status {ended[0].status}): {ended[0].last_events or ended[0].buffer[:300]!r}"
+                f"(status {ended[0].status}): {_told(ended[0])}"
             )
         yield opened
     except TimeoutError:
-        raise StreamsError(f"steady streams had no token within {_BEGIN_S:g} s") from None
+        raise BenchError(f"steady streams had no token within {_BEGIN_S:g} s") from None
     except OSError as error:
-        raise StreamsError(f"the server cannot be reached: {error}") from error
+        raise BenchError(f"the server cannot be reached: {error}") from error
     finally:
         for stream in opened:
             stream.abandon()
+
+
+def _told(stream: StreamProtocol) -> str:
+    return error_text(stream.head) if stream.answer.fault is None else stream.answer.fault[1]
 
 
 async def _send_new(
@@ -145,11 +153,11 @@ async def _send_new(
 
 async def _order_loads(
     plan: Plan, window: Window, adapters: Sequence[str], http: httpx.AsyncClient, end: float
-) -> int:
-    """Evenly, one adapter after the other, those first that are not on the device. Returns how many
-    were refused."""
+) -> list[str]:
+    """Evenly, one adapter after the other, those first that are not on the device. Returns what was
+    said of those that were refused."""
     if not window.loads:
-        return 0
+        return []
     absent = await absent_first(http, adapters)
     errors: list[str] = []
 
@@ -166,7 +174,7 @@ async def _order_loads(
                 break
             await asyncio.sleep(max(0.0, at - time.monotonic()))
             group.create_task(load(name))
-    return len(errors)
+    return errors
 
 
 def _times(rate: float, random: Random) -> Iterable[float]:

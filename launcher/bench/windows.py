@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.bench.report import Outcome, milliseconds
+from launcher.bench.report import Outcome, first_errors, milliseconds
 
 _LABEL = re.compile(r"[A-Za-z0-9_.-]+")
 _RATE, _NUMBER = re.compile(r"\d+(\.\d+)?"), re.compile(r"\d+")
@@ -63,15 +63,16 @@ def gaps_within(token_s: Sequence[float], begin: float, end: float) -> list[floa
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One window. streams: when each steady stream's tokens came. counts: what the worker's
-    counters grew by, nothing if they were not read."""
+    """One window. streams: when each steady stream's events with text came; what is left before its
+    end tells no usage. order_errors: what was said of loads that were refused. counts: what the
+    worker's counters grew by, nothing if they were not read."""
 
     window: Window
     begin: float
     end: float
     streams: Sequence[Sequence[float]]
     new: Sequence[Outcome]
-    orders_failed: int
+    order_errors: Sequence[str]
     counts: Mapping[str, float]
 
 
@@ -83,7 +84,7 @@ def summarise_window(observed: Observed) -> dict[str, object]:
     done = [outcome for outcome in observed.new if outcome.error is None]
     failed = [outcome.error for outcome in observed.new if outcome.error is not None]
     groups = {
-        "hit": [outcome for outcome in done if not outcome.missed],
+        "hit": [outcome for outcome in done if outcome.missed is False],
         "miss": [outcome for outcome in done if outcome.missed],
     }
     return {
@@ -94,14 +95,19 @@ def summarise_window(observed: Observed) -> dict[str, object]:
         "itl_ms": milliseconds(gaps),
         "new": len(observed.new),
         "new_failed": dict(Counter(failed)),
+        "first_errors": first_errors(observed.new) | _first_of(observed.order_errors),
         **{
             f"{name}_ttft_ms": {"requests": len(group)}
             | milliseconds([outcome.ttft_s for outcome in group])
             for name, group in groups.items()
         },
-        "orders_failed": observed.orders_failed,
+        "orders_failed": len(observed.order_errors),
         **_loads(observed.counts, seconds),
     }
+
+
+def _first_of(order_errors: Sequence[str]) -> dict[str, str]:
+    return {"load": order_errors[0]} if order_errors else {}
 
 
 def _loads(counts: Mapping[str, float], seconds: float) -> dict[str, object]:
@@ -146,7 +152,7 @@ def window_table(summaries: Sequence[Mapping[str, object]]) -> str:
         lines.append("".join(f"{cell!s:>10}" for cell in cells))
         if summary["new_failed"] or summary["orders_failed"]:
             failed = f"{summary['new_failed']}, {summary['orders_failed']} loads"
-            lines.append(f"    failed: {failed}")
+            lines.append(f"    failed: {failed}, such as {summary['first_errors']}")
     return "\n".join(lines)
 
 

@@ -8,9 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-LENGTH = re.compile(
-    r"(?P<kind>lognormal|uniform)\((?P<a>[0-9.]+),(?P<b>[0-9.]+)\)(?:in(?P<low>\d+)\.\.(?P<high>\d+))?"
+_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
+_LENGTH = re.compile(
+    rf"(?P<kind>lognormal|uniform)\((?P<a>{_NUMBER}),(?P<b>{_NUMBER})\)"
+    r"(?:in(?P<low>[0-9]{1,9})\.\.(?P<high>[0-9]{1,9}))?"
 )
+_MOST_TOKENS = 1 << 20
+# Of a logarithm and its deviation: draws beyond are too large for a number.
+_MOST_LOG = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +35,25 @@ class Lengths:
     def parse(cls, text: str) -> "Lengths":
         """`128`, `uniform(10,20)` or `lognormal(5.0,0.8) in 16..1024`; ValueError otherwise."""
         text = text.replace(" ", "")
-        if text.isdigit() and int(text) > 0:
+        if re.fullmatch("[0-9]{1,9}", text) and 0 < int(text) <= _MOST_TOKENS:
             return cls("uniform", int(text), int(text), int(text), int(text))
-        match = LENGTH.fullmatch(text)
+        match = _LENGTH.fullmatch(text)
         if match is None:
             raise ValueError(
                 f"{text!r} is no length: expected 128, uniform(10,20) or "
                 "lognormal(5.0,0.8) in 16..1024"
             )
-        low, high = int(match["low"] or 1), int(match["high"] or 1 << 20)
-        if not 0 < low <= high:
-            raise ValueError(f"{text!r}: expected 0 < low <= high")
-        return cls(match["kind"], float(match["a"]), float(match["b"]), low, high)
+        low, high = int(match["low"] or 1), int(match["high"] or _MOST_TOKENS)
+        if not 0 < low <= high <= _MOST_TOKENS:
+            raise ValueError(f"{text!r}: expected 0 < low <= high <= {_MOST_TOKENS}")
+        kind, a, b = match["kind"], float(match["a"]), float(match["b"])
+        if kind == "uniform" and not a <= b <= _MOST_TOKENS:
+            raise ValueError(f"{text!r}: expected from <= to <= {_MOST_TOKENS}")
+        if kind == "lognormal" and max(a, b) > _MOST_LOG:
+            raise ValueError(
+                f"{text!r}: expected mean and deviation of the logarithm up to {_MOST_LOG:g}"
+            )
+        return cls(kind, a, b, low, high)
 
     def draw(self, random: Random) -> int:
         if self.kind == "lognormal":

@@ -4,9 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from launcher.__main__ import main
-from launcher.bench.grid import Grid, adapter_bytes, engine_for, step_bytes
+from launcher.bench import lora_kernels as kernels
+from launcher.bench.grid import (
+    COPY_BYTES,
+    MATRIX,
+    Grid,
+    adapter_bytes,
+    copy_bandwidth,
+    engine_for,
+    matrix_rate,
+    step_bytes,
+)
 from launcher.bench.offline import SHIPPED, model_folder
 
 TINY = {
@@ -37,6 +48,16 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str,
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def refusal(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+    """What is told where nothing is measured."""
+    with pytest.raises(SystemExit) as left:
+        bench(capsys, *arguments)
+    assert left.value.code == code
+    told = capsys.readouterr()
+    assert not told.out
+    return told.err
+
+
 def test_decode(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--batch", "1,3", "--adapters", "0,2", "--rank", "4,8", "--prompt-tokens", "9")
     points = bench(capsys, "decode", "--config", str(tiny), *options, "--output-tokens", "24")
@@ -52,17 +73,101 @@ def test_decode(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--output-tokens", "16"], "more than 16"),
-        (["--batch", "0"], "--batch"),
-        (["--batch", "2", "--adapters", "4"], "--batch"),
-        (["--prompt-tokens", "0"], "tokens"),
+        (["--output-tokens", "16"], "--output-tokens must be more than 16"),
+        (["--batch", "0"], "--batch: expected a whole number of at least 1, got '0'"),
+        (["--batch", "x,1"], "--batch: expected a whole number of at least 1, got 'x'"),
+        (["--batch", "2", "--adapters", "4"], "no --batch is as large as one of --adapters"),
+        (["--prompt-tokens", "0"], "--prompt-tokens: expected a whole number"),
+        (["--rank", "9999"], "--rank: expected a whole number from 1 to 256, got '9999'"),
+        (["--sampling", "{"], "--sampling: "),
+        (["--sampling", "[]"], "--sampling: Expected `object`"),
+        (["--sampling", '{"temperature": "hot"}'], "--sampling: Expected `float`"),
+        (["--sampling", '{"heat": 1}'], "--sampling: heat: not known"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
     tiny: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
-    with pytest.raises(SystemExit, match=words):
-        bench(capsys, "decode", "--config", str(tiny), *options)
+    assert words in refusal(capsys, 2, "decode", "--config", str(tiny), *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompt-tokens", "600"], "600 tokens of prompt and 144 of output are more than the"),
+        (["--batch", "1", "--sampling", '{"temperature": -1}'], "temperature: expected 0.0 to"),
+        (["--config", "/nowhere"], "/nowhere has no config.json"),
+    ],
+)
+def test_what_the_model_cannot_do_is_one_line(
+    tiny: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    told = refusal(capsys, 1, "decode", "--config", str(tiny), *options)
+    assert words in told
+    assert len(told.splitlines()) == 1
+
+
+def test_a_broken_configuration(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tiny / "config.json").write_text("{")
+    told = refusal(capsys, 1, "prefill", "--config", str(tiny))
+    assert told.startswith(f"loraplex: {tiny}/config.json: cannot be read as JSON")
+    assert len(told.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("decode", "--dummy-weights"),
+        ("prefill", "--dummy-weights"),
+        ("adapter-copies",),
+        ("make-model", "--device", "cuda", "--model", "/nowhere/made"),
+    ],
+)
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", *words, "--config", "llama-3.1-8b"])
+    assert left.value.code == 1
+    told = capsys.readouterr().err
+    assert told == "loraplex: there is no CUDA device here: --device cpu needs none\n"
+
+
+def test_a_prompt_and_its_answer_may_fill_the_context(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ("--prompt-tokens", "494", "--output-tokens", "18")
+    options = ("--batch", "1", "--adapters", "0", *lengths)
+    (point,) = bench(capsys, "decode", "--config", str(tiny), *options)
+    assert point["B"] == 1
+
+
+def test_prefill(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--batch", "2", "--adapters", "0,1", "--rank", "4", "--prompt-tokens", "40")
+    points = bench(capsys, "prefill", "--config", str(tiny), *options)
+    assert [(p["B"], p["D"], p["r"]) for p in points] == [(2, 0, 0), (2, 1, 4)]
+    for point in points:  # 80 tokens are one step
+        assert point["tokens_per_s"] * point["step_ms"] == pytest.approx(80e3, rel=0.01)
+    words = ("--output-tokens", "9")
+    assert "unrecognized" in refusal(capsys, 2, "prefill", "--config", str(tiny), *words)
+
+
+def test_a_rank_of_lora_kernels_is_a_number_where_it_is_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = dict.fromkeys(("floor_ms", "budget_ms", "alone_ms", "base_ms", "added_ms"), 1.0)
+    results = [kernels.Result(1, 1, lora_rank, **times) for lora_rank in ("16", "mix")]
+    monkeypatch.setattr(kernels, "measure", lambda *_: results)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    main(["bench", "lora-kernels", "--json"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["r"] for line in lines] == [16, "mix"]
+
+
+def test_rates_of_a_cpu_are_quick_to_measure() -> None:
+    """A GPU's sizes would take minutes and gigabytes."""
+    assert max(COPY_BYTES["cpu"], 2 * MATRIX["cpu"] ** 3) <= 64 << 20
+    assert matrix_rate("cpu", torch.float32) > 0
+    assert copy_bandwidth("cpu") > 0
 
 
 def test_more_adapters_than_a_server_has_slots(tiny: Path) -> None:
@@ -77,9 +182,6 @@ def test_sampling(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hot = '{"temperature": 0.8, "top_p": 0.9, "logprobs": 1}'
     (point,) = bench(capsys, *options, "--output-tokens", "18", "--sampling", hot)
     assert point["B"] == 1
-    for bad in ("{", "[]", '{"temperature": "hot"}', '{"heat": 1}'):
-        with pytest.raises(SystemExit, match="--sampling"):
-            bench(capsys, *options, "--sampling", bad)
 
 
 def test_llama_8b_by_name() -> None:

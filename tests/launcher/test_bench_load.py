@@ -68,6 +68,17 @@ def bench(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, 
     return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
 
+def failure(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 1) -> str:
+    """The one line that is told."""
+    with pytest.raises(SystemExit) as left:
+        main(["bench", *arguments])
+    assert left.value.code == code
+    told = capsys.readouterr()
+    assert not told.out
+    assert len(told.err.splitlines()) == 1, told.err
+    return told.err
+
+
 def test_made_adapters_are_whole_and_each_its_own(made: Path) -> None:
     base = read_base_spec(made / "model", ("base",))
     folders = sorted((made / "adapters").iterdir())
@@ -78,10 +89,9 @@ def test_made_adapters_are_whole_and_each_its_own(made: Path) -> None:
     assert set(manifests[0].targets) == set(base.layer_modules)
 
 
-def test_nothing_is_overwritten(made: Path) -> None:
+def test_nothing_is_overwritten(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", str(made / "shape"), "--model", str(made / "model")]
-    with pytest.raises(SystemExit, match="File exists"):
-        main(["bench", "make-model", *arguments])
+    assert "File exists" in failure(capsys, "make-model", *arguments)
 
 
 @given(st.integers(1, 600), st.sets(st.integers(0, 599), max_size=3))
@@ -102,14 +112,18 @@ def test_many_adapters_are_ordered_and_loads_counted(
     for action in ("register", "load", "unload", "load"):
         (orders,) = bench(capfd, "adapters", action, *target, "--count", "4")
         assert (orders["done"], orders["failed"], orders["errors"]) == (4, 0, {})
-    (orders,) = bench(capfd, "adapters", "load", *target, "--first", "4")
-    assert orders["failed"] == ADAPTERS - 4, "they are not registered"
+    (orders,) = bench(capfd, "adapters", "load", *target)
+    assert (orders["done"], orders["failed"]) == (4, ADAPTERS - 4), "two are not registered"
+    told = failure(capfd, "adapters", "load", *target, "--first", "4")
+    assert told.startswith("loraplex: none of 2 adapters: load failed: 404: ")
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ("serve", "--url", "localhost:8080"),
+        ("serve", "--url", "http://localhost:99999"),
+        ("serve", "--url", "http://localhost:0"),
         ("adapters", "load", "--url", "ftp://localhost"),
         ("streams", "--url", "http://a", "--window", "quiet", "--worker-url", "ws://a"),
     ],
@@ -165,6 +179,57 @@ def test_windows_beside_steady_streams(
     assert sum(lookups.values()) > 0
 
 
+def test_steady_streams_of_the_base(served: Serving, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    options = ("--streams", "2", "--seconds", "0.3", "--settle", "0", "--stream-output", "8000")
+    words = ("streams", "--url", f"http://127.0.0.1:{served.port}", "--window", "quiet", *options)
+    for more in ((), ("--stream-adapters", "0")):
+        (quiet,) = bench(capfd, *words, *more)
+        assert quiet["streams"] == 2
+        assert quiet["tokens_per_s"] > 0  # type: ignore[operator]
+    told = failure(capfd, *words, "--window", "busy:new=1", code=2)
+    assert told == "loraplex: window busy: there is no adapter from 0 on\n"
+
+
+@pytest.mark.parametrize("api", ["completions", "chat", "lorax"])
+def test_every_api_of_a_real_server(
+    api: str, served: Serving, made: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whose base is called what it lists; lengths are as drawn, and prompts as it counts them."""
+    target = (
+        "--url",
+        f"http://127.0.0.1:{served.port}/v1/",
+        "--adapters-in",
+        str(made / "adapters"),
+    )
+    lengths = ("--prompt", "12", "--output", "uniform(5,9)", "--requests", "6")
+    capfd.readouterr()
+    (summary,) = bench(
+        capfd, "serve", *target, *lengths, "--api", api, "--base-too", "--count", "1"
+    )
+    assert (summary["completed"], summary["errors"]) == (6, {})
+    assert (summary["short"], summary["counted_by_events"]) == (0, 0)
+    prompt_tokens = round(float(summary["prompt_tokens_per_s"]) * float(summary["seconds"]))  # type: ignore[arg-type]
+    if api == "completions":
+        assert prompt_tokens == pytest.approx(6 * 12, rel=0.05)
+    else:
+        assert prompt_tokens > 6 * 12, "this tokenizer knows few words"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "nothing to make"),
+        (("--adapters-in", "/nowhere"), "--adapters-in and --adapters need each other"),
+        (("--adapters", "3"), "--adapters-in and --adapters need each other"),
+    ],
+)
+def test_nothing_to_make(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert why in failure(capsys, "make-model", "--config", "llama-3.1-8b", *words, code=2)
+
+
 @pytest.mark.parametrize(
     "text", ["", "a b", "x:new", "x:new=-1", "x:first=1.5", "x:rate=3", "x:preload=yes"]
 )
@@ -202,7 +267,9 @@ def test_a_window_in_figures() -> None:
     warm = Outcome("a", False, 0.0, [0.1], 0.2, start="warm")
     failed = Outcome("a", False, 0.0, error="503")
     streams = [[0.0, 1.0, 1.1, 1.3, 9.0]]
-    observed = Observed(Window("x", new=1.5), 1.0, 3.0, streams, [cold, warm, failed], 0, counts)
+    observed = Observed(
+        Window("x", new=1.5), 1.0, 3.0, streams, [cold, warm, failed], ["404: no"], counts
+    )
     summary = summarise_window(observed)
     assert summary["itl_ms"] == {"p50": 150.0, "p90": 190.0, "p99": 199.0}
     assert summary["hit_ttft_ms"] == {"requests": 1, "p50": 100.0, "p90": 100.0, "p99": 100.0}
@@ -210,7 +277,11 @@ def test_a_window_in_figures() -> None:
     assert summary["new_failed"] == {"503": 1}
     assert (summary["loads_per_s"], summary["load_mb"]) == (0.5, 5.0)
     assert (summary["copy_ms"], summary["transfer_ms"], summary["stage_ms"]) == (8.0, 2.0, None)
-    assert "failed: {'503': 1}" in window_table([summary])
+    assert (summary["orders_failed"], summary["first_errors"]) == (
+        1,
+        {"503": "", "load": "404: no"},
+    )
+    assert "failed: {'503': 1}, 1 loads, such as" in window_table([summary])
 
 
 def test_copies_beside_a_plain_one(made: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -61,5 +61,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     main(["bench", "placement", *arguments, "--json"])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["adapters"] for line in lines] == [20, 40]
+    assert {(line["requests"], line["warm_up"]) for line in lines} == {(210, 90)}
     main(["bench", "placement", *arguments])
-    assert "random" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "random" in table
+    assert "the first 30% of each run's requests are not counted" in table

@@ -37,9 +37,10 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """miss_rate: requests that caused a load. Waits: from arrival until it is computed, in ms.
+    """requests: that are counted, after the first `warm_up`. miss_rate: those that caused a load.
 
-    goodput: requests a second that waited at most a second.
+    Waits: from arrival until it is computed, in ms. goodput: requests a second that waited at most
+    a second.
     """
 
     policy: str
@@ -47,6 +48,7 @@ class Result:
     workers: int
     adapters: int
     requests: int
+    warm_up: int
     miss_rate: float
     wait_p50_ms: float
     wait_p99_ms: float
@@ -57,11 +59,12 @@ class Result:
 def simulate(scene: Scene, policy: str) -> Result:
     fleet = SimulatedFleet(scene.workers, scene.model, POLICIES[policy]())
     fleet.run(scene.traffic().arrivals())
-    jobs = fleet.jobs[int(_WARM_UP * len(fleet.jobs)) :]
+    warm_up = int(_WARM_UP * len(fleet.jobs))
+    jobs = fleet.jobs[warm_up:]
     waits = [1e3 * (job.started_s - job.arrived_s) for job in jobs]
     seconds = max(1e-9, _last_end(jobs) - jobs[0].arrived_s)
     return Result(
-        *(policy, scene.shape, scene.workers, scene.adapters, len(jobs)),
+        *(policy, scene.shape, scene.workers, scene.adapters, len(jobs), warm_up),
         miss_rate=sum(job.missed for job in jobs) / len(jobs),
         wait_p50_ms=percentile(waits, 50),
         wait_p99_ms=percentile(waits, 99),
@@ -83,7 +86,8 @@ def compare(scenes: Iterable[Scene], policies: Sequence[str]) -> Iterator[Result
 def table(results: Sequence[Result]) -> str:
     """For a person."""
     head = ("load", "workers", "adapters", "policy", "miss", "wait p50 ms", "wait p99 ms", "good/s")
-    lines = ["  ".join(f"{cell:>13}" for cell in head)]
+    lines = [f"the first {_WARM_UP:.0%} of each run's requests are not counted"]
+    lines.append("  ".join(f"{cell:>13}" for cell in head))
     for r in results:
         cells = (
             *(r.shape, r.workers, r.adapters, r.policy, f"{100 * r.miss_rate:.1f} %"),

@@ -1,0 +1,5 @@
+"""What keeps a benchmark from being made."""
+
+
+class BenchError(Exception):
+    """str() is one sentence for a person: the command ends with it, and with status 1."""

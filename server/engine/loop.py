@@ -32,6 +32,7 @@ from server.engine.messages import (
     StepWork,
     Submit,
     ToEngine,
+    WithdrawPreload,
 )
 from server.engine.pace import Pace
 from server.engine.plan import StepPlan
@@ -156,6 +157,8 @@ class EngineLoop(Generic[T]):
                 scheduler.loads.pin_only(digests)
             case PreloadAdapter(order, digest):
                 scheduler.loads.preload(order, digest)
+            case WithdrawPreload(order, digest):
+                scheduler.loads.withdraw(order, digest)
             case EvictAdapter(order, digest):
                 scheduler.loads.condemn(order, digest)
             case Shutdown():

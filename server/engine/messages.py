@@ -56,6 +56,13 @@ class PreloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="pl"):
     digest: str
 
 
+class WithdrawPreload(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
+    """Nobody waits for this order's end any more. Not answered."""
+
+    order: int
+    digest: str
+
+
 class EvictAdapter(msgspec.Struct, frozen=True, array_like=True, tag="ea"):
     """Free it on the device as soon as no sequence needs it. Answered by AdapterSettled.
 
@@ -182,6 +189,7 @@ ToEngine = (
     | SlabMissing
     | PinAdapters
     | PreloadAdapter
+    | WithdrawPreload
     | EvictAdapter
     | Shutdown
 )

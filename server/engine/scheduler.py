@@ -204,7 +204,7 @@ class Scheduler:
             if batch.budget and sequence.num_wanted > 1 and self._can_run(sequence):
                 batch.add(sequence)
         self._admit(batch)
-        self.loads.ask()
+        self.loads.ask(self._now)
         if not batch.sequences:
             return None
         self._step += 1
@@ -216,7 +216,7 @@ class Scheduler:
         """What can be done for absent adapters between two plans, while steps are in flight."""
         self._now = now
         self._make_room(now)
-        self.loads.ask()
+        self.loads.ask(self._now)
 
     def _make_room(self, now: float) -> None:
         self.loads.drop_condemned(self._sequences.values())

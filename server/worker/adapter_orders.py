@@ -17,6 +17,7 @@ from server.engine.messages import (
     PinAdapters,
     PreloadAdapter,
     ToEngine,
+    WithdrawPreload,
 )
 from server.engine.residency import AdapterStage
 from server.protocol import AdapterOrder, AdapterReport, AdapterTiers
@@ -70,7 +71,7 @@ class AdapterOrders:
         self._pins: dict[int, frozenset[str]] = {}  # by connection
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[str | None]] = {}  # by number; why not
-        self._tasks: dict[asyncio.Task[None], int] = {}
+        self._tasks: dict[asyncio.Task[None], tuple[int, str]] = {}  # connection, order_id
         self._notes: OrderedDict[str, _Note] = OrderedDict()
         self.load_bytes_s = 0.0  # a running mean over adapters that came to the device
 
@@ -93,11 +94,14 @@ class AdapterOrders:
 
     def order(self, connection: int, order: AdapterOrder, report: Report) -> None:
         """Answered by one AdapterReport, when the order is carried out or cannot be."""
+        if order.action == "withdraw":
+            self._give_up(lambda owner: owner == (connection, order.order_id))
+            return
         if len(self._tasks) >= MAX_ORDERS:
             report(AdapterReport(order.order_id, (), "too many orders at once"))
             return
         task = asyncio.create_task(self._carry_out(order, report))
-        self._tasks[task] = connection
+        self._tasks[task] = (connection, order.order_id)
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     def disconnected(self, connection: int) -> None:
@@ -105,8 +109,7 @@ class AdapterOrders:
         self._pins.pop(connection, None)
         if self.pins != before:
             self._tell_pins()
-        for task in [task for task, owner in self._tasks.items() if owner == connection]:
-            task.cancel()
+        self._give_up(lambda owner: owner[0] == connection)
 
     # ---- the engine
 
@@ -149,6 +152,10 @@ class AdapterOrders:
         return None if note is None else note.load_s
 
     # ---- inside
+
+    def _give_up(self, whose: Callable[[tuple[int, str]], bool]) -> None:
+        for task in [task for task, owner in self._tasks.items() if whose(owner)]:
+            task.cancel()
 
     def _note(self, digest: str) -> _Note:
         note = self._notes.setdefault(digest, _Note())
@@ -208,6 +215,11 @@ class AdapterOrders:
             self._engine.to_engine(kind(order, digest))
         try:
             return await asyncio.gather(*asked.values())
+        except asyncio.CancelledError:
+            for order, digest in zip(asked, digests, strict=True):
+                if kind is PreloadAdapter:
+                    self._engine.to_engine(WithdrawPreload(order, digest))
+            raise
         finally:
             for order in asked:
                 self._answers.pop(order, None)

@@ -254,7 +254,8 @@ class HostTier:
             self._saver.offer(slab.layout, extents)
 
     async def _place(self, digest: str, layout: SlabLayout) -> tuple[int, ...]:
-        """Wait for room. It comes: the engine holds a pin only for the time of a copy."""
+        """Wait for room. For whom a sequence waits it comes: the engine gives back what has no room
+        on the device, unless others run dry for it."""
         while True:
             self._room.clear()
             placement = self._try_to_place(digest, layout)

@@ -17,7 +17,7 @@ from server.worker.metrics import WorkerMetrics
 from server.worker.worker import Worker
 from tests.server.engine.harness import limits, make_request
 from tests.server.worker.slabs import EXTENT
-from tests.server.worker.tiers import Tiers
+from tests.server.worker.tiers import HOST_EXTENTS, Tiers
 
 A, B = "a" * 64, "b" * 64
 
@@ -145,6 +145,26 @@ def test_the_next_engine_gets_what_the_last_one_held(tiers: Tiers) -> None:
     assert len(sent(tiers, SlabStaged)) == 1
     settle(tiers)
     assert answered(tiers, 2, "a")
+
+
+def test_preloads_without_room_leave_host_memory_to_a_cold_adapter(tiers: Tiers) -> None:
+    """They fill it, and the device has room for the small one alone while the large one runs."""
+    tiers.store("l", 3)
+    tiers.submit(1, make_request([5, 6], 50, "l", ignore_eos=True))
+    settle(tiers)
+    for digest in "mn":
+        tiers.store(digest, HOST_EXTENTS // 2)
+        tiers.order(digest, "load", digest)
+    settle(tiers)
+    assert [tiers.arena.leases(digest) for digest in "mn"] == [1, 1]
+    tiers.store("c", 1)
+    tiers.submit(2, make_request([5, 6], 4, "c"))
+    settle(tiers)
+    assert answered(tiers, 2, "c")
+    assert 1 in tiers.live
+    for _ in range(5):
+        settle(tiers)
+    assert [tiers.reports[digest][0].error for digest in "mn"] == [None, None]
 
 
 class Supervisor:

@@ -43,6 +43,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.versions = dict.fromkeys(SIZES, 0)
         self.requests: dict[int, GenerateRequest] = {}
         self.orders: list[Ordered] = []
+        self.withdrawn: set[str] = set()
         self.heard: set[str] = set()  # orders whose report was looked at
         self.ever_pinned: set[str] = set()
         self.restarts: list[int] = []  # how many orders there were by then
@@ -106,6 +107,15 @@ class TiersMachine(RuleBasedStateMachine):
         digest = self.orders[-1].digest if same and self.orders else self.digest(name, age)
         self.orders.append(Ordered(action, digest))
         self.tiers.order(str(len(self.orders) - 1), action, digest)
+
+    @precondition(lambda self: any(o.action == "load" for o in self.orders))
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """Its router waits no more, whether it was answered or not."""
+        loads = [str(n) for n, ordered in enumerate(self.orders) if ordered.action == "load"]
+        order_id = data.draw(st.sampled_from(loads))
+        self.withdrawn.add(order_id)
+        self.tiers.order(order_id, "withdraw")
 
     @rule(name=NAMES)
     def refresh(self, name: str) -> None:
@@ -307,7 +317,8 @@ class TiersMachine(RuleBasedStateMachine):
             rounds += 1
             assert rounds < MAX_ROUNDS, f"somebody waits for ever: {self.state()}"
         self.nothing_was_wrong()
-        assert all(len(reports) == 1 for reports in tiers.reports.values())
+        for order_id, reports in tiers.reports.items():
+            assert len(reports) == 1 or (not reports and order_id in self.withdrawn)
         for arena in (tiers.arena, tiers.engine.scheduler.arena):
             assert not any(map(arena.leases, arena.ready)), "a lease was lost"
 
@@ -323,9 +334,13 @@ class TiersMachine(RuleBasedStateMachine):
                 "on its way to the device": loads.loading,
                 "told": list(tiers.told),
                 "staging": len(tiers.staging),
-                "orders": [name for name, reports in tiers.reports.items() if not reports],
+                "orders": self.unanswered(),
             }
         )
+
+    def unanswered(self) -> list[str]:
+        reports = self.tiers.reports
+        return [name for name in reports if not reports[name] and name not in self.withdrawn]
 
     def is_at_rest(self) -> bool:
         tiers = self.tiers
@@ -340,7 +355,7 @@ class TiersMachine(RuleBasedStateMachine):
             or engine.executor.copying
             or tiers.arena.loading
             or engine.scheduler.arena.loading
-            or not all(tiers.reports.values())
+            or self.unanswered()
         )
 
     def check_answer(self, key: int, request: GenerateRequest) -> None:

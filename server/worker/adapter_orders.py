@@ -5,6 +5,7 @@ It decides nothing about room: that is `AdapterArena`'s policy, in the engine an
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -22,6 +23,8 @@ from server.engine.messages import (
 from server.engine.residency import AdapterStage
 from server.protocol import AdapterOrder, AdapterReport, AdapterTiers
 from server.worker.host_tier import HostTier
+
+log = logging.getLogger(__name__)
 
 MAX_ORDERS = 1024
 MAX_REMEMBERED = 1 << 16
@@ -170,6 +173,14 @@ class AdapterOrders:
         self._engine.to_engine(PinAdapters(tuple(sorted(self.pins))))
 
     async def _carry_out(self, order: AdapterOrder, report: Report) -> None:
+        try:
+            answer = await self._answer(order)
+        except Exception as error:  # whatever it is, the router must hear of it
+            log.error("an order to %s adapters failed", order.action, exc_info=error)
+            answer = AdapterReport(order.order_id, (), "the order could not be carried out")
+        report(answer)
+
+    async def _answer(self, order: AdapterOrder) -> AdapterReport:
         error: str | None = None
         if order.action == "load":
             error = await self._load(order.digests)
@@ -180,7 +191,7 @@ class AdapterOrders:
             self._threads, lambda: {d for d in order.digests if self._on_disk(d)}
         )
         tiers = tuple(self._tiers(digest, digest in stored) for digest in order.digests)
-        report(AdapterReport(order.order_id, tiers, error))
+        return AdapterReport(order.order_id, tiers, error)
 
     async def _load(self, digests: Collection[str]) -> str | None:
         """Why one of them did not come to the device."""

@@ -176,7 +176,8 @@ class HostTier:
         return StagedSlab(self._layouts[digest], placement.extents, load_s)
 
     async def acquire(self, digest: str) -> StagedSlab:
-        """Its place in host memory, pinned until `release`. Raises SlabUnavailable."""
+        """Its place in host memory, pinned until `release`. Raises SlabUnavailable, or what was not
+        foreseen."""
         self._awaited[digest] += 1
         try:
             while (staged := self.take(digest)) is None:
@@ -218,11 +219,11 @@ class HostTier:
             self._follow_hints()
 
     async def _stage(self, digest: str) -> None:
-        """Raises SlabUnavailable."""
+        """Raises SlabUnavailable, or what was not foreseen."""
         started = time.monotonic()
         try:
             await self._bring(digest)
-        except SlabUnavailable:
+        except Exception:
             self._metrics.staged.labels("failed").inc()
             raise
         self._metrics.staged.labels("ready").inc()

@@ -98,3 +98,14 @@ def test_a_preload_that_two_ordered_is_withdrawn_by_one(tiers: Tiers) -> None:
     tiers.order("first", "withdraw")
     assert outcome(tiers, "second") is None
     assert not tiers.reports["first"]
+
+
+def test_an_order_is_answered_whatever_goes_wrong(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(tiers.threads, "submit", no_thread)
+    tiers.order("status", "status", "a")
+    assert outcome(tiers, "status") == "the order could not be carried out"

@@ -14,6 +14,7 @@ from server.worker.adapter_service import AdapterService
 from server.worker.connections import RouterConnection
 from server.worker.engine_supervisor import EngineSupervisor
 from server.worker.metrics import WorkerMetrics
+from server.worker.staging import UNFORESEEN
 from server.worker.worker import Worker
 from tests.server.engine.harness import limits, make_request
 from tests.server.worker.slabs import EXTENT
@@ -136,6 +137,32 @@ def test_what_is_on_its_way_from_disk_is_handed_over_once(tiers: Tiers) -> None:
     tiers.aio.run_until_complete(push_at_once())
     settle(tiers)
     assert answered(tiers, 1, "c")
+
+
+@pytest.mark.parametrize("jobs", [0, 1], ids=["opening", "copying"])
+def test_what_nobody_foresaw_ends_the_waiters_and_is_tried_again(tiers: Tiers, jobs: int) -> None:
+    tiers.store("c", 2)
+    tiers.failure = RuntimeError("can't start new thread")
+    for key in (1, 2):
+        tiers.to_engine(Submit(key, make_request([5, 6], 4, "c")))
+        tiers.live.add(key)
+        tiers.jobs_until_failure = jobs if key == 1 else None
+        settle(tiers)
+        assert not len(tiers.staging), "it would never be found to stand still"
+    assert [tiers.events[key][-1].message for key in (1, 2)] == [UNFORESEEN, None]
+    assert answered(tiers, 2, "c")
+
+
+def test_a_task_of_the_last_engine_leaves_the_next_ones_alone(tiers: Tiers) -> None:
+    tiers.store("c", 1)
+    tiers.submit(1, make_request([5, 6], 4, "c"))
+    tiers.engine_turn()
+    tiers.hear(9)
+    tiers.restart_engine()  # its task has not noticed
+    tiers.do(lambda: tiers.staging.need("c"))
+    tiers.turns(3)
+    assert len(tiers.staging) == 1
+    settle(tiers)
 
 
 def test_the_next_engine_gets_what_the_last_one_held(tiers: Tiers) -> None:

@@ -26,6 +26,11 @@ VERSIONS = 8
 MAX_ROUNDS = 300
 NAMES = st.sampled_from(sorted(SIZES))
 ROUNDS = st.integers(1, 3)
+FAILURES = [
+    OSError("the disk failed"),
+    MemoryError(),
+    RuntimeError("can't start new thread"),
+]
 ACTIONS = st.sampled_from(["load", "evict", "tiers"])
 
 
@@ -152,10 +157,11 @@ class TiersMachine(RuleBasedStateMachine):
     def job(self, data: st.DataObject) -> None:
         self.tiers.end_job(data.draw(st.integers(0, len(self.tiers.threads.jobs) - 1)))
 
-    @rule(after=st.integers(0, 5))
-    def disk_will_fail(self, after: int) -> None:
+    @rule(after=st.integers(0, 5), failure=st.sampled_from(FAILURES))
+    def job_will_fail(self, after: int, failure: Exception) -> None:
         """In opening a slab or reading its bytes."""
         self.tiers.jobs_until_failure = after
+        self.tiers.failure = failure
 
     @precondition(lambda self: self.tiers.engine.executor.copying)
     @rule(data=st.data(), over=st.booleans())

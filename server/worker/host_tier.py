@@ -19,7 +19,8 @@ from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.slab_file import SlabSource
 from server.engine.eviction import EvictionReason
-from server.engine.residency import AdapterArena, AdapterStage, Placement, Span
+from server.engine.extents import Span
+from server.engine.residency import AdapterArena, AdapterStage, Placement
 from server.engine.shared_memory import map_shared
 from server.worker.metrics import WorkerMetrics
 from server.worker.slab_saver import SlabSaver
@@ -138,7 +139,7 @@ class HostTier:
                 return
             elif not self._arena.leases(digest) and digest not in self._kept():
                 self._arena.drop(digest)
-                self._forget_evicted()
+                self._forget((digest,))
                 self._room.set()
             else:
                 self._room.clear()
@@ -261,7 +262,7 @@ class HostTier:
             self._room.clear()
             placement = self._try_to_place(digest, layout)
             if placement is not None:
-                self._forget_evicted()
+                self._forget(placement.evicted)
                 return placement.extents
             await self._room.wait()
 
@@ -285,8 +286,8 @@ class HostTier:
         finally:
             arena.pin_only(pins)
 
-    def _forget_evicted(self) -> None:
-        for digest in [d for d in self._layouts if self._arena.stage(d) == "absent"]:
+    def _forget(self, evicted: Iterable[str]) -> None:
+        for digest in evicted:
             del self._layouts[digest]
             self._load_s.pop(digest, None)
             self._saver.forget(digest)

@@ -5,8 +5,8 @@ It is told of changes and asked at most once a second; it decides nothing.
 
 from collections.abc import Mapping
 
+from server.engine.extents import Span
 from server.engine.messages import AdapterPlaced, EngineReady, EngineStats, StepOutput
-from server.engine.residency import Span
 from server.protocol import AdapterPlace, Inspect, WorkerPicture
 from server.worker.adapter_orders import AdapterOrders
 from server.worker.host_tier import HostTier

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from server import protocol
+from server.engine.extents import Span
 from server.engine.messages import AdapterPlaced
-from server.engine.residency import Span
 from server.worker.inspector import DevicePlaces
 from tests.server.worker.shell import LONG, Shell, connected, request
 from tests.server.worker.small_memory import admit_all, running_small

@@ -4,7 +4,6 @@ There is no prefill or decode phase: every sequence has a computed count that ca
 token count, under one token budget a step. A plan may be made while earlier steps are in flight.
 """
 
-import heapq
 from bisect import bisect_left, insort
 from collections import deque
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from server.engine.batch import Batch
+from server.engine.deadlines import Deadlines
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
 from server.engine.kv import SequencePages
 from server.engine.loading import ORDER, AdapterLoads
@@ -66,7 +66,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._departing: set[Sequence] = set()  # will give up what they hold at some commit
         self._in_flight: deque[Batch] = deque()
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines()
         self._events: list[SequenceEvent] = []
         self._arrivals = 0
         self._step = 0
@@ -100,7 +100,7 @@ class Scheduler:
             self._fail(sequence, "overloaded", f"{self.config.max_waiting} sequences wait already")
         else:
             if deadline is not None:
-                heapq.heappush(self._deadlines, (deadline, key))
+                self._deadlines.add(key, deadline)
             self._enqueue(sequence)
 
     def abort(self, key: int) -> None:
@@ -170,9 +170,8 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `plan` has something to do though nothing else happens."""
-        while self._deadlines and self._deadlines[0][1] not in self._sequences:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        first = self._deadlines.next()
+        return None if first is None else first[0]
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -230,9 +229,8 @@ class Scheduler:
         return sequence.state is State.RUNNING and not sequence.leaving
 
     def _expire(self, now: float) -> None:
-        while (deadline := self.next_deadline()) is not None and deadline <= now:
-            _, key = heapq.heappop(self._deadlines)
-            self._fail(self._sequences[key], "deadline", "the deadline passed")
+        while (first := self._deadlines.next()) is not None and first[0] <= now:
+            self._fail(self._sequences[first[1]], "deadline", "the deadline passed")
 
     def _grow(self, batch: Batch, sequence: Sequence) -> bool:
         """A page for one more token if it needs one, taken from the youngest if none is left."""
@@ -345,6 +343,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.key]
+        self._deadlines.discard(sequence.key)
         if sequence.state is State.NEEDS_ADAPTER:
             self.loads.unpark(sequence)
         else:

@@ -67,16 +67,13 @@ class AdapterLoads:
         self._wanted: dict[str, list[int]] = {}
         self._condemned: dict[str, list[int]] = {}
         self._parked: dict[str, list[Sequence]] = {}
+        self.num_parked = 0
         self._asked: set[str] = set()
         self._staged: dict[str, Staged] = {}
         self._copying: dict[str, _Copying] = {}
         self._ending: set[str] = set()  # ready, or even gone again, while the host block is read
         self._drain: Drain | None = None
         self._stands_back_until = -inf
-
-    @property
-    def num_parked(self) -> int:
-        return sum(map(len, self._parked.values()))
 
     @property
     def copying(self) -> bool:
@@ -92,12 +89,14 @@ class AdapterLoads:
     def park(self, sequence: Sequence) -> None:
         assert sequence.adapter is not None
         insort(self._parked.setdefault(sequence.adapter, []), sequence, key=ORDER)
+        self.num_parked += 1
 
     def unpark(self, sequence: Sequence) -> None:
         assert sequence.adapter is not None
         parked = self._parked.get(sequence.adapter, [])
         if sequence in parked:
             parked.remove(sequence)
+            self.num_parked -= 1
             if not parked:
                 del self._parked[sequence.adapter]
 
@@ -116,7 +115,9 @@ class AdapterLoads:
         layout = copy.layout
         if self._is_held(layout.digest):
             return None  # the first one comes back
-        if layout.digest not in self._asked and not self._takes_unasked():
+        # As many unasked as may be asked for; what the disk holds up takes no place of theirs.
+        here = len(self._staged) + len(self._copying)
+        if layout.digest not in self._asked and here >= self.max_loading:
             self.released.append(layout.digest)
             return None
         self._asked.discard(layout.digest)
@@ -159,7 +160,9 @@ class AdapterLoads:
 
     def take_waiters(self, digest: str) -> list[Sequence]:
         """All that wait for it, in order; they wait here no longer."""
-        return self._parked.pop(digest, [])
+        waiters = self._parked.pop(digest, [])
+        self.num_parked -= len(waiters)
+        return waiters
 
     # ---- wishes of the operator
 
@@ -214,10 +217,6 @@ class AdapterLoads:
         """Whether its slab was handed over and is not given back."""
         return digest in self._staged or digest in self._copying or digest in self._ending
 
-    def _takes_unasked(self) -> bool:
-        """As many as may be asked for; what the disk still holds up takes no place of theirs."""
-        return len(self._staged) + len(self._copying) < self.max_loading
-
     def _asked_for(self, digest: str) -> bool:
         return digest in self._parked or digest in self._wanted
 
@@ -264,22 +263,18 @@ class AdapterLoads:
             self.released.append(digest)
         drain, self._drain = self._drain, None
         for digest in sorted(self._staged, key=self._oldest):
-            staged = self._staged[digest]
-            order = self._oldest(digest)
-            keep = adapters_before(order, waiting)
-            placement = self.arena.place(digest, staged.copy.layout.runs, keep)
+            staged, order = self._staged[digest], self._oldest(digest)
+            layout, runs = staged.copy.layout, staged.copy.layout.runs
+            placement = self.arena.place(digest, runs, adapters_before(order, waiting))
             if placement is not None:
                 del self._staged[digest]
                 self._copying[digest] = _Copying(now, staged.load_s)
-                layout, host = staged.copy.layout, staged.copy.host_extents
-                self.copies.append(
-                    AdapterCopy(placement.adapter_slot, layout, host, placement.extents)
-                )
-            elif (problem := self.arena.refusal(staged.copy.layout.runs)) is not None:
+                slot, extents, _ = placement
+                self.copies.append(AdapterCopy(slot, layout, staged.copy.host_extents, extents))
+            elif (problem := self.arena.refusal(runs)) is not None:
                 self._refuse(digest, problem)  # pins have come since it was staged
             elif digest in self._parked and now - staged.since >= self.drain_after_s:
                 # Nobody may overtake it any more, or small adapters would starve a large one.
-                runs = staged.copy.layout.runs
                 self._drain = renew_drain(drain, self.arena, digest, runs, order, running)
                 break
         self._stand_back(now)

@@ -1,7 +1,8 @@
 """Slabs that come to the engine unasked: once each, and each comes back."""
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ import pytest
 
 from server.engine.fake import CertifyOptions, certified_output
 from server.engine.messages import NeedSlab, SlabReleased, SlabStaged, Submit, ToEngine
+from server.engine.residency import Placement
 from server.protocol import ModelCard
 from server.worker.adapter_service import AdapterService
 from server.worker.connections import RouterConnection
@@ -192,6 +194,28 @@ def test_preloads_without_room_leave_host_memory_to_a_cold_adapter(tiers: Tiers)
     for _ in range(5):
         settle(tiers)
     assert [tiers.reports[digest][0].error for digest in "mn"] == [None, None]
+
+
+def test_a_burst_of_cold_adapters_beyond_host_memory_packs_each_once(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = Counter[str]()
+    place = tiers.arena.place
+
+    def counted(digest: str, runs: Sequence[int], keep: Collection[str] = ()) -> Placement | None:
+        placement = place(digest, runs, keep)
+        placed[digest] += placement is not None
+        return placement
+
+    monkeypatch.setattr(tiers.arena, "place", counted)
+    cold = [chr(ord("A") + number) for number in range(4 * HOST_EXTENTS)]
+    for key, digest in enumerate(cold):
+        tiers.store(digest, 1)
+        tiers.submit(key, make_request([5, 6], 4, digest))
+    for _ in range(20):
+        settle(tiers)
+    assert all(answered(tiers, key, digest) for key, digest in enumerate(cold))
+    assert [placed[digest] for digest in cold] == [1] * len(cold)
 
 
 class Supervisor:

@@ -328,7 +328,10 @@ class EngineLoop(Generic[T]):
             if collected is not None:
                 step_s, num_tokens = collected.step_s, collected.plan.num_tokens
                 work = self._work(collected.plan)
-            self._channel.send(StepOutput(self._steps, events, stats, step_s, num_tokens, work))
+            resident = self._scheduler.take_resident()
+            self._channel.send(
+                StepOutput(self._steps, events, stats, step_s, num_tokens, work, resident)
+            )
         # After the stats that show it.
         settled, self._settled = self._settled, []
         for answer in settled:

@@ -49,6 +49,8 @@ class AdapterArena:
         self.extent_bytes = extent_bytes
         self.num_slots = num_slots
         self.evictions: Counter[EvictionReason] = Counter()
+        self.num_ready = 0
+        self.changes = 0  # of what is ready
         self._map = bytearray([FREE]) * num_extents
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Least recently used first. All of a plain dict are looked at in a fraction of the time.
@@ -187,6 +189,8 @@ class AdapterArena:
         if entry.ready:
             raise ValueError(f"adapter {digest} is ready already")
         entry.ready = True
+        self.num_ready += 1
+        self.changes += 1
         self._worth.loaded(digest, len(entry.extents), load_s)
 
     def drop(self, digest: str) -> None:
@@ -227,6 +231,8 @@ class AdapterArena:
 
     def _remove(self, digest: str) -> None:
         entry = self._entries.pop(digest)
+        self.num_ready -= entry.ready
+        self.changes += entry.ready
         mark(self._map, entry.spans, FREE)
         self._free_slots.append(entry.placement.adapter_slot)
         if digest in self._pins:
@@ -281,6 +287,7 @@ class AdapterArena:
         assert len(taken) == len(set(taken)), "two adapters share an extent"
         assert all(self._map[x] == TAKEN for x in taken), "a used extent is marked free"
         assert len(taken) + self.free_extents == self.num_extents, "extents lost"
+        assert self.num_ready == len(self.ready), "those that are ready are miscounted"
         for entry in self._entries.values():
             rows = tuple(x for first, n in entry.spans for x in range(first, first + n))
             assert rows == tuple(sorted(entry.extents)), "spans tell of other extents"

@@ -74,6 +74,7 @@ class Scheduler:
         self._preemptions = 0
         self._prefix_hit_tokens = 0
         self._prompt_tokens = 0
+        self._told_changes = 0  # of what is on the device
 
     # ---- requests
 
@@ -178,7 +179,7 @@ class Scheduler:
             free_pages=self.pages.pool.available,
             running=len(self._running),
             waiting=len(self._waiting) + self.loads.num_parked,
-            resident=self.arena.ready,
+            resident=self.arena.num_ready,
             loading=self.loads.loading,
             preemptions=self._preemptions,
             prefix_hit_tokens=self._prefix_hit_tokens,
@@ -186,6 +187,11 @@ class Scheduler:
             evictions=dict(self.arena.evictions),
             adapter_bytes=self.arena.used_bytes,
         )
+
+    def take_resident(self) -> tuple[str, ...] | None:
+        """What is on the device, if that has changed since the last call."""
+        told, self._told_changes = self._told_changes, self.arena.changes
+        return None if told == self.arena.changes else self.arena.ready
 
     # ---- plan
 

@@ -70,9 +70,13 @@ class Inspector:
     # ---- the picture
 
     def picture(
-        self, asked: Inspect, stats: EngineStats, in_use: Mapping[str, int]
+        self,
+        asked: Inspect,
+        stats: EngineStats,
+        resident: frozenset[str],
+        in_use: Mapping[str, int],
     ) -> WorkerPicture:
-        self._look(stats)
+        self._look(resident, frozenset(stats.loading))
         ready = self._ready
         return WorkerPicture(
             order_id=asked.order_id,
@@ -92,9 +96,8 @@ class Inspector:
             places_left_out=self._left_out,
         )
 
-    def _look(self, stats: EngineStats) -> None:
+    def _look(self, resident: frozenset[str], loading: frozenset[str]) -> None:
         """What is on the device comes before what is in host memory alone."""
-        resident, loading = frozenset(stats.resident), frozenset(stats.loading)
         known = dict.fromkeys((*resident, *loading, *reversed(self._tier.digests)))
         on_device = resident | loading
         shown = list(known)[:MAX_PLACES]

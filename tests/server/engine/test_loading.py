@@ -65,7 +65,7 @@ def test_an_adapter_is_used_while_its_host_block_is_still_read() -> None:
         harness.cycle()
     assert harness.held == {"a"}
     assert harness.settled == [AdapterSettled(1)]
-    assert harness.scheduler.stats().resident == ("a",)
+    assert harness.scheduler.arena.ready == ("a",)
     assert harness.scheduler.loads.loading == ()
     assert harness.scheduler.loads.copying, "there is something to look for"
     harness.run()

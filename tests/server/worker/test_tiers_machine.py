@@ -323,6 +323,8 @@ class TiersMachine(RuleBasedStateMachine):
             rounds += 1
             assert rounds < MAX_ROUNDS, f"somebody waits for ever: {self.state()}"
         self.nothing_was_wrong()
+        on_device = set(tiers.engine.scheduler.arena.ready)
+        assert set(tiers._resident) == on_device, "the shell knows of changes alone"
         for order_id, reports in tiers.reports.items():
             assert len(reports) == 1 or (not reports and order_id in self.withdrawn)
         for arena in (tiers.arena, tiers.engine.scheduler.arena):

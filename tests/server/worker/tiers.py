@@ -392,7 +392,9 @@ class Tiers:
             case AdapterSettled():
                 self.orders.settled(frame)
             case StepOutput():
-                self._resident, self._loading = frame.stats.resident, frame.stats.loading
+                self._loading = frame.stats.loading
+                if frame.resident is not None:
+                    self._resident = frame.resident
                 for item in frame.events:
                     self._deliver(item.key, item.event)
 

@@ -1,6 +1,7 @@
 """Adapters of one worker connection: loads and orders under way, and what the worker has."""
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -117,7 +118,10 @@ class AdapterOrders:
         self._next_order = 0
 
     async def order(self, action: OrderAction, digests: Sequence[str]) -> AdapterReport:
-        """Until the worker has carried it out, or says why it cannot. Raises AdapterError."""
+        """Until the worker has carried it out, or says why it cannot. Raises AdapterError.
+
+        A load that nobody waits for any more is withdrawn.
+        """
         if len(self._orders) >= MAX_ORDERS:
             raise AdapterError("unavailable", "too many orders are being carried out", (), 2.0)
         order_id = f"o{self._next_order}"
@@ -127,6 +131,11 @@ class AdapterOrders:
         self._orders[order_id] = future
         try:
             return await future
+        except asyncio.CancelledError:
+            if action == "load":  # an eviction is carried out all the same
+                with contextlib.suppress(Exception):  # `send`'s, when the connection is gone
+                    self._send(AdapterOrder(order_id, "withdraw", ()))
+            raise
         finally:
             self._orders.pop(order_id, None)
 

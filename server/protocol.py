@@ -149,6 +149,7 @@ OrderAction = Literal[
     "load",  # to the device
     "evict",  # from device and host memory, once no sequence needs it
     "status",  # only tell
+    "withdraw",  # nobody waits any more for the order of the same id: not answered, nor is that
 ]
 
 

@@ -15,12 +15,12 @@ from launcher.bench.offline import EXTENT_BYTES, lora_layout
 from launcher.bench.report import percentile
 from server.engine.executor import AdapterCopy, CopyOver
 from server.engine.residency import AdapterArena
+from server.engine.shared_memory import HostMemory
 from server.model.adapter_copies import AdapterCopies
 from server.model.checkpoint import read_config
 from server.model.config import base_spec
 from server.model.lora import DTYPES, AdapterTable
 from server.model.sites import SiteIndex
-from server.worker.host_tier import HostMemory
 
 _ROUNDS = 4
 _PLAIN_ROUNDS = 10

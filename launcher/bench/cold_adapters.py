@@ -18,9 +18,9 @@ from adapters.sources.local import LocalSource
 from adapters.store import AdapterStore, Stage
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
 from launcher.bench.offline import EXTENT_BYTES
+from server.engine.shared_memory import HostMemory
 from server.model.checkpoint import read_config
 from server.model.config import base_spec
-from server.worker.host_tier import HostMemory
 
 _ROOM = 1 << 40
 _PIECE = 256 << 10

@@ -7,7 +7,8 @@ go. Its clock is the count of uses.
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import nsmallest
 from typing import Literal
 
 EvictionReason = Literal[
@@ -25,16 +26,18 @@ HALF_LIFE_TURNS = 8
 NEWEST_SHARE = 4
 # No adapter's seconds a byte count for more than eight times the usual, or for less than an eighth.
 MAX_DENSITY_LOG2 = 3.0
+# So many are found without sorting all; more are seldom needed.
+_FEW = 8
 
 
 class _Record:
-    """frequency: uses, each decayed up to `at`. density: log2 of seconds an extent, smoothed;
-    None = not measured."""
+    """frequency: uses, each decayed up to `at`. weight: its log2, at least 0. density: log2 of
+    seconds an extent, smoothed; None = not measured."""
 
-    __slots__ = ("at", "density", "frequency")
+    __slots__ = ("at", "density", "frequency", "weight")
 
     def __init__(self, at: int) -> None:
-        self.frequency = 0.0
+        self.frequency = self.weight = 0.0
         self.at = at
         self.density: float | None = None
 
@@ -59,6 +62,7 @@ class Worth:
         record = self._record(digest)
         decay = math.exp2((record.at - self._uses) / _half_life(num_held))
         record.frequency = 1.0 + record.frequency * decay
+        record.weight = math.log2(record.frequency)
         record.at = self._uses
 
     def loaded(self, digest: str, num_extents: int, load_s: float | None) -> None:
@@ -73,24 +77,32 @@ class Worth:
         record.density = (density + (usual if record.density is None else record.density)) / 2
         self._usual = usual + (density - usual) / 16
 
-    def cheapest_first(self, digests: Sequence[str], num_held: int) -> list[str]:
+    def cheapest_first(self, digests: Sequence[str], num_held: int) -> Iterator[str]:
         """digests: least recently used first; of equal worth these go first."""
-        half_life = _half_life(num_held)
-
-        def worth(digest: str) -> float:  # its log2, but for what is the same for all
-            record = self._records.get(digest)
-            if record is None:
-                return -math.inf
-            frequency = math.log2(max(1.0, record.frequency))
-            return frequency + record.at / half_life + self._dearness(record)
-
         split = len(digests) - len(digests) // NEWEST_SHARE
-        return [*sorted(digests[:split], key=worth), *digests[split:]]
+        worth = self._worths(digests[:split], num_held).__getitem__
+        for at in nsmallest(_FEW, range(split), key=worth):
+            yield digests[at]
+        for at in sorted(range(split), key=worth)[_FEW:]:
+            yield digests[at]
+        yield from digests[split:]
 
-    def _dearness(self, record: _Record) -> float:
-        if record.density is None or self._usual is None:
-            return 0.0
-        return min(max(record.density - self._usual, -MAX_DENSITY_LOG2), MAX_DENSITY_LOG2)
+    def _worths(self, digests: Sequence[str], num_held: int) -> list[float]:
+        """Of each its log2, but for what is the same for all."""
+        half_life, most, worths = _half_life(num_held), MAX_DENSITY_LOG2, []
+        usual = self._usual or 0.0  # None: then no density is known either
+        # All of an arena's, on a loop that carries streams: nothing more is called for each.
+        for record in map(self._records.get, digests):
+            if record is None:
+                worth = -math.inf
+            else:
+                worth = record.weight + record.at / half_life
+                density = record.density
+                if density is not None:
+                    dear = density - usual
+                    worth += dear if -most < dear < most else most if dear > 0.0 else -most
+            worths.append(worth)
+        return worths
 
     def _record(self, digest: str) -> _Record:
         record = self._records.setdefault(digest, _Record(self._uses))

@@ -8,18 +8,21 @@ dry.
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
+from server.engine.drain import Drain, renew_drain
 from server.engine.executor import AdapterCopy
 from server.engine.messages import AdapterSettled
 from server.engine.residency import AdapterArena
-from server.engine.sequence import Order, Sequence
+from server.engine.sequence import Order, Sequence, adapters_before
 
 ORDER = attrgetter("order")
 # What nobody waits for comes after all that somebody waits for.
 _LAST = Order(1 << 62, 0)
+# What finds no room though nobody waits for it is not tried again for so long while others wait.
+_STAND_BACK_S = 1.0
 _PINNED = "the adapter is pinned"
 
 
@@ -39,22 +42,14 @@ class _Copying(NamedTuple):
     load_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """`digests` take no sequence that comes after `order`, until `beneficiary` has room."""
-
-    beneficiary: str
-    order: Order
-    digests: frozenset[str]
-
-
 class AdapterLoads:
     """A digest with waiters is asked for -> staged -> copying -> ready; `max_loading` at once.
 
-    So is one that is wanted without waiters (pinned, preloaded), after all others; `settled` tells
-    how that ended. What lies in host memory may be staged without being asked for. The caller takes
-    `needed`, `copies`, `released`, `settled` and `refused` (lists) after each round and empties
-    them.
+    So is one that is wanted without waiters (pinned, preloaded), after all others: while a waiter's
+    slab is not here, it keeps neither a place nor host memory without room on the device. `settled`
+    tells how that ended. What lies in host memory may be staged without being asked for. The
+    caller takes `needed`, `copies`, `released`, `settled` and `refused` (lists) after each round
+    and empties them.
 
     Each slab that is handed over comes back once (`released`); until then it is not asked for.
     """
@@ -72,15 +67,13 @@ class AdapterLoads:
         self._wanted: dict[str, list[int]] = {}
         self._condemned: dict[str, list[int]] = {}
         self._parked: dict[str, list[Sequence]] = {}
+        self.num_parked = 0
         self._asked: set[str] = set()
         self._staged: dict[str, Staged] = {}
         self._copying: dict[str, _Copying] = {}
         self._ending: set[str] = set()  # ready, or even gone again, while the host block is read
         self._drain: Drain | None = None
-
-    @property
-    def num_parked(self) -> int:
-        return sum(map(len, self._parked.values()))
+        self._stands_back_until = -inf
 
     @property
     def copying(self) -> bool:
@@ -96,12 +89,14 @@ class AdapterLoads:
     def park(self, sequence: Sequence) -> None:
         assert sequence.adapter is not None
         insort(self._parked.setdefault(sequence.adapter, []), sequence, key=ORDER)
+        self.num_parked += 1
 
     def unpark(self, sequence: Sequence) -> None:
         assert sequence.adapter is not None
         parked = self._parked.get(sequence.adapter, [])
         if sequence in parked:
             parked.remove(sequence)
+            self.num_parked -= 1
             if not parked:
                 del self._parked[sequence.adapter]
 
@@ -120,7 +115,9 @@ class AdapterLoads:
         layout = copy.layout
         if self._is_held(layout.digest):
             return None  # the first one comes back
-        if layout.digest not in self._asked and not self._takes_unasked():
+        # As many unasked as may be asked for; what the disk holds up takes no place of theirs.
+        here = len(self._staged) + len(self._copying)
+        if layout.digest not in self._asked and here >= self.max_loading:
             self.released.append(layout.digest)
             return None
         self._asked.discard(layout.digest)
@@ -163,7 +160,9 @@ class AdapterLoads:
 
     def take_waiters(self, digest: str) -> list[Sequence]:
         """All that wait for it, in order; they wait here no longer."""
-        return self._parked.pop(digest, [])
+        waiters = self._parked.pop(digest, [])
+        self.num_parked -= len(waiters)
+        return waiters
 
     # ---- wishes of the operator
 
@@ -171,6 +170,8 @@ class AdapterLoads:
         """These stay on the device once they are there, and come there if they are not."""
         pins = frozenset(digests)
         self.arena.pin_only(pins)
+        for digest in [d for d, orders in self._wanted.items() if not orders and d not in pins]:
+            del self._wanted[digest]
         for digest in sorted(pins):
             self._settle(self._condemned.pop(digest, ()), _PINNED)
             if self.arena.stage(digest) == "absent":
@@ -183,6 +184,14 @@ class AdapterLoads:
             self._settle([order])
         else:
             self._wanted.setdefault(digest, []).append(order)
+
+    def withdraw(self, order: int, digest: str) -> None:
+        """Nobody waits for this preload's end any more."""
+        orders = self._wanted.get(digest, [])
+        if order in orders:
+            orders.remove(order)
+            if not orders and digest not in self.arena.pins:
+                del self._wanted[digest]
 
     def condemn(self, order: int, digest: str) -> None:
         """It is dropped as soon as no sequence needs it. That overtakes preloads under way."""
@@ -208,10 +217,6 @@ class AdapterLoads:
         """Whether its slab was handed over and is not given back."""
         return digest in self._staged or digest in self._copying or digest in self._ending
 
-    def _takes_unasked(self) -> bool:
-        """As many as may be asked for; what the disk still holds up takes no place of theirs."""
-        return len(self._staged) + len(self._copying) < self.max_loading
-
     def _asked_for(self, digest: str) -> bool:
         return digest in self._parked or digest in self._wanted
 
@@ -223,16 +228,27 @@ class AdapterLoads:
 
     # ---- once a plan
 
-    def ask(self) -> None:
+    def ask(self, now: float) -> None:
         """Want more slabs of the shell, those with the oldest waiter first."""
         while len(self.loading) < self.max_loading:
-            busy = {*self.loading, *self._ending}
-            absent = [d for d in (*self._parked, *self._wanted) if d not in busy]
-            if not absent:
+            digest = self._next_absent(now)
+            if digest is None:
                 break
-            digest = min(absent, key=self._oldest)
             self._asked.add(digest)
             self.needed.append(digest)
+
+    def _next_absent(self, now: float) -> str | None:
+        absent = [d for d in self._parked if d not in self._asked and not self._is_held(d)]
+        if absent:
+            return min(absent, key=self._oldest)
+        if now < self._stands_back_until and self._somebody_lacks_a_slab():
+            return None
+        wanted = (d for d in self._wanted if d not in self._asked and not self._is_held(d))
+        return next(wanted, None)
+
+    def _somebody_lacks_a_slab(self) -> bool:
+        """Whether there is a waiter for whom a place is needed, or room in host memory."""
+        return not all(map(self._is_held, self._parked))
 
     def _oldest(self, digest: str) -> Order:
         return self._parked[digest][0].order if digest in self._parked else _LAST
@@ -247,51 +263,35 @@ class AdapterLoads:
             self.released.append(digest)
         drain, self._drain = self._drain, None
         for digest in sorted(self._staged, key=self._oldest):
-            staged = self._staged[digest]
-            order = self._oldest(digest)
-            keep = _adapters_before(order, waiting)
-            placement = self.arena.place(digest, staged.copy.layout.runs, keep)
+            staged, order = self._staged[digest], self._oldest(digest)
+            layout, runs = staged.copy.layout, staged.copy.layout.runs
+            placement = self.arena.place(digest, runs, adapters_before(order, waiting))
             if placement is not None:
                 del self._staged[digest]
                 self._copying[digest] = _Copying(now, staged.load_s)
-                layout, host = staged.copy.layout, staged.copy.host_extents
-                self.copies.append(
-                    AdapterCopy(placement.adapter_slot, layout, host, placement.extents)
-                )
-            elif (problem := self.arena.refusal(staged.copy.layout.runs)) is not None:
+                slot, extents, _ = placement
+                self.copies.append(AdapterCopy(slot, layout, staged.copy.host_extents, extents))
+            elif (problem := self.arena.refusal(runs)) is not None:
                 self._refuse(digest, problem)  # pins have come since it was staged
             elif digest in self._parked and now - staged.since >= self.drain_after_s:
                 # Nobody may overtake it any more, or small adapters would starve a large one.
-                self._drain = self._renew(drain, digest, order, running)
+                self._drain = renew_drain(drain, self.arena, digest, runs, order, running)
                 break
+        self._stand_back(now)
+
+    def _stand_back(self, now: float) -> None:
+        """What is staged without waiters makes way for those who wait. It stays wanted."""
+        without = [d for d in self._staged if d not in self._parked]
+        if not without or not self._somebody_lacks_a_slab():
+            return
+        self._stands_back_until = now + _STAND_BACK_S
+        for digest in without:
+            del self._staged[digest]
+            self.released.append(digest)
+            self._wanted[digest] = self._wanted.pop(digest)  # another's turn is first
 
     def _refuse(self, digest: str, problem: str) -> None:
         del self._staged[digest]
         self.released.append(digest)
         self.refused.append((digest, problem))
         self._end_want(digest, problem)
-
-    def _renew(
-        self, drain: Drain | None, digest: str, order: Order, running: Iterable[Sequence]
-    ) -> Drain:
-        """Adapters whose end makes room for `digest`, soonest done first. A choice is kept."""
-        runs = self._staged[digest].copy.layout.runs
-        kept = drain.digests if drain is not None and drain.beneficiary == digest else frozenset()
-        if kept and self.arena.would_fit(runs, kept):
-            return Drain(digest, order, kept)
-        remaining: dict[str, int] = {}
-        for sequence in running:
-            if sequence.adapter is not None:
-                longest = max(remaining.get(sequence.adapter, 0), sequence.remaining)
-                remaining[sequence.adapter] = longest
-        chosen: set[str] = set()
-        for candidate in sorted(remaining, key=lambda d: (remaining[d], d)):
-            if self.arena.would_fit(runs, chosen):
-                break
-            chosen.add(candidate)
-        return Drain(digest, order, frozenset(chosen))
-
-
-def _adapters_before(order: Order, waiting: Iterable[Sequence]) -> set[str]:
-    earlier = takewhile(lambda s: s.order < order, waiting)
-    return {s.adapter for s in earlier if s.adapter is not None}

@@ -32,6 +32,7 @@ from server.engine.messages import (
     StepWork,
     Submit,
     ToEngine,
+    WithdrawPreload,
 )
 from server.engine.pace import Pace
 from server.engine.plan import StepPlan
@@ -156,6 +157,8 @@ class EngineLoop(Generic[T]):
                 scheduler.loads.pin_only(digests)
             case PreloadAdapter(order, digest):
                 scheduler.loads.preload(order, digest)
+            case WithdrawPreload(order, digest):
+                scheduler.loads.withdraw(order, digest)
             case EvictAdapter(order, digest):
                 scheduler.loads.condemn(order, digest)
             case Shutdown():
@@ -325,7 +328,10 @@ class EngineLoop(Generic[T]):
             if collected is not None:
                 step_s, num_tokens = collected.step_s, collected.plan.num_tokens
                 work = self._work(collected.plan)
-            self._channel.send(StepOutput(self._steps, events, stats, step_s, num_tokens, work))
+            resident = self._scheduler.take_resident()
+            self._channel.send(
+                StepOutput(self._steps, events, stats, step_s, num_tokens, work, resident)
+            )
         # After the stats that show it.
         settled, self._settled = self._settled, []
         for answer in settled:

@@ -56,6 +56,13 @@ class PreloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="pl"):
     digest: str
 
 
+class WithdrawPreload(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
+    """Nobody waits for this order's end any more. Not answered."""
+
+    order: int
+    digest: str
+
+
 class EvictAdapter(msgspec.Struct, frozen=True, array_like=True, tag="ea"):
     """Free it on the device as soon as no sequence needs it. Answered by AdapterSettled.
 
@@ -128,16 +135,16 @@ class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges after a step. digests are adapters on the device. evictions: from there, by reason."""
+    """Gauges after a step. resident: adapters on the device. evictions: from there, by reason."""
 
-    free_pages: int
-    running: int
-    waiting: int
-    resident: tuple[str, ...]
-    loading: tuple[str, ...]
-    preemptions: int
-    prefix_hit_tokens: int
-    prompt_tokens: int
+    free_pages: int = 0
+    running: int = 0
+    waiting: int = 0
+    resident: int = 0
+    loading: tuple[str, ...] = ()
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
     adapter_bytes: int = 0
     evictions: dict[EvictionReason, int] = {}
 
@@ -156,7 +163,8 @@ class StepWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
-    """What one step produced. step_s: from launch to commit. work: None without a step.
+    """What one step produced. step_s: from launch to commit. work: None without a step. resident:
+    digests of the adapters on the device; None = as before, none before the first.
 
     Also sent when idle stats change, and every second while sequences wait for anything.
     """
@@ -167,6 +175,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
     step_s: float
     num_tokens: int
     work: StepWork | None = None
+    resident: tuple[str, ...] | None = None
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="hb"):
@@ -182,6 +191,7 @@ ToEngine = (
     | SlabMissing
     | PinAdapters
     | PreloadAdapter
+    | WithdrawPreload
     | EvictAdapter
     | Shutdown
 )

@@ -4,28 +4,27 @@ Used for the device arena (by the scheduler) and for the host arena (by the work
 no bytes and knows no clock: recency is the order of calls. What is worth keeping is `eviction`'s.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from server.engine.eviction import EvictionReason, Worth
+from server.engine.extents import FREE, TAKEN, Span, fit, join, mark, spread
 
 AdapterStage = Literal["absent", "loading", "ready"]
 
-_FREE = 1
-_TAKEN = 0
-
-
-# The first of an unbroken row of extents, and how many there are.
-Span = tuple[int, int]
-
 
 class Placement(NamedTuple):
-    """Where an adapter lies. extents: the first extent of each of its runs, in the runs' order."""
+    """Where an adapter lies. extents: the first extent of each of its runs, in the runs' order.
+
+    evicted: digests that went to make room for it.
+    """
 
     adapter_slot: int
     extents: tuple[int, ...]
+    evicted: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -50,17 +49,22 @@ class AdapterArena:
         self.extent_bytes = extent_bytes
         self.num_slots = num_slots
         self.evictions: Counter[EvictionReason] = Counter()
-        self._map = bytearray([_FREE]) * num_extents
+        self.num_ready = 0
+        self.changes = 0  # of what is ready
+        self._map = bytearray([FREE]) * num_extents
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        # Least recently used first. All of a plain dict are looked at in a fraction of the time.
+        self._entries: dict[str, _Entry] = {}
         self._pins: frozenset[str] = frozenset()
+        # The map if only what is pinned were here, and how many that are.
+        self._beside_pins: tuple[bytearray, int] | None = None
         self._worth = Worth()
 
     # ---- questions
 
     @property
     def free_extents(self) -> int:
-        return self._map.count(_FREE)
+        return self._map.count(FREE)
 
     @property
     def used_bytes(self) -> int:
@@ -108,8 +112,7 @@ class AdapterArena:
         if sum(runs) > self.num_extents:
             need, have = sum(runs) * self.extent_bytes, self.num_extents * self.extent_bytes
             return f"adapter needs {need} bytes of adapter memory, but there are only {have} in all"
-        movable = [e for d, e in self._entries.items() if d not in self._pins]
-        if self._pins and self._try(runs, movable) is None:
+        if self._pins and not self._fits_beside_pins(runs):
             need, have = sum(runs) * self.extent_bytes, self.num_extents * self.extent_bytes
             return (
                 f"adapter needs {need} bytes of adapter memory, and pinned adapters leave no room "
@@ -135,6 +138,7 @@ class AdapterArena:
     def pin_only(self, digests: Collection[str]) -> None:
         """From now on these, whether they are here or not, and no others are safe from eviction."""
         self._pins = frozenset(digests)
+        self._beside_pins = None
 
     def acquire(self, digest: str) -> Placement | None:
         """Look up and lease in one step; None unless READY. Every lease is released once."""
@@ -142,7 +146,7 @@ class AdapterArena:
         if entry is None or not entry.ready:
             return None
         entry.leases += 1
-        self._entries.move_to_end(digest)
+        self._entries[digest] = self._entries.pop(digest)
         self._worth.used(digest, len(self._entries))
         return entry.placement
 
@@ -151,7 +155,7 @@ class AdapterArena:
         if entry.leases < 1:
             raise ValueError(f"adapter {digest} has no lease to release")
         entry.leases -= 1
-        self._entries.move_to_end(digest)
+        self._entries[digest] = self._entries.pop(digest)
 
     def place(
         self, digest: str, runs: Sequence[int], keep: Collection[str] = ()
@@ -165,19 +169,18 @@ class AdapterArena:
             raise ValueError(f"adapter {digest} is already {self.stage(digest)}")
         if self.refusal(runs) is not None:
             return None
-        candidates = [
-            d for d, e in self._entries.items() if self._evictable(d, e) and d not in keep
-        ]
-        victims = self._choose_victims(runs, candidates)
+        victims = self._choose_victims(runs, keep)
         if victims is None:
             return None
         self._evict(victims, self._shortage(runs))
         extents = self._try(runs, ())
         assert extents is not None
-        placement = Placement(self._free_slots.pop(), extents)
-        entry = _Entry(placement, _spread(extents, runs), _join(extents, runs))
-        _mark(self._map, entry.spans, _TAKEN)
+        placement = Placement(self._free_slots.pop(), extents, tuple(victims))
+        entry = _Entry(placement, spread(extents, runs), join(extents, runs))
+        mark(self._map, entry.spans, TAKEN)
         self._entries[digest] = entry
+        if digest in self._pins:
+            self._beside_pins = None
         return placement
 
     def finish(self, digest: str, load_s: float | None = None) -> None:
@@ -186,6 +189,8 @@ class AdapterArena:
         if entry.ready:
             raise ValueError(f"adapter {digest} is ready already")
         entry.ready = True
+        self.num_ready += 1
+        self.changes += 1
         self._worth.loaded(digest, len(entry.extents), load_s)
 
     def drop(self, digest: str) -> None:
@@ -202,6 +207,18 @@ class AdapterArena:
     def _evictable(self, digest: str, entry: _Entry) -> bool:
         return entry.ready and entry.leases == 0 and digest not in self._pins
 
+    def _fits_beside_pins(self, runs: Sequence[int]) -> bool:
+        """Whether there were room if only what is pinned were here. Asked at every attempt, so the
+        map is kept as long as neither the pins nor their places change."""
+        if self._beside_pins is None:
+            pinned = [self._entries[d] for d in self._pins if d in self._entries]
+            space = bytearray([FREE]) * self.num_extents
+            for entry in pinned:
+                mark(space, entry.spans, TAKEN)
+            self._beside_pins = space, len(pinned)
+        space, num_pinned = self._beside_pins
+        return num_pinned < self.num_slots and fit(bytearray(space), runs) is not None
+
     def _shortage(self, runs: Sequence[int]) -> EvictionReason:
         if self.free_extents < sum(runs):
             return "bytes"
@@ -214,72 +231,63 @@ class AdapterArena:
 
     def _remove(self, digest: str) -> None:
         entry = self._entries.pop(digest)
-        _mark(self._map, entry.spans, _FREE)
+        self.num_ready -= entry.ready
+        self.changes += entry.ready
+        mark(self._map, entry.spans, FREE)
         self._free_slots.append(entry.placement.adapter_slot)
+        if digest in self._pins:
+            self._beside_pins = None
 
-    def _choose_victims(self, runs: Sequence[int], candidates: list[str]) -> list[str] | None:
+    def _choose_victims(self, runs: Sequence[int], keep: Collection[str]) -> list[str] | None:
         """The fewest that make room, those worth least first; then spare each whose room is not
-        needed. candidates: least recently used first."""
+        needed."""
         if self._try(runs, ()) is not None:
             return []
-        candidates = self._worth.cheapest_first(candidates, len(self._entries))
-        entries = [self._entries[d] for d in candidates]
+        spared = self._pins.union(keep)
+        # As `_evictable`, in place: all adapters are looked at, on a loop that carries streams.
+        candidates = [
+            d for d, e in self._entries.items() if e.ready and not e.leases and d not in spared
+        ]
+        cheapest = self._worth.cheapest_first(candidates, len(self._entries))
+        victims: dict[str, _Entry] = {}
         low, high = 0, 0
-        while self._try(runs, entries[:high]) is None:
-            if high == len(entries):
+        while self._try(runs, victims.values()) is None:
+            if high == len(candidates):
                 return None
-            low, high = high + 1, min(max(1, 2 * high), len(entries))
+            low, high = high + 1, min(max(1, 2 * high), len(candidates))
+            victims |= {d: self._entries[d] for d in islice(cheapest, high - len(victims))}
+        entries = list(victims.values())
         while low < high:
             middle = (low + high) // 2
             if self._try(runs, entries[:middle]) is None:
                 low = middle + 1
             else:
                 high = middle
-        victims = dict(zip(candidates[:low], entries[:low], strict=True))
-        for digest in reversed(candidates[:low]):
+        victims = dict(islice(victims.items(), low))
+        for digest in reversed(tuple(victims)):
             others = [e for d, e in victims.items() if d != digest]
             if self._try(runs, others) is not None:
                 del victims[digest]
         return list(victims)
 
     def _try(self, runs: Sequence[int], gone: Collection[_Entry]) -> tuple[int, ...] | None:
-        """First extents for `runs` if `gone` were not there, or None.
-
-        Long runs are packed first-fit, longest first, from the low end; single extents fill the
-        high end, so that long holes stay long.
-        """
+        """First extents for `runs` if `gone` were not there, or None."""
         if not self._free_slots and not gone:
             return None
         if self.free_extents + sum(len(e.extents) for e in gone) < sum(runs):
             return None
         space = bytearray(self._map)
         for entry in gone:
-            _mark(space, entry.spans, _FREE)
-        first: list[int] = [0] * len(runs)
-        # A search goes on where the last of this length ended: before that there is no such hole.
-        low, last = 0, 0
-        for i in sorted((i for i, n in enumerate(runs) if n > 1), key=lambda i: -runs[i]):
-            length = runs[i]
-            at = space.find(bytes([_FREE]) * length, low if length == last else 0)
-            if at < 0:
-                return None
-            space[at : at + length] = bytes([_TAKEN]) * length
-            low, last = at + length, length
-            first[i] = at
-        singles = [i for i, n in enumerate(runs) if n == 1]
-        highest = _highest_free(space, len(singles))
-        if highest is None:
-            return None
-        for i, at in zip(singles, highest, strict=True):
-            first[i] = at
-        return tuple(first)
+            mark(space, entry.spans, FREE)
+        return fit(space, runs)
 
     def check_invariants(self) -> None:
         """Raises AssertionError: extents conserved and disjoint, slots too, leases sane."""
         taken = [x for e in self._entries.values() for x in e.extents]
         assert len(taken) == len(set(taken)), "two adapters share an extent"
-        assert all(self._map[x] == _TAKEN for x in taken), "a used extent is marked free"
+        assert all(self._map[x] == TAKEN for x in taken), "a used extent is marked free"
         assert len(taken) + self.free_extents == self.num_extents, "extents lost"
+        assert self.num_ready == len(self.ready), "those that are ready are miscounted"
         for entry in self._entries.values():
             rows = tuple(x for first, n in entry.spans for x in range(first, first + n))
             assert rows == tuple(sorted(entry.extents)), "spans tell of other extents"
@@ -288,41 +296,3 @@ class AdapterArena:
         for digest, entry in self._entries.items():
             assert entry.leases >= 0, f"negative leases of {digest}"
             assert entry.ready or entry.leases == 0, f"{digest} leased while loading"
-
-
-def _mark(extents: bytearray, spans: Iterable[Span], state: int) -> None:
-    for first, length in spans:
-        extents[first : first + length] = bytes([state]) * length
-
-
-def _highest_free(space: bytearray, count: int) -> list[int] | None:
-    """The highest free extents, in falling order; None if there are fewer. A row at a time."""
-    found: list[int] = []
-    high = len(space)
-    while len(found) < count:
-        last = space.rfind(_FREE, 0, high)
-        if last < 0:
-            return None
-        high = max(space.rfind(_TAKEN, 0, last) + 1, last + 1 - (count - len(found)))
-        found.extend(range(last, high - 1, -1))
-    return found
-
-
-def _spread(firsts: Sequence[int], runs: Sequence[int]) -> tuple[int, ...]:
-    if len(firsts) == sum(runs):
-        return tuple(firsts)
-    return tuple(x for f, n in zip(firsts, runs, strict=True) for x in range(f, f + n))
-
-
-def _join(extents: Sequence[int], runs: Sequence[int]) -> tuple[Span, ...]:
-    joined: list[Span] = []
-    begin = end = -1
-    for first, length in sorted(zip(extents, runs, strict=True)):
-        if first != end:
-            if begin >= 0:
-                joined.append((begin, end - begin))
-            begin = first
-        end = first + length
-    if begin >= 0:
-        joined.append((begin, end - begin))
-    return tuple(joined)

@@ -4,7 +4,6 @@ There is no prefill or decode phase: every sequence has a computed count that ca
 token count, under one token budget a step. A plan may be made while earlier steps are in flight.
 """
 
-import heapq
 from bisect import bisect_left, insort
 from collections import deque
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from server.engine.batch import Batch
+from server.engine.deadlines import Deadlines
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
 from server.engine.kv import SequencePages
 from server.engine.loading import ORDER, AdapterLoads
@@ -66,7 +66,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._departing: set[Sequence] = set()  # will give up what they hold at some commit
         self._in_flight: deque[Batch] = deque()
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines()
         self._events: list[SequenceEvent] = []
         self._arrivals = 0
         self._step = 0
@@ -74,6 +74,7 @@ class Scheduler:
         self._preemptions = 0
         self._prefix_hit_tokens = 0
         self._prompt_tokens = 0
+        self._told_changes = 0  # of what is on the device
 
     # ---- requests
 
@@ -100,7 +101,7 @@ class Scheduler:
             self._fail(sequence, "overloaded", f"{self.config.max_waiting} sequences wait already")
         else:
             if deadline is not None:
-                heapq.heappush(self._deadlines, (deadline, key))
+                self._deadlines.add(key, deadline)
             self._enqueue(sequence)
 
     def abort(self, key: int) -> None:
@@ -170,16 +171,15 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `plan` has something to do though nothing else happens."""
-        while self._deadlines and self._deadlines[0][1] not in self._sequences:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        first = self._deadlines.next()
+        return None if first is None else first[0]
 
     def stats(self) -> EngineStats:
         return EngineStats(
             free_pages=self.pages.pool.available,
             running=len(self._running),
             waiting=len(self._waiting) + self.loads.num_parked,
-            resident=self.arena.ready,
+            resident=self.arena.num_ready,
             loading=self.loads.loading,
             preemptions=self._preemptions,
             prefix_hit_tokens=self._prefix_hit_tokens,
@@ -187,6 +187,11 @@ class Scheduler:
             evictions=dict(self.arena.evictions),
             adapter_bytes=self.arena.used_bytes,
         )
+
+    def take_resident(self) -> tuple[str, ...] | None:
+        """What is on the device, if that has changed since the last call."""
+        told, self._told_changes = self._told_changes, self.arena.changes
+        return None if told == self.arena.changes else self.arena.ready
 
     # ---- plan
 
@@ -204,7 +209,7 @@ class Scheduler:
             if batch.budget and sequence.num_wanted > 1 and self._can_run(sequence):
                 batch.add(sequence)
         self._admit(batch)
-        self.loads.ask()
+        self.loads.ask(self._now)
         if not batch.sequences:
             return None
         self._step += 1
@@ -216,7 +221,7 @@ class Scheduler:
         """What can be done for absent adapters between two plans, while steps are in flight."""
         self._now = now
         self._make_room(now)
-        self.loads.ask()
+        self.loads.ask(self._now)
 
     def _make_room(self, now: float) -> None:
         self.loads.drop_condemned(self._sequences.values())
@@ -230,9 +235,8 @@ class Scheduler:
         return sequence.state is State.RUNNING and not sequence.leaving
 
     def _expire(self, now: float) -> None:
-        while (deadline := self.next_deadline()) is not None and deadline <= now:
-            _, key = heapq.heappop(self._deadlines)
-            self._fail(self._sequences[key], "deadline", "the deadline passed")
+        while (first := self._deadlines.next()) is not None and first[0] <= now:
+            self._fail(self._sequences[first[1]], "deadline", "the deadline passed")
 
     def _grow(self, batch: Batch, sequence: Sequence) -> bool:
         """A page for one more token if it needs one, taken from the youngest if none is left."""
@@ -345,6 +349,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.key]
+        self._deadlines.discard(sequence.key)
         if sequence.state is State.NEEDS_ADAPTER:
             self.loads.unpark(sequence)
         else:

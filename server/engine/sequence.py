@@ -1,7 +1,9 @@
 """One request inside the engine: its tokens, how far they are computed, and what it holds. Pure."""
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from server.engine.pages import PageHash, page_hash, root_hash
@@ -114,3 +116,9 @@ class Sequence:
             begin = len(hashes) * page_size
             hashes.append(page_hash(parent, self.tokens[begin : begin + page_size]))
         return hashes[page]
+
+
+def adapters_before(order: Order, sequences: Iterable[Sequence]) -> set[str]:
+    """sequences: in order."""
+    earlier = takewhile(lambda s: s.order < order, sequences)
+    return {s.adapter for s in earlier if s.adapter is not None}

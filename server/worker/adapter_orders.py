@@ -5,6 +5,7 @@ It decides nothing about room: that is `AdapterArena`'s policy, in the engine an
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -17,10 +18,13 @@ from server.engine.messages import (
     PinAdapters,
     PreloadAdapter,
     ToEngine,
+    WithdrawPreload,
 )
 from server.engine.residency import AdapterStage
 from server.protocol import AdapterOrder, AdapterReport, AdapterTiers
 from server.worker.host_tier import HostTier
+
+log = logging.getLogger(__name__)
 
 MAX_ORDERS = 1024
 MAX_REMEMBERED = 1 << 16
@@ -70,7 +74,7 @@ class AdapterOrders:
         self._pins: dict[int, frozenset[str]] = {}  # by connection
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[str | None]] = {}  # by number; why not
-        self._tasks: dict[asyncio.Task[None], int] = {}
+        self._tasks: dict[asyncio.Task[None], tuple[int, str]] = {}  # connection, order_id
         self._notes: OrderedDict[str, _Note] = OrderedDict()
         self.load_bytes_s = 0.0  # a running mean over adapters that came to the device
 
@@ -93,11 +97,14 @@ class AdapterOrders:
 
     def order(self, connection: int, order: AdapterOrder, report: Report) -> None:
         """Answered by one AdapterReport, when the order is carried out or cannot be."""
+        if order.action == "withdraw":
+            self._give_up(lambda owner: owner == (connection, order.order_id))
+            return
         if len(self._tasks) >= MAX_ORDERS:
             report(AdapterReport(order.order_id, (), "too many orders at once"))
             return
         task = asyncio.create_task(self._carry_out(order, report))
-        self._tasks[task] = connection
+        self._tasks[task] = (connection, order.order_id)
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     def disconnected(self, connection: int) -> None:
@@ -105,8 +112,7 @@ class AdapterOrders:
         self._pins.pop(connection, None)
         if self.pins != before:
             self._tell_pins()
-        for task in [task for task, owner in self._tasks.items() if owner == connection]:
-            task.cancel()
+        self._give_up(lambda owner: owner[0] == connection)
 
     # ---- the engine
 
@@ -150,6 +156,10 @@ class AdapterOrders:
 
     # ---- inside
 
+    def _give_up(self, whose: Callable[[tuple[int, str]], bool]) -> None:
+        for task in [task for task, owner in self._tasks.items() if whose(owner)]:
+            task.cancel()
+
     def _note(self, digest: str) -> _Note:
         note = self._notes.setdefault(digest, _Note())
         self._notes.move_to_end(digest)
@@ -163,6 +173,14 @@ class AdapterOrders:
         self._engine.to_engine(PinAdapters(tuple(sorted(self.pins))))
 
     async def _carry_out(self, order: AdapterOrder, report: Report) -> None:
+        try:
+            answer = await self._answer(order)
+        except Exception as error:  # whatever it is, the router must hear of it
+            log.error("an order to %s adapters failed", order.action, exc_info=error)
+            answer = AdapterReport(order.order_id, (), "the order could not be carried out")
+        report(answer)
+
+    async def _answer(self, order: AdapterOrder) -> AdapterReport:
         error: str | None = None
         if order.action == "load":
             error = await self._load(order.digests)
@@ -173,7 +191,7 @@ class AdapterOrders:
             self._threads, lambda: {d for d in order.digests if self._on_disk(d)}
         )
         tiers = tuple(self._tiers(digest, digest in stored) for digest in order.digests)
-        report(AdapterReport(order.order_id, tiers, error))
+        return AdapterReport(order.order_id, tiers, error)
 
     async def _load(self, digests: Collection[str]) -> str | None:
         """Why one of them did not come to the device."""
@@ -208,6 +226,11 @@ class AdapterOrders:
             self._engine.to_engine(kind(order, digest))
         try:
             return await asyncio.gather(*asked.values())
+        except asyncio.CancelledError:
+            for order, digest in zip(asked, digests, strict=True):
+                if kind is PreloadAdapter:
+                    self._engine.to_engine(WithdrawPreload(order, digest))
+            raise
         finally:
             for order in asked:
                 self._answers.pop(order, None)

@@ -102,8 +102,26 @@ class EngineProcess:
 
 
 async def start_engine(executor: str, config: EngineConfig, arena_fd: int) -> EngineProcess:
-    """Start an engine process; its first frame says whether it is ready. On the main thread."""
+    """Start an engine process; its first frame says whether it is ready. On the main thread.
+
+    Raises OSError, and leaves nothing behind then.
+    """
     ours, theirs = socket.socketpair()
+    with contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        process = _spawn(executor, config, arena_fd, theirs)
+        undo.callback(process.kill)
+        ours.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        undo.callback(writer.close)
+        engine = EngineProcess(process, reader, writer)
+        undo.pop_all()
+        return engine
+
+
+def _spawn(
+    executor: str, config: EngineConfig, arena_fd: int, theirs: socket.socket
+) -> subprocess.Popen[bytes]:
     with theirs:
         arguments = [
             *("--executor", executor),
@@ -111,7 +129,4 @@ async def start_engine(executor: str, config: EngineConfig, arena_fd: int) -> En
             *("--arena-fd", str(arena_fd)),
             *("--config", msgspec.json.encode(config).decode()),
         ]
-        process = tether.spawn(ENGINE_MODULE, arguments, pass_fds=(theirs.fileno(), arena_fd))
-    ours.setblocking(False)
-    reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-    return EngineProcess(process, reader, writer)
+        return tether.spawn(ENGINE_MODULE, arguments, pass_fds=(theirs.fileno(), arena_fd))

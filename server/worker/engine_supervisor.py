@@ -84,7 +84,7 @@ class EngineSupervisor:
         while not self._closing:
             ready_at = None
             try:
-                self._engine = await self._start()
+                self._engine = await self._begin()
                 ready = await self._await_ready(self._engine)
                 ready_at = time.monotonic()
                 was_ready = self.ready = True
@@ -95,6 +95,13 @@ class EngineSupervisor:
                     await self._discard()
                     raise EngineStartError(str(error)) from error
                 await self._lost(str(error), ready_at)
+
+    async def _begin(self) -> EngineProcess:
+        """Raises EngineDied too when the machine has no process or descriptor left: it soon may."""
+        try:
+            return await self._start()
+        except OSError as error:
+            raise EngineDied(f"it could not be started: {error}") from error
 
     async def _await_ready(self, engine: EngineProcess) -> EngineReady:
         try:

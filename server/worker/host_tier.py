@@ -5,12 +5,10 @@ only reading from disk, packing and writing to it are done on threads.
 """
 
 import asyncio
-import fcntl
 import logging
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from typing import NamedTuple
@@ -19,8 +17,9 @@ from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.slab_file import SlabSource
 from server.engine.eviction import EvictionReason
-from server.engine.residency import AdapterArena, AdapterStage, Placement, Span
-from server.engine.shared_memory import map_shared
+from server.engine.extents import Span
+from server.engine.residency import AdapterArena, AdapterStage, Placement
+from server.worker.ahead import Ahead
 from server.worker.metrics import WorkerMetrics
 from server.worker.slab_saver import SlabSaver
 
@@ -45,16 +44,6 @@ class StagedSlab(NamedTuple):
     layout: SlabLayout
     extents: tuple[int, ...]
     load_s: float = 0.0
-
-
-class HostMemory:
-    """Anonymous memory of a fixed size that an engine process can map by its descriptor."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.fd = os.memfd_create("loraplex-adapters", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, nbytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self.view = map_shared(self.fd, nbytes)
 
 
 class HostTier:
@@ -85,6 +74,7 @@ class HostTier:
         self._load_s: dict[str, float] = {}  # not told yet
         # Callers on their way to a pin: what they wait for must not be evicted before they run.
         self._awaited: Counter[str] = Counter()
+        self._ahead = Ahead(arena.num_extents)
         self._room = asyncio.Event()
         saver.freed = self._room.set
 
@@ -138,7 +128,7 @@ class HostTier:
                 return
             elif not self._arena.leases(digest) and digest not in self._kept():
                 self._arena.drop(digest)
-                self._forget_evicted()
+                self._forget((digest,))
                 self._room.set()
             else:
                 self._room.clear()
@@ -151,9 +141,10 @@ class HostTier:
         return self._saver.reading.union(self._awaited)
 
     def prefetch(self, digest: str) -> None:
-        """Begin to stage it: the engine will ask for it soon. Failures show when it does."""
+        """Begin to stage it: the engine will ask for it soon. Failures show when it does, and so
+        does want of room."""
         if digest not in self._layouts and len(self._jobs) < MAX_PREFETCHES:
-            self._job(digest)
+            self._begin_ahead(digest)
 
     def hint(self, digests: Iterable[str]) -> None:
         """The same for what may be wanted later: when little else is being staged. Failures are
@@ -165,18 +156,32 @@ class HostTier:
 
     def _follow_hints(self) -> None:
         while self._hints and len(self._jobs) < HINTED_AT_ONCE:
-            self._job(next(iter(self._hints)))
+            digest = next(iter(self._hints))
+            del self._hints[digest]
+            self._begin_ahead(digest)
+
+    def _begin_ahead(self, digest: str) -> None:
+        """Unless even the smallest would push out another: to open it would be in vain."""
+        if self._comes_ahead(1):
+            self._job(digest)
+
+    def _comes_ahead(self, extents: int) -> bool:
+        """Whether there is room for what nobody waits for yet."""
+        free = self._arena.free_extents >= extents
+        return free or self._ahead.has_room(extents, self._clock())
 
     def take(self, digest: str) -> StagedSlab | None:
         """Its place in host memory, pinned until `release`, if it is here."""
         placement = self._arena.acquire(digest)
         if placement is None:
             return None
+        self._ahead.discard(digest)
         load_s = self._load_s.pop(digest, 0.0)
         return StagedSlab(self._layouts[digest], placement.extents, load_s)
 
     async def acquire(self, digest: str) -> StagedSlab:
-        """Its place in host memory, pinned until `release`. Raises SlabUnavailable."""
+        """Its place in host memory, pinned until `release`. Raises SlabUnavailable, or what was not
+        foreseen."""
         self._awaited[digest] += 1
         try:
             while (staged := self.take(digest)) is None:
@@ -218,28 +223,33 @@ class HostTier:
             self._follow_hints()
 
     async def _stage(self, digest: str) -> None:
-        """Raises SlabUnavailable."""
+        """Raises SlabUnavailable, or what was not foreseen."""
         started = time.monotonic()
         try:
-            await self._bring(digest)
-        except SlabUnavailable:
+            ready = await self._bring(digest)
+        except Exception:
             self._metrics.staged.labels("failed").inc()
             raise
-        self._metrics.staged.labels("ready").inc()
-        self._metrics.load_took("stage", time.monotonic() - started)
+        if ready:
+            self._metrics.staged.labels("ready").inc()
+            self._metrics.load_took("stage", time.monotonic() - started)
 
-    async def _bring(self, digest: str) -> None:
+    async def _bring(self, digest: str) -> bool:
+        """False: nobody waits for it yet, and there is no room."""
         loop = asyncio.get_running_loop()
         try:
             slab = await loop.run_in_executor(self._threads, self._open_slab, digest)
             with closing(slab):
                 extents = await self._place(digest, slab.layout)
+                if extents is None:
+                    return False
                 started = self._clock()
                 try:
                     copy = slab.copy_runs
                     await loop.run_in_executor(self._threads, copy, self._memory, extents)
                 except BaseException:
                     self._arena.drop(digest)
+                    self._ahead.discard(digest)
                     raise
         except AdapterError as error:
             raise SlabUnavailable(error.message) from error
@@ -252,15 +262,21 @@ class HostTier:
         self._load_s[digest] = load_s
         if not slab.on_disk:
             self._saver.offer(slab.layout, extents)
+        return True
 
-    async def _place(self, digest: str, layout: SlabLayout) -> tuple[int, ...]:
-        """Wait for room. It comes: the engine holds a pin only for the time of a copy."""
+    async def _place(self, digest: str, layout: SlabLayout) -> tuple[int, ...] | None:
+        """Wait for room. For whom a sequence waits it comes: the engine gives back what has no room
+        on the device, unless others run dry for it. None: nobody waits, and there is none."""
         while True:
             self._room.clear()
             placement = self._try_to_place(digest, layout)
             if placement is not None:
-                self._forget_evicted()
+                self._forget(placement.evicted)
+                if digest not in self._awaited:
+                    self._ahead.add(digest, sum(layout.runs), self._clock())
                 return placement.extents
+            if digest not in self._awaited:
+                return None
             await self._room.wait()
 
     def _try_to_place(self, digest: str, layout: SlabLayout) -> Placement | None:
@@ -276,15 +292,27 @@ class HostTier:
             refusal = arena.refusal(layout.runs)
             if refusal is not None:
                 raise SlabUnavailable(f"{refusal} (option host_adapter_memory)")
-            placement = arena.place(digest, layout.runs, self._kept())
-            if placement is None and arena.would_fit(layout.runs, ()):
-                self._saver.stop_reading()
-            return placement
+            return self._make_room(digest, layout.runs)
         finally:
             arena.pin_only(pins)
 
-    def _forget_evicted(self) -> None:
-        for digest in [d for d in self._layouts if self._arena.stage(d) == "absent"]:
+    def _make_room(self, digest: str, runs: Sequence[int]) -> Placement | None:
+        """At the expense of what was brought ahead for others only if somebody waits for this, and
+        there is no other way."""
+        awaited = digest in self._awaited
+        if not awaited and not self._comes_ahead(sum(runs)):
+            return None
+        kept = self._kept()
+        placement = self._arena.place(digest, runs, {*kept, *self._ahead.kept(self._clock())})
+        if placement is None and awaited:
+            placement = self._arena.place(digest, runs, kept)
+            if placement is None and self._arena.would_fit(runs, ()):
+                self._saver.stop_reading()
+        return placement
+
+    def _forget(self, evicted: Iterable[str]) -> None:
+        for digest in evicted:
             del self._layouts[digest]
+            self._ahead.discard(digest)
             self._load_s.pop(digest, None)
             self._saver.forget(digest)

@@ -3,10 +3,10 @@
 It is told of changes and asked at most once a second; it decides nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from server.engine.extents import Span
 from server.engine.messages import AdapterPlaced, EngineReady, EngineStats, StepOutput
-from server.engine.residency import Span
 from server.protocol import AdapterPlace, Inspect, WorkerPicture
 from server.worker.adapter_orders import AdapterOrders
 from server.worker.host_tier import HostTier
@@ -22,22 +22,27 @@ class DevicePlaces:
 
     def __init__(self) -> None:
         self._spans: dict[str, tuple[Span, ...]] = {}
+        self._owners: dict[int, str] = {}  # of each extent
 
     def spans(self, digest: str) -> tuple[Span, ...]:
         return self._spans.get(digest, ())
 
     def placed(self, placed: AdapterPlaced) -> None:
-        gone = [digest for digest, spans in self._spans.items() if _overlap(spans, placed.spans)]
-        for digest in gone:
-            del self._spans[digest]
+        self.left(placed.digest)
+        for extent in _extents(placed.spans):
+            if extent in self._owners:
+                self.left(self._owners[extent])
+            self._owners[extent] = placed.digest
         self._spans[placed.digest] = placed.spans
 
     def left(self, digest: str) -> None:
-        """The engine asks for its bytes: it has no place there."""
-        self._spans.pop(digest, None)
+        """Another lies in its place, or the engine asks for its bytes: it has none there."""
+        for extent in _extents(self._spans.pop(digest, ())):
+            del self._owners[extent]
 
     def clear(self) -> None:
         self._spans.clear()
+        self._owners.clear()
 
 
 class Inspector:
@@ -70,9 +75,13 @@ class Inspector:
     # ---- the picture
 
     def picture(
-        self, asked: Inspect, stats: EngineStats, in_use: Mapping[str, int]
+        self,
+        asked: Inspect,
+        stats: EngineStats,
+        resident: frozenset[str],
+        in_use: Mapping[str, int],
     ) -> WorkerPicture:
-        self._look(stats)
+        self._look(resident, frozenset(stats.loading))
         ready = self._ready
         return WorkerPicture(
             order_id=asked.order_id,
@@ -92,9 +101,8 @@ class Inspector:
             places_left_out=self._left_out,
         )
 
-    def _look(self, stats: EngineStats) -> None:
+    def _look(self, resident: frozenset[str], loading: frozenset[str]) -> None:
         """What is on the device comes before what is in host memory alone."""
-        resident, loading = frozenset(stats.resident), frozenset(stats.loading)
         known = dict.fromkeys((*resident, *loading, *reversed(self._tier.digests)))
         on_device = resident | loading
         shown = list(known)[:MAX_PLACES]
@@ -118,15 +126,5 @@ class Inspector:
             self._version += 1
 
 
-def _overlap(some: tuple[Span, ...], others: tuple[Span, ...]) -> bool:
-    """Both in order."""
-    i = j = 0
-    while i < len(some) and j < len(others):
-        (a, n), (b, m) = some[i], others[j]
-        if a < b + m and b < a + n:
-            return True
-        if a < b:
-            i += 1
-        else:
-            j += 1
-    return False
+def _extents(spans: tuple[Span, ...]) -> Iterator[int]:
+    return (x for first, count in spans for x in range(first, first + count))

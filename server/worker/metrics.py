@@ -36,7 +36,7 @@ class WorkerMetrics:
         self._declare_kv()
         self._declare_adapters()
         self._declare_loads()
-        self._seen = EngineStats(0, 0, 0, (), (), 0, 0, 0)
+        self._seen = EngineStats()
         self._seen_on_host: dict[EvictionReason, int] = {}
 
     def _declare_work(self) -> None:
@@ -166,7 +166,7 @@ class WorkerMetrics:
         """A new engine counts from zero."""
         self.total_pages.set(ready.total_pages)
         self.adapter_limit.labels("device").set(ready.arena_bytes)
-        self._seen = EngineStats(0, 0, 0, (), (), 0, 0, 0)
+        self._seen = EngineStats()
 
     def stepped(self, output: StepOutput) -> None:
         if output.num_tokens:
@@ -196,7 +196,7 @@ class WorkerMetrics:
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
         self.free_pages.set(stats.free_pages)
-        self.adapters.labels("device").set(len(stats.resident))
+        self.adapters.labels("device").set(stats.resident)
         self.adapters.labels("loading").set(len(stats.loading))
         self.adapter_bytes.labels("device").set(stats.adapter_bytes)
         counters: tuple[tuple[Counter, int, int], ...] = (

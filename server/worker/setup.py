@@ -15,6 +15,7 @@ from adapters.ref import RefSource
 from adapters.store import AdapterStore
 from server.config import EngineConfig, WorkerConfig
 from server.engine.residency import AdapterArena
+from server.engine.shared_memory import HostMemory
 from server.model.base_facts import read_base_spec
 from server.model.card import model_card
 from server.model.checkpoint import CheckpointError, read_config
@@ -29,7 +30,7 @@ from server.worker.device import (
     cuda_devices,
     torch_build,
 )
-from server.worker.host_tier import HostMemory, HostTier
+from server.worker.host_tier import HostTier
 from server.worker.merging import Merger
 from server.worker.metrics import WorkerMetrics
 from server.worker.model_source import ModelError, ModelFolder, find_model

@@ -79,8 +79,13 @@ class SlabSaver:
         arguments = (slab.layout, self._memory, slab.extents, self._stop.is_set)
         try:
             saved = await loop.run_in_executor(self._thread, self._save, *arguments)
-        except AdapterError as error:  # it is packed again when it is needed again
+        except Exception as error:  # foreseen or not, it is packed again when it is needed again
             self._metrics.slabs_saved.labels("failed").inc()
-            log.warning("adapter %.12s is not kept packed: %s", slab.layout.digest, error)
+            log.warning(
+                "adapter %.12s is not kept packed: %s",
+                slab.layout.digest,
+                error,
+                exc_info=not isinstance(error, AdapterError),
+            )
         else:
             self._metrics.slabs_saved.labels("saved" if saved else "given_up").inc()

@@ -11,6 +11,8 @@ from server.worker.host_tier import HostTier, SlabUnavailable, StagedSlab
 
 log = logging.getLogger(__name__)
 
+UNFORESEEN = "the adapter could not be brought to the engine"
+
 
 class Staging:
     """Answers NeedSlab, or is ahead of it. to_engine: sends a frame to the present engine.
@@ -85,11 +87,15 @@ class Staging:
 
     async def _stage(self, digest: str) -> None:
         try:
-            staged = await self._tier.acquire(digest)
+            self._hand_over(await self._tier.acquire(digest))
         except SlabUnavailable as error:
             log.warning("adapter %.12s cannot be brought to the engine: %s", digest, error)
             self._to_engine(SlabMissing(digest, str(error)))
-        else:
-            self._hand_over(staged)
-        # At once, since the engine may ask again. One that is cancelled was taken out before.
-        del self._tasks[digest]
+        except Exception as error:  # whatever it is, its waiters must hear of it
+            log.error("adapter %.12s cannot be brought to the engine", digest, exc_info=error)
+            self._to_engine(SlabMissing(digest, UNFORESEEN))
+        finally:
+            # At once, since the engine may ask again. One that is cancelled was taken out before,
+            # and another may be in its place.
+            if self._tasks.get(digest) is asyncio.current_task():
+                del self._tasks[digest]

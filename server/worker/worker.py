@@ -74,7 +74,6 @@ STATUS_INTERVAL_S = 0.5
 FLUSH_S = 1.0
 
 State = Literal["starting", "ready", "engine_lost", "draining"]
-_NO_STATS = EngineStats(0, 0, 0, (), (), 0, 0, 0)
 
 
 class Worker:
@@ -108,7 +107,8 @@ class Worker:
         self._table = SequenceTable(capacity)
         self._connections: dict[int, RouterConnection] = {}
         self._supervisor: EngineSupervisor | None = None
-        self._stats = _NO_STATS
+        self._stats = EngineStats()
+        self._resident: frozenset[str] = frozenset()  # on the device
         self._total_pages = self._adapter_slots = self._rows = 0
         self._step = 0
         self._epoch = 0
@@ -173,7 +173,7 @@ class Worker:
         elif isinstance(frame, Inspect):
             require(check_inspect(frame))
             in_use = self._table.by_adapter()
-            connection.send(self._inspector.picture(frame, self._stats, in_use))
+            connection.send(self._inspector.picture(frame, self._stats, self._resident, in_use))
 
     def _submit(self, connection: RouterConnection, request: GenerateRequest) -> None:
         require(check_name(request))
@@ -216,11 +216,7 @@ class Worker:
         return check_request(request, self._max_context)
 
     def _refuse(
-        self,
-        connection: RouterConnection,
-        request: GenerateRequest,
-        error: ErrorCode,
-        message: str,
+        self, connection: RouterConnection, request: GenerateRequest, error: ErrorCode, message: str
     ) -> None:
         self._metrics.refused.labels(error).inc()
         connection.send_events(self._step, [refusal(request, error, message)])
@@ -254,7 +250,7 @@ class Worker:
         return self._supervisor is not None and self._supervisor.ready
 
     def device_stage(self, digest: str) -> AdapterStage:
-        if digest in self._stats.resident:
+        if digest in self._resident:
             return "ready"
         return "loading" if digest in self._stats.loading else "absent"
 
@@ -269,7 +265,7 @@ class Worker:
         self._rows = ready.max_rows
         self._inspector.engine_ready(ready)
         self._metrics.engine_started(ready)
-        self._stats = msgspec.structs.replace(_NO_STATS, free_pages=ready.total_pages)
+        self._stats = EngineStats(free_pages=ready.total_pages)
         self._epoch = max(self._epoch + 1, int(time.time() * 1000))
         self._orders.engine_ready()
         if self.state != "draining":
@@ -288,9 +284,10 @@ class Worker:
     def engine_frame(self, frame: FromEngine) -> None:
         if isinstance(frame, StepOutput):
             self._step = frame.step
-            if frame.stats.evictions != self._stats.evictions:
-                self._adapter_meter.evicted(self._stats.resident, frame.stats.resident)
             self._stats = frame.stats
+            if frame.resident is not None:
+                self._adapter_meter.evicted(self._resident, frame.resident)
+                self._resident = frozenset(frame.resident)
             self._metrics.stepped(frame)
             self._inspector.stepped(frame)
             self._deliver(self._table.route(frame.events))
@@ -307,7 +304,7 @@ class Worker:
     def engine_lost(self, reason: str) -> None:
         """Each of its sequences gets its one terminal event; routers try again elsewhere."""
         self._staging.engine_lost()
-        self._stats = _NO_STATS
+        self._stats, self._resident = EngineStats(), frozenset()
         self._suspected = False
         self._orders.engine_lost()
         self._inspector.engine_lost()
@@ -357,7 +354,7 @@ class Worker:
             total_pages=self._total_pages,
             running=self._stats.running,
             waiting=max(len(self._table) - self._stats.running, 0),
-            resident=self._stats.resident,
+            resident=tuple(self._resident),
             loading=self._stats.loading,
             step=self._step,
             adapter_slots=self._adapter_slots,

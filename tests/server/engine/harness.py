@@ -190,6 +190,8 @@ class Harness:
     def check(self) -> None:
         self.scheduler.pages.pool.check_invariants()
         self.scheduler.arena.check_invariants()
+        loads = self.scheduler.loads
+        assert loads.num_parked == sum(map(len, loads._parked.values()))
 
     # ---- what came out
 

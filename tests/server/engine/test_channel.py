@@ -20,7 +20,7 @@ from server.engine.messages import (
 from server.protocol import TokenEvent
 
 TIMEOUT_S = 30.0
-STATS = EngineStats(0, 0, 0, (), (), 0, 0, 0)
+STATS = EngineStats()
 
 
 @pytest.mark.parametrize("frame", [b"", b"x", b"y" * 300_000])

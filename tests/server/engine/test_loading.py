@@ -1,6 +1,11 @@
 """Slabs that come unasked, and adapters that are used before their copy is over."""
 
+from collections.abc import Callable
+
+import pytest
+
 from server.engine.fake import CertifyOptions, certified_output
+from server.engine.loading import AdapterLoads
 from server.engine.messages import AdapterSettled
 from server.engine.scheduler import SchedulerConfig
 from tests.server.engine.harness import LIMITS, Harness, limits, make_request
@@ -60,7 +65,7 @@ def test_an_adapter_is_used_while_its_host_block_is_still_read() -> None:
         harness.cycle()
     assert harness.held == {"a"}
     assert harness.settled == [AdapterSettled(1)]
-    assert harness.scheduler.stats().resident == ("a",)
+    assert harness.scheduler.arena.ready == ("a",)
     assert harness.scheduler.loads.loading == ()
     assert harness.scheduler.loads.copying, "there is something to look for"
     harness.run()
@@ -83,3 +88,77 @@ def test_what_is_pushed_out_before_its_copy_is_over_is_asked_for_afterwards() ->
     harness.run()
     assert harness.last(again).finish == "length"
     harness.assert_at_rest()
+
+
+def busy_device() -> Harness:
+    """Two hot adapters, of which there is always a sequence, have the only two slots."""
+    config = SchedulerConfig(max_loading=3, drain_after_s=0.05)
+    harness = Harness(config=config)
+    cycle_hot(harness, 6)
+    assert sorted(harness.scheduler.arena.ready) == ["hot", "hot too"]
+    return harness
+
+
+def cycle_hot(harness: Harness, times: int) -> None:
+    """Each hot adapter has streams that overlap; a round trip to the shell a cycle."""
+    for number in range(times):
+        harness.now += 0.01
+        if number % 3 == 0:
+            for adapter in ("hot", "hot too"):
+                harness.submit(make_request([5], 8, adapter, ignore_eos=True))
+        harness.cycle()
+
+
+def preload(loads: AdapterLoads, digests: list[str]) -> None:
+    for number, digest in enumerate(digests):
+        loads.preload(number, digest)
+
+
+@pytest.mark.parametrize("wish", [preload, AdapterLoads.pin_only], ids=["preloads", "pins"])
+@pytest.mark.parametrize("pushed", [True, False])
+def test_what_nobody_waits_for_starves_no_cold_adapter(
+    wish: Callable[[AdapterLoads, list[str]], None], pushed: bool
+) -> None:
+    """As many of them as may load at once have no room on the device."""
+    harness = busy_device()
+    wish(harness.scheduler.loads, [f"wanted {number}" for number in range(8)])
+    cycle_hot(harness, 12)
+    cold = harness.submit(make_request([5], 4, "cold"))
+    if pushed:
+        harness.stage("cold")
+    cycle_hot(harness, 60)
+    assert harness.tokens(cold), "nobody asked for it"
+    assert not any(events[-1].error for events in harness.events.values())
+
+
+def test_what_stood_back_comes_when_nobody_waits_any_more() -> None:
+    harness = busy_device()
+    preload(harness.scheduler.loads, [f"wanted {number}" for number in range(8)])
+    cycle_hot(harness, 12)
+    harness.submit(make_request([5], 4, "cold"))
+    cycle_hot(harness, 12)
+    harness.run()
+    assert sorted(settled.order for settled in harness.settled) == list(range(8))
+    harness.assert_at_rest()
+
+
+def test_what_stands_back_is_tried_again_though_somebody_always_waits_for_the_shell() -> None:
+    """But not in every cycle: each time is a round trip to the shell."""
+    harness = busy_device()
+    harness.auto_stage = False
+    for digest in ("slow", "slower"):
+        harness.submit(make_request([5], 4, digest))
+    preload(harness.scheduler.loads, ["wanted"])
+    asked = 0
+    for _ in range(400):
+        cycle_hot(harness, 1)
+        if "wanted" in harness.needed:
+            asked += 1
+            harness.stage("wanted")
+    assert 3 <= asked <= 6
+    while "wanted" not in harness.scheduler.arena.ready:  # the hot ones end
+        harness.now += 0.01
+        if "wanted" in harness.needed:
+            harness.stage("wanted")
+        harness.cycle()
+    assert harness.settled == [AdapterSettled(0)]

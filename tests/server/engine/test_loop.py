@@ -336,6 +336,18 @@ def test_one_output_a_step_carries_all_its_events() -> None:
         assert sum(len(out.events) for out in steps) == 32
 
 
+def test_what_is_on_the_device_is_told_when_it_changes() -> None:
+    """With thousands of adapters there it is most of what a step has to say."""
+    with running(CertifyingExecutor(limits(adapter_slots=1), OPTIONS)) as engine:
+        for key, adapter in enumerate("aab"):
+            engine.shell.submit(key, make_request([5, 6], 8, adapter))
+            engine.shell.answer(key)
+        told = [out.resident for out in engine.shell.outputs if out.resident is not None]
+        assert [resident for resident in told if resident] == [("a",), ("b",)]
+        assert len(told) < len(engine.shell.outputs) / 2
+        assert all(out.stats.resident <= 1 for out in engine.shell.outputs)
+
+
 def test_abort_reaches_the_loop() -> None:
     with running() as engine:
         engine.shell.submit(1, make_request([5], 150))

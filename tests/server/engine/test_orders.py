@@ -127,3 +127,37 @@ def test_a_pin_that_comes_while_another_waits_for_room_refuses_that_one() -> Non
     assert harness.last(waiting).error == "adapter_unavailable"
     harness.run()
     assert harness.last(running).finish == "length"
+
+
+def test_what_is_unpinned_before_it_came_is_not_loaded() -> None:
+    harness = Harness(auto_stage=False)
+    loads = harness.scheduler.loads
+    loads.pin_only(["asked for", "also ordered", "staged"])
+    harness.cycle()
+    harness.stage("staged")
+    loads.preload(1, "also ordered")
+    loads.pin_only(())
+    harness.auto_stage = True
+    harness.run()
+    assert harness.scheduler.arena.ready == ("also ordered",)
+    assert harness.settled == [AdapterSettled(1)]
+    harness.assert_at_rest()
+
+
+def test_a_preload_that_is_withdrawn_is_not_loaded_unless_another_wants_it() -> None:
+    harness = Harness(limits(adapter_slots=4), auto_stage=False)
+    loads = harness.scheduler.loads
+    loads.pin_only(["pinned"])
+    for order, digest in enumerate(["alone", "pinned", "shared", "shared"]):
+        loads.preload(order, digest)
+    harness.cycle()
+    for order, digest in enumerate(["alone", "pinned", "shared"]):
+        loads.withdraw(order, digest)
+    loads.withdraw(9, "unheard of")
+    harness.auto_stage = True
+    harness.run()
+    assert sorted(harness.scheduler.arena.ready) == ["pinned", "shared"]
+    assert harness.settled == [AdapterSettled(3)]
+    loads.withdraw(3, "shared")
+    harness.run()
+    harness.assert_at_rest()

@@ -168,6 +168,19 @@ def test_misuse_is_refused() -> None:
         arena.drop("a")
 
 
+def test_what_fits_beside_the_pinned_follows_them() -> None:
+    arena = AdapterArena(4, 1, 4)
+    arena.pin_only({"pinned"})
+    for _ in range(2):
+        assert arena.refusal((1, 1, 1)) is None
+        ready(arena, "pinned", (1, 1))
+        assert arena.refusal((1, 1, 1)) is not None
+        arena.drop("pinned")
+    ready(arena, "pinned", (1, 1))
+    arena.pin_only({"other"})
+    assert arena.refusal((1, 1, 1)) is None
+
+
 def test_pinned_adapters_stay_and_count_against_what_fits() -> None:
     arena = AdapterArena(4, 1024, 4)
     arena.pin_only({"pinned", "never here"})

@@ -362,7 +362,7 @@ def test_a_cold_adapter_does_not_hold_up_others() -> None:
     harness.stage("a")
     harness.run()
     assert all(harness.last(k).finish == "length" for k in cold)
-    assert harness.scheduler.stats().resident == ("a",)
+    assert harness.scheduler.arena.ready == ("a",)
     assert len(harness.copies) == 1
     harness.assert_at_rest()
 

@@ -1,35 +1,124 @@
-"""An engine that never gets ready is ended, and said to be the reason."""
+"""Engines that do not start: said to be the reason at first, and later tried again."""
 
 import asyncio
+import os
+from collections.abc import Callable
 from typing import cast
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
-from server.worker.engine_process import EngineProcess
+from server.config import EngineConfig
+from server.engine.messages import EngineReady, FromEngine
+from server.worker import engine_supervisor, tether
+from server.worker.engine_process import EngineDied, EngineProcess, start_engine
 from server.worker.engine_supervisor import EngineListener, EngineStartError, EngineSupervisor
+from server.worker.recovery import Backoff
+
+NO_PROCESS = BlockingIOError(11, "Resource temporarily unavailable")
 
 
 class Silent:
     """An engine process that says nothing."""
 
+    pid = 1
+
     def __init__(self) -> None:
         self.closed = False
 
-    async def receive(self) -> None:
-        await asyncio.Event().wait()
+    async def receive(self) -> FromEngine:
+        return await asyncio.Event().wait() and EngineReady(0, 0, 0, 0, 0, 0, "", "")
 
     async def close(self, grace_s: float) -> None:
         self.closed = True
 
 
+class ShortLived(Silent):
+    """It dies as soon as it is ready."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = False
+
+    async def receive(self) -> FromEngine:
+        if self.ready:
+            raise EngineDied("killed by SIGKILL (is memory short?)")
+        self.ready = True
+        return EngineReady(0, 0, 0, 0, 0, 0, "", "")
+
+
+def supervising(
+    start: Callable[[], Silent], listener: EngineListener, start_timeout_s: float = 30.0
+) -> EngineSupervisor:
+    async def begin() -> EngineProcess:
+        return cast(EngineProcess, start())
+
+    return EngineSupervisor(begin, listener, 60.0, start_timeout_s)
+
+
 async def test_an_engine_that_is_never_ready_is_ended() -> None:
     engine = Silent()
-
-    async def start() -> EngineProcess:
-        return cast(EngineProcess, engine)
-
-    supervisor = EngineSupervisor(start, Mock(spec=EngineListener), 60.0, start_timeout_s=0.01)
+    supervisor = supervising(lambda: engine, Mock(spec=EngineListener), start_timeout_s=0.01)
     with pytest.raises(EngineStartError, match=r"not ready within 0\.01 s"):
         await asyncio.wait_for(supervisor.run(), 30)
     assert engine.closed
+
+
+async def test_a_machine_without_processes_for_a_while_costs_no_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Likeliest just after the kernel has killed an engine for its memory."""
+    monkeypatch.setattr(engine_supervisor, "Backoff", lambda: Backoff(first_s=0.001))
+    starts: list[Silent | OSError] = [ShortLived(), NO_PROCESS, NO_PROCESS, ShortLived(), Silent()]
+    begun = asyncio.Event()  # the last
+
+    def start() -> Silent:
+        outcome = starts.pop(0)
+        if not starts:
+            begun.set()
+        if isinstance(outcome, OSError):
+            raise outcome
+        return outcome
+
+    listener = Mock(spec=EngineListener)
+    supervisor = supervising(start, listener)
+    running = asyncio.create_task(supervisor.run())
+    waiting = asyncio.create_task(begun.wait())
+    await asyncio.wait({running, waiting}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    running.cancel()
+    waiting.cancel()
+    await asyncio.gather(running, waiting, return_exceptions=True)
+    assert not starts
+    reasons = [call.args[0] for call in listener.engine_lost.call_args_list]
+    assert [("could not be started" in reason) for reason in reasons] == [False, True, True, False]
+
+
+async def test_a_first_engine_that_cannot_be_started_says_why() -> None:
+    def start() -> Silent:
+        raise NO_PROCESS
+
+    with pytest.raises(EngineStartError, match="Resource temporarily unavailable"):
+        await supervising(start, Mock(spec=EngineListener)).run()
+
+
+async def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    processes = []
+    spawn = tether.spawn
+
+    def watched(*arguments: object, **options: object) -> object:
+        processes.append(spawn(*arguments, **options))  # type: ignore[arg-type]
+        return processes[-1]
+
+    monkeypatch.setattr(tether, "spawn", watched)
+    monkeypatch.setattr(os, "pidfd_open", no_descriptor)
+    before = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="Too many open files"):
+        await start_engine("certify", cast(EngineConfig, {}), 0)
+    assert processes[0].wait(30) == -9
+    for _ in range(10):
+        await asyncio.sleep(0)  # the transport is closed in a turn of the loop
+    assert psutil.Process().num_fds() == before

@@ -16,7 +16,9 @@ from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
 from adapters.slab_file import SlabFile, SlabSource
 from server.engine.residency import AdapterArena
-from server.worker.host_tier import MAX_HINTS, HostMemory, HostTier, SlabUnavailable
+from server.engine.shared_memory import HostMemory
+from server.worker.ahead import KEPT_S
+from server.worker.host_tier import MAX_HINTS, HostTier, SlabUnavailable
 from server.worker.metrics import WorkerMetrics
 from server.worker.slab_saver import SlabSaver
 from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
@@ -267,6 +269,52 @@ async def test_hints_are_bounded_and_may_fail(tier: HostTier, disk: Disk) -> Non
     assert tier.used_bytes == EXTENT
 
 
+async def test_what_comes_ahead_waits_for_no_room_and_keeps_no_place(
+    tier: HostTier, disk: Disk
+) -> None:
+    for digest in "abcdef":
+        disk.add(digest)
+    for digest in "abcd":
+        await tier.acquire(digest)
+    tier.prefetch("e")
+    tier.hint("f")
+    assert (tier.stage("e"), tier.stage("f")) == ("loading", "loading")
+    await until(lambda: tier.stage("e") == tier.stage("f") == "absent")
+    waiting = asyncio.create_task(tier.acquire("e"))
+    tier.release("a")
+    assert (await asyncio.wait_for(waiting, 30)).layout.digest == "e"
+
+
+async def test_what_comes_ahead_is_kept_until_it_is_taken(
+    disk: Disk, threads: ThreadPoolExecutor, memory: HostMemory
+) -> None:
+    """Who waits for another comes first, all the same; and nobody may come for it."""
+    now = 0.0
+    arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
+    tier = tier_of(memory, arena, disk, threads, lambda: now)
+    for digest in "abcdefghi":
+        disk.add(digest)
+    await use(tier, *"abcd")
+    tier.prefetch("e")
+    tier.prefetch("f")
+    await staged_all(tier, "e", "f")
+    tier.prefetch("g")  # half of the memory is theirs already
+    tier.hint("h")
+    assert (tier.stage("g"), tier.stage("h")) == ("absent", "absent")
+    await use(tier, *"ghi")
+    assert (tier.stage("e"), tier.stage("f")) == ("ready", "ready")
+    held = [digest for digest in "ghi" if tier.stage(digest) == "ready"]
+    for digest in held:
+        await tier.acquire(digest)
+    await asyncio.wait_for(use(tier, "a"), 30)
+    assert [tier.stage(digest) for digest in "ef"].count("ready") == 1
+    for digest in held:
+        tier.release(digest)
+    now = KEPT_S + 1.0
+    await use(tier, *"abcdghi" * 2)
+    assert (tier.stage("e"), tier.stage("f")) == ("absent", "absent")
+
+
 async def use(tier: HostTier, *digests: str) -> None:
     for digest in digests:
         await tier.acquire(digest)
@@ -309,7 +357,7 @@ async def test_evictions_are_counted_by_reason(tier: HostTier, disk: Disk) -> No
 async def test_the_time_of_a_load_is_told_once(
     disk: Disk, threads: ThreadPoolExecutor, memory: HostMemory
 ) -> None:
-    ticks = iter([10.0, 10.5])
+    ticks = iter([9.0, 10.0, 10.5])  # when there was room, and around the reading
     arena = AdapterArena(EXTENTS, EXTENT, EXTENTS)
     tier = tier_of(memory, arena, disk, threads, lambda: next(ticks))
     disk.add("a")
@@ -353,9 +401,11 @@ async def test_a_slab_that_is_evicted_as_it_comes_is_staged_again(
         tier = tier_of(memory, arena, disk, Inline(), time.monotonic)
         tier.prefetch("a")
         await turns(before)
-        tier.prefetch("b")  # pushes it out when it is there
+        other = asyncio.create_task(use(tier, "b"))  # pushes it out when it is there
         await turns(after)
         assert (await tier.acquire("a")).layout.digest == "a"
+        tier.release("a")
+        await other
         arena.check_invariants()
 
 

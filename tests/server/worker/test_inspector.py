@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server import protocol
+from server.engine.extents import Span
 from server.engine.messages import AdapterPlaced
-from server.engine.residency import Span
 from server.worker.inspector import DevicePlaces
 from tests.server.worker.shell import LONG, Shell, connected, request
 from tests.server.worker.small_memory import admit_all, running_small
@@ -87,3 +89,19 @@ def test_what_is_overwritten_is_forgotten(
     device.placed(AdapterPlaced("new", new))
     assert device.spans("old") == (there if stays else ())
     assert device.spans("new") == new
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sets(st.integers(0, 9), min_size=1))))
+def test_each_extent_is_the_last_ones_that_was_placed_there(
+    placings: list[tuple[str, set[int]]],
+) -> None:
+    device, model = DevicePlaces(), dict[str, set[int]]()
+    for digest, extents in placings:
+        device.placed(AdapterPlaced(digest, tuple((x, 1) for x in sorted(extents))))
+        model = {d: there for d, there in model.items() if not there & extents}
+        model[digest] = extents
+        for each in "abcd":
+            assert {x for x, _ in device.spans(each)} == model.get(each, set())
+    for digest in "abcd":
+        device.left(digest)
+    assert not device._owners

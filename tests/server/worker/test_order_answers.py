@@ -63,3 +63,49 @@ def test_an_eviction_is_carried_out_by_the_loss_of_the_engine(tiers: Tiers) -> N
     assert outcome(tiers, "evict") is None
     assert outcome(tiers, "load") == "the engine was lost"
     assert tiers.tier.stage("a") == "absent"
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "disconnected", "unpinned"])
+def test_what_its_router_wants_no_more_is_not_loaded(tiers: Tiers, how: str) -> None:
+    """It pushes out nothing, though it was asked for already."""
+    if how == "unpinned":
+        tiers.do(lambda: tiers.orders.pin(ROUTER, ["a"]))
+    else:
+        tiers.order("load", "load", "a")
+    tiers.turns(2)
+    tiers.engine_turn()
+    tiers.hear(9)
+    assert tiers.engine.scheduler.loads.loading == ("a",)
+    if how == "unpinned":
+        tiers.do(lambda: tiers.orders.pin(ROUTER, []))
+    elif how == "withdrawn":
+        tiers.order("other", "withdraw")
+        tiers.order("load", "withdraw")
+    else:
+        tiers.do(lambda: tiers.orders.disconnected(ROUTER))
+    for _ in range(20):
+        tiers.round()
+    assert tiers.engine.scheduler.arena.stage("a") == "absent"
+    assert not any(tiers.reports.values())
+    assert not tiers.told
+
+
+def test_a_preload_that_two_ordered_is_withdrawn_by_one(tiers: Tiers) -> None:
+    for name in ("first", "second"):
+        tiers.order(name, "load", "a")
+    tiers.turns(2)
+    tiers.engine_turn()
+    tiers.order("first", "withdraw")
+    assert outcome(tiers, "second") is None
+    assert not tiers.reports["first"]
+
+
+def test_an_order_is_answered_whatever_goes_wrong(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(tiers.threads, "submit", no_thread)
+    tiers.order("status", "status", "a")
+    assert outcome(tiers, "status") == "the order could not be carried out"

@@ -1,7 +1,8 @@
 """Slabs that come to the engine unasked: once each, and each comes back."""
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,15 +10,17 @@ import pytest
 
 from server.engine.fake import CertifyOptions, certified_output
 from server.engine.messages import NeedSlab, SlabReleased, SlabStaged, Submit, ToEngine
+from server.engine.residency import Placement
 from server.protocol import ModelCard
 from server.worker.adapter_service import AdapterService
 from server.worker.connections import RouterConnection
 from server.worker.engine_supervisor import EngineSupervisor
 from server.worker.metrics import WorkerMetrics
+from server.worker.staging import UNFORESEEN
 from server.worker.worker import Worker
 from tests.server.engine.harness import limits, make_request
 from tests.server.worker.slabs import EXTENT
-from tests.server.worker.tiers import Tiers
+from tests.server.worker.tiers import HOST_EXTENTS, Tiers
 
 A, B = "a" * 64, "b" * 64
 
@@ -138,6 +141,32 @@ def test_what_is_on_its_way_from_disk_is_handed_over_once(tiers: Tiers) -> None:
     assert answered(tiers, 1, "c")
 
 
+@pytest.mark.parametrize("jobs", [0, 1], ids=["opening", "copying"])
+def test_what_nobody_foresaw_ends_the_waiters_and_is_tried_again(tiers: Tiers, jobs: int) -> None:
+    tiers.store("c", 2)
+    tiers.failure = RuntimeError("can't start new thread")
+    for key in (1, 2):
+        tiers.to_engine(Submit(key, make_request([5, 6], 4, "c")))
+        tiers.live.add(key)
+        tiers.jobs_until_failure = jobs if key == 1 else None
+        settle(tiers)
+        assert not len(tiers.staging), "it would never be found to stand still"
+    assert [tiers.events[key][-1].message for key in (1, 2)] == [UNFORESEEN, None]
+    assert answered(tiers, 2, "c")
+
+
+def test_a_task_of_the_last_engine_leaves_the_next_ones_alone(tiers: Tiers) -> None:
+    tiers.store("c", 1)
+    tiers.submit(1, make_request([5, 6], 4, "c"))
+    tiers.engine_turn()
+    tiers.hear(9)
+    tiers.restart_engine()  # its task has not noticed
+    tiers.do(lambda: tiers.staging.need("c"))
+    tiers.turns(3)
+    assert len(tiers.staging) == 1
+    settle(tiers)
+
+
 def test_the_next_engine_gets_what_the_last_one_held(tiers: Tiers) -> None:
     tiers.submit(1, make_request([5, 6], 4, "a"))
     tiers.restart_engine()
@@ -145,6 +174,48 @@ def test_the_next_engine_gets_what_the_last_one_held(tiers: Tiers) -> None:
     assert len(sent(tiers, SlabStaged)) == 1
     settle(tiers)
     assert answered(tiers, 2, "a")
+
+
+def test_preloads_without_room_leave_host_memory_to_a_cold_adapter(tiers: Tiers) -> None:
+    """They fill it, and the device has room for the small one alone while the large one runs."""
+    tiers.store("l", 3)
+    tiers.submit(1, make_request([5, 6], 50, "l", ignore_eos=True))
+    settle(tiers)
+    for digest in "mn":
+        tiers.store(digest, HOST_EXTENTS // 2)
+        tiers.order(digest, "load", digest)
+    settle(tiers)
+    assert [tiers.arena.leases(digest) for digest in "mn"] == [1, 1]
+    tiers.store("c", 1)
+    tiers.submit(2, make_request([5, 6], 4, "c"))
+    settle(tiers)
+    assert answered(tiers, 2, "c")
+    assert 1 in tiers.live
+    for _ in range(5):
+        settle(tiers)
+    assert [tiers.reports[digest][0].error for digest in "mn"] == [None, None]
+
+
+def test_a_burst_of_cold_adapters_beyond_host_memory_packs_each_once(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = Counter[str]()
+    place = tiers.arena.place
+
+    def counted(digest: str, runs: Sequence[int], keep: Collection[str] = ()) -> Placement | None:
+        placement = place(digest, runs, keep)
+        placed[digest] += placement is not None
+        return placement
+
+    monkeypatch.setattr(tiers.arena, "place", counted)
+    cold = [chr(ord("A") + number) for number in range(4 * HOST_EXTENTS)]
+    for key, digest in enumerate(cold):
+        tiers.store(digest, 1)
+        tiers.submit(key, make_request([5, 6], 4, digest))
+    for _ in range(20):
+        settle(tiers)
+    assert all(answered(tiers, key, digest) for key, digest in enumerate(cold))
+    assert [placed[digest] for digest in cold] == [1] * len(cold)
 
 
 class Supervisor:

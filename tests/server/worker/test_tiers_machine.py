@@ -26,6 +26,11 @@ VERSIONS = 8
 MAX_ROUNDS = 300
 NAMES = st.sampled_from(sorted(SIZES))
 ROUNDS = st.integers(1, 3)
+FAILURES = [
+    OSError("the disk failed"),
+    MemoryError(),
+    RuntimeError("can't start new thread"),
+]
 ACTIONS = st.sampled_from(["load", "evict", "tiers"])
 
 
@@ -43,6 +48,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.versions = dict.fromkeys(SIZES, 0)
         self.requests: dict[int, GenerateRequest] = {}
         self.orders: list[Ordered] = []
+        self.withdrawn: set[str] = set()
         self.heard: set[str] = set()  # orders whose report was looked at
         self.ever_pinned: set[str] = set()
         self.restarts: list[int] = []  # how many orders there were by then
@@ -107,6 +113,15 @@ class TiersMachine(RuleBasedStateMachine):
         self.orders.append(Ordered(action, digest))
         self.tiers.order(str(len(self.orders) - 1), action, digest)
 
+    @precondition(lambda self: any(o.action == "load" for o in self.orders))
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """Its router waits no more, whether it was answered or not."""
+        loads = [str(n) for n, ordered in enumerate(self.orders) if ordered.action == "load"]
+        order_id = data.draw(st.sampled_from(loads))
+        self.withdrawn.add(order_id)
+        self.tiers.order(order_id, "withdraw")
+
     @rule(name=NAMES)
     def refresh(self, name: str) -> None:
         """From now on its name means other content; what runs goes on with the old."""
@@ -142,10 +157,11 @@ class TiersMachine(RuleBasedStateMachine):
     def job(self, data: st.DataObject) -> None:
         self.tiers.end_job(data.draw(st.integers(0, len(self.tiers.threads.jobs) - 1)))
 
-    @rule(after=st.integers(0, 5))
-    def disk_will_fail(self, after: int) -> None:
+    @rule(after=st.integers(0, 5), failure=st.sampled_from(FAILURES))
+    def job_will_fail(self, after: int, failure: Exception) -> None:
         """In opening a slab or reading its bytes."""
         self.tiers.jobs_until_failure = after
+        self.tiers.failure = failure
 
     @precondition(lambda self: self.tiers.engine.executor.copying)
     @rule(data=st.data(), over=st.booleans())
@@ -307,7 +323,10 @@ class TiersMachine(RuleBasedStateMachine):
             rounds += 1
             assert rounds < MAX_ROUNDS, f"somebody waits for ever: {self.state()}"
         self.nothing_was_wrong()
-        assert all(len(reports) == 1 for reports in tiers.reports.values())
+        on_device = set(tiers.engine.scheduler.arena.ready)
+        assert set(tiers._resident) == on_device, "the shell knows of changes alone"
+        for order_id, reports in tiers.reports.items():
+            assert len(reports) == 1 or (not reports and order_id in self.withdrawn)
         for arena in (tiers.arena, tiers.engine.scheduler.arena):
             assert not any(map(arena.leases, arena.ready)), "a lease was lost"
 
@@ -323,9 +342,13 @@ class TiersMachine(RuleBasedStateMachine):
                 "on its way to the device": loads.loading,
                 "told": list(tiers.told),
                 "staging": len(tiers.staging),
-                "orders": [name for name, reports in tiers.reports.items() if not reports],
+                "orders": self.unanswered(),
             }
         )
+
+    def unanswered(self) -> list[str]:
+        reports = self.tiers.reports
+        return [name for name in reports if not reports[name] and name not in self.withdrawn]
 
     def is_at_rest(self) -> bool:
         tiers = self.tiers
@@ -340,7 +363,7 @@ class TiersMachine(RuleBasedStateMachine):
             or engine.executor.copying
             or tiers.arena.loading
             or engine.scheduler.arena.loading
-            or not all(tiers.reports.values())
+            or self.unanswered()
         )
 
     def check_answer(self, key: int, request: GenerateRequest) -> None:

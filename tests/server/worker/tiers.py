@@ -39,7 +39,7 @@ from server.worker.adapter_orders import AdapterOrders
 from server.worker.host_tier import HostTier
 from server.worker.metrics import WorkerMetrics
 from server.worker.slab_saver import SlabSaver
-from server.worker.staging import Staging
+from server.worker.staging import UNFORESEEN, Staging
 from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
 
 HOST_EXTENTS = 6
@@ -242,6 +242,7 @@ class Tiers:
         self.threads = Threads()
         self.saved: set[str] = set()  # those packed on disk
         self.jobs_until_failure: int | None = None
+        self.failure: Exception = OSError("the disk failed")
         self.broken: set[tuple[str, str]] = set()  # which failure was brought about, and for whom
         self.aio = asyncio.new_event_loop()
         self.aio.set_exception_handler(lambda _, context: self.wrong.append(str(context)))
@@ -304,14 +305,15 @@ class Tiers:
 
     def end_job(self, at: int) -> None:
         """It is done, or fails if its turn has come (`jobs_until_failure`)."""
-        error = None
+        error: Exception | None = None
         digest = self.threads.jobs[at].digest
         if self.jobs_until_failure is not None and digest:
             self.jobs_until_failure -= 1
             if self.jobs_until_failure < 0:
                 self.jobs_until_failure = None
-                self.broken.add((UNREADABLE, digest))
-                error = OSError("the disk failed")
+                error = self.failure
+                said = UNREADABLE if isinstance(error, OSError) else UNFORESEEN
+                self.broken.add((said, digest))
         self.threads.end(at, error)
 
     # ---- EngineView
@@ -390,7 +392,9 @@ class Tiers:
             case AdapterSettled():
                 self.orders.settled(frame)
             case StepOutput():
-                self._resident, self._loading = frame.stats.resident, frame.stats.loading
+                self._loading = frame.stats.loading
+                if frame.resident is not None:
+                    self._resident = frame.resident
                 for item in frame.events:
                     self._deliver(item.key, item.event)
 

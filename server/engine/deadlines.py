@@ -1,0 +1,29 @@
+"""When the next of many sequences must end. Pure."""
+
+import heapq
+
+# Most sequences end long before: what they leave in the heap is at most so much beside the others.
+_LEFTOVERS = 1000
+
+
+class Deadlines:
+    def __init__(self) -> None:
+        self._by_key: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []  # ended ones too, for a while
+
+    def add(self, key: int, deadline: float) -> None:
+        self._by_key[key] = deadline
+        heapq.heappush(self._heap, (deadline, key))
+        if len(self._heap) > 2 * len(self._by_key) + _LEFTOVERS:
+            self._heap = [(at, key) for key, at in self._by_key.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, key: int) -> None:
+        """It is over; it need not have had a deadline."""
+        self._by_key.pop(key, None)
+
+    def next(self) -> tuple[float, int] | None:
+        """The earliest deadline, and whose it is."""
+        while self._heap and self._by_key.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None

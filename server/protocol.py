@@ -13,7 +13,7 @@ from adapters.manifest import AdapterManifest
 from adapters.merge_recipe import MergeRecipe
 from adapters.ref import AdapterRef
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 16 << 20
 
 Finish = Literal["stop", "length", "abort", "error"]

@@ -1,7 +1,7 @@
 """Slab files: packed adapters on disk, written from memory and read into it.
 
-File: magic, length of the msgpack `SlabLayout`, the layout, zeros up to a page, then the payload
-whose offsets the layout gives.
+File: magic; length of the msgpack `SlabLayout`, its `Fingerprint` and that of the payload's runs, 8
+bytes each; the layout; zeros up to a page; then the payload whose offsets the layout gives.
 """
 
 import os
@@ -10,19 +10,26 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
+from adapters.content_check import Fingerprint
 from adapters.disk import hold
 from adapters.manifest import LAYOUT_VERSION, SlabLayout
 from adapters.slab_memory import SlabMemory
 
 PAGE = 4096
-_MAGIC = b"LPXSLAB1"
-_PREFIX_BYTES = len(_MAGIC) + 8
+_MAGIC = b"LPXSLAB2"
+_PREFIX_BYTES = len(_MAGIC) + 3 * 8
 _MAX_LAYOUT_BYTES = 16 << 20
 
 
 class SlabError(OSError):
     """The file is not a slab that this version can read."""
+
+
+class SlabGarbled(SlabError):
+    """The payload is not what was written, and the file has been removed: it is to be packed
+    anew."""
 
 
 class SlabSource(Protocol):
@@ -60,13 +67,16 @@ def write_slab_file(
     Raises OSError.
     """
     encoded = msgspec.msgpack.encode(layout)
-    payload = _payload_start(len(encoded))
+    payload, written = _payload_start(len(encoded)), Fingerprint()
     with target.open("wb", buffering=0) as out:
-        _write(out.fileno(), _MAGIC + len(encoded).to_bytes(8, "little") + encoded, 0)
         for offset, run in SlabMemory(layout, arena, first_extents).runs():
             if stopped():
                 return False
+            written.update(np.frombuffer(run, np.uint8))
             _write(out.fileno(), run, payload + offset)
+        numbers = (len(encoded), _fingerprint(encoded), written.value)
+        prefix = _MAGIC + b"".join(number.to_bytes(8, "little") for number in numbers)
+        _write(out.fileno(), prefix + encoded, 0)
     return True
 
 
@@ -82,7 +92,7 @@ class SlabFile:
         self.path = path
         self._hold = hold(path)
         try:
-            self.layout, self._payload = _read_prefix(self._hold.fd)
+            self.layout, self._payload, self._fingerprint = _read_prefix(self._hold.fd)
             nbytes = os.fstat(self._hold.fd).st_size
             if nbytes < self._payload + self.layout.nbytes:
                 raise SlabError(f"the slab ends after {nbytes} bytes")
@@ -98,9 +108,14 @@ class SlabFile:
         return True
 
     def copy_runs(self, arena: memoryview, first_extents: Sequence[int]) -> None:
-        """As `SlabSource`; without parsing anything."""
+        """As `SlabSource`; without parsing anything. Raises SlabGarbled too."""
+        found = Fingerprint()
         for offset, run in SlabMemory(self.layout, arena, first_extents).runs():
             _read_exactly(self._hold.fd, run, self._payload + offset)
+            found.update(np.frombuffer(run, np.uint8))
+        if found.value != self._fingerprint:
+            self.path.unlink(missing_ok=True)
+            raise SlabGarbled(f"{self.path.name} is not what was written")
 
 
 def _read_exactly(fd: int, target: memoryview, position: int) -> None:
@@ -122,16 +137,27 @@ def _payload_start(layout_bytes: int) -> int:
     return -(-(_PREFIX_BYTES + layout_bytes) // PAGE) * PAGE
 
 
-def _read_prefix(fd: int) -> tuple[SlabLayout, int]:
-    """The layout, and where the payload begins."""
+def _fingerprint(encoded: bytes) -> int:
+    found = Fingerprint()
+    found.update(np.frombuffer(encoded, np.uint8))
+    return found.value
+
+
+def _read_prefix(fd: int) -> tuple[SlabLayout, int, int]:
+    """The layout, where the payload begins, and its fingerprint."""
     prefix = os.pread(fd, _PREFIX_BYTES, 0)
-    size = int.from_bytes(prefix[len(_MAGIC) :], "little")
+    size, of_layout, of_payload = (
+        int.from_bytes(prefix[at : at + 8], "little") for at in (8, 16, 24)
+    )
     if prefix[: len(_MAGIC)] != _MAGIC or size > _MAX_LAYOUT_BYTES:
         raise SlabError("not a slab file")
+    encoded = os.pread(fd, size, _PREFIX_BYTES)
+    if _fingerprint(encoded) != of_layout:
+        raise SlabError("the slab's layout is not what was written")
     try:
-        layout = msgspec.msgpack.decode(os.pread(fd, size, _PREFIX_BYTES), type=SlabLayout)
+        layout = msgspec.msgpack.decode(encoded, type=SlabLayout)
     except msgspec.DecodeError as error:
         raise SlabError(f"the slab's layout cannot be read: {error}") from error
     if layout.version != LAYOUT_VERSION:
         raise SlabError(f"layout version {layout.version}, expected {LAYOUT_VERSION}")
-    return layout, _payload_start(size)
+    return layout, _payload_start(size), of_payload

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
-from adapters.slab_file import SlabSource
+from adapters.slab_file import SlabGarbled, SlabSource
 from server.engine.eviction import EvictionReason
 from server.engine.extents import Span
 from server.engine.residency import AdapterArena, AdapterStage, Placement
@@ -251,6 +251,9 @@ class HostTier:
                     self._arena.drop(digest)
                     self._ahead.discard(digest)
                     raise
+        except SlabGarbled as error:
+            log.error("adapter %.12s is packed anew: %s", digest, error)
+            return await self._bring(digest)
         except AdapterError as error:
             raise SlabUnavailable(error.message) from error
         except OSError as error:

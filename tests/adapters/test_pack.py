@@ -18,7 +18,7 @@ from adapters.judge import judge_folder
 from adapters.layout import SLAB_ITEM_BYTES, a_matrix, b_matrices, make_layout
 from adapters.manifest import SlabDtype, SlabLayout
 from adapters.pack import DamagedError, pack_weights
-from adapters.slab_file import PAGE, SlabError, SlabFile
+from adapters.slab_file import PAGE, SlabError, SlabFile, SlabGarbled
 from adapters.slab_memory import SlabMemory, one_after_another
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
 from adapters.weights import open_weights
@@ -284,7 +284,8 @@ def test_values_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
 def test_damaged_slabs_are_errors_of_the_file(tmp_path: Path) -> None:
     path = packed(write_adapter(tmp_path / "a", BASE), "float32")
     data = path.read_bytes()
-    for damaged in (b"", data[:10], b"X" + data[1:], data[:16] + b"\xc1" + data[17:], data[:-1]):
+    changed = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (0, 9, 17, 32, 100)]
+    for damaged in (b"", data[:10], data[:-1], *changed):
         path.write_bytes(damaged)
         with pytest.raises(SlabError):
             SlabFile(path)
@@ -299,6 +300,20 @@ def test_damaged_slabs_are_errors_of_the_file(tmp_path: Path) -> None:
         os.truncate(path, len(data) - 1)
         with pytest.raises(SlabError):
             slab.copy_runs(memory, firsts)
+
+
+@pytest.mark.parametrize("at", [24, PAGE, -1])
+def test_a_payload_that_the_disk_garbled_is_removed(tmp_path: Path, at: int) -> None:
+    """One bit of it, or of what it is known by."""
+    path = packed(write_adapter(tmp_path / "a", BASE), "float32")
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    with closing(SlabFile(path)) as slab:
+        memory = memoryview(bytearray(slab.layout.nbytes))
+        with pytest.raises(SlabGarbled, match="not what was written"):
+            slab.copy_runs(memory, one_after_another(slab.layout))
+    assert not path.exists()
 
 
 def test_an_open_slab_is_read_whatever_becomes_of_its_name(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from adapters.layout import make_layout
 from adapters.manifest import AdapterManifest
 from adapters.quota import HEADROOM_BYTES
 from adapters.ref import AdapterRef, RefSource
+from adapters.slab_file import SlabGarbled
 from adapters.slab_memory import one_after_another
 from adapters.sources.local import LocalSource
 from adapters.staging import staging_folder
@@ -352,6 +353,11 @@ def test_a_slab_that_cannot_be_read_is_packed_and_written_anew(
         with closing(store.open_slab(digest, "float32", 4096)) as slab:
             assert not slab.on_disk
         assert save_slab(store, digest, "float32", 4096).read_bytes() == whole
+    path.chmod(0o644)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(SlabGarbled):
+        save_slab(store, digest, "float32", 4096)
+    assert save_slab(store, digest, "float32", 4096).read_bytes() == whole
 
 
 def test_a_slab_that_is_given_up_leaves_nothing(hub: FakeHub, tmp_path: Path) -> None:

@@ -2,22 +2,18 @@
 
 from pathlib import Path
 
-import msgspec
-
+from adapters import slab_file
 from adapters.manifest import SlabLayout
-from adapters.slab_file import PAGE, SlabFile
+from adapters.slab_file import SlabFile
 
 EXTENT = 4096
-_MAGIC = b"LPXSLAB1"
 
 
 def write_slab_file(path: Path, digest: str, extents: int) -> None:
     """A slab of one-extent runs. digest: one character, or the same many times."""
     layout = SlabLayout(digest, "base", "float32", 0, 1, EXTENT, (1,) * extents, ())
-    encoded = msgspec.msgpack.encode(layout)
-    prefix = _MAGIC + len(encoded).to_bytes(8, "little") + encoded
-    padding = bytes(-len(prefix) % PAGE)
-    path.write_bytes(prefix + padding + (digest.encode() * layout.nbytes)[: layout.nbytes])
+    payload = bytearray((digest.encode() * layout.nbytes)[: layout.nbytes])
+    slab_file.write_slab_file(path, layout, memoryview(payload), range(extents))
 
 
 class Packing:

@@ -153,6 +153,31 @@ async def test_a_missing_or_broken_slab_is_told_and_leaves_room(tier: HostTier, 
     assert tier.used_bytes == 0
 
 
+class PackingDisk(Disk):
+    """What is not there is packed anew."""
+
+    def open(self, digest: str) -> SlabFile:
+        if not (self.folder / digest).exists():
+            self.add(digest)
+        return super().open(digest)
+
+
+async def test_a_slab_that_the_disk_garbled_is_packed_anew(
+    tmp_path: Path, memory: HostMemory, threads: ThreadPoolExecutor
+) -> None:
+    disk = PackingDisk(tmp_path)
+    disk.add("a")
+    path = disk.folder / "a"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    tier = tier_of(memory, AdapterArena(EXTENTS, EXTENT, EXTENTS), disk, threads, lambda: 0.0)
+    staged = await tier.acquire("a")
+    (first,) = staged.extents
+    held = memory.view[first * EXTENT : (first + 1) * EXTENT]
+    assert np.all(np.frombuffer(held, np.uint8) == ord("a"))
+    assert disk.opened == ["a", "a"]
+    assert tier.used_bytes == EXTENT
+
+
 async def test_a_slab_larger_than_the_memory_is_refused(tier: HostTier, disk: Disk) -> None:
     disk.add("a", EXTENTS + 1)
     with pytest.raises(SlabUnavailable, match="host_adapter_memory"):

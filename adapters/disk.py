@@ -109,16 +109,18 @@ class Hold:
 
 
 def hold(path: Path) -> Hold:
-    """Of a file or folder; it waits for a removal that has begun. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        if not os.path.samestat(os.fstat(fd), path.stat()):
-            raise FileNotFoundError(errno.ENOENT, "replaced")
-    except OSError:
+    """Of a file or folder; it waits for a removal that has begun. Of one that is replaced
+    meanwhile, it holds the other. Raises OSError."""
+    while True:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return Hold(fd)
+        except OSError:
+            os.close(fd)
+            raise
         os.close(fd)
-        raise
-    return Hold(fd)
 
 
 def entry_bytes(entry: os.DirEntry[str]) -> int:

@@ -1,5 +1,6 @@
 """Slab files: the numbers in them, and reading them back run by run."""
 
+import fcntl
 import os
 from contextlib import closing
 from functools import partial
@@ -314,6 +315,26 @@ def test_a_payload_that_the_disk_garbled_is_removed(tmp_path: Path, at: int) -> 
         with pytest.raises(SlabGarbled, match="not what was written"):
             slab.copy_runs(memory, one_after_another(slab.layout))
     assert not path.exists()
+
+
+def test_a_slab_that_is_replaced_as_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process that packed the same: one is as good as the other."""
+    path = packed(write_adapter(tmp_path / "a", BASE), "float32")
+    data, flock = path.read_bytes(), fcntl.flock
+    others = [tmp_path / "one", tmp_path / "two"]
+    for other in others:
+        other.write_bytes(data)
+
+    def late(fd: int, operation: int) -> None:
+        if others:
+            others.pop().rename(path)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert len(read_payload(path)) == read_layout(path).nbytes
+    assert not others
 
 
 def test_an_open_slab_is_read_whatever_becomes_of_its_name(tmp_path: Path) -> None:

@@ -33,8 +33,12 @@ def connect(url: str, admin_key: str) -> httpx.Client:
         raise OptionError(f"--url must be {HTTP_URL}, got {url[:200]!r}")
     if not admin_key.isascii():
         raise OptionError("the admin key must be ASCII, as it is sent in a header")
-    headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
-    return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    return httpx.Client(base_url=url, headers=bearer(admin_key), timeout=TIMEOUT_S, trust_env=False)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that shows a key; none for no key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def is_http_url(url: str) -> bool:

@@ -11,7 +11,8 @@ import httpx
 
 from launcher.bench.answers import error_text
 from launcher.bench.errors import BenchError
-from launcher.bench.target import Target, bearer
+from launcher.bench.target import Target
+from launcher.router_client import bearer
 
 Action = Literal["register", "load", "unload"]
 _UNLOAD: dict[str, object] = {"wait_s": 60}

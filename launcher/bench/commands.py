@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import msgspec
 from launcher.bench.load_commands import add_load_commands
 from launcher.bench.local_commands import add_local_commands
 from launcher.bench.option_types import above, lora_ranks, number, whole, wholes
+from launcher.bench.output import print_fields, print_points
 from launcher.bench.placement_command import add_fairness, add_placement
 from launcher.command_line import Parser
 from launcher.options import OptionError
@@ -127,29 +127,17 @@ def _sampling(text: str) -> SamplingParams:
 
 
 def run_decode(arguments: argparse.Namespace) -> None:
-    from launcher.bench.grid import SHORT_OUTPUT, decode
+    from launcher.bench.grid import SHORT_OUTPUT, decode, table
 
     if arguments.output_tokens <= SHORT_OUTPUT:
         raise OptionError(f"--output-tokens must be more than {SHORT_OUTPUT}")
-    _measure(decode(_grid(arguments, arguments.output_tokens)), arguments.json)
+    print_points(decode(_grid(arguments, arguments.output_tokens)), arguments.json, table)
 
 
 def run_prefill(arguments: argparse.Namespace) -> None:
-    from launcher.bench.grid import prefill
+    from launcher.bench.grid import prefill, table
 
-    _measure(prefill(_grid(arguments, output_tokens=1)), arguments.json)
-
-
-def _measure(points: Iterable[Any], as_json: bool) -> None:
-    from launcher.bench.grid import table
-
-    results = []
-    for point in points:
-        results.append(point)
-        if as_json:
-            print(json.dumps(asdict(point)), flush=True)
-    if not as_json:
-        print(table(results))
+    print_points(prefill(_grid(arguments, output_tokens=1)), arguments.json, table)
 
 
 def run_lora_kernels(arguments: argparse.Namespace) -> None:
@@ -169,11 +157,8 @@ def run_lora_kernels(arguments: argparse.Namespace) -> None:
 def run_router(arguments: argparse.Namespace) -> None:
     from launcher.bench.router_cost import measure
 
-    cost = asdict(asyncio.run(measure(arguments.streams, arguments.tokens, arguments.requests)))
-    if arguments.json:
-        print(json.dumps(cost))
-    else:
-        print("\n".join(f"{name:20} {value:10.2f}" for name, value in cost.items()))
+    cost = asyncio.run(measure(arguments.streams, arguments.tokens, arguments.requests))
+    print_fields(cost, arguments.json, "10.2f")
 
 
 def _add_overload(parser: Parser) -> None:

@@ -2,10 +2,8 @@
 
 import argparse
 import asyncio
-import json
 import math
 from collections.abc import Coroutine
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,11 +12,13 @@ import uvloop
 
 from launcher.bench.errors import BenchError
 from launcher.bench.option_types import above, burstiness, number, rate, shown, whole, worded
+from launcher.bench.output import print_fields
 from launcher.bench.target import PATHS, Target
 from launcher.bench.windows import Window
 from launcher.bench.workload import Lengths
 from launcher.command_line import Parser
 from launcher.options import OptionError
+from launcher.router_client import HTTP_URL, is_http_url
 
 T = TypeVar("T")
 
@@ -57,8 +57,6 @@ def add_load_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
 
 def _url(text: str) -> str:
     """As callers write it, with `/v1` or without."""
-    from launcher.router_client import HTTP_URL, is_http_url
-
     if not is_http_url(text):
         raise ValueError(f"expected {HTTP_URL}, got {shown(text)}")
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -291,7 +289,4 @@ def run_adapters(arguments: argparse.Namespace) -> None:
     if not orders.done:
         why = next(iter(orders.errors.values()))
         raise BenchError(f"none of {len(names)} adapters: {orders.action} failed: {why}")
-    if arguments.json:
-        print(json.dumps(asdict(orders)))
-    else:
-        print("\n".join(f"{name:20} {value}" for name, value in asdict(orders).items()))
+    print_fields(orders, arguments.json)

@@ -4,10 +4,10 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from launcher.bench.load_commands import add_folders, names_in
 from launcher.bench.option_types import lora_rank, whole
+from launcher.bench.output import print_fields
 from launcher.command_line import Parser
 from launcher.options import OptionError
 
@@ -91,7 +91,8 @@ def run_copies(arguments: argparse.Namespace) -> None:
     check_device(arguments.device)
     folder = model_folder(arguments.config)
     device, dtype = arguments.device, arguments.dtype
-    _print_times(measure(folder, device, dtype, arguments.rank, arguments.adapters), arguments.json)
+    times = measure(folder, device, dtype, arguments.rank, arguments.adapters)
+    print_fields(times, arguments.json, "10.3f")
 
 
 def _add_cold(parser: Parser) -> None:
@@ -108,11 +109,4 @@ def run_cold(arguments: argparse.Namespace) -> None:
 
     folder, names = model_folder(arguments.config), names_in(arguments)
     times = measure(folder, arguments.adapters_in, names, arguments.dtype, arguments.rounds)
-    _print_times(times, arguments.json)
-
-
-def _print_times(times: Any, as_json: bool) -> None:
-    """times: a dataclass of numbers."""
-    values = asdict(times)
-    lines = (f"{name:20} {value:10.3f}" for name, value in values.items())
-    print(json.dumps(values) if as_json else "\n".join(lines))
+    print_fields(times, arguments.json, "10.3f")

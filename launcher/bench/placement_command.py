@@ -7,6 +7,7 @@ from dataclasses import asdict
 from itertools import product
 
 from launcher.bench.option_types import above, number, whole, wholes
+from launcher.bench.output import print_points
 from launcher.bench.simulation.fairness_bench import flood
 from launcher.bench.simulation.placement_bench import Scene, compare, table
 from launcher.bench.simulation.policies import POLICIES
@@ -33,13 +34,8 @@ def add_placement(parser: Parser) -> None:
 
 
 def run_placement(arguments: argparse.Namespace) -> None:
-    results = []
-    for result in compare(_scenes(arguments), arguments.policy or [*POLICIES]):
-        results.append(result)
-        if arguments.json:
-            print(json.dumps(asdict(result)), flush=True)
-    if not arguments.json:
-        print(table(results))
+    results = compare(_scenes(arguments), arguments.policy or [*POLICIES])
+    print_points(results, arguments.json, table)
 
 
 def _scenes(arguments: argparse.Namespace) -> Iterator[Scene]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from launcher.bench.workload import Call
+from launcher.router_client import bearer
 
 Api = Literal["completions", "chat", "lorax"]
 PATHS: Mapping[Api, str] = {
@@ -59,10 +60,6 @@ class Target:
     @property
     def headers(self) -> dict[str, str]:
         return bearer(self.api_key)
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def text_of(token_ids: Sequence[int]) -> str:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from launcher.bench.answers import Answer, error_text, one_line
 from launcher.bench.sse import EventReader
 from launcher.bench.stream_client import retry_after_s
-from launcher.bench.target import WORDS, Target, bearer, body_of, text_of
+from launcher.bench.target import WORDS, Target, body_of, text_of
 from launcher.bench.workload import Call
+from launcher.router_client import bearer
 
 
 def read(stream: bytes) -> list[bytes]:

@@ -1,6 +1,6 @@
 """Extents of an arena: which are free, and where an adapter's runs find room among them. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 FREE = 1
 TAKEN = 0
@@ -40,10 +40,15 @@ def fit(space: bytearray, runs: Sequence[int]) -> tuple[int, ...] | None:
     return tuple(first)
 
 
+def each(spans: Iterable[Span]) -> Iterator[int]:
+    """Their extents."""
+    return (x for first, length in spans for x in range(first, first + length))
+
+
 def spread(firsts: Sequence[int], runs: Sequence[int]) -> tuple[int, ...]:
     if len(firsts) == sum(runs):
         return tuple(firsts)
-    return tuple(x for f, n in zip(firsts, runs, strict=True) for x in range(f, f + n))
+    return tuple(each(zip(firsts, runs, strict=True)))
 
 
 def join(extents: Sequence[int], runs: Sequence[int]) -> tuple[Span, ...]:

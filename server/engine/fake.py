@@ -6,7 +6,7 @@ proves the right prompt, adapter, position and KV pages. It also checks strictly
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -18,6 +18,7 @@ from server.engine.executor import (
     CopyUsable,
     ExecutorLimits,
 )
+from server.engine.extents import each
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
 from server.engine.witness import SlabWitness
 from server.protocol import TokenLogprob
@@ -334,5 +335,4 @@ def _due(
 
 
 def _extents(copy: AdapterCopy) -> set[int]:
-    pairs: Iterable[tuple[int, int]] = zip(copy.device_extents, copy.layout.runs, strict=True)
-    return {x for first, n in pairs for x in range(first, first + n)}
+    return set(each(zip(copy.device_extents, copy.layout.runs, strict=True)))

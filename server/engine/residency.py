@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from server.engine.eviction import EvictionReason, Worth
-from server.engine.extents import FREE, TAKEN, Span, fit, join, mark, spread
+from server.engine.extents import FREE, TAKEN, Span, each, fit, join, mark, spread
 
 AdapterStage = Literal["absent", "loading", "ready"]
 
@@ -289,7 +289,7 @@ class AdapterArena:
         assert len(taken) + self.free_extents == self.num_extents, "extents lost"
         assert self.num_ready == len(self.ready), "those that are ready are miscounted"
         for entry in self._entries.values():
-            rows = tuple(x for first, n in entry.spans for x in range(first, first + n))
+            rows = tuple(each(entry.spans))
             assert rows == tuple(sorted(entry.extents)), "spans tell of other extents"
         slots = [e.placement.adapter_slot for e in self._entries.values()] + self._free_slots
         assert sorted(slots) == list(range(self.num_slots)), "adapter slots lost or shared"

@@ -3,9 +3,9 @@
 It is told of changes and asked at most once a second; it decides nothing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from server.engine.extents import Span
+from server.engine.extents import Span, each
 from server.engine.messages import AdapterPlaced, EngineReady, EngineStats, StepOutput
 from server.protocol import AdapterPlace, Inspect, WorkerPicture
 from server.worker.adapter_orders import AdapterOrders
@@ -29,7 +29,7 @@ class DevicePlaces:
 
     def placed(self, placed: AdapterPlaced) -> None:
         self.left(placed.digest)
-        for extent in _extents(placed.spans):
+        for extent in each(placed.spans):
             if extent in self._owners:
                 self.left(self._owners[extent])
             self._owners[extent] = placed.digest
@@ -37,7 +37,7 @@ class DevicePlaces:
 
     def left(self, digest: str) -> None:
         """Another lies in its place, or the engine asks for its bytes: it has none there."""
-        for extent in _extents(self._spans.pop(digest, ())):
+        for extent in each(self._spans.pop(digest, ())):
             del self._owners[extent]
 
     def clear(self) -> None:
@@ -124,7 +124,3 @@ class Inspector:
         if places != self._places:
             self._places = places
             self._version += 1
-
-
-def _extents(spans: tuple[Span, ...]) -> Iterator[int]:
-    return (x for first, count in spans for x in range(first, first + count))

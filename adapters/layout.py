@@ -7,12 +7,11 @@ from typing import Protocol
 import msgspec
 
 from adapters.base import LAYER_SITES, MODEL_SITES, SITE_PROJECTIONS, BaseSpec, SiteKind
-from adapters.manifest import SiteLayout, SlabDtype, SlabLayout
+from adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
 from adapters.validate import SlabRoom
 
 ALIGNMENT = 256
 _OPEN_EXTENTS = 16
-SLAB_ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class PlacedMatrix(msgspec.Struct, frozen=True):
@@ -59,7 +58,7 @@ def make_layout(
         names = SITE_PROJECTIONS[kind]
         modules = [by_site.get((layer, name)) for name in names]
         if any(modules):
-            sites.append(_place_site(layer, kind, modules, base, SLAB_ITEM_BYTES[dtype], cursor))
+            sites.append(_place_site(layer, kind, modules, base, ITEM_BYTES[dtype], cursor))
     return SlabLayout(
         digest=digest,
         base_digest=base.digest,

@@ -7,6 +7,7 @@ import msgspec
 from adapters.base import SiteKind
 
 SlabDtype = Literal["float32", "float16", "bfloat16"]
+ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 LAYOUT_VERSION = 1
 

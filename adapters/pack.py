@@ -15,8 +15,8 @@ from adapters.base import SITE_PROJECTIONS, BaseSpec
 from adapters.content_check import ContentCheck
 from adapters.floats import STORED_AS, Raw, convert_into, fits, may_overflow
 from adapters.header import DTYPE_BYTES, TensorInfo
-from adapters.layout import SLAB_ITEM_BYTES, a_matrix, b_matrices
-from adapters.manifest import SiteLayout, SlabLayout
+from adapters.layout import a_matrix, b_matrices
+from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
 from adapters.slab_memory import SlabMemory
 from adapters.validate import LoraTensors, ModuleLora
 from adapters.violations import Findings
@@ -67,7 +67,7 @@ class _Place(NamedTuple):
 
 def _places(adapter: LoraTensors, base: BaseSpec, layout: SlabLayout) -> Iterator[_Place]:
     modules = {(module.layer, module.module): module for module in adapter.modules}
-    item_bytes = SLAB_ITEM_BYTES[layout.dtype]
+    item_bytes = ITEM_BYTES[layout.dtype]
     for site in layout.sites:
         parts = [modules.get((site.layer, name)) for name in SITE_PROJECTIONS[site.kind]]
         yield from _site_places(site, parts, base, item_bytes)
@@ -113,7 +113,7 @@ class _Packer:
     ) -> None:
         self._weights = weights
         self._dtype = layout.dtype
-        self._item_bytes = SLAB_ITEM_BYTES[layout.dtype]
+        self._item_bytes = ITEM_BYTES[layout.dtype]
         self._target = target
         self._check = check
         self._findings = findings

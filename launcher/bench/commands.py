@@ -15,6 +15,7 @@ from launcher.bench.output import print_fields, print_points
 from launcher.bench.placement_command import add_fairness, add_placement
 from launcher.command_line import Parser
 from launcher.options import OptionError
+from server.engine.validation import bad_sampling
 from server.protocol import SamplingParams
 
 if TYPE_CHECKING:
@@ -120,10 +121,13 @@ def _sampling(text: str) -> SamplingParams:
         unknown = given.keys() - set(SamplingParams.__struct_fields__)
         if unknown:
             raise OptionError(f"--sampling: {', '.join(sorted(unknown))}: not known")
-        params = SamplingParams(**{"temperature": 0.0, **given})
-        return msgspec.convert(msgspec.to_builtins(params), SamplingParams)  # checks types
+        untyped = SamplingParams(**{"temperature": 0.0, **given})
+        params = msgspec.convert(msgspec.to_builtins(untyped), SamplingParams)  # checks types
     except msgspec.MsgspecError as error:
         raise OptionError(f"--sampling: {error}") from error
+    if problem := bad_sampling(params):
+        raise OptionError(f"--sampling: {problem}")
+    return params
 
 
 def run_decode(arguments: argparse.Namespace) -> None:

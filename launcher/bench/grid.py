@@ -8,14 +8,13 @@ from typing import Literal
 
 import torch
 
-from adapters.manifest import SlabDtype
+from adapters.manifest import ITEM_BYTES, SlabDtype
 from launcher.bench.errors import BenchError
 from launcher.bench.offline import EXTENT_BYTES, GREEDY, Load, OfflineEngine, lora_layout
 from server.config import EngineConfig
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig, base_spec
 from server.model.lora import DTYPES
-from server.model.memory import ITEM_BYTES
 from server.model.weights import expected_tensors
 from server.protocol import SamplingParams
 

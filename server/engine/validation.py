@@ -26,7 +26,7 @@ def token_limit(request: GenerateRequest, limits: ExecutorLimits) -> int:
 
 def refuse(request: GenerateRequest, limits: ExecutorLimits) -> Refusal | None:
     """The first reason why this request can never run here, or None."""
-    problem = _bad_ids(request, limits.vocab_size) or _bad_sampling(request.sampling)
+    problem = _bad_ids(request, limits.vocab_size) or bad_sampling(request.sampling)
     problem = problem or _bad_identity(request) or _too_many_logprobs(request)
     if problem is not None:
         return Refusal("invalid_request", problem)
@@ -54,7 +54,8 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
     return None
 
 
-def _bad_sampling(sampling: SamplingParams) -> str | None:
+def bad_sampling(sampling: SamplingParams) -> str | None:
+    """The first reason why no request can be sampled so, or None."""
     # NaN fails every comparison, and so every range.
     ranges: tuple[tuple[str, float | None, float, float], ...] = (
         ("temperature", sampling.temperature, 0.0, 1e6),

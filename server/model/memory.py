@@ -3,12 +3,10 @@
 import msgspec
 
 from adapters.base import LAYER_SITES, MODEL_SITES
-from adapters.manifest import SlabDtype
+from adapters.manifest import ITEM_BYTES
 from server.config import ConfigError, EngineConfig
 from server.engine.executor import ExecutorLimits
 from server.model.config import ModelConfig
-
-ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adapters.base import BaseSpec
-from adapters.manifest import SlabDtype
+from adapters.manifest import ITEM_BYTES, SlabDtype
 from server.config import WorkerConfig
 
-DTYPE_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_EXTENT = 64 << 10
 MAX_EXTENT = 4 << 20
 # An extent holds the largest B of an adapter of this rank.
@@ -90,7 +89,7 @@ def choose_extent_bytes(base: BaseSpec, dtype: SlabDtype, adapter_memory: int) -
     widest = max(
         max(module.in_features, module.out_features) for module in base.layer_modules.values()
     )
-    largest_tensor = widest * TYPICAL_LORA_RANK * DTYPE_BYTES[dtype]
+    largest_tensor = widest * TYPICAL_LORA_RANK * ITEM_BYTES[dtype]
     extent = MIN_EXTENT
     while extent < min(largest_tensor, MAX_EXTENT) and extent * 2 * MIN_EXTENTS <= adapter_memory:
         extent *= 2

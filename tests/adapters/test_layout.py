@@ -11,14 +11,13 @@ from adapters.base import BaseSpec, ModuleShape
 from adapters.header import TensorInfo
 from adapters.layout import (
     ALIGNMENT,
-    SLAB_ITEM_BYTES,
     PlacedMatrix,
     a_matrix,
     b_matrices,
     make_layout,
     room_problem,
 )
-from adapters.manifest import SlabDtype, SlabLayout
+from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from adapters.peft_format import parse_config
 from adapters.validate import LoraTensors, ModuleLora, SlabRoom
 from adapters.violations import Findings
@@ -50,7 +49,7 @@ def adapter(ranks: dict[tuple[int, str], int]) -> LoraTensors:
 
 
 def pieces(layout: SlabLayout, base: BaseSpec) -> list[Piece]:
-    item = SLAB_ITEM_BYTES[layout.dtype]
+    item = ITEM_BYTES[layout.dtype]
     found = []
     for site in layout.sites:
         found.append(Piece.of(a_matrix(site, base, item)))

@@ -16,8 +16,8 @@ from adapters.disk import release
 from adapters.floats import convert
 from adapters.header import TensorInfo
 from adapters.judge import judge_folder
-from adapters.layout import SLAB_ITEM_BYTES, a_matrix, b_matrices, make_layout
-from adapters.manifest import SlabDtype, SlabLayout
+from adapters.layout import a_matrix, b_matrices, make_layout
+from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from adapters.pack import DamagedError, pack_weights
 from adapters.slab_file import PAGE, SlabError, SlabFile, SlabGarbled
 from adapters.slab_memory import SlabMemory, one_after_another
@@ -83,7 +83,7 @@ def test_every_tensor_is_where_the_layout_says(
     layout = read_layout(path)
     payload = read_payload(path)
     assert {site.layer for site in layout.sites} == {-1, 0, 2}
-    item = SLAB_ITEM_BYTES[dtype]
+    item = ITEM_BYTES[dtype]
     for site in layout.sites:
         paths = [_path(site.layer, name) for name in SITE_PROJECTIONS[site.kind]]
         a, b = ("lora_embedding_A", "lora_embedding_B")
@@ -136,7 +136,7 @@ def test_packing_in_pieces_is_packing_as_a_whole(
     judged = judge_folder(folder, BASE, AdapterLimits())
     layout = make_layout(judged.tensors, BASE, judged.manifest.digest, dtype, EXTENT)
     expected = bytearray(layout.nbytes)
-    item = SLAB_ITEM_BYTES[dtype]
+    item = ITEM_BYTES[dtype]
     modules = {(module.layer, module.module): module for module in judged.tensors.modules}
     with open_weights(folder / WEIGHTS_FILE) as weights:
 

@@ -83,6 +83,7 @@ def test_decode(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--sampling", "[]"], "--sampling: Expected `object`"),
         (["--sampling", '{"temperature": "hot"}'], "--sampling: Expected `float`"),
         (["--sampling", '{"heat": 1}'], "--sampling: heat: not known"),
+        (["--sampling", '{"temperature": -1}'], "--sampling: temperature: expected 0.0 to"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -95,7 +96,6 @@ def test_what_cannot_be_measured_is_refused(
     ("options", "words"),
     [
         (["--prompt-tokens", "600"], "600 tokens of prompt and 144 of output are more than the"),
-        (["--batch", "1", "--sampling", '{"temperature": -1}'], "temperature: expected 0.0 to"),
         (["--config", "/nowhere"], "/nowhere has no config.json"),
     ],
 )

@@ -236,7 +236,7 @@ def test_a_broken_download_goes_on_where_it_broke(
     web.publish("team/a", folder)
     size = (folder / WEIGHTS).stat().st_size
     web.faults[WEIGHTS] = Fault(kind, after=70_000, times=2 if kind == "stall" else 4)
-    store = store_of(source_of(web, timeout_s=0.4), tmp_path)
+    store = store_of(source_of(web, timeout_s=2.0), tmp_path)
     manifest = store.admit(ref_of(web), None)
     content = tmp_path / "store" / BASE.digest[:32] / "content" / manifest.digest / WEIGHTS
     assert content.read_bytes() == (folder / WEIGHTS).read_bytes()

@@ -194,7 +194,7 @@ def test_a_broken_download_goes_on_where_it_broke(
     assert size > 200_000
     # More breaks than attempts without progress: each got further.
     s3.faults[WEIGHTS] = Fault(kind, after=70_000, times=2 if kind == "stall" else 4)
-    source = S3Source(["models"], s3.endpoint, timeout_s=0.3)
+    source = S3Source(["models"], s3.endpoint, timeout_s=2.0)
     manifest = store_of(source, tmp_path).admit(REF, None)
     content = tmp_path / "store" / BASE.digest[:32] / "content" / manifest.digest / WEIGHTS
     assert content.read_bytes() == (folder / WEIGHTS).read_bytes()

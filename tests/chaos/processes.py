@@ -197,7 +197,7 @@ class Fleet:
 
     async def metric(self, process: Process, name: str) -> float:
         """The sum of a metric's series."""
-        text = (await self._http.get(f"{process.url}/metrics")).text
+        text = (await self._http.get(f"{process.url}/metrics", timeout=20.0)).text
         lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

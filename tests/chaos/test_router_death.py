@@ -109,7 +109,7 @@ async def test_orphans_are_freed_and_a_retry_runs_once(tmp_path: Path) -> None:
                 early = await ask(client, other, orders[0])
                 assert early.status_code == 409, "its first request may run still"
                 late = await watcher.until_running(0)
-                assert late <= STATUSES_A_SECOND, "orphans ran for more than a second"
+                assert late <= 2 * STATUSES_A_SECOND, "orphans ran for more than two seconds"
                 again = await asyncio.gather(*(answered(client, other, o) for o in orders))
                 assert [ids_of(answer) for answer in again] == [o.expected for o in orders]
                 assert not [a for a in again if "idempotency-replayed" in a.headers]

@@ -16,7 +16,7 @@ from tests.tethered import tethered
 
 IMAGES = ROOT / "deploy/images"
 FILES = sorted(IMAGES.glob("*.Dockerfile"))
-INSTALL_TIMEOUT_S = 280
+INSTALL_TIMEOUT_S = 800  # packages come over a network
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def dockerfile(name: str) -> str:
     return (IMAGES / f"{name}.Dockerfile").read_text()
 
 
+@pytest.mark.timeout(900)
 def test_the_routers_image_has_no_torch(router_image: Path) -> None:
     listed = subprocess.run(
         [str(router_image / "bin/python"), "-m", "pip", "list", "--format=freeze"],

@@ -138,6 +138,7 @@ def focused(page: Page) -> str:
 
 
 def run_prompt(page: Page, *models: str) -> None:
+    expect(page.locator("#chosen .chip")).not_to_have_count(0)  # once models are known
     for name in page.locator("#chosen .chip").all_inner_texts():
         page.get_by_role("button", name=f"Remove {name.split(chr(10))[0].rstrip('×')}").click()
     for model in models:
@@ -277,7 +278,9 @@ def test_by_keyboard_alone(opener: Opener) -> None:
     expect(page.locator("#help")).to_be_hidden()
     page.locator("#main").focus()
     page.keyboard.press("1")
-    page.locator("canvas.arena.device").focus()
+    arena = page.locator("canvas.arena.device")
+    expect(arena).to_have_attribute("aria-label", re.compile("[1-9] adapter"))
+    arena.focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#announcer")).to_contain_text("iB")
     page.keyboard.press("Enter")
@@ -374,7 +377,7 @@ def operator(keyed: Serving, api_key: str) -> Iterator[Operator]:
     operator.http.close()
 
 
-def test_a_rollout_from_its_begin_to_its_end(opener: Opener, operator: Operator) -> None:
+def test_a_rollout_from_its_begin_to_its_end(operator: Operator, opener: Opener) -> None:
     """The page is open all the time, and is told by nobody but the router."""
     page = opener.open()
     live(page)
@@ -410,7 +413,8 @@ def test_a_rollout_from_its_begin_to_its_end(opener: Opener, operator: Operator)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_rollout_is_accessible(opener: Opener, operator: Operator, scheme: Any) -> None:
+def test_a_rollout_is_accessible(operator: Operator, opener: Opener, scheme: Any) -> None:
+    """Pages close before the name is deleted."""
     operator.roll_out(polite=30, broken=30)
     page = opener.open(color_scheme=scheme, bypass_csp=True)
     live(page)
@@ -482,7 +486,8 @@ def test_a_thousand_adapters_on_64_workers(opener: Opener) -> None:
     expect(page.locator("#adapters-count")).to_have_text("1,000")
     assert page.locator("#adapters .row").count() < 60
     drawn = "[...document.querySelectorAll('canvas.arena')].filter((c) => c.width !== 300).length"
-    assert 0 < page.evaluate(drawn) < 64
+    page.wait_for_function(f"{drawn} > 0")
+    assert page.evaluate(drawn) < 64
     page.locator("#adapter-filter").fill("adapter-99")
     expect(page.locator("#adapters-count")).to_have_text("11 of 1,000")
     page.get_by_role("option", name="adapter-999").click()

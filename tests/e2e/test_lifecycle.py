@@ -98,10 +98,10 @@ def test_replaced_under_load_unloaded_and_deleted(admin: httpx.Client, root: Pat
     shown = admin.post("/v1/adapters", json=register).json()
     assert shown["state"] == "ready", shown
     assert generate(admin, "mine") == generate(admin, "sql")
-    long = generate(admin, "mine", 400)
+    long = generate(admin, "mine", 850)
     pirate = generate(admin, "pirate")
     assert pirate != generate(admin, "mine")
-    with streaming(admin, "mine", 400) as events:
+    with streaming(admin, "mine", 850) as events:
         next(events)
         put(folder, "pirate")
         assert generate(admin, "mine") == generate(admin, "sql"), "not before it is refreshed"

@@ -105,7 +105,9 @@ async def rolling(tmp_path: Path) -> AsyncIterator[Rolling]:
     shutil.copytree(adapter_paths()["summary"], broken)
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
     async with running_redis() as redis, httpx.AsyncClient(timeout=60.0, trust_env=False) as http:
-        fleet = OwnFleet(tmp_path, Shape(workers=2, routers=2, step_s=0.01), redis)
+        shape = Shape(workers=2, routers=2, step_s=0.01)
+        # A Redis that is late for once is none that is away.
+        fleet = OwnFleet(tmp_path, shape, redis, "--redis-timeout-s", "1")
         try:
             await fleet.start_all()
             rolling = Rolling(fleet, http)
@@ -269,8 +271,14 @@ class Drill:
         await self.fleet.redis.command("FLUSHALL")
 
     async def kill_redis(self) -> None:
+        """A router fills the table again: with that one killed before, the name would be lost."""
         await self.fleet.redis.kill()
         await self.fleet.redis.start()
+
+        async def filled() -> bool:
+            return bool(await self.fleet.redis.command("KEYS", "*{table:*"))
+
+        await poll(filled, PATIENCE_S)
 
     async def shift(self) -> None:
         versions = [{"reference": NEW, "weight": self.dice.choice([0, 5, 50, 100])}]

@@ -105,6 +105,7 @@ class Callers:
                         found = re.search(r"^loraplex_requests_running (\S+)$", text, re.MULTILINE)
                         assert found is not None
                         running = float(found[1])
+                        await asyncio.sleep(0.05)
 
 
 async def test_a_thousand_callers_of_a_cold_adapter_cause_one_fetch(
@@ -115,7 +116,8 @@ async def test_a_thousand_callers_of_a_cold_adapter_cause_one_fetch(
     asked = [asyncio.create_task(callers.ask("org/cold")) for _ in range(CALLERS)]
     try:
         await callers.held(CALLERS)
-        assert await callers.statuses(None) == [200], "the base does not wait for it"
+        others = Callers(server)  # who do not wait until all of these have opened
+        assert await others.statuses(None) == [200], "the base does not wait for it"
     finally:
         hub.gate.set()
     answers = Counter(await asyncio.gather(*asked))
@@ -135,7 +137,7 @@ async def test_a_broken_adapter_fails_once_and_costs_others_nothing(
     asked = [asyncio.create_task(callers.ask("org/broken")) for _ in range(CALLERS_OF_BROKEN)]
     try:
         await callers.held(CALLERS_OF_BROKEN)
-        assert await callers.statuses(None, "sql", "json") == [200, 200, 200]
+        assert await Callers(server).statuses(None, "sql", "json") == [200, 200, 200]
     finally:
         hub.gate.set()
     assert Counter(a.status for a in await asyncio.gather(*asked)) == {422: CALLERS_OF_BROKEN}

@@ -1,6 +1,7 @@
 """Two routers and two workers that share a real Redis, and a name that is rolled out there."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ class Fleet:
     def __init__(self, routers: list[Running], workers: list[FakeWorker]) -> None:
         self.one, self.two = routers
         self.workers = workers
+        self._callers = itertools.count()
 
     async def digest(self, router: Running, user: str, **more: Any) -> str:
         answer = await generate(router, "mine", user=user, **more)
@@ -61,9 +63,13 @@ class Fleet:
         return answer
 
     async def send(self, *routers: Running, each: int) -> None:
-        """Requests of so many users to each; how they end is not looked at."""
+        """Requests of so many users to each, new ones every time: a user's draw is for good.
+
+        How they end is not looked at.
+        """
         for router in routers:
-            await asyncio.gather(*(generate(router, "mine", user=user) for user in USERS[:each]))
+            users = [f"caller-{next(self._callers)}" for _ in range(each)]
+            await asyncio.gather(*(generate(router, "mine", user=user) for user in users))
 
 
 @asynccontextmanager

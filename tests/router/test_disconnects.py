@@ -173,7 +173,7 @@ async def test_a_reader_that_stops_reading_is_given_up(tmp_path: Path) -> None:
     worker.script = lambda request: [*ids_of("x" * 450), EOS]
     async with (
         running_worker(worker),
-        running_router(tmp_path, worker, max_stream_buffer=32) as router,
+        running_router(tmp_path, worker, max_stream_buffer=128) as router,
     ):
         stalled = await open_and_stall(router)
         try:

@@ -71,7 +71,6 @@ async def test_routers_share_keys_and_quotas(
 async def test_concurrency_is_shared_and_a_dead_routers_places_come_back(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.tenancy.admission.LEASE_MS", 400)
     worker = FakeWorker()
     gate = hold(worker)
     async with running_worker(worker), routers(tmp_path, redis, worker, 2) as (one, two):
@@ -96,6 +95,7 @@ async def test_concurrency_is_shared_and_a_dead_routers_places_come_back(
 
         await poll(settled)
         # Nobody settles this one: it is a router's that has died.
+        monkeypatch.setattr("router.tenancy.admission.LEASE_MS", 400)
         monkeypatch.setattr(admission, "settle", lambda admitted, used: None)
         assert (await complete(one, key)).status_code == 200
         admission._live.clear()

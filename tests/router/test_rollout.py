@@ -64,8 +64,9 @@ def test_shares_hold(weights: list[int], rollout_id: str) -> None:
     got = chosen(rollout(weights, rollout_id))
     for which, weight in enumerate(weights):
         share = weight / sum(weights)
-        deviation = (share * (1 - share) / len(CALLERS)) ** 0.5
-        assert abs(got.count(which) / len(CALLERS) - share) <= 5 * deviation
+        deviation = (share * (1 - share) * len(CALLERS)) ** 0.5
+        # Few callers have a long tail: once in a million draws it is past five deviations.
+        assert abs(got.count(which) - share * len(CALLERS)) <= 5 * deviation + 15
 
 
 @settings(max_examples=50)

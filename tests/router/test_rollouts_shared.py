@@ -149,7 +149,7 @@ async def test_a_bad_version_goes_back_by_itself(fleet: Fleet) -> None:
 async def test_a_slow_version_goes_back_by_itself(fleet: Fleet) -> None:
     async def crawl(worker: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:
         if request.adapter == NEW and not index:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.0)
         return None
 
     for worker in fleet.workers:

@@ -86,7 +86,7 @@ async def cut(router: Running) -> dict[str, float]:
     "data", [f"GET /health HTTP/1.1\r\n{HOST}x-long: ".encode(), b"GET /", b"\r\n" * 999]
 )
 async def test_a_head_that_never_ends(tmp_path: Path, secure: dict[str, Any], data: bytes) -> None:
-    async with running_router(tmp_path, head_timeout_s=0.3, **secure) as router:
+    async with running_router(tmp_path, head_timeout_s=1.0, **secure) as router:
         async with connected(router) as bytes_:
             answer = await ends(bytes_, data)
         if data.startswith(b"GET"):
@@ -98,7 +98,7 @@ async def test_a_head_that_never_ends(tmp_path: Path, secure: dict[str, Any], da
 
 async def test_a_connection_that_asks_nothing(tmp_path: Path, secure: dict[str, Any]) -> None:
     async with (
-        running_router(tmp_path, head_timeout_s=0.1, **secure) as router,
+        running_router(tmp_path, head_timeout_s=0.5, **secure) as router,
         connected(router) as (reader, _),
     ):
         assert await asyncio.wait_for(reader.read(), 10) == b""
@@ -107,7 +107,7 @@ async def test_a_connection_that_asks_nothing(tmp_path: Path, secure: dict[str, 
 
 async def test_a_connection_that_asks_no_more(tmp_path: Path, secure: dict[str, Any]) -> None:
     """The next head has its own time, which begins with its first byte."""
-    options = {"idle_timeout_s": 0.2, "head_timeout_s": 0.4, **secure}
+    options = {"idle_timeout_s": 0.5, "head_timeout_s": 1.0, **secure}
     async with running_router(tmp_path, **options) as router:
         request = f"GET /health/live HTTP/1.1\r\n{HOST}\r\n".encode()
         async with connected(router) as (reader, writer):
@@ -143,7 +143,7 @@ async def test_a_body_that_nobody_wants(tmp_path: Path, secure: dict[str, Any]) 
 @pytest.mark.parametrize("hello", [None, b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n"])
 async def test_a_handshake_that_never_ends(tmp_path: Path, hello: bytes | None) -> None:
     """It has its place among the connections, and its time."""
-    options = {"head_timeout_s": 0.3, "max_connections": 2, **TLS}
+    options = {"head_timeout_s": 1.0, "max_connections": 2, **TLS}
     async with running_router(tmp_path, **options) as router, connected(router, plain=True) as held:
         door = router.service.front_door
         await poll(lambda: _is(lambda: door.open == 1))
@@ -260,7 +260,7 @@ async def test_a_stream_that_is_not_read(
 ) -> None:
     """Its sequence is aborted, and its connection ended; another's beside it is whole."""
     worker = talker()
-    options = {limit: 32 if limit == "max_stream_buffer" else 64 << 10, **secure}
+    options = {limit: 128 if limit == "max_stream_buffer" else 64 << 10, **secure}
     async with (
         running_worker(worker),
         running_router(tmp_path, worker, reader_timeout_s=1.0, **options) as router,

@@ -248,11 +248,11 @@ async def test_a_stuck_engine_is_killed_and_replaced(tmp_path: Path) -> None:
 
 async def test_a_stopped_worker_finishes_what_runs(tmp_path: Path) -> None:
     """One that takes longer than the limit ends in an error that lets the router resume."""
-    shell = start(tmp_path, "--drain-timeout-s", "3")
+    shell = start(tmp_path, "--drain-timeout-s", "5")
     try:
         shell.wait_ready()
         async with connected(shell) as router:
-            await router.send(request("short", 400), request("endless", LONG))
+            await router.send(request("short", 150), request("endless", LONG))
             await router.until_started("short", "endless")
             shell.process.send_signal(signal.SIGTERM)
             await router.until_status(draining=True, ready=False)

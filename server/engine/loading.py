@@ -9,16 +9,14 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
-from operator import attrgetter
 from typing import NamedTuple
 
 from server.engine.drain import Drain, renew_drain
 from server.engine.executor import AdapterCopy
 from server.engine.messages import AdapterSettled
 from server.engine.residency import AdapterArena
-from server.engine.sequence import Order, Sequence, adapters_before
+from server.engine.sequence import ORDER, Order, Sequence, adapters_before
 
-ORDER = attrgetter("order")
 # What nobody waits for comes after all that somebody waits for.
 _LAST = Order(1 << 62, 0)
 # What finds no room though nobody waits for it is not tried again for so long while others wait.

@@ -4,7 +4,7 @@ There is no prefill or decode phase: every sequence has a computed count that ca
 token count, under one token budget a step. A plan may be made while earlier steps are in flight.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from typing import NamedTuple
 
@@ -14,12 +14,12 @@ from server.engine.batch import Batch
 from server.engine.deadlines import Deadlines
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
 from server.engine.kv import SequencePages
-from server.engine.loading import ORDER, AdapterLoads
+from server.engine.loading import AdapterLoads
 from server.engine.messages import AdapterSettled, EngineStats, SequenceEvent, SlabStaged
 from server.engine.outcome import error_event, finish_at, finished_before, token_event
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.residency import AdapterArena
-from server.engine.sequence import Order, Sequence, State
+from server.engine.sequence import ORDER, Order, Sequence, State, discard
 from server.engine.validation import refuse, token_limit
 from server.protocol import ErrorCode, Finish, GenerateRequest
 
@@ -209,7 +209,7 @@ class Scheduler:
             if batch.budget and sequence.num_wanted > 1 and self._can_run(sequence):
                 batch.add(sequence)
         self._admit(batch)
-        self.loads.ask(self._now)
+        self._ask()
         if not batch.sequences:
             return None
         self._step += 1
@@ -221,7 +221,7 @@ class Scheduler:
         """What can be done for absent adapters between two plans, while steps are in flight."""
         self._now = now
         self._make_room(now)
-        self.loads.ask(self._now)
+        self._ask()
 
     def _make_room(self, now: float) -> None:
         self.loads.drop_condemned(self._sequences.values())
@@ -229,6 +229,11 @@ class Scheduler:
         refused, self.loads.refused = self.loads.refused, []
         for digest, message in refused:
             self._fail_waiters(self.loads.take_waiters(digest), message)
+
+    def _ask(self) -> None:
+        self.loads.ask(self._now)
+        # Who needed them may have ended only now, and nothing else may happen for long.
+        self.loads.drop_condemned(self._sequences.values())
 
     @staticmethod
     def _can_run(sequence: Sequence) -> bool:
@@ -269,7 +274,7 @@ class Scheduler:
             if self.pages.is_computed_elsewhere(sequence):
                 continue
             if not self._has_adapter(sequence):
-                self._discard(self._waiting, sequence)
+                discard(self._waiting, sequence)
                 self._enqueue(sequence)
             elif self.pages.take(sequence, reserve=len(self._running)):
                 self._start(batch, sequence)
@@ -280,7 +285,7 @@ class Scheduler:
         return sequence.adapter is None or self.arena.stage(sequence.adapter) == "ready"
 
     def _start(self, batch: Batch, sequence: Sequence) -> None:
-        self._discard(self._waiting, sequence)
+        discard(self._waiting, sequence)
         insort(self._running, sequence, key=ORDER)
         sequence.move(State.RUNNING)
         sequence.seq_row = self._free_rows.pop()
@@ -353,7 +358,7 @@ class Scheduler:
         if sequence.state is State.NEEDS_ADAPTER:
             self.loads.unpark(sequence)
         else:
-            self._discard(self._waiting, sequence)
+            discard(self._waiting, sequence)
         sequence.move(State.FINISHED)
         self._settle(sequence)
 
@@ -363,14 +368,14 @@ class Scheduler:
         if sequence.seq_row < 0 or not (over or sequence.leaving):
             return
         if over:
-            self._discard(self._running, sequence)
+            discard(self._running, sequence)
         if sequence.in_flight:
             self._departing.add(sequence)
             return
         self._departing.discard(sequence)
         self._release(sequence)
         if not over:
-            self._discard(self._running, sequence)
+            discard(self._running, sequence)
             sequence.move(State.WAITING)
             self._enqueue(sequence)
 
@@ -391,9 +396,3 @@ class Scheduler:
             sequence.move(State.NEEDS_ADAPTER)
             sequence.parked_at = self._now
             self.loads.park(sequence)
-
-    @staticmethod
-    def _discard(sequences: list[Sequence], sequence: Sequence) -> None:
-        at = bisect_left(sequences, sequence.order, key=ORDER)
-        if at < len(sequences) and sequences[at] is sequence:
-            del sequences[at]

@@ -1,9 +1,11 @@
 """One request inside the engine: its tokens, how far they are computed, and what it holds. Pure."""
 
 import enum
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 from server.engine.pages import PageHash, page_hash, root_hash
@@ -116,6 +118,16 @@ class Sequence:
             begin = len(hashes) * page_size
             hashes.append(page_hash(parent, self.tokens[begin : begin + page_size]))
         return hashes[page]
+
+
+ORDER = attrgetter("order")  # the key that lists of sequences are sorted by
+
+
+def discard(sequences: list[Sequence], sequence: Sequence) -> None:
+    """sequences: in order; it need not be one of them."""
+    at = bisect_left(sequences, sequence.order, key=ORDER)
+    if at < len(sequences) and sequences[at] is sequence:
+        del sequences[at]
 
 
 def adapters_before(order: Order, sequences: Iterable[Sequence]) -> set[str]:

@@ -14,6 +14,7 @@ _FIXED_WORKSPACE = 2 << 30
 # float32 that the costliest sampling holds: they bound the memory of logits, whatever rows want.
 LOGITS_ROWS = 64
 _LOGITS_COPIES = 8
+_FA2_PROGRAMS, _FA2_QUERIES = 2, 128
 _GIB = 1 << 30
 MEMORY_ADVICE = (
     "Raise --gpu-memory-utilization, lower --adapter-memory, --kv-memory, --max-running,"
@@ -51,6 +52,17 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     records = engine.adapter_slots * (model.num_layers * len(LAYER_SITES) + len(MODEL_SITES)) * 64
     tables = engine.max_running * row + context * model.head_dim * 4 + records
     return _FIXED_WORKSPACE + 2 * activations + logits + pieces + tables
+
+
+def split_prompts_bytes(model: ModelConfig, processors: int) -> int:
+    """What FlashInfer's FA2 needs at most to cut the contexts of few prompts into pieces: their
+    float32 results and sums.
+
+    Two programs at once on each multiprocessor, one for each piece and kv head; each has a tile of
+    up to 128 queries, tokens of all heads of its group counted (`PrefillPlan` in scheduler.cuh).
+    """
+    pieces = _FA2_PROGRAMS * processors // model.num_kv_heads
+    return pieces * model.num_heads * _FA2_QUERIES * (model.head_dim + 1) * 4
 
 
 def fill_device(model: ModelConfig, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:

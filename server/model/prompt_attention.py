@@ -8,12 +8,13 @@ import torch
 
 from server.kernels.decode_inputs import gather_pages
 from server.model.config import ModelConfig
+from server.model.memory import split_prompts_bytes
 from server.model.ops import KVCache
 from server.model.transfers import to_device
 
 # Of one captured step. Steps of few tokens that have more are computed as they come.
 MAX_PROMPTS = 64
-_WORKSPACE_BYTES = 256 << 20
+_LEAST_WORKSPACE_BYTES = 1 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
 # A plan's upload may still be on its way while the next is made.
 _PLAN_BUFFERS = 3
@@ -30,8 +31,10 @@ class PromptAttention:
         self._model, self._cache = model, cache
         self._device = cache.k.device
         self._captured = captured_pages > 0
-        # What graphs launch, FA3, leaves nothing in it.
-        nbytes = 1 << 20 if self._captured else _WORKSPACE_BYTES
+        nbytes = _LEAST_WORKSPACE_BYTES  # FA3 leaves nothing in it
+        if backend == "fa2":
+            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+            nbytes += split_prompts_bytes(model, processors)
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._pinned = [
             torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -1,5 +1,7 @@
 """Pins, preloads and evictions ordered from outside, beside sequences."""
 
+import pytest
+
 from server.engine.messages import AdapterSettled
 from tests.server.engine.harness import Harness, limits, make_request
 
@@ -70,6 +72,39 @@ def test_of_a_preload_and_an_eviction_the_later_is_carried_out() -> None:
     harness.run()
     assert harness.settled[2:] == [AdapterSettled(3, LOADED), AdapterSettled(4)]
     assert harness.scheduler.arena.stage("b") == "ready"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_eviction_needs_no_round_after_the_last_that_does_something(waits: bool) -> None:
+    """Of what is staged, and wanted by nobody any more: by a preload, or by a request that ends."""
+    harness = Harness(auto_stage=False)
+    loads = harness.scheduler.loads
+    if waits:
+        key = harness.submit(make_request([5], 2, "a"))
+    else:
+        loads.preload(1, "a")
+    harness.stage("a")
+    loads.condemn(2, "a")
+    if waits:
+        harness.abort(key)
+    harness.cycle()
+    assert harness.settled[-1] == AdapterSettled(2)
+    harness.assert_at_rest()
+
+
+def test_an_eviction_does_not_outlast_who_is_refused() -> None:
+    harness = Harness(limits(arena_extents=3, adapter_slots=3))
+    loads = harness.scheduler.loads
+    loads.preload(0, "a")
+    harness.run()
+    harness.auto_stage = False
+    key = harness.submit(make_request([5], 2, "large"))
+    harness.stage("large")
+    loads.pin_only(["a"])  # it leaves no room
+    loads.condemn(1, "large")
+    harness.cycle()
+    assert harness.last(key).error == "adapter_unavailable"
+    assert harness.settled[1:] == [AdapterSettled(1)]
 
 
 def test_a_pin_ends_an_eviction_that_waits() -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +120,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "synchronize", lambda: None)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
     patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    properties = SimpleNamespace(multi_processor_count=108)
+    patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 @contextlib.contextmanager

@@ -5,11 +5,20 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launcher.bench.offline import SHIPPED
 from server.config import ConfigError, WorkerConfig
 from server.model.checkpoint import read_config
-from server.model.memory import DeviceMemory, executor_limits, fill_device, workspace_bytes
+from server.model.config import ModelConfig
+from server.model.memory import (
+    DeviceMemory,
+    executor_limits,
+    fill_device,
+    split_prompts_bytes,
+    workspace_bytes,
+)
 from server.model.warm_up import warm_sizes
 from server.model.weights import weights_bytes
 from server.worker.sizing import choose_sizes
@@ -96,3 +105,50 @@ def test_tables_of_pages_and_adapters_are_counted() -> None:
     pages = MODEL.max_context // 16
     assert workspace(page_size=1) - workspace() == AUTO.max_running * 15 * pages * 8
     assert workspace(adapter_slots=1016) - workspace(adapter_slots=16) == 1000 * (32 * 4 + 2) * 64
+
+
+def planned_bytes(
+    prompts: list[tuple[int, int]], heads: tuple[int, int, int], processors: int
+) -> int:
+    """What FlashInfer asks of its workspace for prompts of (new tokens, pages of 16); heads: of
+    queries, of keys, and their size."""
+    num_heads, num_kv_heads, head_dim = heads
+    queries = [new * num_heads // num_kv_heads for new, _ in prompts]
+    mean = sum(queries) // len(queries)
+    tile = 128 if mean > 64 and head_dim < 256 else 64 if mean > 16 else 16
+
+    def pieces(chunk: int) -> int:
+        return sum(
+            -(-q // tile) * -(-p // chunk) for q, (_, p) in zip(queries, prompts, strict=True)
+        )
+
+    longest = max(pages for _, pages in prompts)
+    room = 2 * processors // num_kv_heads
+    chunk = next((c for c in range(8, longest) if pieces(c) <= room), None)
+    return 0 if chunk is None else num_heads * pieces(chunk) * tile * (head_dim + 1) * 4
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 900), st.integers(57, 400)), min_size=1, max_size=9),
+    heads=st.tuples(st.sampled_from([8, 16, 64]), st.sampled_from([1, 2, 8]), st.just(128))
+    | st.tuples(st.just(8), st.just(1), st.sampled_from([64, 256])),
+    processors=st.sampled_from([58, 108, 142, 188]),
+)
+def test_contexts_that_are_cut_have_room(
+    prompts: list[tuple[int, int]], heads: tuple[int, int, int], processors: int
+) -> None:
+    room = split_prompts_bytes(of_heads(*heads), processors)
+    assert planned_bytes(prompts, heads, processors) <= room
+
+
+def test_that_room_can_be_needed() -> None:
+    """By one prompt of a tile with a long context, where 256 MiB would be too little."""
+    heads, processors = (64, 4, 128), 148
+    room = split_prompts_bytes(of_heads(*heads), processors)
+    assert planned_bytes([(8, 74 * 16)], heads, processors) == room > 256 << 20
+
+
+def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
+    return msgspec.structs.replace(
+        MODEL, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )

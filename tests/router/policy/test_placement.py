@@ -207,8 +207,10 @@ def test_chosen_workers_have_room_and_reasons_are_true(
         assert not with_room or (wish.adapter and held_s < 1.0)
         return
     worker, reason = chosen
-    assert worker in with_room
-    copies = [view for view in with_room if wish.adapter and view.holds(wish.adapter)]
+    # One with a backlog is as good as full while another has none.
+    candidates = [view for view in with_room if view.is_free] or with_room
+    assert worker in candidates
+    copies = [view for view in candidates if wish.adapter and view.holds(wish.adapter)]
     assert (worker in copies) == (reason in ("resident", "loading"))
     assert bool(copies) == (reason in ("resident", "loading"))
     assert (reason == "base") == (not wish.adapter)

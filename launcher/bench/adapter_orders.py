@@ -11,7 +11,7 @@ import httpx
 
 from launcher.bench.answers import error_text
 from launcher.bench.errors import BenchError
-from launcher.bench.target import Target
+from launcher.bench.target import Target, model_of
 from launcher.router_client import bearer
 
 Action = Literal["register", "load", "unload"]
@@ -45,7 +45,7 @@ async def order(http: httpx.AsyncClient, action: Action, name: str) -> str | Non
     """None, or what the server says against it. `register` takes `local:NAME`."""
     body: dict[str, object]
     if action == "register":
-        path, body = "/v1/adapters", {"name": name, "ref": f"local:{name}"}
+        path, body = "/v1/adapters", {"name": name, "ref": model_of(name, registered=False)}
     else:
         path = f"/v1/adapters/{quote(name, safe='')}/{action}"
         body = dict(_UNLOAD if action == "unload" else {})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from launcher.bench.load_commands import add_load_commands
-from launcher.bench.local_commands import add_local_commands
+from launcher.bench.local_commands import DTYPES, add_config, add_local_commands
 from launcher.bench.option_types import above, lora_ranks, number, whole, wholes
 from launcher.bench.output import print_fields, print_points
 from launcher.bench.placement_command import add_fairness, add_placement
@@ -65,12 +65,7 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_grid(parser: Parser, is_decode: bool) -> None:
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="FOLDER",
-        help="folder with a config.json, or a name that ships with the project (llama-3.1-8b)",
-    )
+    add_config(parser)
     parser.add_argument(
         "--dummy-weights", action="store_true", required=True, help="random weights (the only kind)"
     )
@@ -89,7 +84,7 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
         " greedily)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
 
 
 def _grid(arguments: argparse.Namespace, output_tokens: int) -> "Grid":

@@ -13,7 +13,7 @@ import uvloop
 from launcher.bench.errors import BenchError
 from launcher.bench.option_types import above, burstiness, number, rate, shown, whole, worded
 from launcher.bench.output import print_fields
-from launcher.bench.target import PATHS, Target
+from launcher.bench.target import PATHS, Target, model_of
 from launcher.bench.windows import Window
 from launcher.bench.workload import Lengths
 from launcher.command_line import Parser
@@ -187,8 +187,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
     from launcher.bench.serve import run_load
     from launcher.bench.workload import Workload
 
-    prefix = "" if arguments.registered else "local:"
-    named = (*arguments.adapter, *(f"{prefix}{name}" for name in names_in(arguments)))
+    made = (model_of(name, arguments.registered) for name in names_in(arguments))
+    named = (*arguments.adapter, *made)
     adapters: tuple[str | None, ...] = named
     if arguments.base_too or not adapters:
         adapters = (*adapters, None)

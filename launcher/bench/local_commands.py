@@ -27,13 +27,17 @@ def add_local_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     cold.set_defaults(run=run_cold)
 
 
-def _add_make(parser: Parser) -> None:
+def add_config(parser: Parser) -> None:
     parser.add_argument(
         "--config",
         required=True,
         metavar="FOLDER",
         help="folder with a config.json, or a name that ships with the project (llama-3.1-8b)",
     )
+
+
+def _add_make(parser: Parser) -> None:
+    add_config(parser)
     parser.add_argument("--model", type=Path, metavar="DIR", help="write the model into it")
     parser.add_argument("--adapters-in", type=Path, metavar="DIR", help="and adapter folders here")
     parser.add_argument("--adapters", type=whole(0), default=0, help="how many")

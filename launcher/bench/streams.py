@@ -17,7 +17,7 @@ from launcher.bench.report import Outcome
 from launcher.bench.scrape import growth, read_counters
 from launcher.bench.serve import send, with_base_model
 from launcher.bench.stream_client import StreamProtocol, open_stream
-from launcher.bench.target import Target, body_of
+from launcher.bench.target import Target, body_of, model_of
 from launcher.bench.windows import Observed, Window
 from launcher.bench.workload import Call, Popularity, arrivals
 
@@ -47,7 +47,7 @@ class Plan:
     registered: bool = True
 
     def model_of(self, name: str) -> str:
-        return name if self.registered else f"local:{name}"
+        return model_of(name, self.registered)
 
 
 async def run_window(plan: Plan, window: Window) -> Observed:

@@ -62,6 +62,11 @@ class Target:
         return bearer(self.api_key)
 
 
+def model_of(name: str, registered: bool) -> str:
+    """What requests call the adapter in the folder of this name: `registered` by it, or not."""
+    return name if registered else f"local:{name}"
+
+
 def text_of(token_ids: Sequence[int]) -> str:
     """A word a token, for servers that take texts: about as many tokens, and each as drawn."""
     return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)

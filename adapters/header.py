@@ -45,7 +45,7 @@ DTYPE_BYTES: dict[str, int] = {
 FLOAT_DTYPES = frozenset({"F8_E4M3", "F8_E5M2", "F16", "BF16", "F32", "F64"})
 
 
-class TensorInfo(msgspec.Struct, frozen=True):
+class TensorInfo(msgspec.Struct, frozen=True, gc=False):
     """One tensor. dtype: as safetensors spells it. start, end: bytes in the whole file."""
 
     name: str

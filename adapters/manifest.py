@@ -12,7 +12,7 @@ ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 LAYOUT_VERSION = 1
 
 
-class AdapterManifest(msgspec.Struct, frozen=True):
+class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     """Validated content. `digest` is the adapter's identity everywhere after admission.
 
     digest: sha256 hex over the used config and the weights; of a merged adapter, over its recipe.
@@ -35,7 +35,7 @@ class AdapterManifest(msgspec.Struct, frozen=True):
     content_digest: str = ""
 
 
-class SiteLayout(msgspec.Struct, frozen=True, array_like=True):
+class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where one site's LoRA tensors lie. Offsets are bytes from the slab's start, 256-byte aligned.
 
     layer: 0-based, or -1 for `embed_tokens` and `lm_head`.
@@ -55,7 +55,7 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True):
     b_offsets: tuple[int, ...]
 
 
-class SlabLayout(msgspec.Struct, frozen=True, array_like=True):
+class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One adapter packed for one base, dtype and tensor-parallel shard.
 
     The slab is cut into extents of `extent_bytes`. No tensor crosses an extent's border unless it

@@ -58,7 +58,7 @@ class AdapterLimits(msgspec.Struct, frozen=True):
     room: SlabRoom | None = None
 
 
-class ModuleLora(msgspec.Struct, frozen=True):
+class ModuleLora(msgspec.Struct, frozen=True, gc=False):
     """LoRA of one module: `y += scale * B (A x)`.
 
     layer: 0-based, -1 for `embed_tokens` and `lm_head`. module: its short name.

@@ -1,20 +1,17 @@
 """Runs one router process: an HTTP server, from its first line to a clean stop."""
 
-import gc
 import socket
 from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from adapters.pauses import shorten_pauses
 from adapters.sources.hub import HubSource
 from router.app import build_app
 from router.config import ConfigError, RouterConfig
 from router.http_server import RouterServer
 from router.listeners import LISTENING, listen, share, url_of
 from router.service import build_service
-
-# Allocations between two collections; Python's own 700 are those of a request or two.
-_YOUNG_OBJECTS = 10_000
 
 
 def run(config: RouterConfig) -> None:
@@ -37,17 +34,10 @@ def run(config: RouterConfig) -> None:
         announce()
     # Beside others it gets its share of connections when it can answer, not before.
     server = RouterServer(build_app(service), service, (lambda: None) if is_alone else announce)
-    _spare_collections()
+    shorten_pauses()
     server.run(sockets=[listener, *own])
     if not server.started:
         raise SystemExit(3)
-
-
-def _spare_collections() -> None:
-    """What is built by now lasts: no collection need look at it; requests leave few cycles."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS)
 
 
 def _listener(config: RouterConfig, is_alone: bool) -> socket.socket:

@@ -5,7 +5,6 @@ until the shell tells it to leave or is gone.
 """
 
 import argparse
-import gc
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 
 from adapters.logs import log_to_stderr
+from adapters.pauses import shorten_pauses
 from server.config import ConfigError, EngineConfig
 from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import Executor, ExecutorLimits
@@ -87,9 +87,7 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
     depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
     scheduler = Scheduler(executor.limits, SchedulerConfig(max_waiting=config.max_waiting))
     loop = EngineLoop(executor, scheduler, channel, depth)
-    # What was built to last need not be looked at by every collection of the step loop.
-    gc.collect()
-    gc.freeze()
+    shorten_pauses()
     try:
         channel.send(_ready(executor, config))
         loop.run()

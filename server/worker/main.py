@@ -12,6 +12,7 @@ from functools import partial
 import uvicorn
 import uvloop
 
+from adapters.pauses import shorten_pauses
 from server.config import WorkerConfig
 from server.protocol import MAX_FRAME_BYTES
 from server.worker.address import check_exposure, open_listener
@@ -38,6 +39,7 @@ def run(config: WorkerConfig, listen_fd: int | None = None) -> None:
     with open_listener(config.host, config.port, listen_fd) as listener:
         url = advertised(config, listener.getsockname()[1]) if config.redis else None
         prepared = prepare(config)
+        shorten_pauses()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, prepared, listener, url))
 

@@ -33,9 +33,9 @@ _MOST = 1024
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, by eights to 256, then by 64 up to what `max_rows` sequences need, at most 1024:
-    what pads a step is never more than a fifth of it from there on."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MOST + 1, 64)]
+    """1, 2, 4, by eights to 256, then by 32 up to what `max_rows` sequences need, at most 1024:
+    what pads a step is never more than an eighth of it from there on."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MOST + 1, 32)]
     return sizes_up_to(sizes, max_rows)
 
 

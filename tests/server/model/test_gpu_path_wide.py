@@ -61,8 +61,8 @@ def outputs(pair: Pair, lengths: list[int], slots: list[int], tokens: int) -> li
 
 @pytest.mark.parametrize(
     ("most", "count", "last"),
-    [(1, 1, (1,)), (5, 4, (4, 8)), (256, 35, (248, 256)), (300, 36, (256, 320)),
-     (1000, 47, (960, 1024)), (5000, 47, (960, 1024))],
+    [(1, 1, (1,)), (5, 4, (4, 8)), (256, 35, (248, 256)), (300, 37, (288, 320)),
+     (1000, 59, (992, 1024)), (5000, 59, (992, 1024))],
 )  # fmt: skip
 def test_sizes_of_decode_graphs(pair: Pair, most: int, count: int, last: tuple[int, ...]) -> None:
     from server.model.decode_graphs import graph_sizes

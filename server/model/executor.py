@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from server.config import ConfigError, EngineConfig
 from server.engine.executor import AdapterCopy, CopyNews
 from server.engine.plan import SliceResult, StepPlan
+from server.engine.shared_memory import pages_made
 from server.model.adapter_copies import AdapterCopies
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig
@@ -65,7 +66,7 @@ class TorchExecutor:
         if self.device.type == "cpu":
             _leave_a_core()
         phases = StartPhases()
-        with torch.inference_mode(), _advised():
+        with torch.inference_mode(), _advised(), _host_arena_made(host_arena, self.device):
             load = weights or partial(load_weights, folder)
             parts = _build_parts(config, model, load, self.device)
             phases.done("weights and memory")
@@ -74,10 +75,11 @@ class TorchExecutor:
             built = build(parts, graph_batches, phases)
         self._decoder: Decoder[Any, Any, Any] = built.decoder
         self._graphs, self._token_graphs = built.graphs, built.token_graphs
-        self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._copies = AdapterCopies(self._table, host_arena)
+        phases.done("host memory")
+        self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> StepTicket:
@@ -242,6 +244,12 @@ def _build_parts(
     return Parts(model, weights, KVCache(k, v), table, rows, parameters, limits, summary)
 
 
+def _host_arena_made(memory: memoryview, device: torch.device) -> AbstractContextManager[None]:
+    """A start leaves most cores idle. On the CPU nothing is pinned, and what nobody uses takes no
+    memory."""
+    return nullcontext() if device.type == "cpu" else pages_made(memory, max(1, _cores() // 4))
+
+
 @contextmanager
 def _advised() -> Iterator[None]:
     """Memory that runs out is told with what to do about it."""
@@ -258,5 +266,8 @@ def _advised() -> Iterator[None]:
 
 def _leave_a_core() -> None:
     """The engine shares the machine with the router and the shell; never more threads than set."""
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores - 1)))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), _cores() - 1)))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

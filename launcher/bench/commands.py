@@ -21,6 +21,7 @@ from server.protocol import SamplingParams
 if TYPE_CHECKING:
     from launcher.bench.grid import Grid
 
+_STEP_TOKENS = 8192
 ABOUT = """\
 Measure. `decode` and `prefill` run the engine in this process on random weights; `lora-kernels`
 times LoRA alone and over the base; `placement` compares placement policies on simulated fleets,
@@ -76,6 +77,8 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument("--prompt-tokens", type=whole(1), default=128 if is_decode else 2048)
     if is_decode:
         parser.add_argument("--output-tokens", type=whole(1), default=144)
+    else:
+        parser.add_argument("--step-tokens", type=whole(1), default=_STEP_TOKENS, help="at most")
     parser.add_argument(
         "--sampling",
         default="{}",
@@ -87,7 +90,7 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
 
 
-def _grid(arguments: argparse.Namespace, output_tokens: int) -> "Grid":
+def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -> "Grid":
     """Raises OptionError, BenchError."""
     from launcher.bench.grid import Grid
     from launcher.bench.offline import check_device, model_folder
@@ -102,6 +105,7 @@ def _grid(arguments: argparse.Namespace, output_tokens: int) -> "Grid":
         ranks=arguments.rank,
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=output_tokens,
+        step_tokens=step_tokens,
         sampling=_sampling(arguments.sampling),
     )
     if not any(grid.points()):
@@ -130,13 +134,14 @@ def run_decode(arguments: argparse.Namespace) -> None:
 
     if arguments.output_tokens <= SHORT_OUTPUT:
         raise OptionError(f"--output-tokens must be more than {SHORT_OUTPUT}")
-    print_points(decode(_grid(arguments, arguments.output_tokens)), arguments.json, table)
+    grid = _grid(arguments, arguments.output_tokens, _STEP_TOKENS)
+    print_points(decode(grid), arguments.json, table)
 
 
 def run_prefill(arguments: argparse.Namespace) -> None:
     from launcher.bench.grid import prefill, table
 
-    print_points(prefill(_grid(arguments, output_tokens=1)), arguments.json, table)
+    print_points(prefill(_grid(arguments, 1, arguments.step_tokens)), arguments.json, table)
 
 
 def run_lora_kernels(arguments: argparse.Namespace) -> None:

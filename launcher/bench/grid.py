@@ -22,7 +22,6 @@ PAGE_SIZE = 16
 _ADAPTER_SLOTS = 256  # as many as a server has
 # Of the shorter of the two runs whose difference is a step's time.
 SHORT_OUTPUT = 16
-_STEP_TOKENS = 8192
 _PREFILL_ROUNDS = 4
 # Large enough to keep a device busy; a CPU may take seconds for a product of 1,024 in float16.
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
@@ -32,7 +31,8 @@ _REPEATS = 10
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """batches x adapters x ranks; a point with more adapters than sequences is left out."""
+    """batches x adapters x ranks; a point with more adapters than sequences is left out.
+    step_tokens: the most of a step."""
 
     folder: Path
     device: Literal["cpu", "cuda"]
@@ -42,6 +42,7 @@ class Grid:
     ranks: tuple[int, ...]
     prompt_tokens: int
     output_tokens: int
+    step_tokens: int
     sampling: SamplingParams = GREEDY
 
     def points(self) -> Iterator[tuple[int, int, int]]:
@@ -66,7 +67,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRate:
-    """tokens_per_s of prompts alone; step_ms: a step of up to 8,192 of their tokens, on average;
+    """tokens_per_s of prompts alone; step_ms: a step of up to `step_tokens` of them, on average;
     matrix_share: of the matrix rate measured in this run."""
 
     B: int
@@ -77,7 +78,7 @@ class PrefillRate:
     matrix_share: float
 
 
-def engine_for(grid: Grid, max_step_tokens: int) -> OfflineEngine:
+def engine_for(grid: Grid) -> OfflineEngine:
     """An engine with room for the grid's largest point. Raises BenchError, CheckpointError, and
     ConfigError where the device's memory is too small."""
     model = read_config(grid.folder)
@@ -104,7 +105,7 @@ def engine_for(grid: Grid, max_step_tokens: int) -> OfflineEngine:
         max_context=context,
         max_running=most,
         max_waiting=2 * most,
-        max_step_tokens=max_step_tokens,
+        max_step_tokens=grid.step_tokens,
         adapter_slots=max(_ADAPTER_SLOTS, distinct) if distinct else 0,
     )
     return OfflineEngine(grid.folder, config, grid.batches)
@@ -113,7 +114,7 @@ def engine_for(grid: Grid, max_step_tokens: int) -> OfflineEngine:
 def decode(grid: Grid) -> Iterator[StepTime]:
     """A step's time is the difference of two output lengths over the tokens between: prefill
     cancels out."""
-    engine = engine_for(grid, _STEP_TOKENS)
+    engine = engine_for(grid)
     bandwidth = copy_bandwidth(grid.device)
     seen = set()
     for batch, distinct, lora_rank in grid.points():
@@ -137,7 +138,7 @@ def decode(grid: Grid) -> Iterator[StepTime]:
 def prefill(grid: Grid) -> Iterator[PrefillRate]:
     """Prompts alone: one token of output each."""
     model = read_config(grid.folder)
-    engine = engine_for(grid, _STEP_TOKENS)
+    engine = engine_for(grid)
     rate = matrix_rate(grid.device, DTYPES[grid.dtype])
     flops = 2 * matrix_parameters(model)
     for batch, distinct, lora_rank in grid.points():
@@ -147,7 +148,7 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
         engine.run(load)
         seconds = sum(engine.run(load) for _ in range(_PREFILL_ROUNDS))
         tokens = _PREFILL_ROUNDS * batch * grid.prompt_tokens
-        steps = _PREFILL_ROUNDS * -(-batch * grid.prompt_tokens // _STEP_TOKENS)
+        steps = _PREFILL_ROUNDS * -(-batch * grid.prompt_tokens // grid.step_tokens)
         yield PrefillRate(
             *(batch, distinct, lora_rank if distinct else 0),
             tokens_per_s=round(tokens / seconds, 1),

@@ -64,7 +64,7 @@ class _Start:
         limits, rows = parts.limits, parts.rows
         most_decodes = min(limits.max_rows, limits.max_step_tokens)
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
-        prompt_sizes = () if graph_batches else _prompt_sizes(limits)
+        prompt_sizes = _prompt_sizes(limits)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
         most_rows = max(limits.max_rows, sizes[-1], *(prompt_sizes if backend == "fa3" else ()))
         attention = PagedAttention(parts.model, parts.cache, backend, most_rows)

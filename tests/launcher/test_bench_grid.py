@@ -141,12 +141,19 @@ def test_a_prompt_and_its_answer_may_fill_the_context(
     assert point["B"] == 1
 
 
-def test_prefill(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--batch", "2", "--adapters", "0,1", "--rank", "4", "--prompt-tokens", "40")
-    points = bench(capsys, "prefill", "--config", str(tiny), *options)
+@pytest.mark.parametrize(
+    ("options", "step_tokens"),
+    [((), 80), (("--step-tokens", "20"), 20)],
+)
+def test_prefill(
+    tiny: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], step_tokens: int
+) -> None:
+    load = ("--batch", "2", "--adapters", "0,1", "--rank", "4", "--prompt-tokens", "40")
+    points = bench(capsys, "prefill", "--config", str(tiny), *load, *options)
     assert [(p["B"], p["D"], p["r"]) for p in points] == [(2, 0, 0), (2, 1, 4)]
-    for point in points:  # 80 tokens are one step
-        assert point["tokens_per_s"] * point["step_ms"] == pytest.approx(80e3, rel=0.01)
+    for point in points:
+        tokens = point["tokens_per_s"] * point["step_ms"] / 1e3
+        assert tokens == pytest.approx(step_tokens, rel=0.01)
     words = ("--output-tokens", "9")
     assert "unrecognized" in refusal(capsys, 2, "prefill", "--config", str(tiny), *words)
 
@@ -171,8 +178,8 @@ def test_rates_of_a_cpu_are_quick_to_measure() -> None:
 
 
 def test_more_adapters_than_a_server_has_slots(tiny: Path) -> None:
-    grid = Grid(tiny, "cpu", "float32", (300,), (300,), (1,), 1, 24)
-    engine = engine_for(grid, 512)
+    grid = Grid(tiny, "cpu", "float32", (300,), (300,), (1,), 1, 24, 512)
+    engine = engine_for(grid)
     assert engine.executor.limits.adapter_slots == 300
     engine.close()
 
@@ -186,7 +193,9 @@ def test_sampling(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_llama_8b_by_name() -> None:
     """The design's figures: 15.0 GB of weights, 5 MiB a rank, 128 KiB a token."""
-    grid = Grid(model_folder("llama-3.1-8b"), "cpu", "bfloat16", (8,), (0, 8), (16,), 128, 144)
+    grid = Grid(
+        model_folder("llama-3.1-8b"), "cpu", "bfloat16", (8,), (0, 8), (16,), 128, 144, 8192
+    )
     assert adapter_bytes(grid, 16) == 80 << 20
     base = step_bytes(grid, (8, 0, 16))
     assert base == pytest.approx(15.01e9 + 8 * 208 * (128 << 10), rel=1e-3)

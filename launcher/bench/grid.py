@@ -19,7 +19,7 @@ from server.model.weights import expected_tensors
 from server.protocol import SamplingParams
 
 PAGE_SIZE = 16
-_ADAPTER_SLOTS = 256  # as many as a server has
+ADAPTER_SLOTS = 256  # as many as a server has
 # Of the shorter of the two runs whose difference is a step's time.
 SHORT_OUTPUT = 16
 _PREFILL_ROUNDS = 4
@@ -90,7 +90,7 @@ def engine_for(grid: Grid) -> OfflineEngine:
         )
     context = min((-(-tokens // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
     most = max(grid.batches)
-    slab = max(slab_bytes(grid, lora_rank) for lora_rank in grid.ranks)
+    slab = slab_bytes(model, grid.dtype, max(grid.ranks))
     distinct = max(d for _, d, _ in grid.points())
     config = EngineConfig(
         model_path=str(grid.folder),
@@ -106,7 +106,7 @@ def engine_for(grid: Grid) -> OfflineEngine:
         max_running=most,
         max_waiting=2 * most,
         max_step_tokens=grid.step_tokens,
-        adapter_slots=max(_ADAPTER_SLOTS, distinct) if distinct else 0,
+        adapter_slots=max(ADAPTER_SLOTS, distinct) if distinct else 0,
     )
     return OfflineEngine(grid.folder, config, grid.batches)
 
@@ -161,9 +161,9 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
 # ---- bytes and ceilings
 
 
-def slab_bytes(grid: Grid, lora_rank: int) -> int:
-    base = base_spec(read_config(grid.folder), "0" * 64, ("base",))
-    return lora_layout(base, "0" * 64, lora_rank, grid.dtype).nbytes
+def slab_bytes(model: ModelConfig, dtype: SlabDtype, lora_rank: int) -> int:
+    base = base_spec(model, "0" * 64, ("base",))
+    return lora_layout(base, "0" * 64, lora_rank, dtype).nbytes
 
 
 def adapter_bytes(grid: Grid, lora_rank: int) -> int:

@@ -155,9 +155,8 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 # ---- serve
 
 
-def _add_load(parser: Parser) -> None:
-    parser.add_argument("--adapter", action="append", default=[], help="most popular first")
-    parser.add_argument("--base-too", action="store_true", help="requests without adapter as well")
+def add_draws(parser: Parser) -> None:
+    """What a workload's calls are drawn from."""
     parser.add_argument("--requests", type=whole(1), default=200)
     parser.add_argument(
         "--zipf", type=number(0), default=1.0, help="exponent of adapter popularity"
@@ -168,6 +167,13 @@ def _add_load(parser: Parser) -> None:
     ):
         length = worded(Lengths.parse)
         parser.add_argument(f"--{name}", type=length, default=default, help=f"tokens [{default}]")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _add_load(parser: Parser) -> None:
+    parser.add_argument("--adapter", action="append", default=[], help="most popular first")
+    parser.add_argument("--base-too", action="store_true", help="requests without adapter as well")
+    add_draws(parser)
     parser.add_argument(
         "--rate", type=rate, default=math.inf, help="requests a second [inf: all at once]"
     )
@@ -176,7 +182,6 @@ def _add_load(parser: Parser) -> None:
         "--concurrency", type=whole(1), help="callers of a closed loop [none: an open loop]"
     )
     parser.add_argument("--processes", type=whole(1), default=1, help="that send")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slo-ttft-ms", type=above(0), help="goodput: time to the first token")
     parser.add_argument("--slo-itl-ms", type=above(0), help="goodput: mean gap between tokens")
 

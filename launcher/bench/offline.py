@@ -130,6 +130,11 @@ class Load:
     sampling: SamplingParams = GREEDY
 
 
+def adapter_digest(rank: int, number: int) -> str:
+    """Of the made-up adapters of a rank."""
+    return f"{rank}-{number}".rjust(64, "0")
+
+
 class OfflineEngine:
     """Executor, scheduler and step loop as in an engine process, driven by calls.
 
@@ -137,8 +142,8 @@ class OfflineEngine:
     dtype, each at its own place on the device.
     """
 
-    def __init__(self, folder: Path, config: EngineConfig, batches: Sequence[int]) -> None:
-        """batches: padded batch sizes that decode graphs are captured for."""
+    def __init__(self, folder: Path, config: EngineConfig, batches: Sequence[int] | None) -> None:
+        """batches: padded batch sizes that decode graphs are captured for; None = a server's."""
         self.config = config
         model = read_config(folder)
         self.base = base_spec(model, "0" * 64, ("base",))
@@ -161,21 +166,28 @@ class OfflineEngine:
         """Seconds from the first request to the last token. Raises BenchError for errors."""
         self._runs += 1
         requests = [self._request(load, i) for i in range(load.requests)]
-        channel = _Calls(requests, lambda digest: self._staged(digest, load.rank))
-        depth = 2 if self.config.device == "cuda" else 1
-        loop = EngineLoop(self.executor, self._scheduler, channel, depth)
         started = time.perf_counter()
-        loop.run()
+        self.serve(requests, load.rank)
         return time.perf_counter() - started
+
+    def serve(
+        self,
+        requests: Sequence[Submit],
+        rank: int,
+        note: Callable[[StepOutput], None] = lambda _: None,
+    ) -> None:
+        """All at once, until the last token. rank: of their adapters. note: is given what each step
+        tells. Raises BenchError for errors."""
+        channel = _Calls(requests, lambda digest: self._staged(digest, rank), note)
+        depth = 2 if self.config.device == "cuda" else 1
+        EngineLoop(self.executor, self._scheduler, channel, depth).run()
 
     def load_adapters(self, count: int, rank: int) -> float:
         """Bring adapters to the device; seconds."""
         return self.run(Load(count, count, rank, 1, 1)) if count else 0.0
 
     def _request(self, load: Load, number: int) -> Submit:
-        adapter = None
-        if load.adapters:
-            adapter = f"{load.rank}-{number % load.adapters}".rjust(64, "0")
+        adapter = adapter_digest(load.rank, number % load.adapters) if load.adapters else None
         seed = 7919 * self._runs + number
         step = 1 + seed % 97
         prompt = [(seed + step * i) % (self.vocab_size - 1) for i in range(load.prompt_tokens)]
@@ -196,10 +208,16 @@ class OfflineEngine:
 class _Calls:
     """The engine's channel: submits everything, answers NeedSlab, ends the loop after the last."""
 
-    def __init__(self, requests: list[Submit], staged: Callable[[str], SlabStaged]) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Submit],
+        staged: Callable[[str], SlabStaged],
+        note: Callable[[StepOutput], None],
+    ) -> None:
         self._inbox: deque[ToEngine] = deque(requests)
         self._unfinished = len(requests)
         self._staged = staged
+        self._note = note
 
     def receive(self, wait_s: float | None) -> ToEngine | None:
         if self._inbox:
@@ -214,6 +232,7 @@ class _Calls:
         if isinstance(message, NeedSlab):
             self._inbox.append(self._staged(message.digest))
         elif isinstance(message, StepOutput):
+            self._note(message)
             for _, event in ((e.key, e.event) for e in message.events):
                 if event.error is not None:
                     raise BenchError(f"a request failed: {event.error}: {event.message}")

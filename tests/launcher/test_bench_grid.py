@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from launcher.bench.grid import (
     step_bytes,
 )
 from launcher.bench.offline import SHIPPED, model_folder
+from launcher.bench.workload import Lengths, Workload
 
 TINY = {
     "vocab_size": 64,
@@ -41,7 +43,7 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, float]]:
+def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     main(
         ["bench", *arguments, "--dummy-weights", "--device", "cpu", "--dtype", "float32", "--json"]
     )
@@ -120,6 +122,7 @@ def test_a_broken_configuration(tiny: Path, capsys: pytest.CaptureFixture[str]) 
     [
         ("decode", "--dummy-weights"),
         ("prefill", "--dummy-weights"),
+        ("throughput", "--dummy-weights"),
         ("adapter-copies",),
         ("make-model", "--device", "cuda", "--model", "/nowhere/made"),
     ],
@@ -156,6 +159,48 @@ def test_prefill(
         assert tokens == pytest.approx(step_tokens, rel=0.01)
     words = ("--output-tokens", "9")
     assert "unrecognized" in refusal(capsys, 2, "prefill", "--config", str(tiny), *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "thrashes"),
+    [
+        (("--adapters", "0"), 0, False),
+        (("--adapters", "9"), 9, False),
+        (("--adapters", "30", "--room", "4", "--max-running", "8"), 30, True),
+    ],
+)
+def test_throughput(
+    tiny: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    named: int,
+    thrashes: bool,
+) -> None:
+    prompt, output = Lengths.parse("uniform(5,40)"), Lengths.parse("uniform(3,20)")
+    adapters = tuple(str(number) for number in range(named)) or (None,)
+    calls = Workload(60, adapters, 1.0, prompt, output, token_ids=(0, 64), seed=3).calls()
+    lengths = ("--prompt", "uniform(5,40)", "--output", "uniform(3,20)")
+    words = ("--config", str(tiny), "--rank", "4", "--requests", "60", "--seed", "3", *lengths)
+    (run,) = bench(capsys, "throughput", *words, *options)
+    assert (run["completed"], run["failed"], run["short"]) == (60, 0, 0)
+    assert run["adapters"] == len({call.adapter for call in calls} - {None})
+    for rate, tokens in (
+        ("output_tokens_per_s", sum(call.output_tokens for call in calls)),
+        ("prompt_tokens_per_s", sum(len(call.prompt) for call in calls)),
+    ):
+        assert run[rate] * run["seconds"] == pytest.approx(tokens, rel=0.02)
+    assert run["steps"] >= max(call.output_tokens for call in calls)
+    hits, misses = (run[group]["requests"] for group in ("hit", "miss"))
+    assert hits + misses == (60 if named else 0)
+    assert (misses > 10) == thrashes
+
+
+def test_throughput_of_more_than_the_context(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--prompt", "500", "--output", "13", "--requests", "1")
+    told = refusal(capsys, 1, "throughput", "--config", str(tiny), *words)
+    assert told == "loraplex: 513 tokens of a prompt and its output, a context of 512\n"
 
 
 def test_a_rank_of_lora_kernels_is_a_number_where_it_is_one(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from launcher.bench.grid import Grid
 
 _STEP_TOKENS = 8192
+_MOST_ADAPTERS = 100_000
 
 
 def add_engine_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
@@ -49,17 +50,24 @@ def _add_engine(parser: Parser) -> None:
 
 
 def _add_step_tokens(parser: Parser) -> None:
-    parser.add_argument("--step-tokens", type=whole(1), default=_STEP_TOKENS, help="at most")
+    parser.add_argument(
+        "--step-tokens",
+        type=whole(1),
+        default=_STEP_TOKENS,
+        help=f"most of a step [{_STEP_TOKENS}]",
+    )
 
 
 def _add_throughput(parser: Parser) -> None:
     _add_engine(parser)
-    parser.add_argument("--adapters", type=whole(0), default=0, help="how many are drawn from")
-    parser.add_argument("--rank", type=lora_rank, default=16)
+    parser.add_argument(
+        "--adapters", type=whole(0, _MOST_ADAPTERS), default=0, help="how many are drawn from [0]"
+    )
+    parser.add_argument("--rank", type=lora_rank, default=16, help="of every adapter [16]")
     parser.add_argument(
         "--room", type=whole(1), help="adapters that the device has room for [all, at most 256]"
     )
-    parser.add_argument("--max-running", type=whole(1), default=256, help="sequences at once")
+    parser.add_argument("--max-running", type=whole(1), default=256, help="sequences at once [256]")
     _add_step_tokens(parser)
     add_draws(parser)
     parser.set_defaults(run=run_throughput)

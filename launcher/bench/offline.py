@@ -158,6 +158,7 @@ class OfflineEngine:
         waiting = SchedulerConfig(max_waiting=config.max_waiting)
         self._scheduler = Scheduler(self.executor.limits, waiting)
         self._runs = 0
+        self._layouts: dict[int, SlabLayout] = {}  # by rank
 
     def close(self) -> None:
         self.executor.close()
@@ -200,7 +201,9 @@ class OfflineEngine:
         return Submit(number, request)
 
     def _staged(self, digest: str, rank: int) -> SlabStaged:
-        layout = lora_layout(self.base, digest, rank, self.config.dtype)
+        if rank not in self._layouts:
+            self._layouts[rank] = lora_layout(self.base, digest, rank, self.config.dtype)
+        layout = msgspec.structs.replace(self._layouts[rank], digest=digest)
         places = tuple(sum(layout.runs[:i]) for i in range(len(layout.runs)))
         return SlabStaged(layout, places)
 

@@ -11,7 +11,7 @@ import msgspec
 from adapters.manifest import SlabDtype
 from launcher.bench.errors import BenchError
 from launcher.bench.grid import ADAPTER_SLOTS, PAGE_SIZE, slab_bytes, token_bytes
-from launcher.bench.offline import EXTENT_BYTES, GREEDY, OfflineEngine, adapter_digest
+from launcher.bench.offline import EXTENT_BYTES, GREEDY, Load, OfflineEngine, adapter_digest
 from launcher.bench.report import Outcome, Slo, summarise, table
 from launcher.bench.workload import Call, Workload
 from server.config import EngineConfig
@@ -45,16 +45,13 @@ class Run:
     """What the clients of a run would have met, and what the step loop did meanwhile."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self.outcomes = [Outcome(call.adapter, False, 0.0) for call in calls]
-        self._calls = calls
+        """They are sent now."""
+        now = time.monotonic()
+        self.outcomes = [
+            Outcome(call.adapter, False, now, prompt_tokens=len(call.prompt)) for call in calls
+        ]
         self._steps = 0
         self._phases_s = [0.0] * len(Phase)
-
-    def begin(self) -> None:
-        now = time.monotonic()
-        for call, outcome in zip(self._calls, self.outcomes, strict=True):
-            outcome.sent_s, outcome.prompt_tokens = now, len(call.prompt)
-            outcome.asked_tokens = call.output_tokens
 
     def note(self, told: StepOutput) -> None:
         now = time.monotonic()
@@ -73,8 +70,8 @@ class Run:
             outcome.end_s = now
 
     def summary(self) -> dict[str, Any]:
-        """As of `bench serve`, with steps, and seconds of the step loop by what it did: `wait` is
-        for the device."""
+        """As of `bench serve`, with steps, and seconds that the step loop gave to them by what it
+        did: `wait` is for the device."""
         phases = {phase.name.lower(): round(self._phases_s[phase], 3) for phase in Phase}
         return summarise(self.outcomes, Slo()) | {"steps": self._steps, "loop_s": phases}
 
@@ -91,12 +88,12 @@ def measure(engine: Engine, workload: Workload) -> Run:
     model = read_config(engine.folder)
     calls = replace(workload, token_ids=(0, model.vocab_size)).calls()
     named = sum(adapter is not None for adapter in workload.adapters)
-    room = engine.room or min(named, ADAPTER_SLOTS)
+    room = min(engine.room or ADAPTER_SLOTS, named)
     offline = _start(engine, model, room, calls)
-    offline.load_adapters(min(room, named), engine.rank)
-    run = Run(calls)
+    offline.run(Load(1, 0, engine.rank, PAGE_SIZE, 2))  # whatever the first step takes longer
+    offline.load_adapters(room, engine.rank)
     requests = [_submit(call) for call in calls]
-    run.begin()
+    run = Run(calls)
     offline.serve(requests, engine.rank, run.note)
     offline.close()
     return run
@@ -113,12 +110,15 @@ def _submit(call: Call) -> Submit:
 def _start(engine: Engine, model: ModelConfig, room: int, calls: Sequence[Call]) -> OfflineEngine:
     slab = slab_bytes(model, engine.dtype, engine.rank)
     context = _context(model, calls)
+    # Every sequence at full length, and as much again: an admission keeps pages in reserve.
+    at_once = min(engine.max_running, len(calls))
+    kv_memory = 2 * at_once * context * token_bytes(model, engine.dtype)
     config = EngineConfig(
         model_path=str(engine.folder),
         device=engine.device,
         dtype=engine.dtype,
         page_size=PAGE_SIZE,
-        kv_memory=0 if engine.device == "cuda" else _all_at_once(engine, model, context),
+        kv_memory=0 if engine.device == "cuda" else kv_memory,
         adapter_memory=room * slab + EXTENT_BYTES,
         host_arena_bytes=slab,
         extent_bytes=EXTENT_BYTES,
@@ -139,7 +139,3 @@ def _context(model: ModelConfig, calls: Sequence[Call]) -> int:
             f"{longest} tokens of a prompt and its output, a context of {model.max_context}"
         )
     return min((-(-longest // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
-
-
-def _all_at_once(engine: Engine, model: ModelConfig, context: int) -> int:
-    return 2 * engine.max_running * context * token_bytes(model, engine.dtype)

@@ -40,6 +40,8 @@ from server.model.step import Step
 from server.model.transfers import to_device, to_host
 from server.model.weights import ModelWeights, load_weights, weights_bytes
 
+# As CUDA, its libraries and the CPU's allocator say it.
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 WeightsLoader = Callable[[ModelConfig, torch.dtype, torch.device], ModelWeights]
 
 
@@ -257,10 +259,10 @@ def _advised() -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch's, or what Triton and CUDA's libraries make of theirs
         told = str(error).partition("\n")[0]
-        if not any(words in told for words in ("out of memory", "ALLOC_FAILED")):
+        if not any(words in told for words in _NO_MEMORY):
             raise
         raise ConfigError(
-            f"the GPU's memory ran out at start: {told.rstrip('.')}. {MEMORY_ADVICE}"
+            f"the memory ran out at start: {told.rstrip('.')}. {MEMORY_ADVICE}"
         ) from error
 
 

@@ -39,7 +39,6 @@ def run(config: WorkerConfig, listen_fd: int | None = None) -> None:
     with open_listener(config.host, config.port, listen_fd) as listener:
         url = advertised(config, listener.getsockname()[1]) if config.redis else None
         prepared = prepare(config)
-        shorten_pauses()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, prepared, listener, url))
 
@@ -88,6 +87,7 @@ async def _serve(
     supervisor = EngineSupervisor(start, worker, config.step_timeout_s)
     worker.attach(supervisor)
     server = _server(prepared, config.secret)
+    shorten_pauses()
     stop = _stop_on_signals()
     tasks = {
         "engine": asyncio.create_task(supervisor.run()),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from launcher.__main__ import main
+from launcher.bench import grid as grids
 from launcher.bench import lora_kernels as kernels
 from launcher.bench.grid import (
     COPY_BYTES,
@@ -19,8 +20,11 @@ from launcher.bench.grid import (
     matrix_rate,
     step_bytes,
 )
-from launcher.bench.offline import SHIPPED, model_folder
-from launcher.bench.workload import Lengths, Workload
+from launcher.bench.offline import SHIPPED, OfflineEngine, model_folder
+from launcher.bench.throughput import Engine, Run, adapters_of, measure
+from launcher.bench.workload import Call, Lengths, Workload
+from server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
+from server.protocol import TokenEvent
 
 TINY = {
     "vocab_size": 64,
@@ -145,14 +149,28 @@ def test_a_prompt_and_its_answer_may_fill_the_context(
 
 
 @pytest.mark.parametrize(
-    ("options", "step_tokens"),
-    [((), 80), (("--step-tokens", "20"), 20)],
+    ("options", "most", "step_tokens"),
+    [((), 8192, 80), (("--step-tokens", "20"), 20, 20)],
 )
 def test_prefill(
-    tiny: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], step_tokens: int
+    tiny: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    most: int,
+    step_tokens: int,
 ) -> None:
+    built: list[int] = []
+
+    def noted(grid: Grid) -> OfflineEngine:
+        engine = engine_for(grid)
+        built.append(engine.executor.limits.max_step_tokens)
+        return engine
+
+    monkeypatch.setattr(grids, "engine_for", noted)
     load = ("--batch", "2", "--adapters", "0,1", "--rank", "4", "--prompt-tokens", "40")
     points = bench(capsys, "prefill", "--config", str(tiny), *load, *options)
+    assert built == [most]
     assert [(p["B"], p["D"], p["r"]) for p in points] == [(2, 0, 0), (2, 1, 4)]
     for point in points:
         tokens = point["tokens_per_s"] * point["step_ms"] / 1e3
@@ -161,38 +179,52 @@ def test_prefill(
     assert "unrecognized" in refusal(capsys, 2, "prefill", "--config", str(tiny), *words)
 
 
+OUTPUT = Lengths.parse("uniform(3,20)")
+
+
 @pytest.mark.parametrize(
-    ("options", "named", "thrashes"),
-    [
-        (("--adapters", "0"), 0, False),
-        (("--adapters", "9"), 9, False),
-        (("--adapters", "30", "--room", "4", "--max-running", "8"), 30, True),
-    ],
+    ("named", "room", "max_running", "step_tokens"),
+    [(0, None, 64, 512), (9, 20, 1, 512), (30, 4, 8, 512), (9, None, 64, 8)],
 )
 def test_throughput(
-    tiny: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: tuple[str, ...],
-    named: int,
-    thrashes: bool,
+    tiny: Path, named: int, room: int | None, max_running: int, step_tokens: int
 ) -> None:
-    prompt, output = Lengths.parse("uniform(5,40)"), Lengths.parse("uniform(3,20)")
-    adapters = tuple(str(number) for number in range(named)) or (None,)
-    calls = Workload(60, adapters, 1.0, prompt, output, token_ids=(0, 64), seed=3).calls()
-    lengths = ("--prompt", "uniform(5,40)", "--output", "uniform(3,20)")
-    words = ("--config", str(tiny), "--rank", "4", "--requests", "60", "--seed", "3", *lengths)
-    (run,) = bench(capsys, "throughput", *words, *options)
-    assert (run["completed"], run["failed"], run["short"]) == (60, 0, 0)
-    assert run["adapters"] == len({call.adapter for call in calls} - {None})
-    for rate, tokens in (
-        ("output_tokens_per_s", sum(call.output_tokens for call in calls)),
-        ("prompt_tokens_per_s", sum(len(call.prompt) for call in calls)),
-    ):
-        assert run[rate] * run["seconds"] == pytest.approx(tokens, rel=0.02)
-    assert run["steps"] >= max(call.output_tokens for call in calls)
-    hits, misses = (run[group]["requests"] for group in ("hit", "miss"))
-    assert hits + misses == (60 if named else 0)
-    assert (misses > 10) == thrashes
+    adapters, prompt = adapters_of(4, named), Lengths.parse("uniform(5,40)")
+    workload = Workload(60, adapters, 1.0, prompt, OUTPUT, token_ids=(0, 64), seed=3)
+    calls = workload.calls()
+    run = measure(Engine(tiny, "cpu", "float32", 4, room, max_running, step_tokens), workload)
+    assert [(o.adapter, o.prompt_tokens, o.output_tokens) for o in run.outcomes] == [
+        (call.adapter, len(call.prompt), call.output_tokens) for call in calls
+    ]
+    assert all(len(outcome.token_s) <= outcome.output_tokens for outcome in run.outcomes)
+    summary = run.summary()
+    outputs = sum(call.output_tokens for call in calls)
+    computed = sum(len(call.prompt) + call.output_tokens - 1 for call in calls)
+    assert summary["steps"] >= max(outputs / max_running, computed / step_tokens)
+    misses = [outcome.missed for outcome in run.outcomes]
+    assert (misses.count(True) > 10) == (named > (room or named))
+    assert misses.count(None) == (0 if named else 60)
+
+
+def test_a_run_adds_up_what_steps_tell() -> None:
+    run = Run([Call(0, 0.0, "a", [1, 2], 3)])
+    for step, token_ids in ((1, (5,)), (2, (6, 7))):
+        event = TokenEvent("0", 0, 0, 0, token_ids, load_s=0.5 if step == 1 else None)
+        work = StepWork(1, 1, 1, (1.0 * step, 2.0, 3.0, 4.0))
+        events = (SequenceEvent(0, event),)
+        run.note(StepOutput(step, events, EngineStats(), 0.1, 1, work))
+    run.note(StepOutput(2, (), EngineStats(), 0.0, 0))
+    summary = run.summary()
+    assert summary["steps"] == 2
+    assert summary["loop_s"] == {"plan": 3.0, "launch": 4.0, "wait": 6.0, "commit": 8.0}
+    assert summary["miss"]["itl_ms"]["p50"] >= 0
+    assert run.outcomes[0].output_tokens == 3
+
+
+def test_throughput_as_json(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--adapters", "3", "--requests", "5", "--prompt", "9", "--output", "4")
+    (run,) = bench(capsys, "throughput", "--config", str(tiny), *words)
+    assert (run["completed"], run["hit"]["requests"], run["miss"]["requests"]) == (5, 5, 0)
 
 
 def test_throughput_of_more_than_the_context(

@@ -1,6 +1,10 @@
 """The host arena's pages are made beside a start, and are nobody's loss."""
 
 import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from typing import Any
 
 import pytest
 
@@ -32,10 +36,30 @@ def test_all_pages_are_there_in_the_end() -> None:
     assert not any(memory.view[4:-4])
 
 
-def test_an_error_is_not_held_up() -> None:
+class _Slow(ThreadPoolExecutor):
+    """Begins when it is told to end."""
+
+    _ending = Event()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        def held() -> Any:
+            self._ending.wait()
+            return function(*args, **options)
+
+        return super().submit(held)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+        self._ending.set()
+        super().shutdown(wait)
+
+
+def test_an_error_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "ThreadPoolExecutor", _Slow)
     memory = HostMemory(_BYTES)
     with pytest.raises(ValueError, match="too little"), pages_made(memory.view, 1):
         raise ValueError("too little memory")
+    assert made(memory) < _BYTES
 
 
 def test_no_memory_has_no_pages() -> None:

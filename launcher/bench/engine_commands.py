@@ -3,11 +3,12 @@
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from launcher.bench.load_commands import add_draws
+from launcher.bench.load_commands import add_draws, drawn
 from launcher.bench.local_commands import DTYPES, add_config
 from launcher.bench.option_types import lora_rank, lora_ranks, whole, wholes
 from launcher.bench.output import print_points
@@ -93,16 +94,20 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     )
 
 
-def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -> "Grid":
-    """Raises OptionError, BenchError."""
-    from launcher.bench.grid import Grid
+def _model(arguments: argparse.Namespace) -> tuple[Path, Any, Any]:
+    """Its folder, device and dtype. Raises BenchError."""
     from launcher.bench.offline import check_device, model_folder
 
     check_device(arguments.device)
+    return model_folder(arguments.config), arguments.device, arguments.dtype
+
+
+def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -> "Grid":
+    """Raises OptionError, BenchError."""
+    from launcher.bench.grid import Grid
+
     grid = Grid(
-        folder=model_folder(arguments.config),
-        device=arguments.device,
-        dtype=arguments.dtype,
+        *_model(arguments),
         batches=arguments.batch,
         adapters=arguments.adapters,
         ranks=arguments.rank,
@@ -149,28 +154,16 @@ def run_prefill(arguments: argparse.Namespace) -> None:
 
 def run_throughput(arguments: argparse.Namespace) -> None:
     """Raises BenchError, CheckpointError, ConfigError."""
-    from launcher.bench.offline import check_device, model_folder
     from launcher.bench.throughput import Engine, adapters_of, measure, told
-    from launcher.bench.workload import Workload
 
-    check_device(arguments.device)
     engine = Engine(
-        folder=model_folder(arguments.config),
-        device=arguments.device,
-        dtype=arguments.dtype,
+        *_model(arguments),
         rank=arguments.rank,
         room=arguments.room,
         max_running=arguments.max_running,
         step_tokens=arguments.step_tokens,
     )
-    workload = Workload(
-        requests=arguments.requests,
-        adapters=adapters_of(arguments.rank, arguments.adapters),
-        zipf=arguments.zipf,
-        prompt=arguments.prompt,
-        output=arguments.output,
-        seed=arguments.seed,
-    )
+    workload = drawn(arguments, adapters_of(arguments.rank, arguments.adapters))
     summary = measure(engine, workload).summary()
     print(msgspec.json.encode(summary).decode() if arguments.json else told(summary))
 

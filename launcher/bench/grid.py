@@ -10,16 +10,13 @@ import torch
 
 from adapters.manifest import ITEM_BYTES, SlabDtype
 from launcher.bench.errors import BenchError
-from launcher.bench.offline import EXTENT_BYTES, GREEDY, Load, OfflineEngine, lora_layout
-from server.config import EngineConfig
+from launcher.bench.offline import GREEDY, Load, OfflineEngine, Sizes, token_bytes
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig, base_spec
 from server.model.lora import DTYPES
 from server.model.weights import expected_tensors
 from server.protocol import SamplingParams
 
-PAGE_SIZE = 16
-ADAPTER_SLOTS = 256  # as many as a server has
 # Of the shorter of the two runs whose difference is a step's time.
 SHORT_OUTPUT = 16
 _PREFILL_ROUNDS = 4
@@ -88,26 +85,17 @@ def engine_for(grid: Grid) -> OfflineEngine:
             f"{grid.prompt_tokens} tokens of prompt and {grid.output_tokens} of output are more "
             f"than the model's context of {model.max_context}"
         )
-    context = min((-(-tokens // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
     most = max(grid.batches)
-    slab = slab_bytes(model, grid.dtype, max(grid.ranks))
-    distinct = max(d for _, d, _ in grid.points())
-    config = EngineConfig(
-        model_path=str(grid.folder),
-        device=grid.device,
-        dtype=grid.dtype,
-        page_size=PAGE_SIZE,
-        # Every sequence at full length, and as much again: an admission keeps pages in reserve.
-        kv_memory=2 * most * context * token_bytes(model, grid.dtype) + (64 << 20),
-        adapter_memory=max(distinct, 1) * slab + EXTENT_BYTES,
-        host_arena_bytes=slab,
-        extent_bytes=EXTENT_BYTES,
-        max_context=context,
+    sizes = Sizes(
+        adapters=max(distinct for _, distinct, _ in grid.points()),
+        lora_rank=max(grid.ranks),
+        tokens=tokens,
+        cached=most,
         max_running=most,
         max_waiting=2 * most,
-        max_step_tokens=grid.step_tokens,
-        adapter_slots=max(ADAPTER_SLOTS, distinct) if distinct else 0,
+        step_tokens=grid.step_tokens,
     )
+    config = sizes.config(grid.folder, grid.device, grid.dtype)
     return OfflineEngine(grid.folder, config, grid.batches)
 
 
@@ -161,20 +149,11 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
 # ---- bytes and ceilings
 
 
-def slab_bytes(model: ModelConfig, dtype: SlabDtype, lora_rank: int) -> int:
-    base = base_spec(model, "0" * 64, ("base",))
-    return lora_layout(base, "0" * 64, lora_rank, dtype).nbytes
-
-
 def adapter_bytes(grid: Grid, lora_rank: int) -> int:
     """Of its matrices, without what extents leave free."""
     base = base_spec(read_config(grid.folder), "0" * 64, ("base",))
     features = sum(m.in_features + m.out_features for m in base.layer_modules.values())
     return base.num_layers * features * lora_rank * ITEM_BYTES[grid.dtype]
-
-
-def token_bytes(model: ModelConfig, dtype: SlabDtype) -> int:
-    return 2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype]
 
 
 def matrix_parameters(model: ModelConfig) -> int:

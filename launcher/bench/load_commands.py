@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import math
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from launcher.bench.option_types import above, burstiness, number, rate, shown, 
 from launcher.bench.output import print_fields
 from launcher.bench.target import PATHS, Target, model_of
 from launcher.bench.windows import Window
-from launcher.bench.workload import Lengths
+from launcher.bench.workload import Lengths, Workload
 from launcher.command_line import Parser
 from launcher.options import OptionError
 from launcher.router_client import HTTP_URL, is_http_url
@@ -170,6 +171,18 @@ def add_draws(parser: Parser) -> None:
     parser.add_argument("--seed", type=int, default=0)
 
 
+def drawn(arguments: argparse.Namespace, adapters: tuple[str | None, ...]) -> Workload:
+    """As `add_draws` was told, all at once."""
+    return Workload(
+        requests=arguments.requests,
+        adapters=adapters,
+        zipf=arguments.zipf,
+        prompt=arguments.prompt,
+        output=arguments.output,
+        seed=arguments.seed,
+    )
+
+
 def _add_load(parser: Parser) -> None:
     parser.add_argument("--adapter", action="append", default=[], help="most popular first")
     parser.add_argument("--base-too", action="store_true", help="requests without adapter as well")
@@ -190,7 +203,6 @@ def run_serve(arguments: argparse.Namespace) -> None:
     """Raises OptionError, BenchError."""
     from launcher.bench.report import Slo, summarise, table, why_none
     from launcher.bench.serve import run_load
-    from launcher.bench.workload import Workload
 
     made = (model_of(name, arguments.registered) for name in names_in(arguments))
     named = (*arguments.adapter, *made)
@@ -200,16 +212,8 @@ def run_serve(arguments: argparse.Namespace) -> None:
     concurrency, processes = arguments.concurrency, arguments.processes
     if concurrency is not None and concurrency < processes:
         raise OptionError("--processes must be at most --concurrency")
-    workload = Workload(
-        requests=arguments.requests,
-        adapters=adapters,
-        zipf=arguments.zipf,
-        prompt=arguments.prompt,
-        output=arguments.output,
-        rate=arguments.rate,
-        burstiness=arguments.burstiness,
-        seed=arguments.seed,
-    )
+    pace = {"rate": arguments.rate, "burstiness": arguments.burstiness}
+    workload = replace(drawn(arguments, adapters), **pace)
     outcomes = _run(run_load(_target(arguments), workload, concurrency, processes))
     failure = why_none(outcomes)
     if failure is not None:

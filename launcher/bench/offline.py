@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -12,7 +13,7 @@ import torch
 from adapters.base import BaseSpec
 from adapters.header import TensorInfo
 from adapters.layout import make_layout
-from adapters.manifest import SlabDtype, SlabLayout
+from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from adapters.peft_format import parse_config
 from adapters.validate import LoraTensors, ModuleLora
 from adapters.violations import Findings
@@ -39,8 +40,11 @@ from server.protocol import GenerateRequest, SamplingParams
 SHIPPED = Path(__file__).parent / "configs"
 EXTENT_BYTES = 512 << 10
 GREEDY = SamplingParams(temperature=0.0)
+PAGE_SIZE = 16
+ADAPTER_SLOTS = 256  # as many as a server has
 _STD = 0.02
 _IDLE_S = 1e-4
+_SPARE_KV = 64 << 20
 
 
 def model_folder(text: str) -> Path:
@@ -118,6 +122,58 @@ def lora_layout(base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype) -
     return make_layout(LoraTensors(config, modules), base, digest, dtype, EXTENT_BYTES)
 
 
+def slab_bytes(model: ModelConfig, dtype: SlabDtype, lora_rank: int) -> int:
+    base = base_spec(model, "0" * 64, ("base",))
+    return lora_layout(base, "0" * 64, lora_rank, dtype).nbytes
+
+
+def token_bytes(model: ModelConfig, dtype: SlabDtype) -> int:
+    """Keys and values of one token."""
+    return 2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What an engine has room for: `adapters` of rank `lora_rank` on the device, sequences of up to
+    `tokens` tokens, prompt and output; max_running of them are computed at once, cached are in the
+    KV cache at once, None = as many as the rest of a GPU takes. step_tokens: the most of a step."""
+
+    adapters: int
+    lora_rank: int
+    tokens: int
+    cached: int | None
+    max_running: int
+    max_waiting: int
+    step_tokens: int
+
+    def config(
+        self, folder: Path, device: Literal["cpu", "cuda"], dtype: SlabDtype
+    ) -> EngineConfig:
+        """Raises CheckpointError."""
+        model = read_config(folder)
+        # A page more, as an admission keeps some in reserve.
+        context = min((-(-self.tokens // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
+        kv_memory = 0
+        if self.cached is not None:  # every sequence at full length, and as much again
+            kv_memory = 2 * self.cached * context * token_bytes(model, dtype) + _SPARE_KV
+        slab = slab_bytes(model, dtype, self.lora_rank)
+        return EngineConfig(
+            model_path=str(folder),
+            device=device,
+            dtype=dtype,
+            page_size=PAGE_SIZE,
+            kv_memory=kv_memory,
+            adapter_memory=max(self.adapters, 1) * slab + EXTENT_BYTES,
+            host_arena_bytes=slab,
+            extent_bytes=EXTENT_BYTES,
+            max_context=context,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            max_step_tokens=self.step_tokens,
+            adapter_slots=max(ADAPTER_SLOTS, self.adapters) if self.adapters else 0,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """requests sequences at once, spread over `adapters` distinct adapters of `rank` (0 = none)."""
@@ -133,6 +189,21 @@ class Load:
 def adapter_digest(rank: int, number: int) -> str:
     """Of the made-up adapters of a rank."""
     return f"{rank}-{number}".rjust(64, "0")
+
+
+def submit(
+    number: int,
+    adapter: str | None,
+    prompt: list[int],
+    output_tokens: int,
+    sampling: SamplingParams = GREEDY,
+    seed: int = 0,
+    salt: str = "",
+) -> Submit:
+    """A request for exactly so many tokens. adapter: a digest."""
+    sampling = msgspec.structs.replace(sampling, max_tokens=output_tokens, ignore_eos=True)
+    request = GenerateRequest(str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=salt)
+    return Submit(number, request)
 
 
 class OfflineEngine:
@@ -192,13 +263,8 @@ class OfflineEngine:
         seed = 7919 * self._runs + number
         step = 1 + seed % 97
         prompt = [(seed + step * i) % (self.vocab_size - 1) for i in range(load.prompt_tokens)]
-        sampling = msgspec.structs.replace(
-            load.sampling, max_tokens=load.output_tokens, ignore_eos=True
-        )
-        request = GenerateRequest(
-            str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=str(self._runs)
-        )
-        return Submit(number, request)
+        salt = str(self._runs)
+        return submit(number, adapter, prompt, load.output_tokens, load.sampling, seed, salt)
 
     def _staged(self, digest: str, rank: int) -> SlabStaged:
         if rank not in self._layouts:

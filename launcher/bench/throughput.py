@@ -6,20 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from adapters.manifest import SlabDtype
 from launcher.bench.errors import BenchError
-from launcher.bench.grid import ADAPTER_SLOTS, PAGE_SIZE, slab_bytes, token_bytes
-from launcher.bench.offline import EXTENT_BYTES, GREEDY, Load, OfflineEngine, adapter_digest
+from launcher.bench.offline import (
+    ADAPTER_SLOTS,
+    PAGE_SIZE,
+    Load,
+    OfflineEngine,
+    Sizes,
+    adapter_digest,
+    submit,
+)
 from launcher.bench.report import Outcome, Slo, summarise, table
 from launcher.bench.workload import Call, Workload
-from server.config import EngineConfig
 from server.engine.loop import Phase
-from server.engine.messages import StepOutput, Submit
+from server.engine.messages import StepOutput
 from server.model.checkpoint import read_config
-from server.model.config import ModelConfig
-from server.protocol import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,55 +89,28 @@ def measure(engine: Engine, workload: Workload) -> Run:
     for. Raises BenchError, CheckpointError, ConfigError."""
     model = read_config(engine.folder)
     calls = replace(workload, token_ids=(0, model.vocab_size)).calls()
-    named = sum(adapter is not None for adapter in workload.adapters)
-    room = min(engine.room or ADAPTER_SLOTS, named)
-    offline = _start(engine, model, room, calls)
-    offline.run(Load(1, 0, engine.rank, PAGE_SIZE, 2))  # whatever the first step takes longer
-    offline.load_adapters(room, engine.rank)
-    requests = [_submit(call) for call in calls]
-    run = Run(calls)
-    offline.serve(requests, engine.rank, run.note)
-    offline.close()
-    return run
-
-
-def _submit(call: Call) -> Submit:
-    sampling = msgspec.structs.replace(GREEDY, max_tokens=call.output_tokens, ignore_eos=True)
-    request = GenerateRequest(
-        str(call.number), 0, 0, call.adapter, call.prompt, [], sampling, call.number
-    )
-    return Submit(call.number, request)
-
-
-def _start(engine: Engine, model: ModelConfig, room: int, calls: Sequence[Call]) -> OfflineEngine:
-    slab = slab_bytes(model, engine.dtype, engine.rank)
-    context = _context(model, calls)
-    # Every sequence at full length, and as much again: an admission keeps pages in reserve.
-    at_once = min(engine.max_running, len(calls))
-    kv_memory = 2 * at_once * context * token_bytes(model, engine.dtype)
-    config = EngineConfig(
-        model_path=str(engine.folder),
-        device=engine.device,
-        dtype=engine.dtype,
-        page_size=PAGE_SIZE,
-        kv_memory=0 if engine.device == "cuda" else kv_memory,
-        adapter_memory=room * slab + EXTENT_BYTES,
-        host_arena_bytes=slab,
-        extent_bytes=EXTENT_BYTES,
-        max_context=context,
-        max_running=engine.max_running,
-        max_waiting=max(len(calls), room),
-        max_step_tokens=engine.step_tokens,
-        adapter_slots=max(ADAPTER_SLOTS, room) if room else 0,
-    )
-    return OfflineEngine(engine.folder, config, None)
-
-
-def _context(model: ModelConfig, calls: Sequence[Call]) -> int:
-    """In whole pages, and one more, as an admission keeps some in reserve."""
     longest = max(len(call.prompt) + call.output_tokens for call in calls)
     if longest > model.max_context:
         raise BenchError(
             f"{longest} tokens of a prompt and its output, a context of {model.max_context}"
         )
-    return min((-(-longest // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
+    named = sum(adapter is not None for adapter in workload.adapters)
+    room = min(engine.room or ADAPTER_SLOTS, named)
+    sizes = Sizes(
+        adapters=room,
+        lora_rank=engine.rank,
+        tokens=longest,
+        cached=None if engine.device == "cuda" else min(engine.max_running, len(calls)),
+        max_running=engine.max_running,
+        max_waiting=max(len(calls), room),
+        step_tokens=engine.step_tokens,
+    )
+    config = sizes.config(engine.folder, engine.device, engine.dtype)
+    offline = OfflineEngine(engine.folder, config, None)
+    offline.run(Load(1, 0, engine.rank, PAGE_SIZE, 2))  # whatever the first step takes longer
+    offline.load_adapters(room, engine.rank)
+    requests = [submit(c.number, c.adapter, c.prompt, c.output_tokens) for c in calls]
+    run = Run(calls)
+    offline.serve(requests, engine.rank, run.note)
+    offline.close()
+    return run

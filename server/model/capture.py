@@ -1,19 +1,9 @@
-"""What both kinds of CUDA graphs do alike: which sizes are captured, and how."""
+"""How both kinds of CUDA graphs are captured."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-
-def sizes_up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """Those of `sizes`, ascending, that steps of up to `most` need; the first in any case."""
-    return tuple(size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < most)
-
-
-def padded_size(sizes: Sequence[int], wanted: int) -> int:
-    """The smallest of `sizes`, ascending, that takes `wanted`."""
-    return next(size for size in sizes if size >= wanted)
 
 
 def record(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:

@@ -19,24 +19,16 @@ from server.kernels.decode_attention import (
 from server.kernels.decode_inputs import gather_inputs
 from server.kernels.greedy import GreedyScratch, greedy_append
 from server.model.attention_cuda import Attention
-from server.model.capture import padded_size, record, sizes_up_to
+from server.model.capture import record
 from server.model.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
 from server.model.decoder import Decoder
 from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
 from server.model.rows import Rows
+from server.model.sizes import padded_size
 
 # One more than uploads that can be on their way while the next is written.
 _UPLOADS = 4
 _ALIGNMENT = 64
-# Sequences of a captured step; from there on the products alone take longer than the host.
-_MOST = 1024
-
-
-def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, by eights to 256, then by 32 up to what `max_rows` sequences need, at most 1024:
-    what pads a step is never more than an eighth of it from there on."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MOST + 1, 32)]
-    return sizes_up_to(sizes, max_rows)
 
 
 T = TypeVar("T", np.ndarray, torch.Tensor)

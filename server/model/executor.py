@@ -28,13 +28,14 @@ from server.model.memory import (
     executor_limits,
     fill_device,
 )
-from server.model.ops import KVCache
+from server.model.ops import KVCache, StepLayout
 from server.model.parts import Parts
 from server.model.results import PromptLogprobs, StepTicket
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
 from server.model.sampler import Drawn, Sampler, ScoredSlice
 from server.model.sites import SiteIndex
+from server.model.sizes import padded, padded_size
 from server.model.start_phases import StartPhases
 from server.model.step import Step
 from server.model.transfers import to_device, to_host
@@ -77,6 +78,7 @@ class TorchExecutor:
             built = build(parts, graph_batches, phases)
         self._decoder: Decoder[Any, Any, Any] = built.decoder
         self._graphs, self._token_graphs = built.graphs, built.token_graphs
+        self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
         self._copies = AdapterCopies(self._table, host_arena)
@@ -96,7 +98,7 @@ class TorchExecutor:
             return self._replay(batch)
         self._rows.grant(plan.grants)
         self._rows.write_inputs(plan.slices)
-        return self._compute(Step.build(plan, self._rows), meanwhile)
+        return self._compute(*self._step(plan), meanwhile)
 
     def collect(self, ticket: StepTicket) -> list[SliceResult]:
         return ticket.results()
@@ -135,20 +137,32 @@ class TorchExecutor:
             token_ids = token_ids[to_device(places, self.device)]
         return self._ticket(order, places.tolist(), to_host(token_ids), drawn, ())
 
-    def _compute(self, step: Step, meanwhile: Callable[[], None] | None) -> StepTicket:
-        ops = self._decoder.ops
+    def _step(self, plan: StepPlan) -> tuple[Step, bool]:
+        """And whether a graph computes it; else it is padded."""
+        graphs, tokens = self._token_graphs, plan.num_tokens
+        step = Step.build(plan, self._rows, tokens)
+        if graphs is not None and graphs.takes(step.layout, step.token_slots):
+            return step, True
+        size = padded_size(self._row_sizes, tokens) if self._row_sizes else tokens
+        return step if size == tokens else Step.build(plan, self._rows, size), False
+
+    def _compute(
+        self, step: Step, captured: bool, meanwhile: Callable[[], None] | None
+    ) -> StepTicket:
+        ops, sizes = self._decoder.ops, self._row_sizes
         token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
         scored = _scored(step, self._rows)
         wanted = _wanted(step, scored)
-        normed = self._forward(token_ids, step, wanted, meanwhile)
+        forward = self._token_graphs.forward if captured else partial(self._forward, meanwhile)
+        normed = forward(token_ids, step.layout, step.token_slots, padded(wanted, sizes))
 
         def logits_of(tokens: np.ndarray) -> torch.Tensor:
-            rows = normed
+            rows, places = normed, padded(np.searchsorted(wanted, tokens), sizes)
             if len(tokens) < len(wanted):
-                rows = normed[to_device(np.searchsorted(wanted, tokens), self.device)]
-            slots = step.token_slots[tokens]
+                rows = normed[to_device(places, self.device)]
+            slots = step.token_slots[wanted[places]]
             lora = ops.lora(slots) if self._table.changes_model(slots) else None
-            return self._decoder.logits(rows, lora)
+            return self._decoder.logits(rows, lora)[: len(tokens)]
 
         prompts = tuple(self._sampler.score(piece, logits_of) for piece in scored)
         drawn, places = None, step.samples
@@ -162,19 +176,17 @@ class TorchExecutor:
 
     def _forward(
         self,
-        token_ids: torch.Tensor,
-        step: Step,
-        wanted: np.ndarray,
         meanwhile: Callable[[], None] | None,
+        token_ids: torch.Tensor,
+        layout: StepLayout,
+        token_slots: np.ndarray,
+        wanted: np.ndarray,
     ) -> torch.Tensor:
-        """Of the tokens wanted alone."""
-        graphs, ops, slots = self._token_graphs, self._decoder.ops, step.token_slots
-        if graphs is not None and graphs.takes(step.layout, slots):
-            normed: torch.Tensor = graphs.forward(token_ids, step.layout, slots, wanted)
-            return normed
-        of_wanted = Wanted(to_device(wanted, self.device), ops.lora(slots[wanted]))
-        plan = ops.plan(step.layout)
-        return self._decoder.forward(token_ids, plan, ops.lora(slots), of_wanted, meanwhile)
+        """As `TokenGraphs.forward`, of any step."""
+        ops = self._decoder.ops
+        of_wanted = Wanted(to_device(wanted, self.device), ops.lora(token_slots[wanted]))
+        plan, lora = ops.plan(layout), ops.lora(token_slots)
+        return self._decoder.forward(token_ids, plan, lora, of_wanted, meanwhile)
 
     def _ticket(
         self,

@@ -10,17 +10,19 @@ import triton
 from server.engine.executor import ExecutorLimits
 from server.kernels.compile_ahead import compiled_together
 from server.model.attention_cuda import PagedAttention, prompt_backend
-from server.model.decode_graphs import DecodeGraphs, graph_sizes
+from server.model.decode_graphs import DecodeGraphs
 from server.model.decoder import Decoder
 from server.model.draws_cuda import CudaDraws
 from server.model.graph_attention import GraphAttention
+from server.model.memory import LOGITS_ROWS
 from server.model.ops import StepLayout
 from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
 from server.model.parts import Built, Parts
 from server.model.products import Linear
 from server.model.prompt_attention import MAX_PROMPTS, PromptAttention
+from server.model.sizes import MOST_PADDING, graph_sizes, row_sizes, sizes_up_to, token_sizes
 from server.model.start_phases import StartPhases
-from server.model.token_graphs import TokenGraphs, token_sizes
+from server.model.token_graphs import TokenGraphs
 from server.model.warm_up import prompts_of, run_steps
 from server.model.weights import LayerWeights
 
@@ -36,6 +38,7 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     start.compile_all()
     phases.done("compilation")
     start.run_steps(decoder)
+    start.load_products()
     phases.done("kernels")
     start.measure_products()
     phases.done("products")
@@ -44,17 +47,18 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     _tell_of_late_kernels()
     most = start.sizes[-1]
     told = f"FlashInfer ({start.backend} for prompts), decode graphs for up to {most} sequences"
-    return Built(decoder, start.draws, graphs, token_graphs, told)
+    return Built(decoder, start.draws, graphs, token_graphs, start.row_sizes, told)
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
     """sizes, prompt_sizes: sequences of decode graphs, tokens of those of steps with prompts.
-    backend: of prompts' attention."""
+    row_sizes: of products outside graphs. backend: of prompts' attention."""
 
     parts: Parts
     sizes: tuple[int, ...]
     prompt_sizes: tuple[int, ...]
+    row_sizes: tuple[int, ...]
     backend: str
     ops: CudaOps
     draws: CudaDraws
@@ -66,12 +70,14 @@ class _Start:
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
         prompt_sizes = _prompt_sizes(limits)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
-        most_rows = max(limits.max_rows, sizes[-1], *(prompt_sizes if backend == "fa3" else ()))
+        captured = prompt_sizes if backend == "fa3" else ()
+        most_rows = max(limits.max_rows + MOST_PADDING, sizes[-1], *captured)
         attention = PagedAttention(parts.model, parts.cache, backend, most_rows)
         reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
         ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
         draws = CudaDraws(rows, parts.parameters)
-        return cls(parts, sizes, prompt_sizes, backend, ops, draws)
+        loose = row_sizes(limits.max_rows, limits.max_step_tokens)
+        return cls(parts, sizes, prompt_sizes, loose, backend, ops, draws)
 
     @property
     def families(self) -> tuple[bool, ...]:
@@ -108,6 +114,13 @@ class _Start:
         run_steps(decoder, parts.rows, parts.limits)
         self.draws.warm(parts.model.vocab_size, parts.cache.k.dtype)
 
+    def load_products(self) -> None:
+        """Of steps that no graph has: those of all tokens, and of rows that want logits."""
+        weights, sizes = self.parts.weights, self.row_sizes
+        self.ops.products.load(sizes, _products_of(weights.layers[0]))
+        most_logits = max(self.parts.limits.max_rows, LOGITS_ROWS)
+        self.ops.products.load(sizes_up_to(sizes, most_logits), [(weights.lm_head, None)])
+
     def measure_products(self) -> None:
         for sizes, products in self._products():
             self.ops.products.measure(sizes, products)
@@ -124,16 +137,8 @@ class _Start:
     def _products(self) -> Iterator[tuple[Sequence[int], list[list[Linear]]]]:
         """Numbers of rows, and for each product that has them weight and bias in every layer."""
         weights = self.parts.weights
-        layers = weights.layers
-        yield (
-            sorted({*self.sizes, *self.prompt_sizes}),
-            [
-                [(layer.qkv, layer.qkv_bias) for layer in layers],
-                [(layer.o, layer.o_bias) for layer in layers],
-                [(layer.gate_up, layer.gate_up_bias) for layer in layers],
-                [(layer.down, layer.down_bias) for layer in layers],
-            ],
-        )
+        by_layer = zip(*map(_products_of, weights.layers), strict=True)
+        yield sorted({*self.sizes, *self.prompt_sizes}), [list(layers) for layers in by_layer]
         # Of steps with prompts no graph has the head.
         yield self.sizes, [[(weights.lm_head, None)]]
 
@@ -154,6 +159,15 @@ class _Start:
 
     def _example(self, tokens: int) -> StepLayout:
         return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
+
+
+def _products_of(layer: LayerWeights) -> list[Linear]:
+    return [
+        (layer.qkv, layer.qkv_bias),
+        (layer.o, layer.o_bias),
+        (layer.gate_up, layer.gate_up_bias),
+        (layer.down, layer.down_bias),
+    ]
 
 
 def _prompt_sizes(limits: ExecutorLimits) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ def _build_reference(parts: Parts, why: str) -> Built:
     ops = TorchOps(parts.model, parts.cache, parts.table)
     decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
     draws = TorchDraws(parts.rows, parts.parameters)
-    return Built(decoder, draws, None, None, f"plain torch: {why}")
+    return Built(decoder, draws, None, None, (), f"plain torch: {why}")
 
 
 def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -31,10 +31,12 @@ class Parts:
 @dataclass(frozen=True, slots=True)
 class Built:
     """graphs, token_graphs: DecodeGraphs and TokenGraphs, None where steps are computed as they
-    come. backend: for a person."""
+    come. row_sizes: numbers of rows, ascending, that those are padded to; none = they need not be.
+    backend: for a person."""
 
     decoder: Decoder[Any, Any, Any]
     draws: Draws
     graphs: Any
     token_graphs: Any
+    row_sizes: tuple[int, ...]
     backend: str

@@ -76,6 +76,17 @@ class Products:
                     x, y = _operands(size, weight)
                     _compute(way, x, weight, bias, y)
 
+    def load(self, sizes: Sequence[int], products: Sequence[Linear]) -> None:
+        """What products outside of graphs launch, once for each number of rows: at its first launch
+        a kernel is loaded, for which host and device wait for each other, and the library has a
+        hundred for one product."""
+        for weight, bias in products:
+            x, y = _operands(max(sizes), weight)
+            for size in sizes:
+                self.linear(x[:size], weight, bias, y[:size])
+                if bias is not None:  # without a place for the result another function computes it
+                    self.linear(x[:size], weight, bias)
+
     def measure(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
         """sizes: numbers of rows. products: for each product of a step that of some layers. Some
         milliseconds for each of them, and what our kernels take to compile; leaves no memory taken.

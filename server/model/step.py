@@ -30,26 +30,33 @@ class Step:
     layout: StepLayout
 
     @classmethod
-    def build(cls, plan: StepPlan, rows: Rows) -> "Step":
+    def build(cls, plan: StepPlan, rows: Rows, tokens: int) -> "Step":
+        """tokens: of the batch, no fewer than the plan's; what pads it are decodes of the scratch
+        row, behind the others, and appear in token_slots and layout alone."""
         table = np.array(
             [(s.seq_row, s.start, s.num_new, s.adapter_slot, s.sample) for s in plan.slices],
             dtype=np.int64,
         ).reshape(-1, 5)
         order = np.lexsort((table[:, 3], table[:, 2] > 1))
-        seq_rows, starts, num_new, slots, samples = table[order].T.copy()
+        batch = table[order]
+        num_decodes = int((batch[:, 2] == 1).sum())
+        padding = np.full((tokens - plan.num_tokens, 5), (rows.scratch, 0, 1, -1, 0))
+        batch = np.insert(batch, num_decodes, padding, axis=0)
+        seq_rows, starts, num_new, slots, samples = batch.T.copy()
         ends = np.cumsum(num_new)
         begins = ends - num_new
         positions = np.arange(ends[-1]) + np.repeat(starts - begins, num_new)
         token_rows = np.repeat(seq_rows, num_new)
         packed = to_device(np.stack((token_rows, positions)), rows.device)
+        real = np.flatnonzero(seq_rows != rows.scratch)
         return cls(
             slices=[plan.slices[i] for i in order],
             order=order,
-            seq_rows=seq_rows,
-            starts=starts,
-            num_new=num_new,
-            ends=ends - 1,
+            seq_rows=seq_rows[real],
+            starts=starts[real],
+            num_new=num_new[real],
+            ends=ends[real] - 1,
             token_slots=np.repeat(slots, num_new),
-            samples=np.flatnonzero(samples),
+            samples=np.flatnonzero(samples[real]),
             layout=StepLayout(seq_rows, starts, num_new, packed[0], packed[1], rows.page_table),
         )

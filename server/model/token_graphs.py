@@ -12,25 +12,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from server.model.capture import padded_size, record, sizes_up_to
+from server.model.capture import record
 from server.model.decoder import Decoder
 from server.model.graph_attention import GraphAttention
 from server.model.lora import any_adapter
 from server.model.ops import StepLayout
 from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
 from server.model.prompt_attention import MAX_PROMPTS
+from server.model.sizes import padded_size
 from server.model.transfers import to_device
-
-# With more tokens the device needs longer than the host.
-_MAX_TOKENS = 2048
-
-
-def token_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Up to what steps of `max_tokens` tokens need. Beyond the smallest size, padding is the
-    smaller part of any step."""
-    top = min(max_tokens, _MAX_TOKENS)
-    sizes = [32, 64, 96, 128, *range(192, 1024, 64), *range(1024, _MAX_TOKENS + 1, 128)]
-    return sizes_up_to(sizes, top)
 
 
 @dataclass(slots=True)

@@ -44,12 +44,12 @@ class Pair:
         slabs = [pack(model, name) for name in adapters]
         self.reference = Driver(folder, **changes)
         fake_flashinfer.install(patch)
-        from server.model import attention_cuda, ops_cuda, token_graphs
+        from server.model import attention_cuda, ops_cuda, sizes
 
         patch.setattr(attention_cuda, "prompt_backend", lambda capability: backend)
         if few_tokens:
             patch.setattr(ops_cuda, "_FEW_TOKENS", few_tokens)
-            patch.setattr(token_graphs, "_MAX_TOKENS", few_tokens)
+            patch.setattr(sizes, "_MOST_TOKENS", few_tokens)
         self.graphs = replace_graphs(patch)
         self.gpu = Driver(folder, **changes)
         for driver in (self.reference, self.gpu):

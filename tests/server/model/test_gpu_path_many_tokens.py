@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 
 from server.protocol import SamplingParams
@@ -32,11 +33,29 @@ SCORED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def products() -> Iterator[set[tuple[int, ...]]]:
+    """Rows, and the weight's shape, of every product so far."""
+    from server.model.products import Products
+
+    linear, found = Products.linear, set[tuple[int, ...]]()
+
+    def noted(self: Any, x: torch.Tensor, weight: torch.Tensor, *context: Any, **how: Any) -> Any:
+        found.add((len(x), *weight.shape))
+        return linear(self, x, weight, *context, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Products, "linear", noted)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pair(
+    products: set[tuple[int, ...]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     model = make_model("llama3", num_hidden_layers=2, hidden_size=32, intermediate_size=300)
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("base")
-        limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": 400}
+        limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": 512}
         found = Pair(model, ADAPTERS, folder, patch, few_tokens=FEW, **limits)
         yield found
         found.close()
@@ -82,3 +101,14 @@ def test_same_as_the_reference(
             assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-3)
     assert {shrunk for _, shrunk in taken} == {fused}
     assert min(tokens for tokens, _ in taken) > FEW
+
+
+@pytest.mark.parametrize("slot", [-1, 1])
+def test_no_product_has_a_size_that_none_had_at_start(
+    pair: Pair, products: set[tuple[int, ...]], slot: int
+) -> None:
+    """A library has a kernel for every other number of rows, and loads it while steps wait."""
+    known = frozenset(products)
+    for count in (3, 6):
+        scored(pair.gpu, [slot] * count)
+    assert products == known

@@ -65,7 +65,7 @@ def outputs(pair: Pair, lengths: list[int], slots: list[int], tokens: int) -> li
      (1000, 59, (992, 1024)), (5000, 59, (992, 1024))],
 )  # fmt: skip
 def test_sizes_of_decode_graphs(pair: Pair, most: int, count: int, last: tuple[int, ...]) -> None:
-    from server.model.decode_graphs import graph_sizes
+    from server.model.sizes import graph_sizes
 
     sizes = graph_sizes(most)
     assert len(sizes) == count

@@ -1,0 +1,54 @@
+"""Numbers of rows that steps are padded to, so that all they launch was launched at start. Pure."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# Sequences of a captured step; from there on the products alone take longer than the host.
+_MOST_DECODES = 1024
+# Tokens of a captured step with prompts. With more the device needs longer than the host.
+_MOST_TOKENS = 2048
+# Of steps outside graphs.
+_TOKENS_STEP = 128
+MOST_PADDING = _TOKENS_STEP - 1
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, by eights to 256, then by 32 up to what `max_rows` sequences need, at most 1024:
+    what pads a step is never more than an eighth of it from there on."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, _MOST_DECODES + 1, 32)]
+    return sizes_up_to(sizes, max_rows)
+
+
+def token_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Of steps with prompts, up to what those of `max_tokens` tokens need. Beyond the smallest
+    size, padding is the smaller part of any step."""
+    top = min(max_tokens, _MOST_TOKENS)
+    sizes = [32, 64, 96, 128, *range(192, 1024, 64), *range(1024, _MOST_TOKENS + 1, 128)]
+    return sizes_up_to(sizes, top)
+
+
+def row_sizes(max_rows: int, max_tokens: int) -> tuple[int, ...]:
+    """Of products outside graphs, up to `max_tokens`: those of decode graphs, since as many rows as
+    sequences may want logits, and by 128. A library's choice of kernel differs from one number to
+    the next."""
+    sizes = {*graph_sizes(max_rows), *range(_TOKENS_STEP, max_tokens, _TOKENS_STEP)}
+    return tuple(sorted(size for size in sizes if size < max_tokens)) + (max_tokens,)
+
+
+def sizes_up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """Those of `sizes`, ascending, that steps of up to `most` need; the first in any case."""
+    return tuple(size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < most)
+
+
+def padded_size(sizes: Sequence[int], wanted: int) -> int:
+    """The smallest of `sizes`, ascending, that takes `wanted`."""
+    return next(size for size in sizes if size >= wanted)
+
+
+def padded(indices: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """indices: int64 `[n]`; the last as often as needed. Without sizes, and of none, as they
+    are."""
+    if not sizes or not len(indices):
+        return indices
+    return np.pad(indices, (0, padded_size(sizes, len(indices)) - len(indices)), mode="edge")

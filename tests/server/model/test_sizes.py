@@ -1,0 +1,76 @@
+"""Numbers of rows of steps: none is too small, and padding stays small."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.engine.plan import SeqSlice, StepPlan
+from server.model.rows import Rows
+from server.model.sizes import MOST_PADDING, padded, row_sizes
+from server.model.step import Step
+
+ROWS = Rows(max_rows=64, max_context=256, page_size=16, device=torch.device("cpu"))
+
+
+@given(st.integers(1, 3000), st.integers(1, 20_000))
+def test_sizes_outside_graphs(max_rows: int, max_tokens: int) -> None:
+    sizes = row_sizes(max_rows, max_tokens)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == max_tokens
+    assert np.diff((0, *sizes)).max() <= MOST_PADDING + 1
+
+
+@pytest.mark.parametrize(
+    ("given_", "sizes", "expected"),
+    [
+        ([], (2, 4), []),
+        ([3, 9], (2, 4), [3, 9]),
+        ([3, 5, 9], (2, 4), [3, 5, 9, 9]),
+        ([3, 5, 9], (), [3, 5, 9]),
+    ],
+)
+def test_the_last_index_pads(
+    given_: list[int], sizes: tuple[int, ...], expected: list[int]
+) -> None:
+    assert padded(np.array(given_, dtype=np.int64), sizes).tolist() == expected
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    rows = draw(st.lists(st.integers(0, 63), min_size=1, max_size=8, unique=True))
+    slices = [
+        SeqSlice(
+            row,
+            start=draw(st.integers(0, 100)),
+            num_new=draw(st.integers(1, 5)),
+            token_ids=[],
+            adapter_slot=draw(st.integers(-1, 2)),
+            sample=draw(st.booleans()),
+        )
+        for row in rows
+    ]
+    return StepPlan(0, slices, [], [], [])
+
+
+@given(plans(), st.integers(0, 40))
+def test_a_padded_step_is_the_same_step(plan: StepPlan, padding: int) -> None:
+    tokens = plan.num_tokens + padding
+    exact, step = (Step.build(plan, ROWS, n) for n in (plan.num_tokens, tokens))
+    assert step.slices == exact.slices
+    for name in ("order", "seq_rows", "starts", "num_new", "samples"):
+        assert getattr(step, name).tolist() == getattr(exact, name).tolist()
+    rows, positions = step.layout.token_rows, step.layout.positions
+    assert len(rows) == len(positions) == len(step.token_slots) == tokens
+    for ours, theirs in zip(range(len(step.ends)), range(len(exact.ends)), strict=True):
+        end, other = step.ends[ours], exact.ends[theirs]
+        assert rows[end] == exact.layout.token_rows[other] == step.seq_rows[ours]
+        assert positions[end] == exact.layout.positions[other]
+        assert step.token_slots[end] == exact.token_slots[other]
+    added = rows == ROWS.scratch
+    assert int(added.sum()) == padding
+    assert (positions[added] == 0).all()
+    assert (step.token_slots[added.numpy()] == -1).all()
+    kinds = step.layout.num_new > 1
+    assert (np.diff(kinds.astype(int)) >= 0).all(), "decodes come first"

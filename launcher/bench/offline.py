@@ -1,5 +1,6 @@
 """The real engine in this process, with random weights and adapters: no HTTP, no shell."""
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,11 +15,13 @@ from adapters.base import BaseSpec
 from adapters.header import TensorInfo
 from adapters.layout import make_layout
 from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
+from adapters.pauses import shorten_pauses
 from adapters.peft_format import parse_config
 from adapters.validate import LoraTensors, ModuleLora
 from adapters.violations import Findings
 from launcher.bench.errors import BenchError
 from server.config import EngineConfig
+from server.engine.extents import FREE, fit
 from server.engine.loop import EngineLoop
 from server.engine.messages import (
     FromEngine,
@@ -209,8 +212,8 @@ def submit(
 class OfflineEngine:
     """Executor, scheduler and step loop as in an engine process, driven by calls.
 
-    All adapters are copies of one slab in the host arena, numbers of N(0, 0.02^2) in the run's
-    dtype, each at its own place on the device.
+    All adapters are copies of one slab, which fills the host arena, numbers of N(0, 0.02^2) in the
+    run's dtype, each at its own place on the device.
     """
 
     def __init__(self, folder: Path, config: EngineConfig, batches: Sequence[int] | None) -> None:
@@ -230,9 +233,11 @@ class OfflineEngine:
         self._scheduler = Scheduler(self.executor.limits, waiting)
         self._runs = 0
         self._layouts: dict[int, SlabLayout] = {}  # by rank
+        shorten_pauses()
 
     def close(self) -> None:
         self.executor.close()
+        gc.unfreeze()
 
     def run(self, load: Load) -> float:
         """Seconds from the first request to the last token. Raises BenchError for errors."""
@@ -270,7 +275,8 @@ class OfflineEngine:
         if rank not in self._layouts:
             self._layouts[rank] = lora_layout(self.base, digest, rank, self.config.dtype)
         layout = msgspec.structs.replace(self._layouts[rank], digest=digest)
-        places = tuple(sum(layout.runs[:i]) for i in range(len(layout.runs)))
+        places = fit(bytearray([FREE]) * sum(layout.runs), layout.runs)
+        assert places is not None
         return SlabStaged(layout, places)
 
 

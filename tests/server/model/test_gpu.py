@@ -228,10 +228,10 @@ def test_hundreds_of_decodes(tmp_path: Path) -> None:
 def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no graph takes, here from 33 on: what takes up a product expands it; with ranks of
     eights the activation shrinks, too."""
-    from server.model import ops_cuda, token_graphs
+    from server.model import ops_cuda, sizes
 
     monkeypatch.setattr(ops_cuda, "_FEW_TOKENS", 32)
-    monkeypatch.setattr(token_graphs, "_MAX_TOKENS", 32)
+    monkeypatch.setattr(sizes, "_MOST_TOKENS", 32)
     found = Trio("llama3", tmp_path, 24)
     try:
         for names in (["rank16", "rank8_one_layer", None], [*ZOO, None]):

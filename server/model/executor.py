@@ -143,7 +143,7 @@ class TorchExecutor:
         step = Step.build(plan, self._rows, tokens)
         if graphs is not None and graphs.takes(step.layout, step.token_slots):
             return step, True
-        size = padded_size(self._row_sizes, tokens) if self._row_sizes else tokens
+        size = padded_size(self._row_sizes, tokens)
         return step if size == tokens else Step.build(plan, self._rows, size), False
 
     def _compute(

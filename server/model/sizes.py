@@ -42,13 +42,12 @@ def sizes_up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def padded_size(sizes: Sequence[int], wanted: int) -> int:
-    """The smallest of `sizes`, ascending, that takes `wanted`."""
-    return next(size for size in sizes if size >= wanted)
+    """The smallest of `sizes`, ascending, that takes `wanted`; without sizes that itself."""
+    return next(size for size in sizes if size >= wanted) if sizes else wanted
 
 
 def padded(indices: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """indices: int64 `[n]`; the last as often as needed. Without sizes, and of none, as they
-    are."""
-    if not sizes or not len(indices):
+    """indices: int64 `[n]`; the last is repeated up to one of the sizes. None stay none."""
+    if not len(indices):
         return indices
     return np.pad(indices, (0, padded_size(sizes, len(indices)) - len(indices)), mode="edge")

@@ -15,7 +15,6 @@ from adapters.base import BaseSpec
 from adapters.header import TensorInfo
 from adapters.layout import make_layout
 from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
-from adapters.pauses import shorten_pauses
 from adapters.peft_format import parse_config
 from adapters.validate import LoraTensors, ModuleLora
 from adapters.violations import Findings
@@ -233,7 +232,8 @@ class OfflineEngine:
         self._scheduler = Scheduler(self.executor.limits, waiting)
         self._runs = 0
         self._layouts: dict[int, SlabLayout] = {}  # by rank
-        shorten_pauses()
+        gc.collect()
+        gc.freeze()  # as an engine process does: what lasts is looked at by no collection
 
     def close(self) -> None:
         self.executor.close()

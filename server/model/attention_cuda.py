@@ -66,8 +66,8 @@ class PagedAttention:
     def __init__(
         self, model: ModelConfig, cache: KVCache, prefill_backend: str, most_rows: int
     ) -> None:
-        """prefill_backend: see `prompt_backend`. most_rows: of a flat batch that has decodes, with
-        what pads it in graphs."""
+        """prefill_backend: see `prompt_backend`. most_rows: of decodes in a flat batch, with what
+        pads it; of all rows of one that a graph takes."""
         self.model = model
         self.cache = cache
         self.device = cache.k.device

@@ -19,7 +19,8 @@ Y = TypeVar("Y")
 @dataclass(frozen=True, slots=True)
 class Wanted(Generic[L]):
     """The tokens whose result somebody needs: no others go through the end of the last layer, which
-    writes no keys and values. rows: int64 `[rows]`, ascending; lora: of these."""
+    writes no keys and values. rows: int64 `[rows]`, ascending, the last of them perhaps several
+    times; lora: of these."""
 
     rows: torch.Tensor
     lora: L | None

@@ -98,7 +98,11 @@ class TorchExecutor:
             return self._replay(batch)
         self._rows.grant(plan.grants)
         self._rows.write_inputs(plan.slices)
-        return self._compute(*self._step(plan), meanwhile)
+        captured = self._token_graphs is not None and self._token_graphs.takes(plan)
+        tokens = plan.num_tokens
+        size = tokens if captured else padded_size(self._row_sizes, tokens)
+        step = Step.build(plan, self._rows, size)
+        return self._compute(step, captured, meanwhile)
 
     def collect(self, ticket: StepTicket) -> list[SliceResult]:
         return ticket.results()
@@ -137,18 +141,10 @@ class TorchExecutor:
             token_ids = token_ids[to_device(places, self.device)]
         return self._ticket(order, places.tolist(), to_host(token_ids), drawn, ())
 
-    def _step(self, plan: StepPlan) -> tuple[Step, bool]:
-        """And whether a graph computes it; else it is padded."""
-        graphs, tokens = self._token_graphs, plan.num_tokens
-        step = Step.build(plan, self._rows, tokens)
-        if graphs is not None and graphs.takes(step.layout, step.token_slots):
-            return step, True
-        size = padded_size(self._row_sizes, tokens)
-        return step if size == tokens else Step.build(plan, self._rows, size), False
-
     def _compute(
         self, step: Step, captured: bool, meanwhile: Callable[[], None] | None
     ) -> StepTicket:
+        """captured: whether a graph computes it; else it is padded."""
         ops, sizes = self._decoder.ops, self._row_sizes
         token_ids = self._rows.tokens[step.layout.token_rows, step.layout.positions].long()
         scored = _scored(step, self._rows)
@@ -157,10 +153,10 @@ class TorchExecutor:
         normed = forward(token_ids, step.layout, step.token_slots, padded(wanted, sizes))
 
         def logits_of(tokens: np.ndarray) -> torch.Tensor:
-            rows, places = normed, padded(np.searchsorted(wanted, tokens), sizes)
+            rows, slots = normed, step.token_slots[padded(tokens, sizes)]
             if len(tokens) < len(wanted):
+                places = padded(np.searchsorted(wanted, tokens), sizes)
                 rows = normed[to_device(places, self.device)]
-            slots = step.token_slots[wanted[places]]
             lora = ops.lora(slots) if self._table.changes_model(slots) else None
             return self._decoder.logits(rows, lora)[: len(tokens)]
 

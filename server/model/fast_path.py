@@ -76,8 +76,8 @@ class _Start:
         reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
         ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
         draws = CudaDraws(rows, parts.parameters)
-        loose = row_sizes(limits.max_rows, limits.max_step_tokens)
-        return cls(parts, sizes, prompt_sizes, loose, backend, ops, draws)
+        outside = row_sizes(limits.max_rows, limits.max_step_tokens)
+        return cls(parts, sizes, prompt_sizes, outside, backend, ops, draws)
 
     @property
     def families(self) -> tuple[bool, ...]:

@@ -7,6 +7,7 @@ from adapters.manifest import ITEM_BYTES
 from server.config import ConfigError, EngineConfig
 from server.engine.executor import ExecutorLimits
 from server.model.config import ModelConfig
+from server.model.sizes import MOST_PADDING
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
@@ -42,10 +43,11 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     widths = 4 * model.hidden_size + 3 * model.q_size + 3 * model.intermediate_size
     activations = engine.max_step_tokens * widths * item
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
-    copies = engine.max_running * 2 * item + LOGITS_ROWS * 4 * _LOGITS_COPIES
+    rows = engine.max_running + MOST_PADDING
+    copies = rows * 2 * item + LOGITS_ROWS * 4 * _LOGITS_COPIES
     logits = copies * model.vocab_size
     # What pieces of contexts give, in float32; of a sequence one piece and a half.
-    pieces = engine.max_running * 6 * model.q_size
+    pieces = rows * 6 * model.q_size
     context = engine.max_context or model.max_context
     # Of each row its tokens and its pages; the rotation of each position; adapters' records.
     row = context * 4 + -(-context // engine.page_size) * 8

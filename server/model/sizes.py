@@ -32,7 +32,8 @@ def row_sizes(max_rows: int, max_tokens: int) -> tuple[int, ...]:
     """Of products outside graphs, up to `max_tokens`: those of decode graphs, since as many rows as
     sequences may want logits, and by 128. A library's choice of kernel differs from one number to
     the next."""
-    sizes = {*graph_sizes(max_rows), *range(_TOKENS_STEP, max_tokens, _TOKENS_STEP)}
+    few = graph_sizes(max(max_rows, _TOKENS_STEP))
+    sizes = {*few, *range(_TOKENS_STEP, max_tokens, _TOKENS_STEP)}
     return tuple(sorted(size for size in sizes if size < max_tokens)) + (max_tokens,)
 
 

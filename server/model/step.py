@@ -16,7 +16,7 @@ class Step:
     adapter's tokens are neighbours.
 
     order: int64 `[slices]`, a slice's place in the plan. ends: `[slices]`, its last token in the
-    batch. token_slots: `[tokens]`, adapter slots. All of these lie on the host.
+    batch, with what pads it. token_slots: `[tokens]`, adapter slots. All of these lie on the host.
     """
 
     slices: list[SeqSlice]
@@ -31,24 +31,22 @@ class Step:
 
     @classmethod
     def build(cls, plan: StepPlan, rows: Rows, tokens: int) -> "Step":
-        """tokens: of the batch, no fewer than the plan's; what pads it are decodes of the scratch
-        row, behind the others, and appear in token_slots and layout alone."""
+        """tokens: of the batch, no fewer than the plan's. What pads it are decodes of the scratch
+        row, its first tokens; of the arrays only token_slots and layout have them."""
         table = np.array(
             [(s.seq_row, s.start, s.num_new, s.adapter_slot, s.sample) for s in plan.slices],
             dtype=np.int64,
         ).reshape(-1, 5)
         order = np.lexsort((table[:, 3], table[:, 2] > 1))
-        batch = table[order]
-        num_decodes = int((batch[:, 2] == 1).sum())
         padding = np.full((tokens - plan.num_tokens, 5), (rows.scratch, 0, 1, -1, 0))
-        batch = np.insert(batch, num_decodes, padding, axis=0)
+        batch = np.concatenate([padding, table[order]])
         seq_rows, starts, num_new, slots, samples = batch.T.copy()
         ends = np.cumsum(num_new)
         begins = ends - num_new
         positions = np.arange(ends[-1]) + np.repeat(starts - begins, num_new)
         token_rows = np.repeat(seq_rows, num_new)
         packed = to_device(np.stack((token_rows, positions)), rows.device)
-        real = np.flatnonzero(seq_rows != rows.scratch)
+        real = slice(len(padding), None)
         return cls(
             slices=[plan.slices[i] for i in order],
             order=order,

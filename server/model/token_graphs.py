@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from server.engine.plan import StepPlan
 from server.model.capture import record
 from server.model.decoder import Decoder
 from server.model.graph_attention import GraphAttention
@@ -84,16 +85,17 @@ class TokenGraphs:
             states.hidden = states.normed  # what it was may be the next graphs' memory
             self._captured[size, with_adapters] = _Captured(graphs, states, lora)
 
-    def takes(self, layout: StepLayout, token_slots: np.ndarray) -> bool:
-        """token_slots: int64 `[tokens]`, adapter slots of a step, -1 = the base."""
-        if len(token_slots) > self.sizes[-1]:
+    def takes(self, plan: StepPlan) -> bool:
+        if plan.num_tokens > self.sizes[-1]:
             return False
-        if self._attention is not None and len(layout.prompts[0]) > MAX_PROMPTS:
+        prompts = sum(piece.num_new > 1 for piece in plan.slices)
+        if self._attention is not None and prompts > MAX_PROMPTS:
             return False
-        if not any_adapter(token_slots):
+        slots = np.array([piece.adapter_slot for piece in plan.slices])
+        if not any_adapter(slots):
             return True
         known = (self.sizes[0], True) in self._captured
-        return known and not self._ops.table.changes_model(token_slots)
+        return known and not self._ops.table.changes_model(slots)
 
     def forward(
         self,

@@ -9,6 +9,7 @@ import torch
 from server.engine.executor import ExecutorLimits
 from server.kernels.table import RANK_BLOCKS
 from server.model.decoder import Decoder
+from server.model.memory import LOGITS_ROWS
 from server.model.ops import StepLayout
 from server.model.rows import Rows
 
@@ -19,7 +20,7 @@ _WARM_TOKENS = (3, 40, 300, 600, 2100)
 def run_steps(decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimits) -> None:
     """As many tokens as use every kernel; with adapters as well, where some may come."""
     context, adapters = limits.max_context, limits.adapter_slots > 0
-    for tokens in warm_sizes(limits.max_step_tokens):
+    for tokens in warm_sizes(min(limits.max_step_tokens, limits.max_rows * context)):
         run_step(decoder, rows, tokens, context, adapters)
 
 
@@ -49,7 +50,7 @@ def run_step(
             loras += [ops.shrinking(lora, block) for block in RANK_BLOCKS]
     for lora in loras:
         normed = decoder.forward(token_ids, ops.plan(layout), lora)
-        for wanted in {1, min(tokens, rows.scratch)}:
+        for wanted in {1, min(tokens, max(rows.scratch, LOGITS_ROWS))}:
             of_head = None if lora is None else _everywhere(ops, wanted)
             decoder.logits(normed[-wanted:], of_head)
     torch.cuda.synchronize()

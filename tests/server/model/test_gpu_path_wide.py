@@ -59,19 +59,6 @@ def outputs(pair: Pair, lengths: list[int], slots: list[int], tokens: int) -> li
     return found[0]
 
 
-@pytest.mark.parametrize(
-    ("most", "count", "last"),
-    [(1, 1, (1,)), (5, 4, (4, 8)), (256, 35, (248, 256)), (300, 37, (288, 320)),
-     (1000, 59, (992, 1024)), (5000, 59, (992, 1024))],
-)  # fmt: skip
-def test_sizes_of_decode_graphs(pair: Pair, most: int, count: int, last: tuple[int, ...]) -> None:
-    from server.model.sizes import graph_sizes
-
-    sizes = graph_sizes(most)
-    assert len(sizes) == count
-    assert sizes[-len(last) :] == last
-
-
 def test_hundreds_of_decodes(pair: Pair) -> None:
     """They run in one graph as few do, whatever their adapters."""
     pair.graphs.clear()

@@ -8,10 +8,21 @@ from hypothesis import strategies as st
 
 from server.engine.plan import SeqSlice, StepPlan
 from server.model.rows import Rows
-from server.model.sizes import MOST_PADDING, padded, row_sizes
+from server.model.sizes import MOST_PADDING, graph_sizes, padded, row_sizes
 from server.model.step import Step
 
 ROWS = Rows(max_rows=64, max_context=256, page_size=16, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("most", "count", "last"),
+    [(1, 1, (1,)), (5, 4, (4, 8)), (256, 35, (248, 256)), (300, 37, (288, 320)),
+     (1000, 59, (992, 1024)), (5000, 59, (992, 1024))],
+)  # fmt: skip
+def test_sizes_of_decode_graphs(most: int, count: int, last: tuple[int, ...]) -> None:
+    sizes = graph_sizes(most)
+    assert len(sizes) == count
+    assert sizes[-len(last) :] == last
 
 
 @given(st.integers(1, 3000), st.integers(1, 20_000))
@@ -63,9 +74,8 @@ def test_a_padded_step_is_the_same_step(plan: StepPlan, padding: int) -> None:
         assert getattr(step, name).tolist() == getattr(exact, name).tolist()
     rows, positions = step.layout.token_rows, step.layout.positions
     assert len(rows) == len(positions) == len(step.token_slots) == tokens
-    for ours, theirs in zip(range(len(step.ends)), range(len(exact.ends)), strict=True):
-        end, other = step.ends[ours], exact.ends[theirs]
-        assert rows[end] == exact.layout.token_rows[other] == step.seq_rows[ours]
+    for place, (end, other) in enumerate(zip(step.ends, exact.ends, strict=True)):
+        assert rows[end] == exact.layout.token_rows[other] == step.seq_rows[place]
         assert positions[end] == exact.layout.positions[other]
         assert step.token_slots[end] == exact.token_slots[other]
     added = rows == ROWS.scratch

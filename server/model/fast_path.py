@@ -35,9 +35,12 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     parts.rows.page_table[parts.rows.scratch] = parts.limits.num_pages
     start = _Start.of(parts, graph_batches)
     decoder = start.decoder(parts.weights.layers)
-    start.compile_all()
+    # One layer's kernels are those of all.
+    one_layer = start.decoder(parts.weights.layers[:1])
+    start.compile_all(one_layer)
     phases.done("compilation")
     start.run_steps(decoder)
+    start.rehearse(one_layer)
     start.load_products()
     phases.done("kernels")
     start.measure_products()
@@ -88,12 +91,11 @@ class _Start:
         weights = replace(self.parts.weights, layers=tuple(layers))
         return Decoder(self.parts.model, weights, self.parts.table.sites, self.ops)
 
-    def compile_all(self) -> None:
+    def compile_all(self, decoder: CudaDecoder) -> None:
         """Without it kernels are compiled one by one, as what follows comes to them."""
         try:
             with compiled_together():
-                # One layer's kernels are those of all.
-                self._launch_all(self.decoder(self.parts.weights.layers[:1]))
+                self._launch_all(decoder)
         except Exception:
             log.warning("kernels could not be compiled together", exc_info=True)
         torch.cuda.empty_cache()  # graphs have memory of their own
@@ -102,17 +104,22 @@ class _Start:
         self.run_steps(decoder)
         for sizes, products in self._products():
             self.ops.products.launch_ours(sizes, products)
-        graphs, token_graphs = self._graphs(decoder)
-        for with_adapters in self.families:
-            graphs.rehearse(with_adapters)
-            if token_graphs is not None:
-                token_graphs.rehearse(with_adapters, self._example)
+        self.rehearse(decoder)
 
     def run_steps(self, decoder: CudaDecoder) -> None:
         """Those that no graph has."""
         parts = self.parts
         run_steps(decoder, parts.rows, parts.limits)
         self.draws.warm(parts.model.vocab_size, parts.cache.k.dtype)
+
+    def rehearse(self, decoder: CudaDecoder) -> None:
+        """What graphs will launch, outside of any: a kernel is loaded at its first launch, which a
+        capture does not allow."""
+        graphs, token_graphs = self._graphs(decoder)
+        for with_adapters in self.families:
+            graphs.rehearse(with_adapters)
+            if token_graphs is not None:
+                token_graphs.rehearse(with_adapters, self._example)
 
     def load_products(self) -> None:
         """Of steps that no graph has: those of all tokens, and of rows that want logits."""

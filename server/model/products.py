@@ -14,12 +14,15 @@ from torch.nn import functional
 
 from server.kernels.configs import KernelConfigs, SkinnyConfig
 from server.kernels.skinny import skinny_product
+from server.model.capture import record
 
-# Layers whose weights a measurement goes through, so that they come from memory as in a step.
-_LAYERS = 8
+# Layers that a measurement goes through. With few rows weights are to come from memory as in a
+# step, and kernels to follow each other; with many neither counts, and each takes longer.
+_LAYERS, _LAYERS_OF_MANY = 8, 2
+_MANY_ROWS = 256
 _REPEATS = 4
-# Cycles for which the device waits while the host queues the products, some 50 us each.
-_HEAD_START = 1_000_000
+# Cycles for which the device waits while the host queues what it is to time, some 20 us a graph.
+_HEAD_START = 2_000_000
 # What another way must save to be taken.
 _GAIN = 0.98
 
@@ -94,7 +97,8 @@ class Products:
         for size in sizes:
             ways: tuple[Way, ...] = (*LIBRARIES, *self._configs.skinny(size))
             for layers in products:
-                times = {way: _time(way, size, layers[:_LAYERS]) for way in ways}
+                measured = layers[: _LAYERS if size <= _MANY_ROWS else _LAYERS_OF_MANY]
+                times = _times(ways, size, measured)
                 self._choices[size, *layers[0][0].shape] = choose(times, size)
 
     def linear(
@@ -148,20 +152,33 @@ def _taken(library: Library) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(DEFAULT.name)
 
 
-def _time(way: Way, rows: int, layers: Sequence[Linear]) -> float:
-    """Milliseconds of the products of all layers, one after the other."""
+def _times(ways: Sequence[Way], rows: int, layers: Sequence[Linear]) -> dict[Way, float]:
+    """Milliseconds of the products of all layers, one after the other in a graph."""
     x, y = _operands(rows, layers[0][0])
-    times: list[float] = []
-    for _ in range(_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_HEAD_START)
-        begin.record()
-        for weight, bias in layers:
-            _compute(way, x, weight, bias, y)
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return min(times)
+    pool = torch.cuda.graph_pool_handle()
+
+    def recorded(way: Way) -> torch.cuda.CUDAGraph:
+        def step() -> None:
+            for weight, bias in layers:
+                _compute(way, x, weight, bias, y)
+
+        _compute(way, x, *layers[0], y)  # a capture can load no kernel
+        return record(step, pool)
+
+    graphs = [recorded(way) for way in ways]
+    torch.cuda._sleep(_HEAD_START)
+    times = [[_replayed(graph) for graph in graphs] for _ in range(1 + _REPEATS)]
+    torch.cuda.synchronize()
+    ended = [[begin.elapsed_time(end) for begin, end in row] for row in times[1:]]
+    return {way: min(column) for way, column in zip(ways, zip(*ended, strict=True), strict=True)}
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    return begin, end
 
 
 def _operands(rows: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,15 +70,17 @@ class TokenGraphs:
     def rehearse(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
         """What the graphs of one family will do, outside of any; otherwise as `capture`."""
         for size in reversed(self.sizes):
-            self._rehearsed(size, self._lora(size, with_adapters), example)
+            _, pieces = self._prepared(size, self._lora(size, with_adapters), example)
+            for piece in pieces:
+                piece()
+            torch.cuda.synchronize()  # plans are uploaded from memory that comes round again
 
     def capture(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
-        """One family, largest first so that the others fit in its memory. example: of prompts with
-        so many tokens in all."""
+        """One family, largest first so that the others fit in its memory. Others of as many tokens
+        were rehearsed. example: of prompts with so many tokens in all."""
         for size in reversed(self.sizes):
             lora = self._lora(size, with_adapters)
-            states, pieces = self._rehearsed(size, lora, example)
-            torch.cuda.synchronize()
+            states, pieces = self._prepared(size, lora, example)
             graphs = [record(piece, self._pool) for piece in pieces]
             for graph in graphs:
                 graph.replay()  # the first time takes longer
@@ -138,15 +140,12 @@ class TokenGraphs:
             return None
         return self._ops.captured_lora(self._slots[:size], decodes=False)
 
-    def _rehearsed(
+    def _prepared(
         self, size: int, lora: DeviceLora | None, example: Callable[[int], StepLayout]
     ) -> tuple[_States, list[Callable[[], None]]]:
         if self._attention is not None:
             self._attention.fill(size, example(size))
-        states, pieces = self._pieces(size, lora)
-        for piece in pieces:
-            piece()
-        return states, pieces
+        return self._pieces(size, lora)
 
     def _pieces(
         self, size: int, lora: DeviceLora | None

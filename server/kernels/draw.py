@@ -199,9 +199,10 @@ def _lowest_kept(
             one += tl.where(keys >= key + step, counted, 0.0)
             two += tl.where(keys >= key + step + step, counted, 0.0)
             three += tl.where(keys >= key + step + step + step, counted, 0.0)
-        reached = (tl.sum(one) >= goal).to(tl.int32)
-        reached += (tl.sum(two) >= goal).to(tl.int32) + (tl.sum(three) >= goal).to(tl.int32)
-        key += reached * step
+        # One by one: three steps of 2^30 are more than an int32 holds.
+        key += tl.where(tl.sum(one) >= goal, step, 0)
+        key += tl.where(tl.sum(two) >= goal, step, 0)
+        key += tl.where(tl.sum(three) >= goal, step, 0)
         step = step >> 2
     return tl.maximum(key, floor)
 

@@ -1,8 +1,6 @@
 """The actions of `loraplex bench` that run the engine or its kernels in this process."""
 
 import argparse
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,14 +167,10 @@ def run_throughput(arguments: argparse.Namespace) -> None:
 
 
 def run_lora_kernels(arguments: argparse.Namespace) -> None:
+    """Raises BenchError."""
     from launcher.bench.lora_kernels import POINTS, RANKS, measure, table
     from launcher.bench.offline import require_cuda
 
     require_cuda("bench lora-kernels needs one")
     results = measure(POINTS, arguments.rank or [*RANKS], arguments.replays)
-    if arguments.json:
-        for result in results:
-            rank = int(result.r) if result.r.isdigit() else result.r
-            print(json.dumps(asdict(result) | {"r": rank}))
-    else:
-        print(table(results))
+    print_points(results, arguments.json, table)

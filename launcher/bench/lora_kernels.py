@@ -5,13 +5,14 @@ batch's distinct adapters at the copy bandwidth measured in the same run.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
+from launcher.bench.errors import BenchError
 from server.kernels.add_norm import add_norm
 from server.kernels.configs import KernelConfigs, load_configs
 from server.kernels.decode_attention import (
@@ -52,33 +53,35 @@ DTYPE = torch.bfloat16
 @dataclass(frozen=True, slots=True)
 class Result:
     """Milliseconds of one step's LoRA: alone (shrink and expand of every site), and what it adds to
-    the base: to each GEMM and the kernel that takes up its output, as the engine runs them."""
+    the base: to each GEMM and the kernel that takes up its output, as the engine runs them. None:
+    the adapters do not fit into the device's memory."""
 
     B: int
     D: int
-    r: str
+    r: int | str
     floor_ms: float
     budget_ms: float
-    alone_ms: float
+    alone_ms: float | None
     base_ms: float
-    added_ms: float
+    added_ms: float | None
 
 
 class Adapters:
-    """`count` random adapters in device memory, adapter i of rank `ranks[i % len(ranks)]`."""
+    """Random adapters in device memory, of such ranks."""
 
-    def __init__(self, count: int, ranks: Sequence[int]) -> None:
-        self.count = count
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.count = len(ranks)
         # As many slots as an engine would have: the graph is then valid for any assignment.
         self.table = LoraTable(LAYERS * len(SITES), NUM_SLOTS, "cuda")
-        self._arenas: list[torch.Tensor] = []
-        self.nbytes = sum(self._make(slot, ranks[slot % len(ranks)]) for slot in range(count))
+        self._arenas = [
+            torch.empty(adapter_bytes(rank) // DTYPE.itemsize, dtype=DTYPE, device="cuda")
+            for rank in ranks
+        ]
+        for slot, rank in enumerate(ranks):
+            self._fill(slot, rank)
 
-    def _make(self, slot: int, rank: int) -> int:
-        per_layer = sum(len(widths) * k + sum(widths) for k, widths in SITES) * rank
-        arena = torch.empty(LAYERS * per_layer, dtype=DTYPE, device="cuda").normal_(std=0.01)
-        self._arenas.append(arena)
-        address = arena.data_ptr()
+    def _fill(self, slot: int, rank: int) -> None:
+        address = self._arenas[slot].normal_(std=0.01).data_ptr()
         for index in range(LAYERS * len(SITES)):
             k, widths = SITES[index % len(SITES)]
             pointers = [address, address + 2 * k * rank * len(widths)]
@@ -88,7 +91,11 @@ class Adapters:
             n = len(widths)
             self.table.write(slot, index, pointers[0], pointers[1:], [rank] * n, [2.0] * n)
         self.table.upload(slot)
-        return arena.numel() * 2
+
+
+def adapter_bytes(rank: int) -> int:
+    per_layer = sum(len(widths) * k + sum(widths) for k, widths in SITES) * rank
+    return LAYERS * per_layer * DTYPE.itemsize
 
 
 class Step:
@@ -245,38 +252,74 @@ def make_weights() -> list[torch.Tensor]:
     ]
 
 
-def measure(points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: int) -> list[Result]:
-    configs = load_configs("cuda")
-    bandwidth = copy_bandwidth()
-    weights = make_weights()
-    batches, products = sorted({b for b, _ in points}), Products(configs)
-    by_site = [weights[site :: len(SITES)] for site in range(len(SITES))]
-    products.measure(batches, [[(weight, None) for weight in of] for of in by_site])
-    steps = {batch: Step(batch, weights, configs, products) for batch in batches}
-    base = {b: graph_ms(step.base, replays) for b, step in steps.items()}
-    results = []
+def measure(
+    points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: int
+) -> Iterator[Result]:
+    """By adapters. Raises BenchError where the device has no memory for the products."""
+    try:
+        bandwidth, steps = copy_bandwidth(), _steps(sorted({batch for batch, _ in points}))
+        base = {batch: graph_ms(step.base, replays) for batch, step in steps.items()}
+    except torch.OutOfMemoryError:
+        raise BenchError("bench lora-kernels needs a GPU with 16 GB of free memory") from None
     for distinct in sorted({d for _, d in points}):
         for name in ranks:
-            adapters = Adapters(distinct, RANKS[name])
-            floor = 1e3 * adapters.nbytes / bandwidth
+            of_each = [RANKS[name][i % len(RANKS[name])] for i in range(distinct)]
+            floor = 1e3 * sum(map(adapter_bytes, of_each)) / bandwidth
+            budget = BUDGET_FACTOR * floor + BUDGET_MS
+            adapters = _made(of_each)
             for batch in [b for b, d in points if d == distinct]:
-                step = steps[batch]
-                step.assign(distinct)
-                alone = graph_ms(partial(step.alone, adapters), replays)
-                added = graph_ms(partial(step.with_lora, adapters), replays) - base[batch]
-                budget = BUDGET_FACTOR * floor + BUDGET_MS
-                times = (floor, budget, alone, base[batch], added)
-                results.append(Result(batch, distinct, name, *(round(t, 4) for t in times)))
+                alone, total = _with_lora(steps[batch], adapters, replays)
+                added = None if total is None else total - base[batch]
+                yield Result(
+                    batch,
+                    distinct,
+                    int(name) if name.isdigit() else name,
+                    round(floor, 4),
+                    round(budget, 4),
+                    _rounded(alone),
+                    round(base[batch], 4),
+                    _rounded(added),
+                )
             del adapters
             torch.cuda.empty_cache()
-    return results
+
+
+def _steps(batches: Sequence[int]) -> dict[int, Step]:
+    configs, weights = load_configs("cuda"), make_weights()
+    products = Products(configs)
+    by_site = [weights[site :: len(SITES)] for site in range(len(SITES))]
+    products.measure(batches, [[(weight, None) for weight in of] for of in by_site])
+    return {batch: Step(batch, weights, configs, products) for batch in batches}
+
+
+def _made(ranks: Sequence[int]) -> Adapters | None:
+    try:
+        return Adapters(ranks)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _with_lora(
+    step: Step, adapters: Adapters | None, replays: int
+) -> tuple[float, float] | tuple[None, None]:
+    """Milliseconds of LoRA alone, and of the step with it."""
+    if adapters is None:
+        return None, None
+    step.assign(adapters.count)
+    alone = graph_ms(partial(step.alone, adapters), replays)
+    return alone, graph_ms(partial(step.with_lora, adapters), replays)
+
+
+def _rounded(ms: float | None) -> float | None:
+    return None if ms is None else round(ms, 4)
 
 
 def table(results: Sequence[Result]) -> str:
     columns = ("floor", "alone", "added", "budget")
     lines = [f"{'(B, D)':>12} {'rank':>5} " + " ".join(f"{name:>9}" for name in columns)]
     for r in results:
-        verdict = "" if r.added_ms <= r.budget_ms else "  over"
-        times = " ".join(f"{getattr(r, name + '_ms'):9.2f}" for name in columns)
-        lines.append(f"{f'({r.B}, {r.D})':>12} {r.r:>5} {times}{verdict}")
+        verdict = "" if r.added_ms is None or r.added_ms <= r.budget_ms else "  over"
+        times = (r.floor_ms, r.alone_ms, r.added_ms, r.budget_ms)
+        told = " ".join(f"{'no room' if t is None else f'{t:.2f}':>9}" for t in times)
+        lines.append(f"{f'({r.B}, {r.D})':>12} {r.r:>5} {told}{verdict}")
     return "\n".join(lines)

@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -235,16 +237,44 @@ def test_throughput_of_more_than_the_context(
     assert told == "loraplex: 513 tokens of a prompt and its output, a context of 512\n"
 
 
-def test_a_rank_of_lora_kernels_is_a_number_where_it_is_one(
+def lora_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every graph takes a millisecond; adapters of rank 64 find no room."""
+
+    def adapters(ranks: list[int]) -> SimpleNamespace:
+        if max(ranks) == 64:
+            raise torch.OutOfMemoryError
+        return SimpleNamespace(count=len(ranks))
+
+    step = Mock(spec=kernels.Step)
+    monkeypatch.setattr(kernels, "Adapters", adapters)
+    monkeypatch.setattr(kernels, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(kernels, "_steps", lambda batches: dict.fromkeys(batches, step))
+    monkeypatch.setattr(kernels, "graph_ms", lambda *_: 1.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_adapters_without_room_leave_the_others_of_lora_kernels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    times = dict.fromkeys(("floor_ms", "budget_ms", "alone_ms", "base_ms", "added_ms"), 1.0)
-    results = [kernels.Result(1, 1, lora_rank, **times) for lora_rank in ("16", "mix")]
-    monkeypatch.setattr(kernels, "measure", lambda *_: results)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lora_kernels_on_a_gpu(monkeypatch)
     main(["bench", "lora-kernels", "--json"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["r"] for line in lines] == [16, "mix"]
+    points = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(points) == len(kernels.POINTS) * len(kernels.RANKS)
+    assert {(p["r"], p["added_ms"]) for p in points if p["r"] != "mix"} == {(16, 0.0), (64, None)}
+    assert {p["added_ms"] for p in points if p["r"] == "mix"} == {0.0, None}
+    main(["bench", "lora-kernels", "--rank", "64"])
+    assert capsys.readouterr().out.count("no room") == 2 * len(kernels.POINTS)
+
+
+def test_lora_kernels_without_room_for_the_products(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora_kernels_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(kernels, "_steps", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "lora-kernels"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("loraplex: bench lora-kernels needs a GPU with")
 
 
 def test_rates_of_a_cpu_are_quick_to_measure() -> None:

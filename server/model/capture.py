@@ -1,4 +1,4 @@
-"""How both kinds of CUDA graphs are captured."""
+"""How CUDA graphs are captured."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 
 
 def record(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """step: has run before, so that nothing is compiled in it. pool: a
-    `graph_pool_handle`, of graphs that are never replayed at once."""
+    """step: what it launches was launched before, since no kernel is compiled or loaded here. pool:
+    a `graph_pool_handle`, of graphs that are never replayed at once."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step()

@@ -94,14 +94,15 @@ class DecodeGraphs:
     def rehearse(self, with_adapters: bool) -> None:
         """What the graphs of one family will do, outside of any."""
         for size in reversed(self.sizes):
-            self._prepared(size, with_adapters)()
+            self._upload(size, DecodeBatch(np.zeros((NUM_COLUMNS, 0), np.int32), ()))
+            self._step(size, with_adapters)()
             torch.cuda.synchronize()  # uploads are in memory that comes round again
 
     def capture(self, with_adapters: bool) -> None:
         """The graphs of one family, largest first so that the others fit in its memory. Others of
         as many rows were rehearsed."""
         for size in reversed(self.sizes):
-            step = self._prepared(size, with_adapters)
+            step = self._step(size, with_adapters)
             self._graphs[size, with_adapters] = record(step, self._pool)
 
     def takes(self, batch: DecodeBatch) -> bool:
@@ -136,10 +137,6 @@ class DecodeGraphs:
 
     def _padding(self) -> np.ndarray:
         return np.array([[self._rows.scratch], [0], [-1], [0], [-1], [-1], [-1]], dtype=np.int32)
-
-    def _prepared(self, size: int, with_adapters: bool) -> Callable[[], None]:
-        self._upload(size, DecodeBatch(np.zeros((NUM_COLUMNS, 0), np.int32), ()))
-        return self._step(size, with_adapters)
 
     def _step(self, size: int, with_adapters: bool) -> Callable[[], None]:
         parts, packed = _Packed(size), self._packed[size]

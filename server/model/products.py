@@ -92,8 +92,7 @@ class Products:
 
     def measure(self, sizes: Sequence[int], products: Sequence[Sequence[Linear]]) -> None:
         """sizes: numbers of rows. products: for each product of a step that of some layers. Some
-        milliseconds for each of them, and what our kernels take to compile; leaves no memory taken.
-        """
+        milliseconds for each way of each; leaves no memory taken."""
         for size in sizes:
             ways: tuple[Way, ...] = (*LIBRARIES, *self._configs.skinny(size))
             for layers in products:
@@ -153,7 +152,8 @@ def _taken(library: Library) -> Iterator[None]:
 
 
 def _times(ways: Sequence[Way], rows: int, layers: Sequence[Linear]) -> dict[Way, float]:
-    """Milliseconds of the products of all layers, one after the other in a graph."""
+    """Milliseconds of the products of all layers, one after the other in a graph, the least of some
+    repeats."""
     x, y = _operands(rows, layers[0][0])
     pool = torch.cuda.graph_pool_handle()
 
@@ -167,10 +167,11 @@ def _times(ways: Sequence[Way], rows: int, layers: Sequence[Linear]) -> dict[Way
 
     graphs = [recorded(way) for way in ways]
     torch.cuda._sleep(_HEAD_START)
-    times = [[_replayed(graph) for graph in graphs] for _ in range(1 + _REPEATS)]
+    # Ways in turn, as the clock changes; the first replay of a graph takes longer.
+    rounds = [[_replayed(graph) for graph in graphs] for _ in range(1 + _REPEATS)][1:]
     torch.cuda.synchronize()
-    ended = [[begin.elapsed_time(end) for begin, end in row] for row in times[1:]]
-    return {way: min(column) for way, column in zip(ways, zip(*ended, strict=True), strict=True)}
+    by_way = zip(ways, zip(*rounds, strict=True), strict=True)
+    return {way: min(begin.elapsed_time(end) for begin, end in of) for way, of in by_way}
 
 
 def _replayed(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from launcher.bench.errors import BenchError
+from launcher.bench.grid import copy_bandwidth
 from server.kernels.add_norm import add_norm
 from server.kernels.configs import KernelConfigs, load_configs
 from server.kernels.decode_attention import (
@@ -237,13 +238,6 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
     return float(statistics.median(times))
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a device-to-device copy of 4 GiB."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (median_ms(lambda: target.copy_(source), 10) * 1e-3)
-
-
 def make_weights() -> list[torch.Tensor]:
     return [
         torch.empty(sum(widths), k, dtype=DTYPE, device="cuda").normal_(std=0.01)
@@ -257,7 +251,7 @@ def measure(
 ) -> Iterator[Result]:
     """By adapters. Raises BenchError where the device has no memory for the products."""
     try:
-        bandwidth, steps = copy_bandwidth(), _steps(sorted({batch for batch, _ in points}))
+        bandwidth, steps = copy_bandwidth("cuda"), _steps(sorted({batch for batch, _ in points}))
         base = {batch: graph_ms(step.base, replays) for batch, step in steps.items()}
     except torch.OutOfMemoryError:
         raise BenchError("bench lora-kernels needs a GPU with 16 GB of free memory") from None
@@ -268,17 +262,16 @@ def measure(
             budget = BUDGET_FACTOR * floor + BUDGET_MS
             adapters = _made(of_each)
             for batch in [b for b, d in points if d == distinct]:
-                alone, total = _with_lora(steps[batch], adapters, replays)
-                added = None if total is None else total - base[batch]
+                alone, added = _lora_ms(steps[batch], base[batch], adapters, replays)
                 yield Result(
                     batch,
                     distinct,
                     int(name) if name.isdigit() else name,
                     round(floor, 4),
                     round(budget, 4),
-                    _rounded(alone),
+                    alone,
                     round(base[batch], 4),
-                    _rounded(added),
+                    added,
                 )
             del adapters
             torch.cuda.empty_cache()
@@ -299,19 +292,16 @@ def _made(ranks: Sequence[int]) -> Adapters | None:
         return None
 
 
-def _with_lora(
-    step: Step, adapters: Adapters | None, replays: int
+def _lora_ms(
+    step: Step, base: float, adapters: Adapters | None, replays: int
 ) -> tuple[float, float] | tuple[None, None]:
-    """Milliseconds of LoRA alone, and of the step with it."""
+    """Milliseconds of LoRA alone, and added to the step's `base`."""
     if adapters is None:
         return None, None
     step.assign(adapters.count)
     alone = graph_ms(partial(step.alone, adapters), replays)
-    return alone, graph_ms(partial(step.with_lora, adapters), replays)
-
-
-def _rounded(ms: float | None) -> float | None:
-    return None if ms is None else round(ms, 4)
+    added = graph_ms(partial(step.with_lora, adapters), replays) - base
+    return round(alone, 4), round(added, 4)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -247,7 +247,7 @@ def lora_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     step = Mock(spec=kernels.Step)
     monkeypatch.setattr(kernels, "Adapters", adapters)
-    monkeypatch.setattr(kernels, "copy_bandwidth", lambda: 4e12)
+    monkeypatch.setattr(kernels, "copy_bandwidth", lambda _: 4e12)
     monkeypatch.setattr(kernels, "_steps", lambda batches: dict.fromkeys(batches, step))
     monkeypatch.setattr(kernels, "graph_ms", lambda *_: 1.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -189,9 +189,9 @@ class Fleet:
         try:
             return await granted
         except asyncio.CancelledError:
-            if not self.queue.cancel(ticket) and granted.done() and not granted.cancelled():
-                granted.result().credit.release()
+            if not self.queue.cancel(ticket) and _is_granted(granted):
                 granted.result().bill.settle()
+                granted.result().credit.release()
             raise
 
     async def load_adapter(self, origin: Origin, token: Secret | None) -> AdapterManifest:
@@ -254,22 +254,23 @@ class Fleet:
         while (match := self._matcher.next(views, now)) is not None:
             worker = match.decision.worker
             session = next(session for session in sessions if session.view is worker)
-            self._hand_out(match, Credit(session, match.entry.wish.adapter))
+            self._hand_out(match, session)
         if self._matcher.holds and self._retry is None:
             loop = asyncio.get_running_loop()
             self._retry = loop.call_later(_HOLD_TICK_S, self._grant_held)
 
-    def _hand_out(self, match: Match[asyncio.Future[Placed]], credit: Credit) -> None:
-        reason = match.decision.reason
+    def _hand_out(self, match: Match[asyncio.Future[Placed]], session: WorkerSession) -> None:
+        entry, reason = match.entry, match.decision.reason
+        adapter = entry.wish.adapter
+        if entry.payload.done():  # its caller left, and has not taken it out of the queue yet
+            session.view.leave(adapter)
+            match.bill.settle()
+            return
         logger.debug(
             "a sequence of %r for adapter %.12s goes to %s: %s",
-            *(match.entry.tenant, match.entry.wish.adapter, credit.session.worker_id, reason),
+            *(entry.tenant, adapter, session.worker_id, reason),
         )
-        if match.entry.payload.done():
-            credit.release()
-            match.bill.settle()
-        else:
-            match.entry.payload.set_result(Placed(credit, reason, match.bill))
+        entry.payload.set_result(Placed(Credit(session, adapter), reason, match.bill))
 
     def _hint(self, wish: Wish) -> None:
         """While a sequence waits, its adapter's home brings the adapter nearer."""
@@ -292,6 +293,10 @@ class Fleet:
         if self.ready:
             why = "the operator's adapters are still being checked"
         return NoWorker(f"{why}; try again soon", 2.0)
+
+
+def _is_granted(future: asyncio.Future[Placed]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _fail(entry: "Waiting[asyncio.Future[Placed]]", error: Exception) -> None:

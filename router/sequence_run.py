@@ -138,9 +138,7 @@ class SequenceRun:
         context = self._context
         loop = asyncio.get_running_loop()
         started = loop.time()
-        credit, reason, bill = await context.fleet.acquire(self._entry())
-        if self._bill is None:
-            self._bill = bill
+        credit, reason, self._bill = await context.fleet.acquire(self._entry())
         try:
             tier = credit.session.tier(self._request.adapter)
             context.metrics.placed(reason, loop.time() - started)
@@ -156,7 +154,6 @@ class SequenceRun:
 
     def _entry(self) -> Waiting[None]:
         request = self._request
-        again = self._attempts.number > 0
         return Waiting(
             payload=None,
             tenant=self._context.tenant,
@@ -164,10 +161,10 @@ class SequenceRun:
             prompt_tokens=len(request.prompt_ids),
             max_tokens=request.sampling.max_tokens,
             nbytes=_BYTES_A_TOKEN * len(request.prompt_ids),
-            priority=request.priority + (_RESUME_PRIORITY if again else 0),
+            priority=request.priority + (0 if self._bill is None else _RESUME_PRIORITY),
             deadline=self._context.deadline,
-            resumed=again,
             weight=self._context.weight,
+            bill=self._bill,
         )
 
     def _make_wish(self) -> Wish:

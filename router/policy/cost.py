@@ -95,7 +95,8 @@ class Bill:
             return
         self._settled = True
         self._shares.ends(self._flow.tenant)
-        self._estimate.observe(self._flow, self._generated)
+        if self._generated:  # who left before tells nothing of how long outputs are
+            self._estimate.observe(self._flow, self._generated)
         unused = self._expected - self._generated
         if unused > 0:
             for order, account in self._parties:

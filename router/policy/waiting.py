@@ -36,8 +36,8 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
 
     tenant, and the adapter of `wish`: by whom turns are kept. max_tokens: of output.
     nbytes: memory that it holds while it waits. priority: lower goes first. deadline: on the clock
-    of `now`, or None. resumed: it was taken before; it pays nothing and no limit holds it up.
-    weight: of its tenant's share, more than 0; the tenant's latest one holds.
+    of `now`, or None. weight: of its tenant's share, more than 0; the tenant's latest one holds.
+    bill: of one that was taken before; it pays nothing more, and no limit holds it up.
     """
 
     payload: T
@@ -48,8 +48,8 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
     nbytes: int
     priority: int = 0
     deadline: float | None = None
-    resumed: bool = False
     weight: float = 1.0
+    bill: Bill | None = None
 
     @property
     def flow(self) -> Flow:
@@ -177,7 +177,7 @@ class WaitingQueue(Generic[T]):
 
     def push(self, entry: Waiting[T], now: float) -> int:
         """Adds at the end of its flow. Returns a ticket. Raises QueueFull."""
-        if not entry.resumed:
+        if entry.bill is None:
             self.check_room(entry.tenant, 1, entry.nbytes, now)
         ticket = self._next_ticket
         self._next_ticket += 1
@@ -209,17 +209,18 @@ class WaitingQueue(Generic[T]):
     def take(self, ticket: int, now: float, load_price: float = 0.0) -> Bill:
         """It goes to a worker. load_price: of what must be loaded for it there.
 
-        The bill must be settled, in any case.
+        Returns its bill, the same each time that it is taken; it must be settled, in any case.
         """
         entry = self._entries[ticket]
-        parties: tuple[tuple[FairOrder, Account], ...] = ()
-        expected = 0.0
-        if not entry.resumed:
-            expected = self._estimate.expected(entry.flow, entry.max_tokens)
-            cost = PROMPT_PRICE * entry.prompt_tokens + OUTPUT_PRICE * expected + load_price
-            parties = self._bands[entry.priority].charge(entry, cost)
-            self.drain.departed(now)
+        bill = self._charge(entry, load_price, now) if entry.bill is None else entry.bill
         self._remove(ticket)
+        return bill
+
+    def _charge(self, entry: Waiting[T], load_price: float, now: float) -> Bill:
+        expected = self._estimate.expected(entry.flow, entry.max_tokens)
+        cost = PROMPT_PRICE * entry.prompt_tokens + OUTPUT_PRICE * expected + load_price
+        parties = self._bands[entry.priority].charge(entry, cost)
+        self.drain.departed(now)
         return Bill(parties, entry.flow, expected, self._estimate, self.shares)
 
     def cancel(self, ticket: int) -> bool:
@@ -253,7 +254,7 @@ class WaitingQueue(Generic[T]):
 
     def withdraw_new(self) -> list[Waiting[T]]:
         """Takes out all that were never taken before."""
-        new = [ticket for ticket, entry in self._entries.items() if not entry.resumed]
+        new = [ticket for ticket, entry in self._entries.items() if entry.bill is None]
         entries = [self._entries[ticket] for ticket in new]
         for ticket in new:
             self._remove(ticket)

@@ -44,7 +44,9 @@ def weighing(weight: float, waiting: Waiting[str]) -> Waiting[str]:
 
 
 def resumed(payload: str, nbytes: int = 0) -> Waiting[str]:
-    return msgspec.structs.replace(entry(payload, nbytes=nbytes), resumed=True)
+    first = new_queue()
+    bill = first.take(first.push(entry(payload), 0.0), 0.0)
+    return msgspec.structs.replace(entry(payload, nbytes=nbytes), bill=bill)
 
 
 def new_queue(limits: QueueLimits = ROOMY) -> WaitingQueue[str]:
@@ -169,6 +171,30 @@ def test_a_missing_max_tokens_is_reckoned_by_experience() -> None:
         for tenant, max_tokens in asked.items():
             queue.push(entry(tenant, tenant=tenant, max_tokens=max_tokens), 0.0)
     assert Counter(drain(queue)[:40])["open"] == pytest.approx(20, abs=2)
+
+
+def test_who_left_before_a_token_tells_nothing_of_outputs() -> None:
+    queue = new_queue()
+    for _ in range(50):
+        left = queue.push(entry("left", tenant="impatient", max_tokens=100), 0.0)
+        queue.take(left, 0.0).settle()
+    for _ in range(40):
+        for tenant in ("impatient", "patient"):
+            queue.push(entry(tenant, tenant=tenant, max_tokens=100), 0.0)
+    assert Counter(drain(queue)[:40])["impatient"] == pytest.approx(20, abs=2)
+
+
+def test_who_is_taken_again_keeps_its_bill() -> None:
+    queue = new_queue()
+    queue.shares.rows = 4
+    for _ in range(50):
+        first = entry("x", tenant="restarted")
+        bill = queue.take(queue.push(first, 0.0), 0.0)
+        again = msgspec.structs.replace(first, bill=bill)
+        assert queue.take(queue.push(again, 0.0), 0.0) is bill
+        bill.settle()
+    queue.push(entry("y", tenant="other"), 0.0)
+    assert not queue.shares.is_over("restarted")
 
 
 def test_who_is_held_is_passed_over_and_stays_first() -> None:

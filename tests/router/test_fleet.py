@@ -1,0 +1,60 @@
+"""Credits between those who wait for one, and those who left while they waited."""
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from router.fleet import Fleet
+from router.policy.placement import Wish
+from router.policy.queue_limits import QueueLimits
+from router.policy.waiting import Waiting, WaitingQueue
+from router.policy.workers import WorkerView
+from router.worker_client import WorkerClient
+from server.protocol import ModelCard
+
+ENTRY: Waiting[None] = Waiting(None, "", Wish(""), 10, 10, 360)
+
+
+class OneCredit:
+    """The session of a worker with room for one sequence."""
+
+    worker_id = "w"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.view = WorkerView("w", ready=True, credits=1)
+        self.session = self
+        self._fleet = fleet
+
+    def give_back(self, adapter: str) -> None:
+        self.view.leave(adapter)
+        self._fleet.worker_changed()
+
+
+async def accept(card: ModelCard) -> str | None:
+    return None
+
+
+async def test_many_may_leave_at_once() -> None:
+    """More than Python's stack is deep; the credit goes to the one who stayed."""
+    fleet = Fleet(WaitingQueue(QueueLimits(4096, 1 << 30)), accept, 10.0, 1.0, lambda count: None)
+    worker = OneCredit(fleet)
+    fleet.clients = (cast(WorkerClient, worker),)
+    first = await fleet.acquire(ENTRY)
+    leaving = [asyncio.create_task(fleet.acquire(ENTRY)) for _ in range(2000)]
+    staying = asyncio.create_task(fleet.acquire(ENTRY))
+    while len(fleet.queue) < 2001:
+        await asyncio.sleep(0)
+    for task in leaving:
+        task.cancel()
+    first.bill.settle()
+    first.credit.release()  # none of them has run again: all are still in the queue
+    last = await staying
+    assert (len(fleet.queue), worker.view.in_flight) == (0, 1)
+    for task in leaving:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    last.bill.settle()
+    last.credit.release()
+    assert worker.view.in_flight == 0
+    assert not worker.view.own

@@ -123,7 +123,7 @@ class Idempotency:
             claim = _encode(_Record(mark, "running", self._owner))
             known = await self._claim(name, claim)
             if known is not None:
-                return self._known(known, flight)
+                return self._known(name, known, flight)
             renewing = asyncio.create_task(self._renew(name, claim))
         except BaseException:
             self._land(name, flight, None)
@@ -140,14 +140,14 @@ class Idempotency:
         await self._settle(name, claim, flight, renewing, _record_of(response, mark, self._owner))
         return response
 
-    def _known(self, known: bytes, flight: _Flight) -> Response:
+    def _known(self, name: str, known: bytes, flight: _Flight) -> Response:
         """What another request with this key has left in the store."""
         record = _decode(known)
         _check_mark(record.mark, flight.mark)
         if record.state == "running":
             raise _running()
         response = _replay(record)
-        flight.done.set_result(record)
+        self._land(name, flight, record)
         return response
 
     def _finisher(

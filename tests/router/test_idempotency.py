@@ -162,6 +162,20 @@ class Ahead:
     seconds = 0.0
 
 
+async def test_an_answer_that_was_replayed_ends_like_others(
+    router: Running, worker: FakeWorker
+) -> None:
+    ahead = Ahead()
+    clock = asyncio.get_running_loop().time
+    router.service.idempotency._store = MemoryStore(lambda: clock() + ahead.seconds)
+    for _ in range(3):
+        assert (await ask(router)).status_code == 200
+    assert len(worker.requests) == 1
+    ahead.seconds = router.service.config.idempotency_ttl_s
+    other = await ask(router, prompt="y")
+    assert (other.status_code, len(worker.requests)) == (200, 2)
+
+
 @pytest.fixture
 async def pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,8 @@ _LAST_WORDS_S = 5
 
 
 class RouterServer(uvicorn.Server):
-    """Stops on SIGINT and SIGTERM by returning; a second one cuts running answers off.
+    """Stops on SIGINT and SIGTERM by returning, and when what it needs in the background has
+    failed; a second signal cuts running answers off.
 
     Told to stop, it is not ready any more, goes on accepting for `drain_delay_s`, then finishes
     what runs for `drain_timeout_s`; what is left ends in an error that its client is told.
@@ -42,6 +43,7 @@ class RouterServer(uvicorn.Server):
         self._delay_s = service.config.drain_delay_s
         self._limit_s = service.config.drain_timeout_s
         self._service = service
+        self._background = service.background
         self._tasks: list[asyncio.Task[None]] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -54,6 +56,10 @@ class RouterServer(uvicorn.Server):
     def _exit(self) -> None:
         self.should_exit = True
 
+    async def _stop_on_failure(self) -> None:
+        await self._background.failed.wait()
+        self.handle_exit(signal.SIGTERM, None)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in sockets or ():
             limit_unread(listener, self._service.config.reader_timeout_s)
@@ -62,9 +68,10 @@ class RouterServer(uvicorn.Server):
         if acceptor is not None and self.started:
             for listener in sockets or ():
                 listener.listen(self.config.backlog)
-                self._tasks.append(asyncio.create_task(acceptor.accept(listener)))
-            self._tasks.append(asyncio.create_task(acceptor.certificate.follow()))
+                self._tasks.append(self._background.start(acceptor.accept(listener)))
+            self._tasks.append(self._background.start(acceptor.certificate.follow()))
         if self.started:
+            self._tasks.append(asyncio.create_task(self._stop_on_failure()))
             self._on_listening()
 
     def _tls_acceptor(self) -> TlsAcceptor | None:

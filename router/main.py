@@ -38,6 +38,8 @@ def run(config: RouterConfig) -> None:
     server.run(sockets=[listener, *own])
     if not server.started:
         raise SystemExit(3)
+    if service.background.failed.is_set():
+        raise SystemExit(1)
 
 
 def _listener(config: RouterConfig, is_alone: bool) -> socket.socket:

@@ -5,7 +5,6 @@ forwarded twice, none is left out.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import random
@@ -107,8 +106,7 @@ class SequenceRun:
         self._end_probation()
         if self._session is not None:
             request = self._request
-            with contextlib.suppress(WorkerLost):  # then the sequence ended with the connection
-                self._session.abandon(request.request_id, self._attempts.number, request.choice)
+            self._session.abandon(request.request_id, self._attempts.number, request.choice)
             self._session = None
 
     # Placing

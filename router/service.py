@@ -21,6 +21,7 @@ from router.adapter_workers import AdapterWorkers
 from router.adapters_watch import AdaptersFile
 from router.aliases import Aliases
 from router.answering import Answerer
+from router.background import Background
 from router.base_model import BaseModel
 from router.catalog import Catalog, CatalogRules
 from router.compat_metrics import COMPAT_PREFIX, CompatMetrics
@@ -84,6 +85,7 @@ class Service:
     tracing: Tracing
     front_door: FrontDoor
     idempotency: Idempotency
+    background: Background
 
     def why_not_ready(self) -> str | None:
         """None = new requests are answered. An adapter that failed holds nobody up."""
@@ -105,7 +107,8 @@ class Service:
         cards = CardStore(self.config.cache_dir)
         self.fleet.connect(self.config.workers, self.router_id, self.config.secret, cards)
         try:
-            async with self.sharing.run(), self.tenancy.run(), self._tasks():
+            background = self.background
+            async with self.sharing.run(background), self.tenancy.run(background), self._tasks():
                 await self._registered_adapters()
                 await self._first_worker()
                 yield
@@ -116,23 +119,20 @@ class Service:
     @asynccontextmanager
     async def _tasks(self) -> AsyncIterator[None]:
         """They are over before the store that they ask is closed."""
-        tasks = [
-            asyncio.create_task(self.fleet.run()),
-            asyncio.create_task(watch_loop_lag(self.metrics.loop_lag_s.observe)),
-            asyncio.create_task(self.catalog.rules.aliases.run()),
-            asyncio.create_task(self.keeper.run()),
+        works = [
+            self.fleet.run(),
+            watch_loop_lag(self.metrics.loop_lag_s.observe),
+            self.catalog.rules.aliases.run(),
+            self.keeper.run(),
         ]
         if self.sharing.link is not None:
-            discovery = Discovery(self.sharing.store, self.fleet, self.config.secret)
-            tasks.append(asyncio.create_task(discovery.run()))
+            works.append(Discovery(self.sharing.store, self.fleet, self.config.secret).run())
         if self.adapters_file is not None:
-            tasks.append(asyncio.create_task(self.adapters_file.run()))
+            works.append(self.adapters_file.run())
         try:
-            yield
+            async with self.background.running(*works):
+                yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await self.admin.close()
 
     async def _registered_adapters(self) -> None:
@@ -217,6 +217,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
             body_limits,
             strict=config.idempotency_outage == "closed",
         ),
+        background=Background(),
     )
 
 

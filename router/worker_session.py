@@ -4,6 +4,7 @@ It lasts as long as its WebSocket. Reconnecting and model cards are `worker_clie
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -148,7 +149,7 @@ class WorkerSession:
         if live is None or live.sink is None:
             return
         live.sink = None
-        if not self._closed:
+        with contextlib.suppress(WorkerLost):  # then it ends with the connection
             self._send(Abort(request_id, attempt, choice))
 
     @property

@@ -1,12 +1,11 @@
 """What this router shares with others, and through what: Redis, or only its own memory."""
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from router.background import Background
 from router.config import RouterConfig
 from router.shared.memory_store import MemoryStore
 from router.shared.steady_clock import SteadyClock
@@ -28,18 +27,15 @@ class Sharing:
         return self.link is None or self.link.is_up
 
     @asynccontextmanager
-    async def run(self) -> AsyncIterator[None]:
+    async def run(self, background: Background) -> AsyncIterator[None]:
         """Connected while inside, and again whenever the connection was lost."""
         if self.link is None:
             yield
             return
-        task = asyncio.create_task(self.link.run())
         try:
-            yield
+            async with background.running(self.link.run()):
+                yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
             await self.link.close()
 
 

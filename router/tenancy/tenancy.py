@@ -1,6 +1,5 @@
 """Who may use this router and how much: the parts, built from its options, and run."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -8,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from adapters.loopback import is_loopback
+from router.background import Background
 from router.config import RouterConfig
 from router.shared.sharing import Sharing
 from router.shared.store import StoreDown
@@ -39,17 +39,13 @@ class Tenancy:
         return await self.keyring.identify(given.strip() if scheme.lower() == "bearer" else None)
 
     @asynccontextmanager
-    async def run(self) -> AsyncIterator[None]:
+    async def run(self, background: Background) -> AsyncIterator[None]:
         """What was counted is written before it ends, if the store answers."""
-        tasks = [
-            asyncio.create_task(part.run()) for part in (self.keyring, self.metering, self.audit)
-        ]
+        parts = (self.keyring, self.metering, self.audit)
         try:
-            yield
+            async with background.running(*(part.run() for part in parts)):
+                yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await self.metering.close()
             with contextlib.suppress(StoreDown):
                 await self.audit.flush()

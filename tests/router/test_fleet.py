@@ -1,17 +1,21 @@
-"""Credits between those who wait for one, and those who left while they waited."""
+"""Credits between those who wait for one and those who left; a worker that reads nothing."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from websockets.asyncio.client import ClientConnection
 
+from router import worker_session
 from router.fleet import Fleet
 from router.policy.placement import Wish
 from router.policy.queue_limits import QueueLimits
 from router.policy.waiting import Waiting, WaitingQueue
 from router.policy.workers import WorkerView
 from router.worker_client import WorkerClient
-from server.protocol import ModelCard
+from router.worker_session import WorkerSession
+from server.protocol import GenerateRequest, ModelCard, SamplingParams, TokenEvent, WorkerHello
 
 ENTRY: Waiting[None] = Waiting(None, "", Wish(""), 10, 10, 360)
 
@@ -58,3 +62,18 @@ async def test_many_may_leave_at_once() -> None:
     last.credit.release()
     assert worker.view.in_flight == 0
     assert not worker.view.own
+
+
+async def test_a_worker_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot even be told to stop: what ran there goes on elsewhere all the same."""
+    aborted = asyncio.Event()
+    socket = SimpleNamespace(transport=SimpleNamespace(abort=aborted.set))
+    hello = WorkerHello("w", 1, "0" * 64, 64)
+    session = WorkerSession(cast(ClientConnection, socket), hello, lambda: None)
+    events: list[TokenEvent] = []
+    request = GenerateRequest("r", 0, 0, None, [1], [], SamplingParams(), 1)
+    session.submit(request, events.append)
+    monkeypatch.setattr(worker_session, "MAX_OUTBOX_BYTES", 0)
+    assert session.hand_over("it is silent") == 1
+    assert [event.error for event in events] == ["engine_lost"]
+    assert aborted.is_set()

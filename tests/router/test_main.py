@@ -28,6 +28,10 @@ cache, secret, drain_s, *workers = sys.argv[1:]
 run(RouterConfig(workers=tuple(workers), secret=secret, port=0, cache_dir=Path(cache),
                  drain_timeout_s=float(drain_s)))
 """
+BREAK_THE_FLEET = """
+from router.policy.waiting import WaitingQueue
+WaitingQueue.age = lambda queue, now: 1 / 0
+"""
 BODY = {"model": BASE_NAME, "prompt": "x", "max_tokens": 99, "stream": True}
 
 
@@ -43,11 +47,11 @@ class Process:
 
 @asynccontextmanager
 async def router_process(
-    tmp_path: Path, *workers: FakeWorker, drain_s: float = 5.0
+    tmp_path: Path, *workers: FakeWorker, drain_s: float = 5.0, program: str = PROGRAM
 ) -> AsyncIterator[Process]:
     urls = [worker.url for worker in workers]
     process = await asyncio.create_subprocess_exec(
-        *tethered(sys.executable, "-c", PROGRAM, str(tmp_path), SECRET, str(drain_s), *urls),
+        *tethered(sys.executable, "-c", program, str(tmp_path), SECRET, str(drain_s), *urls),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -138,6 +142,12 @@ async def test_streams_are_told_when_the_time_is_over(tmp_path: Path, worker: Fa
         assert last["error"]["code"] == "unavailable"
         assert "stopped" in last["error"]["message"]
     await worker.until(lambda: not worker.connected)
+
+
+async def test_without_what_it_does_in_the_background_it_ends(tmp_path: Path) -> None:
+    """It would answer that it lives, and find no worker any more."""
+    async with router_process(tmp_path, program=BREAK_THE_FLEET + PROGRAM) as router:
+        assert await asyncio.wait_for(router.process.wait(), 20) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

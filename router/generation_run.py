@@ -55,7 +55,7 @@ class _Choice:
 
 
 class Generation:
-    """`next` until it returns nothing, then `results`; `close` in any case, also before the end."""
+    """`next` until it returns nothing, or `finish`; `close` in any case, also before the end."""
 
     def __init__(
         self,

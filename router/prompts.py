@@ -75,9 +75,8 @@ async def _render(
 ) -> str:
     messages = call.messages or []
     if template is None:
-        return await in_thread_if(
-            len(repr(messages)), lambda: model.render_chat(messages, call.template_vars)
-        )
+        size = len(repr((messages, call.template_vars)))
+        return await in_thread_if(size, lambda: model.render_chat(messages, call.template_vars))
     try:
         return await sandbox.render(
             template, model.card.special_tokens, messages, call.template_vars

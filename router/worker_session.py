@@ -310,7 +310,7 @@ class WorkerSession:
             live = self._live.get(key)
             if live is None:
                 continue  # a late attempt
-            if event.token_ids and event.index != live.next_index:
+            if event.error is None and event.index != live.next_index:
                 self._break(key, live, event)
                 continue
             live.next_index += len(event.token_ids)

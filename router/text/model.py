@@ -15,7 +15,6 @@ from router.text.chat import ChatTemplate, TemplateFault
 from router.text.tokenizer_json import BYTE_OF_CHAR, read_facts
 from server.protocol import ModelCard
 
-# Encoding runs at a few MB/s: below this size a thread costs more than it saves.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "�"
 

@@ -12,7 +12,7 @@ import msgspec
 from router.generation import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
 from router.text.detokenizer import Detokenizer
 from router.text.stops import StopMatcher
-from server.protocol import TokenEvent, TokenLogprob
+from server.protocol import Finish, TokenEvent, TokenLogprob
 
 
 class Vocabulary(Protocol):
@@ -32,10 +32,6 @@ class Vocabulary(Protocol):
     def is_special(self, token_id: int) -> bool: ...
 
 
-class StreamGap(Exception):
-    """Tokens are missing between what was accepted and an event: the worker broke the protocol."""
-
-
 class _Pending(msgspec.Struct):
     """A token whose text, the characters from start to end of the output, is not yet released."""
 
@@ -47,10 +43,11 @@ class _Pending(msgspec.Struct):
 
 
 class ChoiceStream:
-    """Feed it a choice's TokenEvents in order; it returns what the client may see.
+    """Feed it a choice's TokenEvents, every token once and in order; it returns what the client may
+    see.
 
-    accepted_ids: output tokens so far, for a resume elsewhere. must_abort: a stop string ended the
-    choice before the worker did; the rest is to be aborted. finish: set once it is over.
+    must_abort: a stop string ended the choice before the worker did; the rest is to be aborted.
+    finish: set once it is over.
     """
 
     def __init__(
@@ -69,26 +66,21 @@ class ChoiceStream:
         self._texts: list[str] = []
         self._tokens: list[TextToken] = []
         self._logprob_sum = 0.0
-        self.accepted_ids: list[int] = []
+        self._num_tokens = 0
+        self._last_id: int | None = None
         self.must_abort = False
         self.finish: FinishReason | None = None
 
     def feed(self, event: TokenEvent) -> TextEvent | None:
-        """What the event adds, or None. Tokens accepted before (after a resume) are passed over.
-
-        Raises StreamGap.
-        """
+        """What the event adds, or None."""
         if self.finish is not None:
             return None
-        skip = len(self.accepted_ids) - event.index
-        if skip < 0:
-            raise StreamGap(f"expected index {len(self.accepted_ids)}, got {event.index}")
-        before = len(self.accepted_ids)
+        before = self._num_tokens
         text = ""
-        for i in range(skip, len(event.token_ids)):
+        for i, token_id in enumerate(event.token_ids):
             is_last = event.finish == "stop" and i == len(event.token_ids) - 1
             logprob = event.logprobs[i] if event.logprobs is not None else None
-            text += self._accept(event.token_ids[i], logprob, is_stop_token=is_last)
+            text += self._accept(token_id, logprob, is_stop_token=is_last)
             if self._stops.hit is not None:
                 break
         if self._stops.hit is not None:
@@ -96,8 +88,8 @@ class ChoiceStream:
             self.must_abort = event.finish is None
         elif event.finish is not None:
             text += self._end()
-            self.finish = self._finish_of(event)
-        return self._event(text, len(self.accepted_ids) - before)
+            self.finish = self._finish_of(event.finish)
+        return self._event(text, self._num_tokens - before)
 
     def result(self) -> ChoiceResult:
         """The whole choice, once it is over."""
@@ -108,12 +100,13 @@ class ChoiceStream:
             text="".join(self._texts),
             tokens=tuple(self._tokens),
             finish=self.finish,
-            generated_tokens=len(self.accepted_ids),
+            generated_tokens=self._num_tokens,
             sum_logprob=self._logprob_sum if self._wants_tokens else None,
         )
 
     def _accept(self, token_id: int, logprob: TokenLogprob | None, *, is_stop_token: bool) -> str:
-        self.accepted_ids.append(token_id)
+        self._num_tokens += 1
+        self._last_id = token_id
         if logprob is not None and logprob.logprob is not None:
             self._logprob_sum += logprob.logprob
         data = b"" if is_stop_token else self._vocabulary.token_bytes(token_id)
@@ -131,12 +124,12 @@ class ChoiceStream:
             last.end += len(tail)
         return self._stops.push(tail) + self._stops.flush()
 
-    def _finish_of(self, event: TokenEvent) -> FinishReason:
+    def _finish_of(self, finish: Finish) -> FinishReason:
         if self._stops.hit is not None:  # by the text of an unfinished character
             return "stop"
-        if event.finish != "stop":
-            return event.finish or "error"
-        last = self.accepted_ids[-1] if self.accepted_ids else None
+        if finish != "stop":
+            return finish
+        last = self._last_id
         own = last in self._stop_ids or last not in self._vocabulary.eos_token_ids
         return "stop" if own else "eos"
 

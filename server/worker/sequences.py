@@ -44,7 +44,7 @@ ByConnection = dict[int, list[TokenEvent]]
 class SequenceTable:
     """Live sequences by key; at most `capacity` of them, shared by all routers.
 
-    A sequence leaves only by its terminal event or by `lose_all`, so that aborted ones hold their
+    A sequence leaves only by its terminal event or by `end_all`, so that aborted ones hold their
     credit for as long as the engine holds their memory.
 
     orphans: those whose router is gone, and which the engine has not ended yet.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.protocol import ErrorCode, GenerateRequest
+from server.protocol import ErrorCode, GenerateRequest, StepEvents, TokenEvent, encode
 from tests.network import running_link
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, running_worker
 from tests.router.serving import Running, events_of, poll, running_router
@@ -338,6 +338,25 @@ async def test_a_gap_in_the_tokens_is_mended(router: Running, worker: FakeWorker
     assert await text_of(router, stream=True) == TEXT
     assert len(worker.requests[1].accepted_ids) == 5
     assert worker.aborts[0].attempt == 0
+
+
+async def test_an_end_without_what_came_before_is_no_end(
+    router: Running, worker: FakeWorker
+) -> None:
+    """Tokens 5 to 8 were lost, and the last event has none by which that shows."""
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        if request.attempt == 0 and index == 5:
+            end = TokenEvent(request.request_id, 0, 0, 9, (), finish="length")
+            await worker.send_raw(encode(StepEvents(9, (end,))))
+        return None
+
+    scripted(worker, error_at(0, "internal", attempts=0))
+    worker.before_token = before_token
+    assert await text_of(router, stream=True) == TEXT
+    assert len(worker.requests[1].accepted_ids) == 5
 
 
 async def test_a_lost_last_event_is_no_lost_answer(router: Running, worker: FakeWorker) -> None:

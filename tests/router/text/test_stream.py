@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.generation import GenerationCall, TextEvent
-from router.text.stream import ChoiceStream, StreamGap, prompt_tokens
+from router.text.stream import ChoiceStream, prompt_tokens
 from server.protocol import Finish, SamplingParams, TokenEvent, TokenLogprob
 from tests.router.text.small_models import text_model
 from tests.router.text.test_stops import naive
@@ -87,23 +87,6 @@ def test_any_cut_of_the_events_gives_the_same_text(
     assert result.tokens == tuple(token for part in out for token in part.tokens)
     if logprobs and (hit is not None or "�" not in text):
         assert "".join(token.text for token in result.tokens) == text
-
-
-@given(IDS, st.integers(0, 25))
-def test_resumed_streams_pass_over_what_they_have(ids: list[int], cut: int) -> None:
-    stream = ChoiceStream(call(), MODEL)
-    run(stream, [event(0, ids[:cut])])
-    assert stream.accepted_ids == ids[:cut]
-    run(stream, [event(0, ids, "length")])
-    assert stream.accepted_ids == ids
-    assert stream.result().text == MODEL.decode(ids)
-
-
-def test_missing_tokens_are_an_error() -> None:
-    stream = ChoiceStream(call(), MODEL)
-    stream.feed(event(0, [300]))
-    with pytest.raises(StreamGap, match="expected index 1, got 2"):
-        stream.feed(event(2, [301]))
 
 
 @pytest.mark.parametrize(

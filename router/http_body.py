@@ -56,9 +56,10 @@ def _has_body(request: Request) -> bool:
 
 
 def _check_headers(request: Request, max_bytes: int) -> None:
-    # A browser's page may post forms and text to any address without asking; JSON it may not.
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0]
-    media_type = media_type.strip().lower()
+    # A browser's page may post forms, text and bytes without a type to any address without asking;
+    # JSON it may not.
+    unstated = "" if "origin" in request.headers else "application/json"
+    media_type = request.headers.get("content-type", unstated).partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise RequestError(
             "media_type", f"expected content-type application/json, got {media_type[:100]!r}"

@@ -55,6 +55,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._admitted = admitted
         self._address = ""
         self._stopping = False
+        self._refused = False  # nothing more is read
         self.parser: Any = PlainHttpParser(self)
         self._head_bytes = 0  # received of a head that is not complete
         self._parsed_bytes = 0  # of its fields
@@ -93,7 +94,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -112,6 +113,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = self._head_begun = True
         self._parsed_bytes = 0
+        if self._head_timer is None:  # it follows another request in one piece of data
+            self._await_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._parsed_bytes += len(name) + len(value)
@@ -225,10 +228,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refuse(b"431 Request Header Fields Too Large", "the request head is too large")
 
     def _refuse(self, status: bytes, message: str) -> None:
-        """Answers without the application, and closes."""
+        """Answers without the application, and closes; after the answers that are under way."""
+        self._refused = True
         if self._answering():
-            self.transport.close()  # an answer is under way: it cannot be followed by another
-            return
+            if not self.cycle.more_body:
+                self.cycle.keep_alive = False  # of the last of them: its end closes
+                return
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+            self.cycle.disconnected = True  # its body is what was refused
+            self.cycle.message_event.set()
         body = json.dumps({"error": message, "error_type": "validation"}).encode()
         head = (
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n"

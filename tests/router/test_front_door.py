@@ -117,7 +117,7 @@ async def test_pages_of_other_origins_are_served_if_they_are_listed(tmp_path: Pa
     asking = {
         **page,
         "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization,content-type",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
     }
     body = {"model": BASE_NAME, "prompt": "x"}
     async with running_worker(FakeWorker()) as worker:

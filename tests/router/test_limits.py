@@ -244,6 +244,7 @@ async def test_a_body_too_large(tmp_path: Path) -> None:
         ({"content-type": "application/json; charset=utf-8"}, 200),
         ({"content-type": "application/vnd.api+json"}, 200),
         ({}, 200),
+        ({"origin": "https://page.example"}, 415),  # as its script may send without asking
         ({"content-type": "text/plain"}, 415),
         ({"content-type": "application/x-www-form-urlencoded"}, 415),
         ({"content-type": "multipart/form-data; boundary=x"}, 415),
@@ -296,6 +297,43 @@ async def test_bad_heads(router: Running, data: bytes, status: int) -> None:
     assert int(head.split()[1]) == status
     assert json.loads(body)["error"]
     assert b"content-type: application/json" in head
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_what_follows_a_request_costs_it_no_answer(
+    router: Running, worker: FakeWorker, apart: bool
+) -> None:
+    """Such as the rest of a body whose client counted characters for bytes."""
+    gate = hold(worker)
+    url = router.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    request = post(json.dumps(BODY).encode())
+    writer.write(request if apart else request + b"\xa4}")
+    await worker.until(lambda: len(worker.requests) == 1)
+    if apart:
+        writer.write(b"\xa4}")
+        await writer.drain()
+    gate.set()
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    writer.close()
+
+
+async def test_a_body_that_is_no_http_is_answered(router: Running, worker: FakeWorker) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    for body in (b"nonsense\r\n", b"2\r\n{}\r\nnonsense\r\n"):
+        answer = await raw(router, head + body)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+    assert not worker.requests
+
+
+async def test_a_head_that_begins_behind_a_request_is_timed(tmp_path: Path) -> None:
+    async with running_router(tmp_path, head_timeout_s=0.5) as router:
+        answer = await raw(router, b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\nGET /v1/mo")
+        statuses = [part.split()[0] for part in answer.split(b"HTTP/1.1 ")[1:]]
+        assert statuses == [b"200", b"408"]
 
 
 async def test_one_connection_serves_many_requests(router: Running) -> None:

@@ -16,6 +16,8 @@ from router.tenancy.audit import Audit, now
 from router.tenancy.records import AuditRecord
 
 MAX_BODY_BYTES = 64 << 10
+# They change nothing (RFC 9110 section 9.2.1); what has one of them has both.
+_SAFE = ("GET", "HEAD")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -46,7 +48,7 @@ class OperatorRoutes:
             try:
                 self.check(request)
                 check_query(request.query_params.multi_items(), query)
-                if request.method not in (*bodies, "GET"):
+                if request.method not in (*bodies, *_SAFE):
                     check_no_fields(await read_json_body(request, self.body_limits), query)
                 response = await endpoint(request)
                 status = response.status_code
@@ -59,7 +61,7 @@ class OperatorRoutes:
                 status = status_of(error.cause, "openai")
                 raise
             finally:
-                if request.method != "GET":
+                if request.method not in _SAFE:
                     self._record(request, status)
 
         return answer

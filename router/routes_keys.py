@@ -40,7 +40,7 @@ class KeyRoutes:
         self._body_limits = body_limits
 
     async def collection(self, request: Request) -> Response:
-        if request.method == "GET":
+        if request.method != "POST":
             return json_response(KeyList([key_object(key) for key in self._keys.all()]))
         body = await read_json_body(request, self._body_limits)
         wanted = parse_create(body, f"key-{secrets.token_hex(6)}", time.time())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from router.api.formatter import ApiLimits, limits_from
 from router.config import RouterConfig
-from router.generation import RequestError
+from router.generation import BASE_PLACEHOLDERS, RequestError
 from router.text.model import TextModel
 from server.protocol import ModelCard
 
@@ -65,7 +65,8 @@ class BaseModel:
 
     def is_named(self, name: str) -> bool:
         """Whether a request that says `name` means the base."""
-        return self._text is not None and name in self._limits.base_names
+        known = () if self._text is None else self._limits.base_names
+        return name in (*known, *BASE_PLACEHOLDERS)
 
     def _names(self, card: ModelCard) -> tuple[str, ...]:
         """Names of the base: a name that was given to an adapter never means the base."""

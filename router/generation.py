@@ -14,6 +14,8 @@ from adapters.ref import AdapterRef
 from server.protocol import SamplingParams
 
 Api = Literal["lorax", "completions", "chat"]
+# What clients made for servers of one model send as `model` when their user gave none.
+BASE_PLACEHOLDERS = ("", "dummy", "tgi")
 # eos: the model ended; stop: a stop string or stop token id of the caller's.
 FinishReason = Literal["eos", "stop", "length", "abort", "error"]
 # Why a request is not answered; `router.api.errors` says what each API makes of it.

@@ -10,6 +10,7 @@ from adapters.ref import is_name, is_owner, parse_ref
 from router.adapters_file import WHOLE
 from router.adapters_watch import read_file
 from router.config import ConfigError, RouterConfig
+from router.generation import BASE_PLACEHOLDERS
 from router.model_card import CardError, read_card
 from router.registration import Registration
 from router.shared.sharing import make_sharing
@@ -115,6 +116,8 @@ def _declared(text: str, config: RouterConfig) -> Registration:
     name, equals, target = text.partition("=")
     if not equals or not is_name(name):
         raise ConfigError(f"--adapter {text!r}: expected NAME=REF")
+    if name in BASE_PLACEHOLDERS:
+        raise ConfigError(f"--adapter {text!r}: clients mean the base model by {name!r}")
     try:
         ref = parse_ref(target, "local" if config.default_source == "local" else "hub")
     except AdapterError as error:

@@ -21,7 +21,14 @@ from router.api.fields import (
     temperature_of,
 )
 from router.api.formatter import ApiLimits
-from router.generation import AdapterChoice, AnswerHead, FinishReason, PromptInfo, RequestError
+from router.generation import (
+    BASE_PLACEHOLDERS,
+    AdapterChoice,
+    AnswerHead,
+    FinishReason,
+    PromptInfo,
+    RequestError,
+)
 from server.protocol import SamplingParams
 
 # Fields that change nothing about the text, whatever they say.
@@ -29,8 +36,6 @@ _HARMLESS = frozenset(
     ("metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls")
     + ("prompt_cache_key", "prompt_cache_retention", "prediction", "moderation")
 )
-# Model names that clients made for one-model servers send when their user gave none.
-_PLACEHOLDERS = ("", "dummy", "tgi")
 
 
 OpenAIFinish = Literal["stop", "length"]
@@ -116,7 +121,7 @@ def decode_openai(body: bytes, kind: type[B], unsupported: Sequence[str]) -> B:
 
 def adapter_of(request: OpenAIBody, limits: ApiLimits, bearer: str | None) -> AdapterChoice | None:
     """Raises RequestError."""
-    if request.model in _PLACEHOLDERS:
+    if request.model in BASE_PLACEHOLDERS:
         return None
     token = credential(request.api_token, bearer)
     return choose_adapter(request.model, request.adapter_source, token, "model", limits)

@@ -90,6 +90,7 @@ async def test_register_by_parts(router: Running, worker: FakeWorker) -> None:
         ({"name": "pirate", "ref": "org/other"}, 409, "declared by --adapter"),
         ({"name": "pirate", "ref": "org/other", "replace": True}, 409, "declared by --adapter"),
         ({"name": "fake-base", "ref": "org/one"}, 409, "base model"),
+        ({"name": "tgi", "ref": "org/one"}, 409, "base model"),
     ],
 )
 async def test_what_cannot_be_registered(

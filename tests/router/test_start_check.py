@@ -146,6 +146,7 @@ def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> 
         ({"workers": ("ws://[gpu",)}, "--worker 'ws://[gpu'"),
         ({"adapters": ("sql",)}, "--adapter 'sql': expected NAME=REF"),
         ({"adapters": ("a/b=org/x",)}, "--adapter 'a/b=org/x': expected NAME=REF"),
+        ({"adapters": ("tgi=org/x",)}, "--adapter 'tgi=org/x': clients mean the base model"),
         ({"adapters": ("sql=plain",)}, "--adapter 'sql=plain': 'plain' names no source"),
         ({"host": "0.0.0.0"}, "--host: callers of 0.0.0.0 need keys"),
         ({"redis": "localhost"}, "--redis: expected"),

@@ -4,6 +4,7 @@ Which adapter, which prompts and whether there is room was settled before, by `d
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 
@@ -28,6 +29,8 @@ from router.sequence_run import RunContext, SequenceRun
 from router.text.model import TextModel
 from router.text.stream import ChoiceStream, prompt_tokens
 from server.protocol import GenerateRequest, SamplingParams, TokenEvent
+
+logger = logging.getLogger(__name__)
 
 # What a reader of a Generation gets: a prompt's PromptInfo comes before its first TextEvent.
 Part = PromptInfo | TextEvent
@@ -118,7 +121,10 @@ class Generation:
                 events = await self._context.inbox.take()
             except FAILURES as error:
                 self._meter.fails(excused=isinstance(error, EXCUSED))
-                raise self._told(error) from error
+                told = self._told(error)
+                if told.cause == "internal":
+                    logger.error("request %s failed: %s", self.head.request_id, error)
+                raise told from error
             parts: list[Part] = []
             for slot, event in events:
                 self._advance(self._choices[slot], event, parts)

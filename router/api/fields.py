@@ -18,7 +18,7 @@ NonNegative = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=1e4)]
+RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=1e3)]
 StopString = Annotated[str, Meta(min_length=1)]
 
 _SOURCES = ("hub", "local", "s3", "https")

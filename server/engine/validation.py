@@ -63,7 +63,7 @@ def bad_sampling(sampling: SamplingParams) -> str | None:
         ("top_p", sampling.top_p, 0.0, 1.0),
         ("min_p", sampling.min_p, 0.0, 1.0),
         ("typical_p", sampling.typical_p, 0.0, 1.0),
-        ("repetition_penalty", sampling.repetition_penalty, 0.0, 1e6),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-3, 1e3),
         ("frequency_penalty", sampling.frequency_penalty, -1e6, 1e6),
         ("presence_penalty", sampling.presence_penalty, -1e6, 1e6),
         ("max_tokens", sampling.max_tokens, 0, _INT32_MAX),
@@ -74,7 +74,7 @@ def bad_sampling(sampling: SamplingParams) -> str | None:
     for name, value, low, high in ranges:
         if value is not None and not low <= value <= high:
             return f"{name}: expected {low} to {high}, got {value}"
-    for name in ("top_p", "typical_p", "repetition_penalty"):
+    for name in ("top_p", "typical_p"):
         if getattr(sampling, name) == 0:
             return f"{name}: expected more than 0"
     if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):

@@ -56,6 +56,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     *[(GENERATE, {name: -1}, name) for name in ("temperature", "top_k", "seed", "best_of")],
     *[(GENERATE, {name: 0}, name) for name in ("top_p", "top_k", "typical_p", "truncate")],
     *[(GENERATE, {name: 0}, name) for name in ("max_new_tokens", "repetition_penalty")],
+    *[(GENERATE, {"repetition_penalty": value}, "repetition_penalty") for value in (1e-300, 1e4)],
     *[(GENERATE, {name: 2.5}, name) for name in ("top_p", "typical_p", "presence_penalty")],
     *[(GENERATE, {name: "x"}, name) for name in ("details", "seed", "stop", "do_sample")],
     *[(GENERATE, {name: 2**70}, name) for name in ("seed", "top_k", "max_new_tokens")],

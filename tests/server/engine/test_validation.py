@@ -44,6 +44,7 @@ HUGE = 2**62
         ("typical_p", 0.0),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
+        ("repetition_penalty", 1e-40),
         ("frequency_penalty", INF),
         ("presence_penalty", NAN),
         ("max_tokens", -1),

@@ -55,8 +55,8 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
     _check_ids(call.sampling.stop_token_ids, model, "stop_token_ids")
     _check_ids(call.sampling.logit_bias, model, "logit_bias")
     room = model.card.max_context - len(prompt.ids)
-    if room < 1 or (call.max_tokens or 1) > room:
-        asked = "" if call.max_tokens is None else f" and {call.max_tokens} more to generate"
+    if room < (1 if call.max_tokens is None else call.max_tokens):
+        asked = f" and {call.max_tokens} more to generate" if call.max_tokens else ""
         raise RequestError(
             "context_length",
             f"the model's context is {model.card.max_context} tokens, prompt and output together; "

@@ -54,13 +54,12 @@ class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
 
 
 class CompletionsOptions(msgspec.Struct, frozen=True):
-    """How a request wants its answer. prompt_only: without the one token that was generated."""
+    """How a request wants its answer."""
 
     n: int
     echo: bool
     logprobs: bool
     include_usage: bool
-    prompt_only: bool = False
 
 
 class CompletionsRequest(msgspec.Struct, frozen=True):
@@ -123,7 +122,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Completi
         messages=None,
         adapter=adapter_of(request, limits, bearer),
         sampling=sampling,
-        max_tokens=max(1, max_tokens),
+        max_tokens=max_tokens,
         n=n,
         best_of=best_of,
         stop=stops_of(request, limits),
@@ -138,7 +137,6 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Completi
         call.echo,
         request.logprobs is not None,
         include_usage=wants_usage(request),
-        prompt_only=max_tokens == 0,
     )
     return CompletionsRequest(call, options)
 
@@ -199,10 +197,7 @@ class CompletionsFormatter:
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
         text, tokens = event.text, event.tokens if self._options.logprobs else ()
-        if self._options.prompt_only:
-            text, tokens = "", ()
-        else:
-            self._num_tokens += event.num_tokens
+        self._num_tokens += event.num_tokens
         if not (text or tokens or event.finish):
             return b""
         index = event.prompt_index * self._options.n + event.choice
@@ -228,23 +223,14 @@ class CompletionsFormatter:
             first = info.prompt_index * self._options.n
             choices += [self._choice(first + i, info, result) for i, result in enumerate(own)]
         num_tokens = sum(result.generated_tokens for result in results)
-        if self._options.prompt_only:
-            num_tokens = 0
         return encode(self._completion(choices, usage_of(prompts, num_tokens)))
 
     def _choice(self, index: int, info: PromptInfo, result: ChoiceResult) -> CompletionChoice:
         text, tokens = result.text, result.tokens
-        if self._options.prompt_only:
-            text, tokens = info.text, info.tokens
-        elif self._options.echo:
+        if self._options.echo:
             text, tokens = info.text + text, info.tokens + tokens
         logprobs = _logprobs(tokens, 0) if self._options.logprobs else None
-        return CompletionChoice(index, text, logprobs, self._reason(result.finish))
-
-    def _reason(self, finish: FinishReason) -> OpenAIFinish:
-        """Raises RequestError (incomplete)."""
-        reason = finish_reason(finish)
-        return "length" if self._options.prompt_only else reason
+        return CompletionChoice(index, text, logprobs, finish_reason(result.finish))
 
     def _chunk(
         self,
@@ -258,7 +244,7 @@ class CompletionsFormatter:
             offset = self._offsets.get(index, 0)
             logprobs = _logprobs(tokens, offset)
             self._offsets[index] = offset + sum(len(token.text) for token in tokens)
-        reason = None if finish is None else self._reason(finish)
+        reason = None if finish is None else finish_reason(finish)
         choice = CompletionChoice(index, text, logprobs, reason)
         return sse(self._completion([choice], self._usage))
 

@@ -180,6 +180,8 @@ def prompt_tokens(
     tokens = []
     for i, token_id in enumerate(ids):
         text = detokenizer.push(vocabulary.token_bytes(token_id))
+        if i == len(ids) - 1:
+            text += detokenizer.flush()
         logprob = logprobs[i] if logprobs is not None and i < len(logprobs) else None
         tokens.append(text_token(vocabulary, token_id, text, logprob))
     return tuple(tokens)

@@ -372,6 +372,9 @@ class FakeWorker:
             error = TokenEvent(*key, 0, (), finish="error", error="adapter_unavailable")
             await self._emit(connection, error)
             return
+        if not request.sampling.max_tokens:
+            await self._emit(connection, prompt_alone(request))
+            return
         output = self.script(request)
         for index in range(len(request.accepted_ids), len(output)):
             error_code = await self.before_token(self, request, index)
@@ -448,12 +451,6 @@ def token_event(request: GenerateRequest, index: int, token_id: int) -> TokenEve
         finish = "stop"
     elif index + 1 >= sampling.max_tokens:
         finish = "length"
-    prompt_logprobs = None
-    if sampling.prompt_logprobs is not None and index == 0:
-        prompt_logprobs = tuple(
-            TokenLogprob(token, None if at == 0 else -0.25)
-            for at, token in enumerate(request.prompt_ids)
-        )
     top = tuple((token_id + n, -0.5 - n) for n in range(sampling.logprobs or 0))
     logprobs = None
     if sampling.logprobs is not None:
@@ -466,8 +463,23 @@ def token_event(request: GenerateRequest, index: int, token_id: int) -> TokenEve
         (token_id,),
         finish=finish,  # type: ignore[arg-type]
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=prompt_logprobs_of(request) if index == 0 else None,
         cached_tokens=0 if index == 0 else None,
+    )
+
+
+def prompt_alone(request: GenerateRequest) -> TokenEvent:
+    key = (request.request_id, request.attempt, request.choice)
+    scored = prompt_logprobs_of(request)
+    return TokenEvent(*key, 0, (), finish="length", prompt_logprobs=scored)
+
+
+def prompt_logprobs_of(request: GenerateRequest) -> tuple[TokenLogprob, ...] | None:
+    if request.sampling.prompt_logprobs is None:
+        return None
+    return tuple(
+        TokenLogprob(token, None if at == 0 else -0.25)
+        for at, token in enumerate(request.prompt_ids)
     )
 
 

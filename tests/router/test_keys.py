@@ -286,6 +286,20 @@ async def test_usage_by_key_and_adapter(guarded: Running) -> None:
     assert old.json()["data"] == []
 
 
+async def test_a_prompt_alone_costs_the_prompt_alone(guarded: Running) -> None:
+    """It may fill the context: nothing is generated."""
+    key = await create(guarded, id="a")
+    wanted = {"prompt": [97] * 512, "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = await complete(guarded, key, **wanted)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 512
+    assert answer.json()["usage"]["completion_tokens"] == 0
+    usage = (await guarded.client.get("/v1/usage", headers=ADMIN)).json()["data"]
+    assert [(row["prompt_tokens"], row["completion_tokens"]) for row in usage] == [(512, 0)]
+    refused = await complete(guarded, key, **wanted | {"prompt": [97] * 513})
+    assert (refused.status_code, "more to generate" in refused.text) == (400, False)
+
+
 async def test_a_tenant_without_keys_is_still_in_the_bill(guarded: Running) -> None:
     key = await create(guarded, id="a", tenant="acme")
     assert (await complete(guarded, key)).status_code == 200
@@ -327,6 +341,10 @@ async def test_operators_are_audited(guarded: Running, caplog: pytest.LogCapture
         await guarded.client.delete("/v1/keys/none", headers=ADMIN | {"x-request-id": "r7"})
         await guarded.client.post("/v1/keys", headers=bearer("guess"))
         await guarded.client.post("/v1/adapters/pirate/unload", headers=ADMIN)
+        for path in ("keys", "adapters/pirate"):  # they only look
+            looked = await guarded.client.head(f"/v1/{path}", headers=ADMIN)
+            assert (looked.status_code, looked.content) == (200, b"")
+    assert len((await guarded.client.get("/v1/keys", headers=ADMIN)).json()["data"]) == 1
     entries = (await guarded.client.get("/v1/audit", headers=ADMIN)).json()["data"]
     assert [(e["action"], e["target"], e["status"]) for e in reversed(entries)] == [
         ("POST /v1/keys", "app", 201),

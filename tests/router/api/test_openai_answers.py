@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from router.api import openai_chat, openai_completions
 from router.api.formatter import ApiLimits, Formatter
-from router.generation import PromptInfo, RequestError, TextEvent
+from router.generation import ChoiceResult, PromptInfo, RequestError, TextEvent
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
 
@@ -74,13 +74,15 @@ def test_echo() -> None:
 def test_the_prompt_alone() -> None:
     """`max_tokens` 0 with `echo`: logprobs of the prompt, as evaluation harnesses ask for them."""
     wanted: dict[str, Any] = {"logprobs": 0, "echo": True, "max_tokens": 0}
-    answer = json.loads(completions(**wanted).whole([result()], [PROMPT]))
+    nothing = ChoiceResult(0, 0, "", (), "length", 0, None)
+    answer = json.loads(completions(**wanted).whole([nothing], [PROMPT]))
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("Say", "length")
     assert choice["logprobs"]["tokens"] == ["<s>", "Say"]
     assert answer["usage"]["completion_tokens"] == 0
     options = {"include_usage": True}
-    *parts, _ = stream(completions(**wanted, stream=True, stream_options=options), events())
+    end = [TextEvent(0, 0, "", (), "length", 0)]
+    *parts, _ = stream(completions(**wanted, stream=True, stream_options=options), end)
     chunks = [part["choices"][0] for part in parts if part["choices"]]
     assert "".join(chunk["text"] for chunk in chunks) == "Say"
     assert [t for chunk in chunks for t in chunk["logprobs"]["tokens"]] == ["<s>", "Say"]

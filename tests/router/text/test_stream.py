@@ -160,6 +160,13 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
     assert "".join(token.text for token in stream.result().tokens) == "�"
 
 
+def test_a_prompt_that_ends_inside_a_character() -> None:
+    """Where its tokens stand in the text is reckoned by theirs."""
+    ids = MODEL.encode("ab🙂", add_special_tokens=False)[:-1]
+    text = "".join(token.text for token in prompt_tokens(MODEL, ids, None))
+    assert text == MODEL.decode(ids) == "ab�"
+
+
 def test_prompt_tokens() -> None:
     ids = MODEL.encode("the 🙂", add_special_tokens=True)
     logprobs = [TokenLogprob(i, None if n == 0 else -1.0) for n, i in enumerate(ids)]

@@ -32,6 +32,9 @@ from server.protocol import GenerateRequest, SamplingParams, TokenEvent
 
 logger = logging.getLogger(__name__)
 
+# A prompt's token with its logprobs is as much work as so many characters are to a tokenizer.
+_SIZE_OF_SCORED = 64
+
 # What a reader of a Generation gets: a prompt's PromptInfo comes before its first TextEvent.
 Part = PromptInfo | TextEvent
 
@@ -127,7 +130,10 @@ class Generation:
                 raise told from error
             parts: list[Part] = []
             for slot, event in events:
-                self._advance(self._choices[slot], event, parts)
+                choice = self._choices[slot]
+                if choice.task.index not in self._announced:
+                    parts.append(await self._announce(choice.task, event))
+                self._advance(choice, event, parts)
             if parts:
                 return parts
         return []
@@ -176,11 +182,6 @@ class Generation:
         if event.token_ids:
             self._meter.tokens(choice.times, event)
             self.charge.generated_tokens += len(event.token_ids)
-        if choice.task.index not in self._announced:
-            self._announced.add(choice.task.index)
-            info = self._prompt_info(choice.task, event)
-            self.prompts.append(info)
-            parts.append(info)
         text_event = stream.feed(event)
         if text_event is not None:
             parts.append(text_event)
@@ -192,13 +193,20 @@ class Generation:
             if not self._live:
                 self._meter.ends()
 
-    def _prompt_info(self, task: PromptTask, event: TokenEvent) -> PromptInfo:
+    async def _announce(self, task: PromptTask, event: TokenEvent) -> PromptInfo:
+        """What is known of a prompt with the first event of one of its choices."""
+        self._announced.add(task.index)
         prompt = task.prompt
         self.charge.cached_tokens += event.cached_tokens or 0
         self._context.metrics.cached_tokens.inc(event.cached_tokens or 0)
         tokens: tuple[TextToken, ...] = ()
         if task.sampling.prompt_logprobs is not None:
-            tokens = prompt_tokens(self.model, prompt.ids, event.prompt_logprobs)
-        return PromptInfo(
+            tokens = await self.model.long_texts.run(
+                _SIZE_OF_SCORED * len(prompt.ids),
+                lambda: prompt_tokens(self.model, prompt.ids, event.prompt_logprobs),
+            )
+        info = PromptInfo(
             task.index, prompt.text, len(prompt.ids), event.cached_tokens or 0, tokens
         )
+        self.prompts.append(info)
+        return info

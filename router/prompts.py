@@ -3,9 +3,7 @@
 Runs on the event loop; long texts are rendered and encoded in threads.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,11 +12,6 @@ from router.text.chat import TemplateFault
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
 from server.protocol import SamplingParams
-
-# Encoding runs at a few MB/s: below this size a thread costs more than it saves.
-_INLINE_SIZE = 16 << 10
-
-T = TypeVar("T")
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -40,9 +33,11 @@ async def build_prompts(
     """
     if call.messages is not None:
         text = await _render(call, model, adapter_template, sandbox)
-        return await in_thread_if(len(text), lambda: [_encode(call, model, text, "messages")])
+        return await model.long_texts.run(
+            len(text), lambda: [_encode(call, model, text, "messages")]
+        )
     size = sum(len(prompt) for prompt in call.prompts)
-    return await in_thread_if(
+    return await model.long_texts.run(
         size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
     )
 
@@ -76,20 +71,15 @@ async def _render(
     messages = call.messages or []
     if template is None:
         size = len(repr((messages, call.template_vars)))
-        return await in_thread_if(size, lambda: model.render_chat(messages, call.template_vars))
+        return await model.long_texts.run(
+            size, lambda: model.render_chat(messages, call.template_vars)
+        )
     try:
         return await sandbox.render(
             template, model.card.special_tokens, messages, call.template_vars
         )
     except TemplateFault as fault:
         raise RequestError("template_error", str(fault), param="messages") from fault
-
-
-async def in_thread_if(size: int, work: Callable[[], T]) -> T:
-    """Long work leaves the event loop free. size: characters or ids that `work` goes through."""
-    if size <= _INLINE_SIZE:
-        return work()
-    return await asyncio.to_thread(work)
 
 
 def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> Prompt:

@@ -7,6 +7,9 @@ from msgspec import Meta
 
 from router.api.body import decode_body
 
+# Characters of a text. Its tokens take several hundred times as many bytes of memory.
+MAX_TOKENIZED = 1 << 19
+
 
 class ModelObject(msgspec.Struct, frozen=True):
     """The base or a registered adapter, as `/v1/models` lists it. parent: an adapter's base."""
@@ -54,7 +57,7 @@ class Health(msgspec.Struct, frozen=True):
 class TokenizeBody(msgspec.Struct, frozen=True):
     """A request of `/tokenize`."""
 
-    inputs: Annotated[str, Meta(min_length=1)]
+    inputs: Annotated[str, Meta(min_length=1, max_length=MAX_TOKENIZED)]
     add_special_tokens: bool | None = None
 
 

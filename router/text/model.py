@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from router.generation import RequestError
 from router.text.chat import ChatTemplate, TemplateFault
+from router.text.long_texts import LongTexts
 from router.text.tokenizer_json import BYTE_OF_CHAR, read_facts
 from server.protocol import ModelCard
 
@@ -19,7 +20,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "�"
 
 
-class TokenSpan(msgspec.Struct, frozen=True):
+class TokenSpan(msgspec.Struct, frozen=True, gc=False):
     """A token of a text. start, stop: characters of the text that it covers."""
 
     id: int
@@ -29,13 +30,15 @@ class TokenSpan(msgspec.Struct, frozen=True):
 
 
 class TextModel:
-    """The text side of one base model. It is the streams' Vocabulary.
+    """The text side of one base model. It is the streams' Vocabulary. long_texts: where work on it
+    is done that may take long.
 
     Raises ValueError when the card's tokenizer cannot be read.
     """
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
+        self.long_texts = LongTexts()
         self.eos_token_ids = frozenset(card.eos_token_ids)
         try:
             self._tokenizer = Tokenizer.from_str(card.tokenizer_json)

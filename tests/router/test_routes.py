@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from router import sse
+from router.api.models import MAX_TOKENIZED
 from router.generation import TextEvent
 from router.text.stream import ChoiceStream
 from server.protocol import ErrorCode, GenerateRequest, TokenEvent
@@ -181,6 +182,15 @@ async def test_tokenize(router: Running) -> None:
     answer = await router.client.post("/tokenize", json={"inputs": "hé"})
     assert [token["id"] for token in answer.json()] == [0x68, 0xC3, 0xA9]
     assert answer.json()[0] == {"id": 0x68, "text": "h", "start": 0, "stop": 1}
+
+
+async def test_tokenize_a_long_text(router: Running) -> None:
+    answer = await router.client.post("/tokenize", json={"inputs": "ab" * 20_000})
+    spans = answer.json()
+    assert [span["id"] for span in spans] == [97, 98] * 20_000
+    assert [span["start"] for span in spans] == list(range(40_000))
+    longer = await router.client.post("/tokenize", json={"inputs": "a" * (MAX_TOKENIZED + 1)})
+    assert (longer.status_code, "524288" in longer.text) == (422, True)
 
 
 async def test_metrics(router: Running) -> None:

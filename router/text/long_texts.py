@@ -1,0 +1,61 @@
+"""Work on texts that is too long for the event loop: in threads, so much of it at once."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+# Encoding runs at a few MB/s: below this size a thread costs more than it saves.
+INLINE_SIZE = 16 << 10
+# A tokenizer takes up to 400 bytes of memory a character while it works.
+SIZE_AT_ONCE = 2 << 20
+
+T = TypeVar("T")
+
+
+class LongTexts:
+    """Runs work in threads, in the order in which it comes; what is larger than `most` alone."""
+
+    def __init__(self, most: int = SIZE_AT_ONCE) -> None:
+        self._most = self._free = most
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """size: characters or ids that `work` goes through. Short work is done at once, here."""
+        if size <= INLINE_SIZE:
+            return work()
+        size = min(size, self._most)
+        await self._enter(size)
+        job = asyncio.get_running_loop().run_in_executor(None, work)
+        job.add_done_callback(lambda job: self._done(size, job))
+        # Nobody stops a thread: its memory is in use until it ends, though its caller has left.
+        return await asyncio.shield(job)
+
+    async def _enter(self, size: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._admit()  # there may be room for who stood behind it
+            else:
+                self._leave(size)
+            raise
+
+    def _done(self, size: int, job: "asyncio.Future[T]") -> None:
+        if not job.cancelled():
+            job.exception()  # known, whether or not somebody still waits for it
+        self._leave(size)
+
+    def _leave(self, size: int) -> None:
+        self._free += size
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and (self._waiting[0][1].done() or self._waiting[0][0] <= self._free):
+            size, turn = self._waiting.popleft()
+            if not turn.done():
+                self._free -= size
+                turn.set_result(None)

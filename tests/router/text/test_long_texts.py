@@ -1,0 +1,98 @@
+"""So much at once, in order, whoever leaves meanwhile."""
+
+import asyncio
+import threading
+
+import pytest
+
+from router.text.long_texts import INLINE_SIZE, LongTexts
+
+LONG = INLINE_SIZE + 1
+
+
+class Work:
+    """It lasts until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.let_go = threading.Event()
+
+    def __call__(self) -> int:
+        self.begun.set()
+        assert self.let_go.wait(30)
+        return threading.get_ident()
+
+
+async def begins(work: Work) -> None:
+    assert await asyncio.get_running_loop().run_in_executor(None, work.begun.wait, 30)
+
+
+async def settled() -> None:
+    """What could begin has begun."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+        await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+
+
+async def test_short_work_is_done_here() -> None:
+    assert await LongTexts().run(INLINE_SIZE, threading.get_ident) == threading.get_ident()
+
+
+async def test_so_much_at_once_and_in_order() -> None:
+    texts = LongTexts(2 * LONG)
+    works = [Work() for _ in range(4)]
+    sizes = [LONG, LONG, 10 * LONG, LONG]
+    asking = [asyncio.create_task(texts.run(*each)) for each in zip(sizes, works, strict=True)]
+    await begins(works[0])
+    await begins(works[1])
+    works[0].let_go.set()
+    assert await asking[0] != threading.get_ident()
+    await settled()
+    assert not works[2].begun.is_set(), "it is larger than what there is room for: it goes alone"
+    assert not works[3].begun.is_set(), "small ones do not overtake it"
+    works[1].let_go.set()
+    await begins(works[2])
+    await settled()
+    assert not works[3].begun.is_set()
+    works[2].let_go.set()
+    works[3].let_go.set()
+    await asyncio.gather(*asking)
+
+
+async def test_who_leaves_while_it_waits_holds_nobody_up() -> None:
+    texts = LongTexts(2 * LONG)
+    first, large, small = Work(), Work(), Work()
+    asking = asyncio.create_task(texts.run(LONG, first))
+    await begins(first)
+    leaving = asyncio.create_task(texts.run(2 * LONG, large))
+    staying = asyncio.create_task(texts.run(LONG, small))
+    await settled()
+    leaving.cancel()
+    await begins(small)
+    for work in (first, small):
+        work.let_go.set()
+    await asyncio.gather(asking, staying)
+    assert not large.begun.is_set()
+
+
+async def test_work_whose_caller_left_takes_its_room_until_it_ends() -> None:
+    texts = LongTexts(LONG)
+    first, second = Work(), Work()
+    leaving = asyncio.create_task(texts.run(LONG, first))
+    await begins(first)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    asking = asyncio.create_task(texts.run(LONG, second))
+    await settled()
+    assert not second.begun.is_set()
+    first.let_go.set()
+    second.let_go.set()
+    await asking
+
+
+async def test_what_work_raises_is_its_callers() -> None:
+    texts = LongTexts(LONG)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            await texts.run(LONG, lambda: 1 // 0)

@@ -29,15 +29,19 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     """What adapters for this model are validated against. Reads the embeddings once, for their
-    digests. Raises CheckpointError."""
+    digests. Raises CheckpointError, also for a tied head that is stored and is another."""
     config = read_config(folder)
     tied = config.tie_word_embeddings
     shards = {name: shard for shard in read_shards(folder) for name in shard.tensors}
-    names_of = {"embed_tokens": _EMBED, "lm_head": _EMBED if tied else _LM_HEAD}
-    tensors = sorted(set(names_of.values()))
+    tensors = (_EMBED,) if tied and _LM_HEAD not in shards else (_EMBED, _LM_HEAD)
     with ThreadPoolExecutor(len(tensors)) as threads:  # seconds each, at the start
-        found = dict(zip(tensors, threads.map(partial(_digest, shards), tensors), strict=True))
-    digests = {module: found[tensor] for module, tensor in names_of.items()}
+        found = tuple(threads.map(partial(_digest, shards), tensors))
+    digests = {"embed_tokens": found[0], "lm_head": found[-1]}
+    if tied and found[-1] != found[0]:
+        raise CheckpointError(
+            f"{folder}: config.json ties lm_head to embed_tokens, but the weights hold a different"
+            f" {_LM_HEAD}; set tie_word_embeddings to false to use it, or remove it"
+        )
     num_tokens = _num_tokens(read_optional_json(folder / TOKENIZER_FILE))
     return base_spec(config, base_digest(folder), names, digests, num_tokens)
 

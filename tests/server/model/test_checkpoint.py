@@ -91,9 +91,19 @@ def test_missing_unexpected_and_wrong_at_once(folder: Path) -> None:
 
 def test_tied_head_may_be_stored_too(tmp_path: Path) -> None:
     folder = save_model(make_model("llama-biases-tied"), tmp_path)
-    rewrite(folder, **{"lm_head.weight": torch.zeros(97, 64)})
+    alone = read_base_spec(folder, ()).embedding_digests
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].double()
+    rewrite(folder, **{"lm_head.weight": head})
+    assert read_base_spec(folder, ()).embedding_digests == alone
     weights = load_weights(folder, read_config(folder), torch.float32, CPU)
     assert weights.lm_head is weights.embed
+    head[96, 63] += 1
+    rewrite(folder, **{"lm_head.weight": head})
+    with pytest.raises(CheckpointError, match=r"different lm_head\.weight.*tie_word_embeddings"):
+        read_base_spec(folder, ())
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    untied = read_base_spec(folder, ()).embedding_digests
+    assert untied["lm_head"] != untied["embed_tokens"] == alone["embed_tokens"]
 
 
 def test_weights_are_cast(folder: Path) -> None:

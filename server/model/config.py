@@ -193,7 +193,7 @@ def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, .
     if not isinstance(window, int) or window <= 0:
         fields.refuse(f"sliding_window must be a positive integer, got {window!r}")
         return full
-    kinds = config.get("layer_types") if qwen else None
+    kinds = config.get("layer_types")
     if kinds is None:
         first = config.get("max_window_layers", _QWEN_WINDOW_LAYERS) if qwen else 0
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]

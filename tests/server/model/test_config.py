@@ -142,6 +142,7 @@ def test_windows() -> None:
     assert read(**qwen, use_sliding_window=True, max_window_layers=1).windows == (None, 64)
     kinds = ["sliding_attention", "full_attention"]
     assert read(**qwen, use_sliding_window=True, layer_types=kinds).windows == (64, None)
+    assert read(**mistral, sliding_window=100, layer_types=kinds).windows == (100, None)
 
 
 def test_windows_that_contexts_cannot_leave_are_none() -> None:

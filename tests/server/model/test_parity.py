@@ -1,12 +1,13 @@
 """The executor computes what transformers and PEFT compute: float32, logprobs within 1e-4."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from adapters.manifest import SlabDtype
 from server.protocol import SamplingParams
@@ -64,6 +65,20 @@ def test_base_models(name: str, tmp_path: Path) -> None:
         for stream in streams:
             assert_parity(model, None, stream)
             stream.free()
+    driver.close()
+
+
+def test_windows_by_layer(tmp_path: Path) -> None:
+    """Mistral with `layer_types` is what transformers calls Ministral."""
+    folder = save_model(make_model("mistral-window"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
+    (folder / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    driver = Driver(folder)
+    stream = Stream(driver, 0, prompt(17, 0), sampling=GREEDY)
+    generate(driver, [stream], 9, 5)
+    assert_parity(model, None, stream)
     driver.close()
 
 

@@ -160,6 +160,8 @@ def test_windows_that_contexts_cannot_leave_are_none() -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map"),
+        ({"is_causal": False}, "is_causal"),
+        ({"is_causal": None}, "is_causal"),
         ({"num_key_value_heads": 3}, "4 attention heads"),
         ({"head_dim": 15}, "head_dim"),
         ({"vocab_size": "many"}, "vocab_size"),
@@ -177,6 +179,10 @@ def test_windows_that_contexts_cannot_leave_are_none() -> None:
 )
 def test_refused_by_name(changes: dict[str, Any], words: str) -> None:
     assert words in refusal(**changes)
+
+
+def test_what_says_the_usual_changes_nothing() -> None:
+    assert read(is_causal=True, hidden_act="silu", quantization_config=None) == read()
 
 
 def test_every_problem_at_once() -> None:

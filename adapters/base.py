@@ -38,7 +38,7 @@ def module_path(shape: ModuleShape, layer: int) -> str:
 class BaseSpec(msgspec.Struct, frozen=True):
     """What adapters are validated against.
 
-    digest: identity of the base (sha256 hex).
+    digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
     names: every value of `base_model_name_or_path` that means this base.
     layer_modules: short name (`q_proj`, …) -> shape; the same in every layer.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
@@ -56,6 +56,10 @@ class BaseSpec(msgspec.Struct, frozen=True):
     model_modules: dict[str, ModuleShape]
     embedding_digests: dict[str, str] = {}
     num_tokens: int | None = None
+
+    @property
+    def is_inferred(self) -> bool:
+        return not self.digest
 
 
 def names_base(name: str, base: BaseSpec) -> bool:

@@ -12,29 +12,29 @@ _LAYER_TENSOR = re.compile(
 )
 _MODEL_TENSOR = re.compile(
     r"base_model\.model\.(?P<path>(?:model\.)?(?P<name>embed_tokens|lm_head))"
-    r"\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?"
+    r"(?:\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?|(?:\.base_layer)?\.weight)"
 )
 _KNOWN = frozenset(name for names in SITE_PROJECTIONS.values() for name in names)
 
 
 def infer_base(name: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
-    """The smallest base that the first tensors of each module fit.
+    """The smallest base that the first tensors of each module fit, LoRA before copies of the base.
 
     Tensors of modules that are unknown or contradict each other stay for validation to refuse.
     """
     paths: dict[str, str] = {}
     sizes: dict[tuple[str, str], int] = {}
     num_layers = 0
-    for tensor in tensors:
+    for tensor in sorted(tensors, key=lambda tensor: "lora_" not in tensor.name):
         found = _LAYER_TENSOR.fullmatch(tensor.name)
         if found:
             num_layers = max(num_layers, int(found["layer"]) + 1)
         else:
             found = _MODEL_TENSOR.fullmatch(tensor.name)
         if found and found["name"] in _KNOWN and len(tensor.shape) == 2:
-            size = tensor.shape[1 if found["side"] == "A" else 0]
             paths.setdefault(found["name"], found["path"])
-            sizes.setdefault((found["name"], found["side"]), size)
+            for side, size in _sizes(found["name"], found["side"], tensor.shape):
+                sizes.setdefault((found["name"], side), size)
     modules = {
         module: ModuleShape(path, sizes.get((module, "A"), 0), sizes.get((module, "B"), 0))
         for module, path in paths.items()
@@ -51,3 +51,11 @@ def infer_base(name: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
         layer_modules={k: v for k, v in modules.items() if k.endswith("_proj")},
         model_modules={k: v for k, v in modules.items() if not k.endswith("_proj")},
     )
+
+
+def _sizes(name: str, side: str | None, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:
+    """What a tensor tells of a module: its input (side `A`), its output (`B`), or both if it is a
+    copy of the base's own weights (None)."""
+    if side is not None:
+        return [(side, shape[1 if side == "A" else 0])]
+    return zip("AB" if name == "embed_tokens" else "BA", shape, strict=True)

@@ -43,19 +43,15 @@ class Judged(NamedTuple):
     seal: Seal
 
 
-def check_folder(
+def judge_folder(
     folder: Path, base: BaseSpec | None = None, limits: AdapterLimits | None = None
-) -> AdapterManifest:
-    """The manifest of an adapter folder, judged in full.
+) -> Judged:
+    """An adapter folder, judged in full.
 
     base: None = only what can be told without the base model is checked.
     Raises AdapterError with every violation found.
     """
-    return judge_folder(folder, base, limits or AdapterLimits()).manifest
-
-
-def judge_folder(folder: Path, base: BaseSpec | None, limits: AdapterLimits) -> Judged:
-    """As `check_folder`, with the tensors in place."""
+    limits = limits or AdapterLimits()
     findings = Findings()
     listing, unreadable = _listing(folder, findings)
     names = small_files(listing, limits, findings)
@@ -181,7 +177,7 @@ class _Reading:
         self._base = base
         self._digest = digest
         self._slab: SlabDtype = "float32" if room is None else room.dtype
-        copies = adapter.base_copies if adapter else ()
+        copies = adapter.base_copies if adapter and not base.is_inferred else ()
         self._copies = {tensor.name: module for module, tensor in copies}
         modules = adapter.modules if adapter else ()
         self._sealed = {tensor.name for module in modules for tensor in (module.a, module.b)}

@@ -237,13 +237,15 @@ def _unknown(name: str, base: BaseSpec) -> tuple[str, str, str]:
 
 
 def _is_comparable(module: _Module, tensor: TensorInfo, base: BaseSpec, findings: Findings) -> bool:
-    """Whether a table saved beside the adapter can be compared with the base's own."""
+    """Whether a table saved beside the adapter can be compared with the base's own, here or where
+    the base is known."""
     rows, columns = base.vocab_size, base.hidden_size
     if tensor.shape != (rows, columns):
         message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]"
         findings.add("resized_embeddings", tensor.name, message)
         return False
-    if tensor.dtype not in FLOAT_DTYPES or not base.embedding_digests.get(module.name):
+    known = base.is_inferred or base.embedding_digests.get(module.name)
+    if tensor.dtype not in FLOAT_DTYPES or not known:
         message = (
             f"{tensor.name}: replaces weights of the base model; save the adapter with "
             "save_embedding_layers=False"

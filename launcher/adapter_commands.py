@@ -5,7 +5,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from huggingface_hub import get_token
@@ -13,7 +13,7 @@ from huggingface_hub import get_token
 from adapters.adapter_files import small_files
 from adapters.base import BaseSpec
 from adapters.errors import AdapterError
-from adapters.judge import check_folder
+from adapters.judge import Judged, judge_folder
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef, RefSource, parse_ref
 from adapters.slab_file import write_slab_file
@@ -41,10 +41,13 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
     if arguments.action == "pack":
         _check_out(Path(arguments.out))
     limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
+    copies: list[str] = []
     try:
         base = _base(arguments.base)
         if arguments.action == "check":
-            manifest = _check(arguments.ref, base, limits)
+            judged = _check(arguments.ref, base, limits)
+            manifest = judged.manifest
+            copies = [] if base else [module for module, _ in judged.tensors.base_copies]
         else:
             assert base is not None
             store = _store(arguments.ref, Path(cache_dir), base, limits)
@@ -63,7 +66,7 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
             raise
         _print_violations(arguments.ref, error)
         return 1
-    _print_manifest(arguments.ref, manifest)
+    _print_manifest(arguments.ref, manifest, copies)
     return 0
 
 
@@ -99,12 +102,12 @@ def _ref(text: str) -> AdapterRef:
     return parse_ref(text, default_source="hub")
 
 
-def _check(text: str, base: BaseSpec | None, limits: AdapterLimits) -> AdapterManifest:
+def _check(text: str, base: BaseSpec | None, limits: AdapterLimits) -> Judged:
     folder = _folder(text)
     if folder is not None:
-        return check_folder(folder, base, limits)
+        return judge_folder(folder, base, limits)
     with _fetched(_ref(text), limits) as fetched:
-        return check_folder(fetched, base, limits)
+        return judge_folder(fetched, base, limits)
 
 
 @contextlib.contextmanager
@@ -165,7 +168,8 @@ def _print_violations(text: str, error: AdapterError) -> None:
         sys.stdout.write(f"  {violation.code} at {violation.where}: {violation.message}\n")
 
 
-def _print_manifest(text: str, manifest: AdapterManifest) -> None:
+def _print_manifest(text: str, manifest: AdapterManifest, copies: Sequence[str]) -> None:
+    """copies: modules of the base whose weights came along, without a base to compare them with."""
     sys.stdout.write(
         f"{text} can be served\n"
         f"  digest   {manifest.digest}\n"
@@ -174,3 +178,6 @@ def _print_manifest(text: str, manifest: AdapterManifest) -> None:
         f"  targets  {', '.join(manifest.targets)}\n"
         f"  bytes    {manifest.nbytes:,} ({manifest.dtype})\n"
     )
+    if copies:
+        named = f"the base's {', '.join(sorted(set(copies)))}"
+        sys.stdout.write(f"  copies   of {named}: not compared; --base MODEL does that\n")

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from adapters.errors import AdapterError
-from adapters.judge import check_folder
+from adapters.judge import judge_folder
 from adapters.validate import AdapterLimits
 from tests.adapter_folders import small_base
 from tests.adapters.fuzz_mutations import Files, mutate
@@ -56,7 +56,7 @@ def main() -> int:
 def judge(folder: Path) -> set[str]:
     """What is found in a mutant. Raises whatever is no documented answer."""
     try:
-        check_folder(folder, BASE, AdapterLimits())
+        judge_folder(folder, BASE, AdapterLimits())
     except AdapterError as error:
         found = {violation.code for violation in error.violations} or {str(error.code)}
         texts = [error.message, *(violation.message for violation in error.violations)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adapters.errors import AdapterError
-from adapters.judge import check_folder
+from adapters.judge import judge_folder
 from adapters.ref import AdapterRef
 from adapters.sources.local import LocalSource
 from adapters.store import AdapterStore
@@ -40,7 +40,7 @@ def within(seconds: float, call: Callable[[], object]) -> None:
 
 
 def test_the_folder_that_is_spoiled_is_good(tmp_path: Path) -> None:
-    assert check_folder(write_good(tmp_path / "a", BASE), BASE).ranks == (8,)
+    assert judge_folder(write_good(tmp_path / "a", BASE), BASE).manifest.ranks == (8,)
     assert len(CASES) >= 150
 
 
@@ -51,7 +51,7 @@ def test_refused_by_the_check(name: str, tmp_path: Path) -> None:
     spoil(folder)
 
     def check() -> None:
-        assert refused_as(lambda: check_folder(folder, BASE)) == expected
+        assert refused_as(lambda: judge_folder(folder, BASE)) == expected
 
     within(60, check)
     assert not UNPICKLED.exists()
@@ -76,7 +76,7 @@ def test_refused_by_the_store_which_keeps_nothing(name: str, tmp_path: Path) -> 
 
 def _check_without_base(spoil: Spoil, folder: Path) -> None:
     spoil(write_good(folder, BASE))
-    error = refusal(lambda: check_folder(folder))
+    error = refusal(lambda: judge_folder(folder))
     assert error is None or error.code in ("invalid", "too_large")
 
 
@@ -88,13 +88,13 @@ def test_without_a_base_nothing_but_adapter_errors_comes_out(name: str, tmp_path
 def test_limits(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", BASE, rank=9)
     limits = AdapterLimits(max_lora_rank=8)
-    assert violation_codes(lambda: check_folder(folder, BASE, limits)) == {"rank_too_large"}
-    error = refusal(lambda: check_folder(folder, BASE, AdapterLimits(max_bytes=1000)))
+    assert violation_codes(lambda: judge_folder(folder, BASE, limits)) == {"rank_too_large"}
+    error = refusal(lambda: judge_folder(folder, BASE, AdapterLimits(max_bytes=1000)))
     assert error is not None
     assert error.code == "too_large"
     other = write_adapter(tmp_path / "b", BASE, config={"base_model_name_or_path": "x/y"})
-    assert violation_codes(lambda: check_folder(other, BASE)) == {"wrong_base"}
-    check_folder(other, BASE, AdapterLimits(allow_other_base=True))
+    assert violation_codes(lambda: judge_folder(other, BASE)) == {"wrong_base"}
+    judge_folder(other, BASE, AdapterLimits(allow_other_base=True))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_limits(tmp_path: Path) -> None:
     + ["/c/hub/models--org--base/snapshots/0123abc", "models--org--base/snapshots/0123abc/"],
 )
 def test_names_of_the_same_base(name: str, tmp_path: Path) -> None:
-    check_folder(
+    judge_folder(
         write_adapter(tmp_path / "a", BASE, config={"base_model_name_or_path": name}), BASE
     )
 
@@ -113,10 +113,10 @@ def test_names_of_the_same_base(name: str, tmp_path: Path) -> None:
 )
 def test_names_of_another_base(name: str, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", BASE, config={"base_model_name_or_path": name})
-    assert violation_codes(lambda: check_folder(folder, BASE)) == {"wrong_base"}
+    assert violation_codes(lambda: judge_folder(folder, BASE)) == {"wrong_base"}
 
 
 def test_a_missing_folder_is_not_found(tmp_path: Path) -> None:
-    error = refusal(lambda: check_folder(tmp_path / "none", BASE))
+    error = refusal(lambda: judge_folder(tmp_path / "none", BASE))
     assert error is not None
     assert error.code == "not_found"

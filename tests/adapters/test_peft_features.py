@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapters.judge import check_folder
+from adapters.judge import judge_folder
 from adapters.ref import AdapterRef
 from adapters.sources.hub import HubSource
 from adapters.store import AdapterStore
@@ -77,7 +77,7 @@ def test_refused_before_its_weights_are_fetched(feature: str, tmp_path: Path) ->
     options, key = FEATURES[feature]
     folder = save(tmp_path / "a", **options)
     assert refused_by_the_store(folder, tmp_path) == {"unsupported_feature"}
-    error = refusal(lambda: check_folder(folder, BASE))
+    error = refusal(lambda: judge_folder(folder, BASE))
     assert error is not None
     assert error.violations[0].where == key
 
@@ -91,7 +91,7 @@ def test_refused_before_its_weights_are_fetched(feature: str, tmp_path: Path) ->
 )
 def test_so_are_added_tokens(files: dict[str, Any], code: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "a")
-    check_folder(folder, BASE)
+    judge_folder(folder, BASE)
     for name, content in files.items():
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     assert refused_by_the_store(folder, tmp_path) == {code}

@@ -225,6 +225,17 @@ def test_embeddings_saved_beside_the_adapter(half: bool, tmp_path: Path) -> None
         assert codes == {"base_weights_changed"}
 
 
+@pytest.mark.parametrize("targets", [["embed_tokens", "lm_head"], ["q_proj"]])
+def test_embeddings_are_not_compared_without_a_base(targets: list[str], tmp_path: Path) -> None:
+    folder = save(tmp_path, embeddings=True, target_modules=targets)
+    copies = judge_folder(folder).tensors.base_copies
+    assert {module for module, _ in copies} == {"embed_tokens", "lm_head"}
+
+    cut = {f"base_model.model.lm_head.{name}" for name in ("weight", "base_layer.weight")}
+    rewrite(folder, lambda all: {k: v[:-1] if k in cut else v for k, v in all.items()})
+    assert violation_codes(lambda: judge_folder(folder)) == {"resized_embeddings"}
+
+
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora"])
 def test_inits_that_change_the_base_are_refused(init: str, tmp_path: Path) -> None:
     folder = save(tmp_path, target_modules=["q_proj"], init_lora_weights=init)

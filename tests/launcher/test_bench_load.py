@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from adapters.judge import check_folder
+from adapters.judge import judge_folder
 from launcher.__main__ import main
 from launcher.bench.made_tokenizer import tokenizer_json
 from launcher.bench.offline import SHIPPED
@@ -82,7 +82,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 1) 
 def test_made_adapters_are_whole_and_each_its_own(made: Path) -> None:
     base = read_base_spec(made / "model", ("base",))
     folders = sorted((made / "adapters").iterdir())
-    manifests = [check_folder(folder, base) for folder in folders]
+    manifests = [judge_folder(folder, base).manifest for folder in folders]
     assert len({manifest.digest for manifest in manifests}) == ADAPTERS
     assert {manifest.ranks for manifest in manifests} == {(LORA_RANK,)}
     assert {manifest.dtype for manifest in manifests} == {"F8_E4M3"}

@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from launcher.__main__ import main
 from launcher.info import MachineFacts, gather, to_text
-from tests.adapter_folders import write_adapter
-from tests.server.worker.shell import BASE_NAME, base, write_model
+from tests.adapter_folders import lora_tensors, safetensors_bytes, write_adapter
+from tests.server.worker.shell import BASE_NAME, VOCAB, base, write_model
 from tests.slab_files import read_layout
 
 
@@ -44,6 +45,21 @@ def test_check_of_a_good_adapter(
         assert "ranks    8" in out
         assert "targets  q_proj, v_proj" in out
         assert BASE_NAME in out
+
+
+def test_check_tells_of_copies_that_were_not_compared(
+    capsys: pytest.CaptureFixture[str], adapter: Path, model: str
+) -> None:
+    """The model's embeddings are zeros, and its head is tied to them."""
+    tensors = lora_tensors(base(), rank=8, targets=("q_proj", "v_proj"))
+    tensors["base_model.model.lm_head.weight"] = np.zeros((VOCAB, 32), np.float32)
+    (adapter / "adapter_model.safetensors").write_bytes(safetensors_bytes(tensors))
+    code, out, _ = run(capsys, "adapter", "check", str(adapter))
+    assert code == 0
+    assert "copies   of the base's lm_head: not compared; --base MODEL does that" in out
+    code, out, _ = run(capsys, "adapter", "check", str(adapter), "--base", model)
+    assert code == 0
+    assert "not compared" not in out
 
 
 def test_check_lists_all_violations(

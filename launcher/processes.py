@@ -1,6 +1,7 @@
 """A child process of the launcher: started, its output shown line by line, watched, stopped."""
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -22,8 +23,18 @@ Say = Callable[[str], None]
 
 def say(text: str) -> None:
     """Our own words among those of children."""
-    sys.stdout.write(f"loraplex: {text}\n")
-    sys.stdout.flush()
+    _show(f"loraplex: {text}")
+
+
+def _show(line: str) -> None:
+    """On stdout, if there is one that takes it: who reads it may leave while children serve."""
+    if sys.stdout is None:
+        return
+    # Past the buffer, where a line that failed would wait to fail again at our end.
+    rest = f"{line}\n".encode()
+    with contextlib.suppress(OSError):
+        while rest:
+            rest = rest[os.write(sys.stdout.fileno(), rest) :]
 
 
 class ChildFailed(Exception):
@@ -156,9 +167,7 @@ class Service:
     def _on_line(self, line: str) -> None:
         self._last_lines.append(line)
         # Lines for programs stay whole.
-        shown = line if line.startswith("{") else f"{self.name:<6} | {line}"
-        sys.stdout.write(f"{shown}\n")
-        sys.stdout.flush()
+        _show(line if line.startswith("{") else f"{self.name:<6} | {line}")
 
     def _failure(self, ending: str) -> str:
         """A child's own sentence (`loraplex: …`) says it best."""

@@ -25,8 +25,8 @@ async def run_services(
     def on_signal() -> None:
         nonlocal is_killed
         if not stop.is_set():
-            say("stopping; once more to stop at once")
             stop.set()
+            say("stopping; once more to stop at once")
             return
         is_killed = True
         for service in services:

@@ -108,3 +108,15 @@ async def test_output_is_shown_under_the_childs_name(
     with pytest.raises(ChildFailed, match="exit code 1"):
         await asyncio.wait_for(case.service.run(), TIMEOUT_S)
     assert "child  | life 1\n" in capfd.readouterr().out
+
+
+async def test_lines_are_read_to_the_last_when_nobody_reads_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    case = Case(tmp_path, "os.write(1, b'a\\nloraplex: no such model\\n'); sys.exit(3)")
+    with os.fdopen(writing, "w") as gone, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", gone)
+        with pytest.raises(ChildFailed, match="^no such model$"):
+            await asyncio.wait_for(case.service.run(), TIMEOUT_S)

@@ -127,6 +127,26 @@ def test_a_second_signal_stops_at_once(serving: Serving) -> None:
     assert not alive
 
 
+def test_it_serves_and_stops_when_nobody_reads_its_lines(tmp_path: Path) -> None:
+    arguments = ["serve", "--port", "0", "--cache-dir", str(tmp_path), *QUICK]
+    process = subprocess.Popen(
+        tethered(*command(*arguments)), cwd=ROOT, env=environment(), stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        url = next(line.split()[3] for line in process.stdout if b"ready at http" in line)
+        process.stdout.close()
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert httpx.get(url.rstrip(b",").decode() + "/health", trust_env=False).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+        _, alive = psutil.wait_procs(family, TIMEOUT_S)
+        assert not alive
+    finally:
+        process.kill()
+        process.wait(TIMEOUT_S)
+
+
 def test_no_secret_is_on_a_command_line(serving: Serving) -> None:
     secret = serving.child("router").environ()["LORAPLEX_SECRET"]
     assert len(secret) > 30

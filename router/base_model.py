@@ -55,12 +55,14 @@ class BaseModel:
                     f"{held.card.names[0]} ({held.card.base_digest[:12]})"
                 )
             try:
-                self._text = await asyncio.to_thread(TextModel, card)
+                text = self._text = await asyncio.to_thread(TextModel, card)
             except ValueError as error:
                 return str(error)
             names = self._names(card)
             self._limits = limits_from(self._config, names, card.sampling_defaults)
             logger.info("serving %s (%s)", card.names[0], card.base_digest[:12])
+            if text.template_fault is not None:
+                logger.warning("%s cannot chat: %s", card.names[0], text.template_fault)
             return None
 
     def is_named(self, name: str) -> bool:

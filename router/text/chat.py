@@ -25,6 +25,7 @@ _FAULTS = (
     LookupError,
     MemoryError,
     RecursionError,
+    SyntaxError,  # blocks nested deeper than Python's own may be
     TypeError,
     ValueError,
 )

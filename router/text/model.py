@@ -33,6 +33,7 @@ class TextModel:
     """The text side of one base model. It is the streams' Vocabulary. long_texts: where work on it
     is done that may take long.
 
+    template_fault: why the chat template cannot be used, which costs chats alone.
     Raises ValueError when the card's tokenizer cannot be read.
     """
 
@@ -54,7 +55,13 @@ class TextModel:
         self._anchor = self._find_anchor()
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
-        self._template = _compiled(card)
+        self._template: ChatTemplate | None = None
+        self.template_fault: str | None = None
+        if card.chat_template is not None:
+            try:
+                self._template = ChatTemplate(card.chat_template, card.special_tokens)
+            except TemplateFault as fault:
+                self.template_fault = str(fault)
 
     # Text to ids
 
@@ -97,6 +104,8 @@ class TextModel:
 
         Raises RequestError (template_error, unsupported).
         """
+        if self.template_fault is not None:
+            raise RequestError("template_error", self.template_fault, param="messages")
         if self._template is None:
             raise RequestError(
                 "unsupported", f"{self.card.names[0]} has no chat template: use /v1/completions"
@@ -173,13 +182,3 @@ class TextModel:
             if ids and self._tokenizer.decode(ids).strip() == letter:
                 return ids
         return []
-
-
-def _compiled(card: ModelCard) -> ChatTemplate | None:
-    """Raises ValueError for a template that is no Jinja."""
-    if card.chat_template is None:
-        return None
-    try:
-        return ChatTemplate(card.chat_template, card.special_tokens)
-    except TemplateFault as fault:
-        raise ValueError(f"{card.names[0]}: {fault}") from fault

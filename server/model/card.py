@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from server.model.checkpoint import (
     GENERATION_FILE,
     CheckpointError,
@@ -78,7 +80,15 @@ def _tokenizer(folder: Path) -> str:
             f"{folder} has no {TOKENIZER_FILE}; a tokenizer of another form (tokenizer.model) is"
             " not supported: convert it with transformers' AutoTokenizer and save_pretrained"
         )
-    return _read_text(path, _MAX_TOKENIZER_BYTES)
+    text = _read_text(path, _MAX_TOKENIZER_BYTES)
+    try:
+        # Some are read, and then fail at any letter: no vocabulary, and no unknown token.
+        tokenizers.Tokenizer.from_str(text).encode("a", add_special_tokens=False)
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(
+            f"{path}: tokenizers {tokenizers.__version__} cannot use it ({error})"
+        ) from None
+    return text
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from router.text.chat import MAX_TEMPLATE_CHARS
 from server.protocol import (
     PROTOCOL_VERSION,
     ErrorCode,
@@ -212,6 +213,33 @@ async def test_a_card_that_no_tokenizer_can_read(tmp_path: Path) -> None:
     ):
         await until_problem(router, "tokenizer")
         assert (await router.client.get("/health/ready")).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for m in messages %}", "cannot be compiled"),
+        ("{{ messages | no_filter }}", "cannot be compiled"),
+        ("x" * (MAX_TEMPLATE_CHARS + 1), "characters"),
+    ],
+)
+async def test_a_chat_template_that_cannot_be_used_costs_chats_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, says: str
+) -> None:
+    worker = FakeWorker(make_card(chat_template=template))
+    async with running_worker(worker), running_router(tmp_path, worker) as router:
+        chat = {"model": BASE_NAME, "messages": [{"role": "user", "content": "hi"}]}
+        for _ in range(2):
+            answer = await router.client.post("/v1/chat/completions", json=chat)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["code"] == "template_error"
+            assert says in error["message"]
+        assert (await router.client.post("/v1/completions", json=BODY)).status_code == 200
+        body = {"inputs": "hi", "parameters": {"max_new_tokens": 2}}
+        assert (await router.client.post("/generate", json=body)).status_code == 200
+    (warning,) = [r.getMessage() for r in caplog.records if "cannot chat" in r.getMessage()]
+    assert says in warning
 
 
 async def test_credits_are_kept(tmp_path: Path) -> None:

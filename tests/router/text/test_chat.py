@@ -74,7 +74,12 @@ def test_faults_are_told(source: str) -> None:
         ChatTemplate(source, TOKENS).render(MESSAGES, {})
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% nonsense %}", "{{ a | no_filter }}"])
+NESTED = "{% for a in b %}" * 30 + "{% endfor %}" * 30
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ x", "{% nonsense %}", "{{ a | no_filter }}", NESTED]
+)
 def test_what_is_no_template_is_refused(source: str) -> None:
     with pytest.raises(TemplateFault, match="cannot be compiled"):
         ChatTemplate(source, TOKENS)

@@ -16,6 +16,7 @@ from server.model.checkpoint import CheckpointError, base_digest, read_config
 from server.model.weights import load_weights
 from server.protocol import ModelCard
 from tests.server.model.hub_models import make_model, save_model
+from tests.server.worker.shell import NO_WORDS
 
 CPU = torch.device("cpu")
 WINDOWS = {
@@ -206,7 +207,7 @@ def card(folder: Path, max_context: int | None = None) -> ModelCard:
 
 
 def test_card(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text('{"model": {}}')
+    (folder / "tokenizer.json").write_text(NO_WORDS)
     edit_json(
         folder / "tokenizer_config.json",
         chat_template="config",
@@ -218,7 +219,7 @@ def test_card(folder: Path) -> None:
     edit_json(folder / "generation_config.json", do_sample=True, temperature=0.6, top_k=20, n=3)
     found = card(folder)
     assert found.base_digest == base_digest(folder)
-    assert found.tokenizer_json == '{"model": {}}'
+    assert found.tokenizer_json == NO_WORDS
     assert found.chat_template == "config"
     assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert found.eos_token_ids == (2,)
@@ -237,6 +238,22 @@ def test_card(folder: Path) -> None:
 def test_slow_tokenizer_is_refused(folder: Path) -> None:
     (folder / "tokenizer.model").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        card(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "Model missing"),
+        ("version https://git-lfs.github.com/spec/v1", "expected value"),
+        (NO_WORDS.replace("{", '{"version": "9.0", ', 1), "Unknown tokenizer version '9.0'"),
+        (NO_WORDS.replace("BPE", "Newer"), "did not match"),
+        ('{"model": {"type": "WordLevel", "vocab": {}, "unk_token": "?"}}', "Missing"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_refused(folder: Path, text: str, says: str) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.json: .* cannot use it \(.*{says}"):
         card(folder)
 
 

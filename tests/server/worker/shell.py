@@ -38,6 +38,10 @@ def base() -> BaseSpec:
     return small_base(vocab=VOCAB, names=(BASE_NAME,))
 
 
+# A tokenizer that can be read, and knows no text.
+NO_WORDS = json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}})
+
+
 def write_model(folder: Path) -> Path:
     """A Llama folder with everything but useful weights."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +60,7 @@ def write_model(folder: Path) -> Path:
         "tie_word_embeddings": True,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text(NO_WORDS)
     tensors = {"model.embed_tokens.weight": np.zeros((VOCAB, 32), np.float32)}
     (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors, "F32"))
     return folder

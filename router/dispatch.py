@@ -108,6 +108,7 @@ class Dispatcher:
                 model = self._base.require()
                 self._fleet.check_ready()
                 # Before any work is done for it: to refuse must be cheap.
+                charge.check()
                 self._check_room(call.tenant, max(1, len(call.prompts)) * call.best_of)
                 adapter = await self._resolve(call, charge)
                 if adapter is not None:

@@ -6,6 +6,8 @@ lets nobody in who has quotas, `local-share` counts here, against this router's 
 
 import asyncio
 import contextlib
+import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Literal, get_args
 
@@ -27,6 +29,7 @@ ROUTER_LEASE_S = 15.0
 _ENLIST_S = 5.0
 _GROUP = "routers"
 MAX_BACKLOG = 1 << 14
+MAX_REMEMBERED = 4096
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -60,11 +63,22 @@ class Admission:
         self._router_id = router_id
         self._local = MemoryStore(clock or SteadyClock())
         self._live: dict[str, Admitted] = {}
+        # Requests a minute come back with time alone: until then the answer stays the same.
+        self._used_up: OrderedDict[tuple[Subject, ...], tuple[float, Verdict]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def mode(self) -> Mode:
         return "shared" if self._is_up() else self._outage
+
+    def known_refusal(self, subjects: tuple[Subject, ...]) -> Verdict | None:
+        """What `admit` would still answer, as far as is known without asking."""
+        until, verdict = self._used_up.get(subjects, (0.0, None))
+        left_ms = round(1000 * (until - time.monotonic()))
+        if verdict is None or left_ms <= 0:
+            return None
+        self.refusals["requests"] += 1
+        return msgspec.structs.replace(verdict, retry_ms=left_ms)
 
     async def admit(self, ask: Ask) -> Admitted | Verdict | None:
         """A Verdict with a reason when it is refused; None when nothing is counted now.
@@ -86,10 +100,18 @@ class Admission:
             verdict = await store.admit(asked)
         if verdict.reason is not None:
             self.refusals[verdict.reason] += 1
+            if verdict.reason == "requests":
+                self._remember(ask.subjects, verdict)
             return verdict
         admitted = Admitted(asked, verdict, store)
         self._live[ask.lease] = admitted
         return admitted
+
+    def _remember(self, subjects: tuple[Subject, ...], verdict: Verdict) -> None:
+        self._used_up[subjects] = time.monotonic() + verdict.retry_ms / 1000, verdict
+        self._used_up.move_to_end(subjects)
+        if len(self._used_up) > MAX_REMEMBERED:
+            self._used_up.popitem(last=False)
 
     def settle(self, admitted: Admitted, used: int) -> None:
         """Does not wait. What cannot be told ends by itself: places soon, tokens as they refill."""

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import msgspec
 
@@ -13,7 +14,7 @@ from router.generation import AnswerHead, RequestError
 from router.shared.store import Store, StoreDown
 from router.tenancy.admission import Admission, Admitted
 from router.tenancy.keys import Caller
-from router.tenancy.quota import Ask, Verdict
+from router.tenancy.quota import Ask, Subject, Verdict
 from router.tenancy.rate_headers import rate_headers, refusal
 from router.tenancy.usage import (
     MAX_DAYS,
@@ -171,6 +172,12 @@ class Charge:
         """ "" = no key was needed."""
         return self._caller.key_id
 
+    def check(self) -> None:
+        """Before any work is done for it. Raises RequestError if it is known to be refused."""
+        refused = self._metering.admission.known_refusal(self._caller.subjects)
+        if refused is not None:
+            self._refuse(self._caller.subjects, refused)
+
     async def admit(self, head: AnswerHead, prompt_tokens: int, output_tokens: int) -> None:
         """output_tokens: the most that may come. Raises RequestError."""
         self._head = head
@@ -183,17 +190,18 @@ class Charge:
         answer = await self._metering.admission.admit(ask)
         if answer is None:
             return
-        verdict = answer if isinstance(answer, Verdict) else answer.verdict
-        shown = subjects if isinstance(answer, Verdict) else answer.ask.subjects
-        self.headers = rate_headers(shown, verdict)
         if isinstance(answer, Verdict):
-            raise RequestError(
-                "rate_limited",
-                refusal(subjects, answer),
-                retry_after_s=answer.retry_ms / 1000,
-                headers=self.headers,
-            )
+            self._refuse(subjects, answer)
+        self.headers = rate_headers(answer.ask.subjects, answer.verdict)
         self._admitted = answer
+
+    def _refuse(self, subjects: tuple[Subject, ...], verdict: Verdict) -> NoReturn:
+        raise RequestError(
+            "rate_limited",
+            refusal(subjects, verdict),
+            retry_after_s=verdict.retry_ms / 1000,
+            headers=rate_headers(subjects, verdict),
+        )
 
     def close(self) -> None:
         """Settles, and records a request that was let in."""

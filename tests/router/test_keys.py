@@ -222,6 +222,12 @@ async def test_requests_a_minute(guarded: Running) -> None:
         assert refused.headers["x-ratelimit-reset-requests"].endswith("s")
     lorax = await guarded.client.post("/generate", json={"inputs": "x"}, headers=bearer(key))
     assert (lorax.status_code, lorax.json()["error_type"]) == (429, "rate_limited")
+    other = await complete(guarded, key, model="org/lora")
+    assert (other.status_code, guarded.hub.calls) == (429, []), "no work is done for it"
+    raised = {"limits": {"tokens_per_minute": 1_000_000}}
+    key_id = (await guarded.client.get("/v1/keys", headers=ADMIN)).json()["data"][0]["id"]
+    await guarded.client.patch(f"/v1/keys/{key_id}", json=raised, headers=ADMIN)
+    assert (await complete(guarded, key)).status_code == 200, "its limits are others now"
     assert (await complete(guarded, await create(guarded))).status_code == 200
 
 

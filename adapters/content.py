@@ -99,6 +99,8 @@ class Contents:
                 weights = (folder / WEIGHTS_FILE).stat().st_size
             except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
                 continue
+            if manifest.chat_template is not None and manifest.special_tokens is None:
+                continue  # of before they were kept: to be judged again
             if manifest.digest == digest and weights >= manifest.nbytes:
                 mark_used(folder)
                 return manifest

@@ -7,20 +7,28 @@ import msgspec
 import numpy as np
 
 from adapters.floats import Raw
+from adapters.manifest import AdapterTemplate
 from adapters.peft_format import PeftConfig
 from adapters.weights import WeightsFile
 
 _DIGEST_VERSION = b"loraplex adapter 1"
+# With a part for special tokens, so that content without any keeps the digest it always had.
+_TOKENS_VERSION = b"loraplex adapter 2"
 _MIX = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1
 
 
 class ContentDigest:
-    """sha256 over the used config, the chat template and the weights file, each with its length."""
+    """sha256 over the used config, the chat template, its special tokens and the weights file, each
+    but the last with its length."""
 
-    def __init__(self, config: PeftConfig, template: str | None) -> None:
-        self._sha256 = hashlib.sha256(_DIGEST_VERSION)
-        for part in (msgspec.json.encode(config), (template or "").encode()):
+    def __init__(self, config: PeftConfig, template: AdapterTemplate | None) -> None:
+        tokens = template.special_tokens if template else {}
+        parts = [msgspec.json.encode(config), template.source.encode() if template else b""]
+        if tokens:
+            parts.append(msgspec.json.encode(tokens, order="sorted"))
+        self._sha256 = hashlib.sha256(_TOKENS_VERSION if tokens else _DIGEST_VERSION)
+        for part in parts:
             self._sha256.update(len(part).to_bytes(8, "little") + part)
 
     def update(self, piece: Raw) -> None:
@@ -88,7 +96,11 @@ class DigestCheck:
     """By the digest of the whole file: what is not read otherwise is read here."""
 
     def __init__(
-        self, weights: WeightsFile, config: PeftConfig, template: str | None, digest: str
+        self,
+        weights: WeightsFile,
+        config: PeftConfig,
+        template: AdapterTemplate | None,
+        digest: str,
     ) -> None:
         self._weights = weights
         self._expected = digest

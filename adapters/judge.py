@@ -16,7 +16,7 @@ from adapters.floats import FloatDigest, fits, is_finite
 from adapters.header import TensorInfo
 from adapters.inferred_base import infer_base
 from adapters.layout import room_problem
-from adapters.manifest import AdapterManifest, SlabDtype
+from adapters.manifest import AdapterManifest, AdapterTemplate, SlabDtype
 from adapters.peft_format import CONFIG_FILE, parse_config, trained_for
 from adapters.targeting import Targeting
 from adapters.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
@@ -82,7 +82,7 @@ def judge_folder(
 
 def check_small(
     small: Mapping[str, bytes], base: BaseSpec, limits: AdapterLimits, findings: Findings
-) -> tuple[Targeting | None, str | None]:
+) -> tuple[Targeting | None, AdapterTemplate | None]:
     """What can be told before the weights come: what is targeted, and the chat template.
 
     small: name -> bytes of the files other than the weights.
@@ -121,7 +121,7 @@ def is_intact(folder: Path, adapter: LoraTensors, manifest: AdapterManifest) -> 
     """Whether content that was judged before still has the digest it is known by."""
     known = manifest.content_digest or manifest.digest
     with open_weights(folder / WEIGHTS_FILE) as weights:
-        return DigestCheck(weights, adapter.config, manifest.chat_template, known).holds()
+        return DigestCheck(weights, adapter.config, manifest.template, known).holds()
 
 
 def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]]:
@@ -232,7 +232,9 @@ def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> 
         raise AdapterError("too_large", problem)
 
 
-def _manifest(digest: str, adapter: LoraTensors, template: str | None) -> AdapterManifest:
+def _manifest(
+    digest: str, adapter: LoraTensors, template: AdapterTemplate | None
+) -> AdapterManifest:
     tensors = [tensor for module in adapter.modules for tensor in (module.a, module.b)]
     return AdapterManifest(
         digest=digest,
@@ -241,5 +243,6 @@ def _manifest(digest: str, adapter: LoraTensors, template: str | None) -> Adapte
         ranks=tuple(sorted({module.lora_rank for module in adapter.modules})),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         dtype="+".join(sorted({tensor.dtype for tensor in tensors})),
-        chat_template=template,
+        chat_template=template.source if template else None,
+        special_tokens=template.special_tokens if template else None,
     )

@@ -12,6 +12,16 @@ ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 LAYOUT_VERSION = 1
 
 
+class AdapterTemplate(msgspec.Struct, frozen=True):
+    """An adapter's own chat template.
+
+    special_tokens: name -> text, or None for no such token; the base's have the other names.
+    """
+
+    source: str
+    special_tokens: dict[str, str | None]
+
+
 class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     """Validated content. `digest` is the adapter's identity everywhere after admission.
 
@@ -23,6 +33,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     dtype: of the published tensors, as safetensors spells it (`BF16`, `F32`, …).
     chat_template: the adapter's own template, if it brings one.
     content_digest: of a merged adapter, sha256 hex over its config and weights; else "".
+    special_tokens: of its template; None = it has none, or was judged before they were kept.
     """
 
     digest: str
@@ -33,6 +44,13 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     chat_template: str | None = None
     content_digest: str = ""
+    special_tokens: dict[str, str | None] | None = None
+
+    @property
+    def template(self) -> AdapterTemplate | None:
+        if self.chat_template is None:
+            return None
+        return AdapterTemplate(self.chat_template, self.special_tokens or {})
 
 
 class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):

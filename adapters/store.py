@@ -337,7 +337,7 @@ class AdapterStore:
             return judged.tensors, partial(SealCheck, judged.seal)
         adapter = rejudge(self._contents.path(manifest.digest), self._base, self._limits)
         known = manifest.content_digest or manifest.digest
-        template = manifest.chat_template
+        template = manifest.template
         return adapter, partial(DigestCheck, weights, adapter.config, template, known)
 
     def _damaged(self, digest: str) -> AdapterError:

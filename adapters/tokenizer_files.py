@@ -1,4 +1,5 @@
-"""Tokenizer files beside an adapter: a chat template is taken, added tokens are refused. Pure.
+"""Tokenizer files beside an adapter: a chat template is taken, with the special tokens that it is
+written with; added tokens are refused. Pure.
 
 Text is tokenised with the base's tokenizer, so an adapter may bring its own only if it has the
 same ids. Trainers save it with every adapter; most of these files say nothing new.
@@ -10,10 +11,13 @@ from typing import Any
 import msgspec
 
 from adapters.base import BaseSpec
+from adapters.manifest import AdapterTemplate
+from adapters.special_tokens import special_tokens
 from adapters.strict_json import StrictJsonError, decode_object
 from adapters.violations import Findings, shown
 
 MAX_TEMPLATE_BYTES = 128 << 10
+MAX_SPECIAL_TOKENS_BYTES = 16 << 10
 MAX_TOKENIZER_ITEMS = 1_000_000
 # Largest accepted size of each file that is looked at.
 TOKENIZER_FILES: dict[str, int] = {
@@ -41,7 +45,7 @@ class _Tokenizer(msgspec.Struct):
 
 def read_tokenizer_files(
     files: Mapping[str, bytes], base: BaseSpec, findings: Findings
-) -> str | None:
+) -> AdapterTemplate | None:
     """The adapter's own chat template, if it brings one.
 
     files: those of `TOKENIZER_FILES` that the folder has, within their sizes. Tokens which the
@@ -56,7 +60,8 @@ def read_tokenizer_files(
     _check_ids("added_tokens.json", [i for i in added.values() if type(i) is int], base, findings)
     if "tokenizer.json" in files:
         _check_tokenizer(files["tokenizer.json"], base, findings)
-    return _chat_template(files.get("chat_template.jinja"), config, findings)
+    source = _chat_template(files.get("chat_template.jinja"), config, findings)
+    return None if source is None else AdapterTemplate(source, _special_tokens(config, findings))
 
 
 def _object(files: Mapping[str, bytes], name: str, findings: Findings) -> dict[str, Any]:
@@ -122,3 +127,15 @@ def _chat_template(
         findings.add("bad_chat_template", "tokenizer_config.json", message)
         return None
     return template.encode("utf-8", "replace").decode() if template else None
+
+
+def _special_tokens(config: Mapping[str, Any], findings: Findings) -> dict[str, str | None]:
+    try:
+        tokens = special_tokens(config)
+    except ValueError as error:
+        findings.add("bad_tokenizer_file", "tokenizer_config.json", str(error))
+        return {}
+    if len(msgspec.json.encode(tokens)) > MAX_SPECIAL_TOKENS_BYTES:
+        message = f"the special tokens have more than {MAX_SPECIAL_TOKENS_BYTES} bytes"
+        findings.add("bad_tokenizer_file", "tokenizer_config.json", message)
+    return tokens

@@ -198,7 +198,7 @@ class Dispatcher:
     async def _build_prompts(
         self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
     ) -> list[Prompt]:
-        template = None if adapter is None else adapter.manifest.chat_template
+        template = None if adapter is None else adapter.manifest.template
         try:
             return await build_prompts(call, model, template, self._sandbox)
         except RequestError as error:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from adapters.manifest import AdapterTemplate
 from router.generation import GenerationCall, RequestError
 from router.text.chat import TemplateFault
 from router.text.model import TextModel
@@ -24,15 +25,15 @@ class Prompt(msgspec.Struct, frozen=True):
 async def build_prompts(
     call: GenerationCall,
     model: TextModel,
-    adapter_template: str | None,
+    template: AdapterTemplate | None,
     sandbox: TemplateSandbox,
 ) -> list[Prompt]:
-    """The call's prompts, in order. adapter_template: the adapter's own, in place of the base's.
+    """The call's prompts, in order. template: the adapter's own, in place of the base's.
 
     Raises RequestError (template_error, context_length, invalid, unsupported).
     """
     if call.messages is not None:
-        text = await _render(call, model, adapter_template, sandbox)
+        text = await _render(call, model, template, sandbox)
         return await model.long_texts.run(
             len(text), lambda: [_encode(call, model, text, "messages")]
         )
@@ -66,7 +67,10 @@ _PARAM = {"lorax": "inputs", "completions": "prompt", "chat": "messages"}
 
 
 async def _render(
-    call: GenerationCall, model: TextModel, template: str | None, sandbox: TemplateSandbox
+    call: GenerationCall,
+    model: TextModel,
+    template: AdapterTemplate | None,
+    sandbox: TemplateSandbox,
 ) -> str:
     messages = call.messages or []
     if template is None:
@@ -74,10 +78,10 @@ async def _render(
         return await model.long_texts.run(
             size, lambda: model.render_chat(messages, call.template_vars)
         )
+    tokens = {**model.card.special_tokens, **template.special_tokens}
+    known = {name: text for name, text in tokens.items() if text is not None}
     try:
-        return await sandbox.render(
-            template, model.card.special_tokens, messages, call.template_vars
-        )
+        return await sandbox.render(template.source, known, messages, call.template_vars)
     except TemplateFault as fault:
         raise RequestError("template_error", str(fault), param="messages") from fault
 

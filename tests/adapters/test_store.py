@@ -176,7 +176,32 @@ def test_identity_is_content(hub: FakeHub, tmp_path: Path) -> None:
     templated = store.admit(AdapterRef("hub", "org/a", "f" * 40), None)
     assert templated.chat_template == "{{ messages }}"
     digests.add(templated.digest)
-    assert len(digests) == 4
+    (hub.folder / "tokenizer_config.json").write_text('{"bos_token": "<a>", "eos_token": null}')
+    with_tokens = store.admit(AdapterRef("hub", "org/a", "1" * 40), None)
+    assert with_tokens.special_tokens == {"bos_token": "<a>", "eos_token": None}
+    digests.add(with_tokens.digest)
+    (hub.folder / "tokenizer_config.json").write_text('{"eos_token": null, "bos_token": "<a>"}')
+    assert store.admit(AdapterRef("hub", "org/a", "2" * 40), None).digest in digests
+    (hub.folder / "tokenizer_config.json").write_text('{"bos_token": "<b>", "eos_token": null}')
+    digests.add(store.admit(AdapterRef("hub", "org/a", "3" * 40), None).digest)
+    assert len(digests) == 6
+
+
+def test_a_template_without_its_special_tokens_is_judged_again(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    """Manifests had none once."""
+    (hub.folder / "chat_template.jinja").write_text("{{ bos_token }}")
+    first = store_of(hub, tmp_path).admit(PINNED, None)
+    (path,) = (tmp_path / "store").rglob("manifest*.json")
+    kept = msgspec.json.decode(path.read_bytes())
+    assert kept.pop("special_tokens") == {}
+    path.write_bytes(msgspec.json.encode(kept))
+    (hub.folder / "tokenizer_config.json").write_text('{"bos_token": "<a>"}')
+    again = store_of(hub, tmp_path).admit(PINNED, None)
+    assert again.special_tokens == {"bos_token": "<a>"}
+    assert again.digest != first.digest
+    assert store_of(hub, tmp_path).admit(PINNED, None) == again
 
 
 def test_expected_digest(hub: FakeHub, tmp_path: Path) -> None:

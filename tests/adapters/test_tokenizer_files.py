@@ -1,11 +1,16 @@
 """Tokenizer files that say nothing new are accepted; the adapter's template is found."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from adapters.manifest import AdapterTemplate
 from adapters.tokenizer_files import read_tokenizer_files
 from adapters.violations import Findings
 from tests.adapter_folders import small_base
@@ -15,7 +20,7 @@ BASE = small_base()
 KNOWN = msgspec.structs.replace(BASE, num_tokens=60)
 
 
-def read(files: dict[str, Any], known: bool = False) -> tuple[str | None, list[str]]:
+def read(files: dict[str, Any], known: bool = False) -> tuple[AdapterTemplate | None, list[str]]:
     """The template and the codes of what was found."""
     findings = Findings()
     data = {k: v if isinstance(v, bytes) else json.dumps(v).encode() for k, v in files.items()}
@@ -84,4 +89,50 @@ def test_refused_where_the_base_is_known(files: dict[str, Any], code: str) -> No
     ],
 )
 def test_templates(files: dict[str, Any], template: str | None) -> None:
-    assert read(files) == (template, [])
+    found, codes = read(files)
+    assert (found and found.source, codes) == (template, [])
+
+
+SPECIAL_TOKENS: list[dict[str, Any]] = [
+    {"bos_token": "<a>", "eos_token": {"__type": "AddedToken", "content": "<b>"}},
+    {"pad_token": "<a>", "cls_token": "<b>", "sep_token": "<c>", "mask_token": "<d>"},
+    {"unk_token": None, "add_bos_token": True, "image_token": "<a>", "extra_special_tokens": ["x"]},
+    {"extra_special_tokens": {"image_token": "<a>", "call": "<b>"}},
+    {"image_token": "<a>", "extra_special_tokens": {"image_token": "<b>"}},
+]
+
+
+@pytest.mark.parametrize("settings", SPECIAL_TOKENS)
+def test_special_tokens_are_those_of_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
+    texts = [f"<{letter}>" for letter in "abcd"]
+    library = Tokenizer(WordLevel({text: at for at, text in enumerate([*texts, "x"])}, "x"))
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path).special_tokens_map
+    template, codes = read({"chat_template.jinja": b"t", "tokenizer_config.json": settings})
+    assert template is not None
+    assert codes == []
+    assert {k: v for k, v in template.special_tokens.items() if v is not None} == theirs
+
+
+def test_special_tokens_of_a_template_only() -> None:
+    settings = {"bos_token": None, "eos_token": "\ud800"}
+    assert read({"tokenizer_config.json": {**settings, "unk_token": 3}}) == (None, [])
+    template = AdapterTemplate("t", {"bos_token": None, "eos_token": "?"})
+    assert read({"tokenizer_config.json": {**settings, "chat_template": "t"}}) == (template, [])
+    assert read({"chat_template.jinja": b"t"}) == (AdapterTemplate("t", {}), [])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bos_token": 3},
+        {"bos_token": {"lstrip": True}},
+        {"extra_special_tokens": {"call": ["x"]}},
+        {"bos_token": "x" * 20_000},
+        {"extra_special_tokens": {"x" * 20_000: "x"}},
+    ],
+)
+def test_special_tokens_that_are_none(settings: dict[str, Any]) -> None:
+    files = {"chat_template.jinja": b"t", "tokenizer_config.json": settings}
+    assert read(files)[1] == ["bad_tokenizer_file"]

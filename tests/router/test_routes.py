@@ -11,7 +11,7 @@ from router.api.models import MAX_TOKENIZED
 from router.generation import TextEvent
 from router.text.stream import ChoiceStream
 from server.protocol import ErrorCode, GenerateRequest, TokenEvent
-from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of, make_manifest
+from tests.router.fake_worker import BASE_NAME, BOS, EOS, FakeWorker, ids_of, make_manifest
 from tests.router.serving import Running, events_of
 
 PIRATE = make_manifest("org/pirate").digest
@@ -98,6 +98,21 @@ async def test_an_adapters_own_chat_template(router: Running, worker: FakeWorker
     answer = await router.client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert bytes(worker.requests[0].prompt_ids) == b"HI!"
+
+
+async def test_an_adapters_own_special_tokens(router: Running, worker: FakeWorker) -> None:
+    """The base has `<bos>` and `<eos>`."""
+
+    async def load(_: object) -> object:
+        template = "{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ call }}"
+        tokens = {"unk_token": None, "eos_token": "!", "call": "?"}
+        return make_manifest("org/own", chat_template=template, special_tokens=tokens)
+
+    worker.loader = load  # type: ignore[assignment]
+    body = {"model": "org/own", "messages": [{"role": "user", "content": "hi"}]}
+    answer = await router.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert worker.requests[0].prompt_ids == [BOS, *b"!?"]
 
 
 async def test_stop_string_ends_the_worker_too(router: Running, worker: FakeWorker) -> None:

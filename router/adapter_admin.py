@@ -36,7 +36,8 @@ _HEARD_S = 1.5 * REFRESH_S
 class AdapterAdmin:
     """Every operation raises AdapterError and then has changed nothing that is served.
 
-    is_taken: names of the base. clock: Unix seconds. `by` is who wants it, for the history.
+    is_taken: names of the base. router_id: this router's. clock: Unix seconds. `by` is who wants
+    it, for the history.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class AdapterAdmin:
         workers: AdapterWorkers,
         use: AdapterUse,
         is_taken: Callable[[str], bool],
+        router_id: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.use = use
@@ -53,6 +55,7 @@ class AdapterAdmin:
         self._catalog = catalog
         self._aliases: Aliases = catalog.rules.aliases
         self._is_taken = is_taken
+        self._me = router_id
         self._locks: WeakValueDictionary[OwnedName, asyncio.Lock] = WeakValueDictionary()
         self._draining: dict[OwnedName, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -176,14 +179,22 @@ class AdapterAdmin:
         """Takes no new requests at once; waits so long for the rest, which goes on by itself."""
         async with self.lock(name):
             registration = move(self.get(name), "unload")
-            await self._aliases.write(registration)
-            task = self._draining.get(name)
-            if registration.state == "unloading" and task is None:
-                task = self._draining[name] = self._spawn(self._drain(registration))
-                task.add_done_callback(lambda _: self._draining.pop(name, None))
+            if registration.state == "unloading" and not registration.drainer:
+                registration = msgspec.structs.replace(registration, drainer=self._me)
+            task = await self._unload(registration)
         if task is not None:
             await asyncio.wait([task], timeout=wait_s)
         return self.get(name)
+
+    async def take_up(self, name: OwnedName, drainer: str) -> None:
+        """An unload that another router left unfinished goes on here.
+
+        drainer: the one that left it. Raises AdapterError where another has it by now.
+        """
+        async with self.lock(name):
+            there = self.get(name)
+            if there.state == "unloading" and there.drainer == drainer:
+                await self._unload(msgspec.structs.replace(there, drainer=self._me))
 
     async def delete(self, name: OwnedName) -> Registration:
         """Requests that name it are told so from now on; running ones finish."""
@@ -244,6 +255,16 @@ class AdapterAdmin:
         assert registration.content is not None
         for content in (registration.content, *(v.content for v in versions if v.live)):
             await self.workers.bring(content, self.token(registration))
+
+    async def _unload(self, registration: Registration) -> "asyncio.Task[None] | None":
+        """Returns what drains it, if it is drained."""
+        name = registration.key
+        await self._aliases.write(registration)
+        task = self._draining.get(name)
+        if registration.state == "unloading" and task is None:
+            task = self._draining[name] = self._spawn(self._drain(registration))
+            task.add_done_callback(lambda _: self._draining.pop(name, None))
+        return task
 
     async def _drain(self, unloading: Registration) -> None:
         name = unloading.key

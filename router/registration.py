@@ -73,7 +73,7 @@ class Registration(msgspec.Struct, frozen=True):
 
     content: set once known; it is served as it is while `ready`. history: oldest first, the last
     is the present one. error: what went wrong last. rollout: other versions beside `content`.
-    tenant: whose name it is; "" = the fleet's.
+    tenant: whose name it is; "" = the fleet's. drainer: the router that sees an unload through.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Registration(msgspec.Struct, frozen=True):
     error: str | None = None
     rollout: Rollout | None = None
     tenant: str = ""
+    drainer: str = ""
 
     @property
     def key(self) -> OwnedName:
@@ -140,7 +141,8 @@ def move(registration: Registration, event: Event) -> Registration:
         raise AdapterError(
             "conflict", f"adapter '{registration.key}' is {registration.state}: {hint}"
         )
-    return msgspec.structs.replace(registration, state=state)
+    drainer = registration.drainer if state == "unloading" else ""
+    return msgspec.structs.replace(registration, state=state, drainer=drainer)
 
 
 def seen(

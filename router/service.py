@@ -52,6 +52,7 @@ from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_
 from router.text.template_sandbox import TemplateSandbox
 from router.told_errors import ToldErrors
 from router.tracing.tracing import Tracing, make_tracing
+from router.unload_heir import UnloadHeir
 from server.protocol import ModelCard
 
 _HUB_THREADS = 8
@@ -86,6 +87,7 @@ class Service:
     front_door: FrontDoor
     idempotency: Idempotency
     background: Background
+    unload_heir: UnloadHeir
 
     def why_not_ready(self) -> str | None:
         """None = new requests are answered. An adapter that failed holds nobody up."""
@@ -124,6 +126,7 @@ class Service:
             watch_loop_lag(self.metrics.loop_lag_s.observe),
             self.catalog.rules.aliases.run(),
             self.keeper.run(),
+            self.unload_heir.run(),
         ]
         if self.sharing.link is not None:
             works.append(Discovery(self.sharing.store, self.fleet, self.config.secret).run())
@@ -181,7 +184,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     sandbox = TemplateSandbox()
     limits = _dispatch_limits(config)
     use = AdapterUse(time.time)
-    admin = _admin(config, catalog, fleet, use, base)
+    admin = _admin(config, catalog, fleet, use, base, router_id)
     rollouts = Rollouts(admin, lambda by: metrics.rollbacks.labels(by).inc())
     keeper = _keeper(rollouts, catalog, sharing, tenancy, metrics, router_id)
     dispatcher = Dispatcher(base, catalog, fleet, sandbox, metrics, limits, use, _retries(config))
@@ -218,6 +221,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
             strict=config.idempotency_outage == "closed",
         ),
         background=Background(),
+        unload_heir=UnloadHeir(sharing.store, admin),
     )
 
 
@@ -237,10 +241,15 @@ def _catalog(config: RouterConfig, sharing: Sharing, fleet: Fleet, hub: Hub) -> 
 
 
 def _admin(
-    config: RouterConfig, catalog: Catalog, fleet: Fleet, use: AdapterUse, base: BaseModel
+    config: RouterConfig,
+    catalog: Catalog,
+    fleet: Fleet,
+    use: AdapterUse,
+    base: BaseModel,
+    router_id: str,
 ) -> AdapterAdmin:
     workers = AdapterWorkers(catalog, fleet, config.adapter_timeout_s)
-    admin = AdapterAdmin(catalog, workers, use, base.is_named)
+    admin = AdapterAdmin(catalog, workers, use, base.is_named, router_id)
     fleet.on_connect = admin.worker_connected
     return admin
 

@@ -27,7 +27,7 @@ LEASE_MS = 60_000  # after which a router that died holds no places any more
 RENEW_S = 20.0
 ROUTER_LEASE_S = 15.0
 _ENLIST_S = 5.0
-_GROUP = "routers"
+ROUTERS = "routers"  # those that are there, by their ids
 MAX_BACKLOG = 1 << 14
 MAX_REMEMBERED = 4096
 
@@ -133,7 +133,7 @@ class Admission:
         """What is over is told; this router is no longer counted."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(StoreDown):
-            await self._store.unlease(_GROUP, self._router_id)
+            await self._store.unlease(ROUTERS, self._router_id)
 
     async def _keep(self, work: Callable[[], Awaitable[None]], period_s: float) -> None:
         while True:
@@ -148,8 +148,8 @@ class Admission:
                 await store.renew(asks)
 
     async def _enlist(self) -> None:
-        await self._store.lease(_GROUP, self._router_id, b"", ROUTER_LEASE_S)
-        self.routers = max(1, len(await self._store.leased(_GROUP)))
+        await self._store.lease(ROUTERS, self._router_id, b"", ROUTER_LEASE_S)
+        self.routers = max(1, len(await self._store.leased(ROUTERS)))
 
 
 async def _settle(store: Store, settlement: Settlement) -> None:

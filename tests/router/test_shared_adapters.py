@@ -1,9 +1,11 @@
 """Registrations of a fleet: told to one router, known to all, and to those that start again."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.router.fake_worker import FakeWorker, make_manifest
 from tests.router.serving import Running, poll
@@ -66,6 +68,50 @@ async def test_one_is_told_and_all_serve(
         assert set(told) <= {TWO}, "nothing was resolved again"
         assert (await call(three, "DELETE", "/mine")).status_code == 200
         assert (await generate(three, "mine")).status_code == 410
+
+
+async def test_an_unload_whose_router_stops_is_taken_up(
+    tmp_path: Path, redis: RedisServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before: a router that is there is left to it. Of two that take it up one has it."""
+    monkeypatch.setattr("router.adapter_admin._HEARD_S", 600.0)
+    async with routers(tmp_path, redis, worker, 2, auth="none") as (two, three):
+        heirs = [router.service.unload_heir for router in (two, three)]
+        async with routers(tmp_path / "one", redis, worker, 1, auth="none") as (one,):
+            await call(one, "POST", "", name="mine", ref="org/one")
+            assert (await call(one, "POST", "/mine/load")).json()["resident_on"] == ["fake-0"]
+            assert (await call(one, "POST", "/mine/unload", wait_s=0)).status_code == 202
+            for router in (two, three):
+                await until_state(router, "mine", "unloading")
+            for heir in heirs * 2:
+                await heir.step()
+            [row] = two.service.admin.all()
+            assert row.drainer == one.service.router_id
+        monkeypatch.setattr("router.adapter_admin._HEARD_S", 0.0)
+        for _ in range(2):
+            await asyncio.gather(*(heir.step() for heir in heirs))
+        for router in (two, three):
+            assert (await until_state(router, "mine", "unloaded"))["error"] is None
+        assert worker.resident == set()
+        [row] = two.service.admin.all()
+        assert row.drainer == ""
+        assert [action for action, _ in worker.orders if action == "evict"] == ["evict"]
+        assert (await call(three, "POST", "/mine/load")).json()["state"] == "ready"
+
+
+async def test_an_unload_goes_on_when_its_router_starts_again(
+    tmp_path: Path, redis: RedisServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.unload_heir.TICK_S", 0.05)
+    monkeypatch.setattr("router.adapter_admin._HEARD_S", 600.0)
+    async with routers(tmp_path, redis, worker, 1, auth="none") as (one,):
+        await call(one, "POST", "", name="mine", ref="org/one", pin=True)
+        assert (await call(one, "POST", "/mine/unload", wait_s=0)).status_code == 202
+    assert worker.resident == {ONE}
+    monkeypatch.setattr("router.adapter_admin._HEARD_S", 0.0)
+    async with routers(tmp_path / "again", redis, worker, 1, auth="none") as (again,):
+        await until_state(again, "mine", "unloaded")
+        assert worker.resident == set()
 
 
 async def test_without_redis_what_was_known_is_served(

@@ -340,7 +340,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     names: what `model` may say for the base itself; the first is shown.
     tokenizer_json: the tokenizer's file, whole. chat_template: Jinja source, or None.
-    special_tokens: `bos_token` and the like, as the template needs them.
+    special_tokens: `bos_token` and the like, by all names that the template may use.
     max_context: prompt and output together.
     """
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import tokenizers
 
+from adapters.special_tokens import special_tokens
 from server.model.checkpoint import (
     GENERATION_FILE,
     CheckpointError,
@@ -19,7 +20,6 @@ from server.protocol import ModelCard
 TOKENIZER_FILE = "tokenizer.json"
 _MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _SAMPLING_KEYS = (
     "temperature",
     "top_k",
@@ -106,14 +106,11 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     older = read_optional_json(folder / "special_tokens_map.json")
-    tokens: dict[str, str] = {}
-    for name in _SPECIAL_TOKENS:
-        value = settings.get(name, older.get(name))
-        if isinstance(value, dict):  # an AddedToken
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
+    try:
+        tokens = special_tokens(older) | special_tokens(settings)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    return {name: text for name, text in tokens.items() if text is not None}
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:

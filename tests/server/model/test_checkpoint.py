@@ -226,6 +226,15 @@ def test_card(folder: Path) -> None:
     assert (found.vocab_size, found.max_context) == (97, 256)
     assert found.sampling_defaults == {"temperature": 0.6, "top_k": 20.0}
     assert card(folder, max_context=64).max_context == 64
+    extra = {"sep_token": "<sep>", "extra_special_tokens": {"call": {"content": "<call>"}}}
+    edit_json(folder / "tokenizer_config.json", image_token="<image>", unk_token=None, **extra)
+    assert card(folder).special_tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "sep_token": "<sep>",
+        "image_token": "<image>",
+        "call": "<call>",
+    }
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     edit_json(folder / "tokenizer_config.json", chat_template=named)
     assert card(folder).chat_template == "d"
@@ -233,6 +242,13 @@ def test_card(folder: Path) -> None:
     assert card(folder).chat_template == "json"
     (folder / "chat_template.jinja").write_text("jinja")
     assert card(folder).chat_template == "jinja"
+
+
+def test_a_special_token_that_is_none_is_refused(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    edit_json(folder / "tokenizer_config.json", eos_token=["</s>"])
+    with pytest.raises(CheckpointError, match=r"special token 'eos_token'.*\['</s>'\]"):
+        card(folder)
 
 
 def test_slow_tokenizer_is_refused(folder: Path) -> None:

@@ -176,7 +176,7 @@ def _refuse_other_maths(fields: Fields) -> None:
         fields.refuse(f"hidden_act must be 'silu', got {config['hidden_act']!r}")
     if config.get("quantization_config"):
         fields.refuse("quantization_config: quantised checkpoints are not supported")
-    if config.get("is_causal") not in (None, True):
+    if config.get("is_causal", True) is not True:
         fields.refuse(f"is_causal must be true, got {config['is_causal']!r}")
     if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
         fields.refuse("auto_map: the model needs code of its own, which is never run")

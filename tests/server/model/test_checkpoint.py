@@ -245,7 +245,7 @@ def test_card(folder: Path) -> None:
 
 
 def test_a_special_token_that_is_none_is_refused(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text('{"model": {}}')
+    (folder / "tokenizer.json").write_text(NO_WORDS)
     edit_json(folder / "tokenizer_config.json", eos_token=["</s>"])
     with pytest.raises(CheckpointError, match=r"special token 'eos_token'.*\['</s>'\]"):
         card(folder)

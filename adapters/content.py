@@ -10,13 +10,21 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
 from adapters.boot import boot_id
-from adapters.disk import entries_of, hold, mark_used, publish_folder, sync_files, sync_path
+from adapters.disk import (
+    entries_of,
+    hold,
+    mark_used,
+    publish_folder,
+    remove_held,
+    sync_files,
+    sync_path,
+)
 from adapters.manifest import AdapterManifest
 from adapters.peft_format import CONFIG_FILE
 from adapters.validate import WEIGHTS_FILE
@@ -71,9 +79,10 @@ class Contents:
         later = self._syncing is not None
         name = self._fresh_manifest if later else _MANIFEST_FILE
         (staged / name).write_bytes(msgspec.json.encode(manifest))
-        with self.held(manifest.digest) as known:
-            if known is None and target.exists():
-                shutil.rmtree(target)
+        # Only what was there when it was judged: another may publish the same content meanwhile.
+        with suppress(FileNotFoundError), closing(hold(target)) as found:
+            if self._manifest(manifest.digest) is None:
+                remove_held(found, target)
         publish_folder(staged, target, durable=not later)
         self._sync_later(manifest.digest)
 

@@ -123,6 +123,15 @@ def hold(path: Path) -> Hold:
         os.close(fd)
 
 
+def remove_held(held: Hold, path: Path) -> None:
+    """Once nobody else holds it; not what has taken its place at `path` since. Raises OSError."""
+    # Gives the shared lock up first, so that two who hold it do not wait for each other.
+    fcntl.flock(held.fd, fcntl.LOCK_EX)
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(held.fd), path.stat()):
+            shutil.rmtree(path)
+
+
 def entry_bytes(entry: os.DirEntry[str]) -> int:
     """Of a file, or of all files in a folder. Raises OSError."""
     if entry.is_dir():

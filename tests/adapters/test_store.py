@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from adapters.content_check import ContentDigest
-from adapters.disk import Hold, hold, release
+from adapters.disk import Hold, hold, release, remove_held
 from adapters.errors import AdapterError
 from adapters.judge import rejudge
 from adapters.layout import make_layout
@@ -664,6 +664,44 @@ def test_several_stores_share_a_root(hub: FakeHub, tmp_path: Path) -> None:
     assert len(set(found)) == len(set(paths)) == 1
     assert hub.fetches.count(WEIGHTS) == 4
     assert list((home(tmp_path) / "staging").iterdir()) == []
+
+
+def test_content_that_another_publishes_meanwhile_stays(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the second looks there is nothing; before it publishes, the first has."""
+    first, second = (store_of(hub, tmp_path) for _ in range(2))
+    published: list[Hold] = []
+
+    def late(path: Path) -> Hold:
+        try:
+            return hold(path)
+        except FileNotFoundError:
+            if not published:
+                published.append(Hold(-1))  # the first store looks, too
+                first.admit(PINNED, None)
+                published[:] = [hold(path)]
+            raise
+
+    monkeypatch.setattr("adapters.content.hold", late)
+    content = home(tmp_path) / "content" / second.admit(PINNED, None).digest
+    with closing(published[0]) as there:
+        assert os.path.samestat(os.fstat(there.fd), content.stat())
+    assert hub.fetches.count(WEIGHTS) == 2
+
+
+def test_only_what_is_held_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "content"
+    path.mkdir()
+    with closing(hold(path)) as damaged:
+        path.rmdir()
+        remove_held(damaged, path)
+        path.mkdir()
+        remove_held(damaged, path)
+        assert path.exists()
+    with closing(hold(path)) as damaged:
+        remove_held(damaged, path)
+    assert not path.exists()
 
 
 def test_local_folders_are_followed_as_they_change(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class _BadHost(Exception):
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. Its answers to what is not HTTP are JSON, too.
 
-    admitted: it has its place at the door already, and was counted.
+    address: with which it has its place at the door already, and was counted. began: from then on
+    its end frees its place.
     """
 
     def __init__(
@@ -44,16 +45,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         door: FrontDoor,
         deadlines: Deadlines,
         metrics: RouterMetrics,
-        admitted: bool,
         *args: Any,
+        address: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._door = door
         self._deadlines = deadlines
         self._metrics = metrics
-        self._admitted = admitted
-        self._address = ""
+        self._address = address
+        self.began = False
         self._stopping = False
         self._refused = False  # nothing more is read
         self.parser: Any = PlainHttpParser(self)
@@ -68,12 +69,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.began = True
         super().connection_made(transport)
         transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
-        self._address = self.client[0] if self.client else ""
-        if self._admitted:
+        if self._address is not None:
             self._await_head()
             return
+        self._address = self.client[0] if self.client else ""
         self._metrics.connections.inc()
         cap = self._door.enter(self._address)
         if cap is None:
@@ -86,7 +88,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(b"429 Too Many Requests", "too many connections from this address")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._door.leave(self._address)
+        if self._address is not None:
+            self._door.leave(self._address)
         _stop(self._head_timer)
         _stop(self._body_timer)
         _stop(self._read_timer)

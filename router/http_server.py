@@ -78,15 +78,17 @@ class RouterServer(uvicorn.Server):
         service, config = self._service, self._service.config
         if config.tls_cert is None or config.tls_key is None:
             return None
+        make: Any = self.config.http_protocol_class
         return TlsAcceptor(
             Certificate(config.tls_cert, config.tls_key),
             service.front_door,
             _deadlines(config),
             service.metrics,
-            lambda: self.config.http_protocol_class(  # type: ignore[call-arg]
+            lambda address: make(
                 config=self.config,
                 server_state=self.server_state,
                 app_state=self.lifespan.state,
+                address=address,
             ),
         )
 
@@ -121,7 +123,6 @@ def _server_config(app: ASGIApp, service: Service) -> uvicorn.Config:
         service.front_door,
         _deadlines(config),
         service.metrics,
-        config.tls_cert is not None,
     )
     return uvicorn.Config(
         app,

@@ -12,6 +12,7 @@ from pathlib import Path
 from router.config import ConfigError
 from router.file_stamp import Stamp, stamp_of
 from router.front_door import Deadlines, FrontDoor
+from router.http_protocol import BoundedHttpProtocol
 from router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,8 @@ class TlsAcceptor:
     """Counts a connection from its first moment, as `loop.create_server(ssl=…)` does not: it tells
     of one only when its handshake is over. A connection keeps the certificate that it began with.
 
-    make_protocol: of a connection that has shaken hands, and whose place at the door is its own.
+    make_protocol: of a connection from this address. Once it has shaken hands and begins, its place
+    at the door is its own.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class TlsAcceptor:
         door: FrontDoor,
         deadlines: Deadlines,
         metrics: RouterMetrics,
-        make_protocol: Callable[[], asyncio.Protocol],
+        make_protocol: Callable[[str], BoundedHttpProtocol],
     ) -> None:
         self.certificate = certificate
         self._door = door
@@ -150,9 +152,10 @@ class TlsAcceptor:
         task.add_done_callback(self._handshakes.discard)
 
     async def _shake(self, accepted: socket.socket, address: str) -> None:
+        protocol = self._make_protocol(address)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make_protocol,
+                lambda: protocol,
                 accepted,
                 ssl=self.certificate.context,
                 ssl_handshake_timeout=self._deadlines.head_s,
@@ -160,7 +163,6 @@ class TlsAcceptor:
             )
         except OSError:  # no TLS, too slow, or gone
             self._metrics.connections_cut.labels("handshake_failed").inc()
-            self._door.leave(address)
-        except asyncio.CancelledError:
-            self._door.leave(address)
-            raise
+        finally:
+            if not protocol.began:
+                self._door.leave(address)

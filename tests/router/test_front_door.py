@@ -1,16 +1,21 @@
 """Who comes in, how, and what is said to those who do not; pages of other origins; HTTPS."""
 
 import asyncio
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
-from router.front_door import FrontDoor
+from router.front_door import Deadlines, FrontDoor
+from router.metrics import RouterMetrics
+from router.tls import Certificate, TlsAcceptor
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
-from tests.router.serving import Running, poll, running_router
+from tests.router.serving import Running, poll, running_router, trusting
 
 PEM = Path(__file__).parents[1] / "adapters" / "self_signed.pem"
 REQUEST = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -140,6 +145,53 @@ async def test_pages_of_other_origins_are_served_if_they_are_listed(tmp_path: Pa
 async def test_https(tmp_path: Path) -> None:
     async with running_router(tmp_path, tls_cert=PEM, tls_key=PEM) as router:
         assert (await router.client.get("/health/live")).status_code == 200
+
+
+async def test_https_of_a_client_that_is_gone_when_its_connection_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel does not tell any more who it was: it leaves as it entered."""
+    gone = "uvicorn.protocols.http.httptools_impl.get_remote_addr"
+    monkeypatch.setattr(gone, lambda transport: None)
+    options: dict[str, Any] = {"max_connections_per_address": 1, "tls_cert": PEM, "tls_key": PEM}
+    async with running_router(tmp_path, **options) as router:
+        door, url = router.service.front_door, router.client.base_url
+
+        async def room() -> bool:
+            return door.open == 0
+
+        for _ in range(2):
+            context = trusting(PEM)
+            reader, writer = await asyncio.open_connection(url.host, url.port, ssl=context)
+            writer.write(REQUEST)
+            assert b"200" in await reader.readline()
+            writer.transport.abort()
+            await poll(room)
+            assert not door._by_address
+
+
+@pytest.mark.parametrize("began", [False, True])
+@pytest.mark.parametrize("error", [OSError, ValueError, asyncio.CancelledError])
+async def test_a_handshake_frees_its_place_unless_the_connection_will(
+    monkeypatch: pytest.MonkeyPatch, began: bool, error: type[BaseException]
+) -> None:
+    door, metrics = FrontDoor(9, 9), RouterMetrics(CollectorRegistry(), 10)
+    protocol: Any = SimpleNamespace(began=False)
+
+    async def shake(*_: object, **__: object) -> None:
+        protocol.began = began
+        raise error
+
+    loop = asyncio.get_running_loop()
+    shaking = SimpleNamespace(connect_accepted_socket=shake, create_task=loop.create_task)
+    deadlines, certificate = Deadlines(1.0, 1.0, 1.0), Certificate(PEM, PEM)
+    acceptor = TlsAcceptor(certificate, door, deadlines, metrics, lambda address: protocol)
+    with socket.socket() as accepted, monkeypatch.context() as patched:
+        patched.setattr("asyncio.get_running_loop", lambda: shaking)
+        acceptor._admit(accepted, "1.2.3.4")
+        [ended] = await asyncio.gather(*acceptor._handshakes, return_exceptions=True)
+    assert ended is None or isinstance(ended, error)
+    assert door._by_address == ({"1.2.3.4": 1} if began else {})
 
 
 async def test_it_is_not_ready_and_closes_connections_while_it_drains(router: Running) -> None:

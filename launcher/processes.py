@@ -17,24 +17,39 @@ from server.worker.recovery import Backoff
 MAX_LINE_BYTES = 8192
 KEPT_LINES = 20
 _READ_BYTES = 1 << 16
+_PATIENCE_S = 1.0
 
 Say = Callable[[str], None]
 
 
+class _Screen:
+    """Lines on stdout. Who reads them may leave, or stop reading, while children serve: what is
+    not taken in time is lost, and nobody waits for it twice."""
+
+    def __init__(self) -> None:
+        self._is_stuck = False
+
+    def show(self, line: str) -> None:
+        if sys.stdout is None:
+            return
+        fd = sys.stdout.fileno()
+        # Past the buffer, where a line that failed would wait to fail again at our end.
+        rest = f"{line}\n".encode()
+        with contextlib.suppress(OSError):
+            while rest:
+                patience_s = 0.0 if self._is_stuck else _PATIENCE_S
+                self._is_stuck = not select.select([], [fd], [], patience_s)[1]
+                if self._is_stuck:
+                    return
+                rest = rest[os.write(fd, rest[: select.PIPE_BUF]) :]
+
+
+_screen = _Screen()
+
+
 def say(text: str) -> None:
     """Our own words among those of children."""
-    _show(f"loraplex: {text}")
-
-
-def _show(line: str) -> None:
-    """On stdout, if there is one that takes it: who reads it may leave while children serve."""
-    if sys.stdout is None:
-        return
-    # Past the buffer, where a line that failed would wait to fail again at our end.
-    rest = f"{line}\n".encode()
-    with contextlib.suppress(OSError):
-        while rest:
-            rest = rest[os.write(sys.stdout.fileno(), rest) :]
+    _screen.show(f"loraplex: {text}")
 
 
 class ChildFailed(Exception):
@@ -167,7 +182,7 @@ class Service:
     def _on_line(self, line: str) -> None:
         self._last_lines.append(line)
         # Lines for programs stay whole.
-        _show(line if line.startswith("{") else f"{self.name:<6} | {line}")
+        _screen.show(line if line.startswith("{") else f"{self.name:<6} | {line}")
 
     def _failure(self, ending: str) -> str:
         """A child's own sentence (`loraplex: …`) says it best."""

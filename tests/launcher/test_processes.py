@@ -110,13 +110,18 @@ async def test_output_is_shown_under_the_childs_name(
     assert "child  | life 1\n" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("is_open", [False, True])
 async def test_lines_are_read_to_the_last_when_nobody_reads_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
 ) -> None:
+    """More of them than a pipe holds."""
+    lines = "b'a\\n' * (1 << 14) + b'loraplex: no such model\\n'"
+    case = Case(tmp_path, f"sys.stdout.buffer.write({lines}); sys.stdout.flush(); sys.exit(3)")
     reading, writing = os.pipe()
-    os.close(reading)
-    case = Case(tmp_path, "os.write(1, b'a\\nloraplex: no such model\\n'); sys.exit(3)")
-    with os.fdopen(writing, "w") as gone, monkeypatch.context() as patched:
-        patched.setattr("sys.stdout", gone)
-        with pytest.raises(ChildFailed, match="^no such model$"):
-            await asyncio.wait_for(case.service.run(), TIMEOUT_S)
+    with os.fdopen(reading) as reader, os.fdopen(writing, "w") as unread:
+        if not is_open:
+            reader.close()
+        with monkeypatch.context() as patched:
+            patched.setattr("sys.stdout", unread)
+            with pytest.raises(ChildFailed, match="^no such model$"):
+                await asyncio.wait_for(case.service.run(), TIMEOUT_S)

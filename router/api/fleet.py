@@ -16,7 +16,7 @@ WorkerState = Literal["unreachable", "starting", "ready", "draining"]
 
 
 class BaseObject(msgspec.Struct, frozen=True):
-    """The model that is served. chat: it has a chat template."""
+    """The model that is served. chat: it has a chat template that can be used."""
 
     name: str
     digest: str
@@ -136,14 +136,14 @@ class FleetObject(msgspec.Struct, frozen=True):
     object: Literal["fleet"] = "fleet"
 
 
-def base_object(card: ModelCard) -> BaseObject:
+def base_object(card: ModelCard, chat: bool) -> BaseObject:
     return BaseObject(
         name=card.names[0],
         digest=card.base_digest,
         dtype=card.dtype,
         device=card.device,
         max_context=card.max_context,
-        chat=card.chat_template is not None,
+        chat=chat,
     )
 
 

@@ -63,6 +63,10 @@ class TextModel:
             except TemplateFault as fault:
                 self.template_fault = str(fault)
 
+    @property
+    def can_chat(self) -> bool:
+        return self._template is not None
+
     # Text to ids
 
     def check_size(self, text: str, param: str) -> None:

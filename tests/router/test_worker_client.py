@@ -238,6 +238,7 @@ async def test_a_chat_template_that_cannot_be_used_costs_chats_alone(
         assert (await router.client.post("/v1/completions", json=BODY)).status_code == 200
         body = {"inputs": "hi", "parameters": {"max_new_tokens": 2}}
         assert (await router.client.post("/generate", json=body)).status_code == 200
+        assert (await router.client.get("/v1/fleet")).json()["base"]["chat"] is False
     (warning,) = [r.getMessage() for r in caplog.records if "cannot chat" in r.getMessage()]
     assert says in warning
 

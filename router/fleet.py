@@ -195,18 +195,33 @@ class Fleet:
             raise
 
     async def load_adapter(self, origin: Origin, token: Secret | None) -> AdapterManifest:
-        """Lets the adapter's home fetch or merge it. Raises AdapterError."""
+        """Lets the adapter's home fetch or merge it; where that cannot now, another worker.
+
+        Raises AdapterError.
+        """
+        failed = AdapterError("unavailable", "no worker is ready to load the adapter", (), 2.0)
+        asked: set[WorkerSession] = set()
         for _ in range(_LOAD_ATTEMPTS):
-            sessions = self.sessions
+            sessions = [session for session in self.sessions if session not in asked]
             home = self._placement.home(home_key(origin), [session.view for session in sessions])
             if home is None:
                 break
             session = next(session for session in sessions if session.view is home)
+            asked.add(session)
             try:
                 return await session.load(origin, token)
             except WorkerLost:
                 continue
-        raise AdapterError("unavailable", "no worker is ready to load the adapter", (), 2.0)
+            except AdapterError as error:
+                if error.code != "unavailable":
+                    raise
+                failed = error
+        raise failed
+
+    def may_get(self, digest: str, error: AdapterError, avoid: Collection[str]) -> bool:
+        """Whether some worker but these may have an adapter that one could not get."""
+        others = [session for session in self.sessions if session.worker_id not in avoid]
+        return any(error.code == "unavailable" or session.knows(digest) for session in others)
 
     async def accept_card(self, card: ModelCard) -> str | None:
         return await self._accept_card(card)

@@ -144,7 +144,8 @@ class SequenceRun:
             placed = self._trace.placed(
                 *(started, credit.session.worker_id, reason), tier, self._attempts.number
             )
-            await self._admit(credit)
+            if not await self._admit(credit):
+                return
             self._trace.submitted(placed)
             self._submit(credit, context.deadline - loop.time())
         finally:
@@ -173,17 +174,24 @@ class SequenceRun:
             return Wish("", prefixes=prefixes)
         return Wish(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)
 
-    async def _admit(self, credit: Credit) -> None:
-        adapter = self._context.adapter
+    async def _admit(self, credit: Credit) -> bool:
+        """Whether the worker has the adapter; if not, the sequence is on its way to another."""
+        adapter, session = self._context.adapter, credit.session
         if adapter is None:
-            return
+            return True
         try:
-            await credit.session.admit(adapter.origin, adapter.token, adapter.digest)
+            await session.admit(adapter.origin, adapter.token, adapter.digest)
         except AdapterError as error:
             self._context.forget_adapter()
             if has_changed(error):
                 raise changed() from error
-            raise
+            avoid = self._wish.avoid | {session.worker_id}
+            if not self._context.fleet.may_get(adapter.digest, error, avoid):
+                raise
+            self._wish = self._wish._replace(avoid=avoid)
+            self._retry("overloaded", error.message)
+            return False
+        return True
 
     def _submit(self, credit: Credit, seconds_left: float) -> None:
         request = msgspec.structs.replace(

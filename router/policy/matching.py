@@ -42,6 +42,8 @@ class Matcher(Generic[T]):
         for ticket, entry, held_s in self.queue.candidates(now):
             # Who has more than its share leaves some rows of each worker to the others.
             usable = to_spare if self.queue.shares.is_over(entry.tenant) else with_room
+            if avoid := entry.wish.avoid:
+                usable = [worker for worker in usable if worker.worker_id not in avoid]
             if not usable:
                 continue
             decision = self.placement.choose(entry.wish, workers, usable, now, held_s)

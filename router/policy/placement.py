@@ -40,13 +40,15 @@ MAX_ADAPTERS = 1 << 14
 class Wish(NamedTuple):
     """What is to be placed. adapter: digest, "" = base. home_key: what its homes are ranked by.
 
-    nbytes: of the adapter. prefixes: as from `prefix_keys`.
+    nbytes: of the adapter. prefixes: as from `prefix_keys`. avoid: ids of workers that could not
+    get the adapter.
     """
 
     adapter: str
     home_key: str = ""
     nbytes: int = 0
     prefixes: tuple[int, ...] = ()
+    avoid: frozenset[str] = frozenset()
 
 
 class Decision(NamedTuple):

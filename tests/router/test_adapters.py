@@ -10,9 +10,9 @@ import pytest
 from adapters.errors import AdapterError, Violation
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
-from server.protocol import AdapterLoad
+from server.protocol import AdapterLoad, ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, FakeWorker, make_manifest, running_worker
-from tests.router.serving import COMMIT, Running, running_router
+from tests.router.serving import COMMIT, Running, poll, running_router
 
 
 async def generate(router: Running, adapter_id: str, **parameters: Any) -> httpx.Response:
@@ -211,6 +211,61 @@ async def test_the_chosen_worker_loads_it_before_the_request(tmp_path: Path) -> 
             len(w.loads) and w.loads[0].expected_digest is None for w in (first, second)
         )
         assert expected == [False, True]
+
+
+async def no_room(load: AdapterLoad) -> AdapterManifest:
+    raise AdapterError("unavailable", "the disk has no room", (), 1.0)
+
+
+async def test_what_one_worker_cannot_get_another_gets(tmp_path: Path) -> None:
+    """Whichever of them is an adapter's home."""
+    full, sound = FakeWorker(worker_id="full"), FakeWorker(worker_id="sound")
+    full.loader = no_room
+    async with (
+        running_worker(full),
+        running_worker(sound),
+        running_router(tmp_path, full, sound) as router,
+    ):
+        for number in range(12):
+            assert (await generate(router, f"org/a{number}")).status_code == 200
+        assert full.loads, "some have their home there"
+        assert not full.requests
+        sound.loader = no_room
+        refused = await generate(router, "org/b")
+        assert (refused.status_code, "no room" in refused.text) == (503, True)
+
+
+async def test_a_stream_waits_for_the_worker_that_can_get_its_adapter(tmp_path: Path) -> None:
+    """Its engine is lost, and the only other worker has no room for the adapter."""
+    full, sound = FakeWorker(worker_id="full"), FakeWorker(worker_id="sound")
+    full.loader = no_room
+
+    async def lose_once(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        if request.attempt == 0 and index == 5:
+            await worker.announce(ready=False)
+            return "engine_lost"
+        return None
+
+    sound.before_token = lose_once
+    async with (
+        running_worker(full),
+        running_worker(sound),
+        running_router(tmp_path, full, sound) as router,
+    ):
+        asking = asyncio.create_task(generate(router, "org/one"))
+        await full.until(lambda: bool(full.loads) and len(sound.requests) == 1)
+
+        async def waits() -> bool:
+            return len(router.service.fleet.queue) == 1
+
+        await poll(waits)
+        await sound.announce(ready=True)
+        answer = await asking
+        assert answer.status_code == 200, answer.text
+        assert [len(request.accepted_ids) for request in sound.requests] == [0, 5]
+        assert not full.requests
 
 
 async def test_content_that_changed_is_resolved_anew(router: Running, worker: FakeWorker) -> None:

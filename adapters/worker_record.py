@@ -47,7 +47,9 @@ def verified(data: bytes, secret: str) -> WorkerRecord | None:
 def is_worker_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("ws", "wss") and bool(parts.hostname) and parts.path in ("", "/")
+        host = (parts.hostname or "").encode("idna")
+        known = parts.scheme in ("ws", "wss") and parts.path in ("", "/")
+        return bool(host) and known and parts.username is None and parts.port != 0
     except ValueError:
         return False
 

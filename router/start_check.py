@@ -3,10 +3,10 @@
 import contextlib
 import re
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 from adapters.errors import AdapterError
 from adapters.ref import is_name, is_owner, parse_ref
+from adapters.worker_record import is_worker_url
 from router.adapters_file import WHOLE
 from router.adapters_watch import read_file
 from router.config import ConfigError, RouterConfig
@@ -69,9 +69,7 @@ def check_workers(config: RouterConfig) -> None:
     """Raises ConfigError."""
     for url in config.workers:
         with blaming(f"--worker {url!r}", ValueError):
-            parts = urlsplit(url)
-            known = parts.scheme in ("ws", "wss") and parts.hostname and parts.path in ("", "/")
-            if not known or parts.port == 0:
+            if not is_worker_url(url):
                 raise ValueError("expected ws://host:port or wss://host:port")
 
 

@@ -5,8 +5,9 @@ the server's.
 """
 
 import hashlib
+import logging
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ from router.shared.store import (
     life_of,
 )
 from router.tenancy.quota import REASONS, Ask, Standing, Subject, Verdict
+
+logger = logging.getLogger(__name__)
 
 # For what is large, and nobody's request waits for.
 PATIENCE_S = 2.0
@@ -89,15 +92,13 @@ class RedisStore:
         told, found = await self.link.call(look, PATIENCE_S)
         now = _version(told[:2])
         if not since:
-            return Table(now, {key.decode(): _row(value) for key, value in found.items()})
+            return Table(now, _rows(table, found.items()))
         # Routers that know of no order leave their writes out of it.
         if told[1] != told[2] or life_of(now) != life_of(since):
             return await self.read(table)
         keys = cast("list[bytes]", found)
         values = await self._values_of(rows, keys) if keys else []
-        pairs = zip(keys, values, strict=True)
-        changed = {key.decode(): _row(value) for key, value in pairs if value is not None}
-        return Table(now, changed, is_whole=False)
+        return Table(now, _rows(table, zip(keys, values, strict=True)), is_whole=False)
 
     async def _values_of(self, rows: str, keys: Sequence[bytes]) -> Sequence[bytes | None]:
         return cast(
@@ -247,12 +248,23 @@ def _limits(subject: Subject) -> tuple[int, int, int, int, int]:
 
 def _version(told: Sequence[bytes | None]) -> str:
     name, writes = told
-    return "" if name is None or writes is None else f"{name.decode()}:{writes.decode()}"
+    if name is None or writes is None:
+        return ""
+    return f"{name.decode(errors='replace')}:{writes.decode(errors='replace')}"
 
 
-def _row(value: bytes) -> Row:
-    revision, _, rest = value.partition(b":")
-    return Row(int(revision), rest)
+def _rows(table: str, told: Iterable[tuple[bytes, bytes | None]]) -> dict[str, Row]:
+    """By key. What no router wrote is left out."""
+    rows: dict[str, Row] = {}
+    for key, value in told:
+        if value is None:
+            continue
+        revision, _, rest = value.partition(b":")
+        try:
+            rows[key.decode()] = Row(int(revision), rest)
+        except ValueError:
+            logger.warning("Redis: a row of %s cannot be read and is left out", table)
+    return rows
 
 
 def _ms(seconds: float) -> int:

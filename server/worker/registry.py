@@ -97,9 +97,9 @@ class Registry:
             # Of the error only its kind: messages may hold addresses and credentials.
             problem = f"Redis does not answer ({type(error).__name__})"
         if problem != self._problem:
-            if problem is None:
+            if problem is None and self._told:
                 log.info("enlisted for routers as %s", self._url)
-            else:
+            elif problem is not None:
                 log.warning("not enlisted for routers: %s", problem)
         self._problem = problem
 

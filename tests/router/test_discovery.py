@@ -136,7 +136,7 @@ def test_records_are_signed_as_a_whole() -> None:
     assert verified(data, "other") is None
     assert verified(data.replace(b"10.0.0.7", b"10.0.0.8"), "secret") is None
     assert verified(data.replace(b":7,", b":8,"), "secret") is None
-    for url in ("http://x", "ws://", "ws://x/path", "x"):
+    for url in ("http://x", "ws://", "ws://x/path", "x", "ws://a..b:80", "ws://u:p@h:80"):
         assert verified(signed(WorkerRecord("w", url, 1), "s"), "s") is None
     assert verified(b"x" * 5000, "s") is None
 

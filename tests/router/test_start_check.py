@@ -144,6 +144,7 @@ def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> 
         ({"workers": ("ws://gpu:99999",)}, "--worker 'ws://gpu:99999'"),
         ({"workers": ("ws://gpu/path",)}, "--worker 'ws://gpu/path'"),
         ({"workers": ("ws://[gpu",)}, "--worker 'ws://[gpu'"),
+        ({"workers": ("ws://a..b:80",)}, "--worker 'ws://a..b:80'"),
         ({"adapters": ("sql",)}, "--adapter 'sql': expected NAME=REF"),
         ({"adapters": ("a/b=org/x",)}, "--adapter 'a/b=org/x': expected NAME=REF"),
         ({"adapters": ("tgi=org/x",)}, "--adapter 'tgi=org/x': clients mean the base model"),

@@ -214,3 +214,17 @@ async def test_rows_of_a_router_that_keeps_no_order_are_read() -> None:
         later = await store.read("t", first.version)
         assert later.is_whole
         assert later.rows.keys() == {"a", "b", "c"}
+
+
+async def test_rows_that_no_router_wrote_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    async with redis_store() as store:
+        await store.put("t", "a", Row(1, b"1"))
+        rows, version, order = store._table("t")
+        client = store.link.client
+        first = await store.read("t")
+        await client.hset(rows, mapping={"b": "garbage", b"\xff": "1:2"})
+        await client.zadd(order, {b"b": 2, b"\xff": 2})
+        await client.hset(version, mapping={"writes": 2, "ordered": 2})
+        for since in ("", first.version):
+            assert set((await store.read("t", since)).rows) <= {"a"}
+        assert "a row of t cannot be read" in caplog.text

@@ -24,6 +24,8 @@ from server.kernels.record import ranks_at, record_of
 
 # Below so many tokens a piece costs more than it saves.
 MIN_PIECE = 256
+# Programs, from which on they are some, or many.
+_SOME, _MANY = 512, 1024
 _PIECE_STEP = 64
 
 
@@ -138,12 +140,17 @@ def decode_attention(
     )
 
 
+def rows_of_each_shape(kv_heads: int, most: int) -> list[int]:
+    """Numbers of sequences, at most `most`, that between them take every shape that so many can."""
+    return [rows for bound in (1, _SOME, _MANY) if (rows := -(-bound // kv_heads)) <= most]
+
+
 def _shape(programs: int, head_dim: int) -> tuple[int, int]:
     """Tokens a step, and warps: few programs keep much in flight each, many together."""
     width = triton.next_power_of_2(head_dim)
-    if programs < 512:
+    if programs < _SOME:
         return max(32, 16384 // width), 4
-    return max(32, (8192 if programs < 1024 else 4096) // width), 2
+    return max(32, (8192 if programs < _MANY else 4096) // width), 2
 
 
 # What is read one number at a time may begin anywhere in an upload: no kernel for each alignment.

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 
 from server.engine.executor import ExecutorLimits
+from server.kernels.decode_attention import rows_of_each_shape
 from server.kernels.table import RANK_BLOCKS
 from server.model.decoder import Decoder
 from server.model.memory import LOGITS_ROWS
 from server.model.ops import StepLayout
 from server.model.rows import Rows
+from server.model.sizes import MOST_PADDING
 
 # Token counts that between them use every kernel of steps outside graphs.
 _WARM_TOKENS = (3, 40, 300, 600, 2100)
@@ -22,6 +24,17 @@ def run_steps(decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimit
     context, adapters = limits.max_context, limits.adapter_slots > 0
     for tokens in warm_sizes(min(limits.max_step_tokens, limits.max_rows * context)):
         run_step(decoder, rows, tokens, context, adapters)
+    for decodes in warm_decodes(decoder.config.num_kv_heads, limits):
+        layout = _on_scratch(rows, np.array([1] * decodes + [2]))
+        token_ids = torch.zeros(decodes + 2, dtype=torch.int64, device=rows.device)
+        decoder.forward(token_ids, decoder.ops.plan(layout), None)
+
+
+def warm_decodes(kv_heads: int, limits: ExecutorLimits) -> list[int]:
+    """Decodes of steps with a prompt: such steps are padded with decodes, and may have more of them
+    than any graph."""
+    most = min(limits.max_rows + MOST_PADDING, limits.max_step_tokens - 2)
+    return rows_of_each_shape(kv_heads, most)
 
 
 def warm_sizes(max_step_tokens: int) -> list[int]:

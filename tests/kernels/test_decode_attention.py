@@ -3,20 +3,30 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.kernels.decode_attention import (
     DecodeBatchView,
     DecodeItems,
     DecodeScratch,
+    _shape,
     cut_contexts,
     decode_attention,
     max_items,
+    rows_of_each_shape,
 )
 from server.kernels.pending import PendingDelta
 from server.kernels.table import LoraTable
 
 PAGE = 16
 EPSILON = 1e-5
+
+
+@given(st.integers(1, 64), st.integers(1, 2048))
+def test_some_rows_take_every_shape(kv_heads: int, most: int) -> None:
+    warm = {_shape(kv_heads * rows, 128) for rows in rows_of_each_shape(kv_heads, most)}
+    assert warm == {_shape(kv_heads * rows, 128) for rows in range(1, most + 1)}
 
 
 class Case:

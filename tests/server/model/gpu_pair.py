@@ -111,6 +111,7 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
 
     patch.setattr(fast_path.log, "warning", warned)
     patch.setattr(warm_up, "warm_sizes", lambda _: ())
+    patch.setattr(warm_up, "warm_decodes", lambda *_: ())
     patch.setattr(fast_path._Start, "rehearse", lambda *_: None)
     patch.setattr(products, "_times", lambda ways, *_: dict.fromkeys(ways, 1.0))
     patch.setattr(executor_module, "build", fast_path.build_fast)

@@ -71,8 +71,10 @@ def started(folder: Path, patch: pytest.MonkeyPatch) -> Driver:
     from server.model import attention_cuda, fast_path, ops_cuda, warm_up
 
     warm_sizes, rehearse = warm_up.warm_sizes, fast_path._Start.rehearse
+    warm_decodes = warm_up.warm_decodes
     replace_graphs(patch)
     patch.setattr(warm_up, "warm_sizes", warm_sizes)
+    patch.setattr(warm_up, "warm_decodes", warm_decodes)
     patch.setattr(fast_path._Start, "rehearse", rehearse)
     for module in (attention_cuda, fast_path):
         patch.setattr(module, "prompt_backend", lambda _: "fa3")

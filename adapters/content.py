@@ -106,8 +106,10 @@ class Contents:
             try:
                 manifest = msgspec.json.decode((folder / name).read_bytes(), type=AdapterManifest)
                 weights = (folder / WEIGHTS_FILE).stat().st_size
-            except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+            except (FileNotFoundError, NotADirectoryError):
                 continue
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # damaged
             if manifest.chat_template is not None and manifest.special_tokens is None:
                 continue  # of before they were kept: to be judged again
             if manifest.digest == digest and weights >= manifest.nbytes:

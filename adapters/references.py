@@ -33,7 +33,7 @@ class References:
         """Of the content. Raises OSError."""
         try:
             known = msgspec.json.decode(self._file(ref).read_bytes(), type=_Remembered)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
             return None
         return known.digest if known.ref == ref else None
 

@@ -134,7 +134,7 @@ def _wanted_files(repo: str, commit: str, info: ModelInfo) -> list[str]:
 def _shards(repo: str, index: bytes) -> list[str]:
     try:
         return sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ModelError(f"{repo}: {INDEX_FILE} cannot be read ({error})") from error
 
 

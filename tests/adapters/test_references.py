@@ -24,7 +24,10 @@ def test_found_again_by_any_process(tmp_path: Path) -> None:
     assert known.digest(ref(1)) == "d2"
     (path,) = folder.iterdir()
     path.chmod(0o644)
-    for torn in (b"", b"{", bytes(path.stat().st_size)):
+    whole = path.read_bytes()
+    not_utf8 = whole.replace(b"d2", b"\xff2")
+    assert not_utf8 != whole
+    for torn in (b"", b"{", bytes(path.stat().st_size), not_utf8):
         path.write_bytes(torn)
         assert known.digest(ref(1)) is None
     assert list(staging.iterdir()) == []

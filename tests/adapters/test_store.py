@@ -282,7 +282,7 @@ def test_stale_staging_goes_and_live_staging_stays(hub: FakeHub, tmp_path: Path)
     assert not live.exists()
 
 
-@pytest.mark.parametrize("damage", ["manifest", "weights", "gone", "reference"])
+@pytest.mark.parametrize("damage", ["manifest", "manifest byte", "weights", "gone", "reference"])
 def test_damaged_content_is_fetched_again(damage: str, hub: FakeHub, tmp_path: Path) -> None:
     manifest = store_of(hub, tmp_path).admit(PINNED, None)
     content = home(tmp_path) / "content" / manifest.digest
@@ -292,6 +292,10 @@ def test_damaged_content_is_fetched_again(damage: str, hub: FakeHub, tmp_path: P
         (reference,) = (home(tmp_path) / "refs").iterdir()
         reference.chmod(0o644)
         reference.write_bytes(b"{")
+    elif damage == "manifest byte":
+        path = content / "manifest.json"
+        path.chmod(0o644)
+        path.write_bytes(path.read_bytes().replace(b"q_proj", b"\xff_proj"))
     else:
         path = content / ("manifest.json" if damage == "manifest" else WEIGHTS)
         path.chmod(0o644)

@@ -163,8 +163,11 @@ def test_what_fails_is_said_in_a_sentence(hub: Hub, tmp_path: Path) -> None:
     hub.gated.add("org/gated")
     home = tmp_path / "home"
     hub.repositories["org/data"] = {"data.csv": b"x"}
+    index = b'{"weight_map": {"a": "\xff"}}'
+    hub.repositories["org/index"] = {"config.json": b"{}", "model.safetensors.index.json": index}
     assert "no safetensors" in find(hub, home, "org/pickle")
     assert "no config.json" in find(hub, home, "org/data")
+    assert "index.json cannot be read" in find(hub, home, "org/index")
     assert "no model on the Hub" in find(hub, home, "org/absent")
     assert "is gated" in find(hub, home, "org/gated")
     assert "no revision 'v9'" in find(hub, home, "org/pickle", "v9")

@@ -88,7 +88,8 @@ class Contents:
 
     def give_up(self, digest: str) -> None:
         """Removes what is damaged. Raises OSError."""
-        shutil.rmtree(self._folder / digest)
+        with suppress(FileNotFoundError):  # another does the same
+            shutil.rmtree(self._folder / digest)
 
     def sync_all(self) -> None:
         """What an earlier process left to be synced. Raises OSError."""

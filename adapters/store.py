@@ -5,6 +5,7 @@ processes may share a root. Blocking and thread-safe; who may use which adapter 
 """
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ from adapters.unpacked import Unpacked
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
 from adapters.violations import Findings, invalid
 from adapters.weights import WeightsFile, open_weights
+
+log = logging.getLogger(__name__)
 
 Stage = Literal["fetching", "checking"]
 Progress = Callable[[Stage], None]
@@ -309,10 +312,19 @@ class AdapterStore:
         return None if digest is None else self._known(digest)
 
     def _known(self, digest: str) -> AdapterManifest | None:
-        """Of stored content, judged again under the limits of today, once."""
+        """Of stored content, judged again under the limits of today, once.
+
+        What is refused is given up: the disk may have changed it, so that what is published is
+        judged instead. If the limits were changed, they refuse that too.
+        """
         with self._contents.held(digest) as manifest:
             if manifest is not None and self._allowed.get(digest) is None:
-                rejudge(self._contents.path(digest), self._base, self._limits)
+                try:
+                    rejudge(self._contents.path(digest), self._base, self._limits)
+                except AdapterError as error:
+                    log.warning("stored adapter %.12s is given up: %s", digest, error)
+                    self._contents.give_up(digest)
+                    return None
                 self._allowed.put(digest, True)
             return manifest
 

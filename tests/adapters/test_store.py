@@ -33,6 +33,7 @@ from tests.adapters.refusals import refusal, violation_codes
 from tests.slab_files import read_payload, save_slab
 
 BASE = small_base()
+CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 CALLERS = 50
 PINNED = AdapterRef("hub", "org/a", "a" * 40)
@@ -302,6 +303,25 @@ def test_damaged_content_is_fetched_again(damage: str, hub: FakeHub, tmp_path: P
         path.write_bytes(b"{}")
     store = store_of(hub, tmp_path)
     assert store.admit(PINNED, None) == manifest
+    assert save_slab(store, manifest.digest, "float32", 4096).exists()
+    assert hub.fetches.count(WEIGHTS) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"), [(WEIGHTS, b"F32", b"F3r"), (CONFIG, b'"r"', b'"2"')]
+)
+def test_a_flipped_bit_in_a_header_is_not_the_adapters_fault(
+    name: str, old: bytes, new: bytes, hub: FakeHub, tmp_path: Path
+) -> None:
+    manifest = store_of(hub, tmp_path).admit(PINNED, None)
+    path = home(tmp_path) / "content" / manifest.digest / name
+    path.chmod(0o644)
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new, 1))
+    assert store_of(hub, tmp_path).recall(PINNED) is None
+    store = store_of(hub, tmp_path)
+    assert store.admit(PINNED, None) == store.recall(PINNED) == manifest
     assert save_slab(store, manifest.digest, "float32", 4096).exists()
     assert hub.fetches.count(WEIGHTS) == 2
 

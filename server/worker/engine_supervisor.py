@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -23,6 +24,8 @@ WATCH_INTERVAL_S = 0.25
 SHUTDOWN_GRACE_S = 5.0
 # Loading a large model from a slow disk, and warming up; what takes longer hangs.
 START_TIMEOUT_S = 1800.0
+# It speaks four times a second from its first moment on, but loading may hold its interpreter up.
+START_SILENCE_S = 60.0
 
 
 class EngineStartError(Exception):
@@ -58,8 +61,10 @@ class EngineSupervisor:
         listener: EngineListener,
         step_timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
+        start_silence_s: float = START_SILENCE_S,
     ) -> None:
         self._start_timeout_s = start_timeout_s
+        self._start_silence_s = start_silence_s
         self._start = start
         self._listener = listener
         self._step_timeout_s = step_timeout_s
@@ -106,9 +111,9 @@ class EngineSupervisor:
     async def _await_ready(self, engine: EngineProcess) -> EngineReady:
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                frame = await engine.receive()
+                frame = await self._heard(engine)
                 while isinstance(frame, Alive):
-                    frame = await engine.receive()
+                    frame = await self._heard(engine)
         except TimeoutError as error:
             limit = self._start_timeout_s
             raise EngineDied(f"it was not ready within {limit:g} s of its start") from error
@@ -117,6 +122,20 @@ class EngineSupervisor:
         if not isinstance(frame, EngineReady):
             raise EngineDied(f"it spoke before it was ready ({type(frame).__name__})")
         return frame
+
+    async def _heard(self, engine: EngineProcess) -> FromEngine:
+        """Its next frame while it starts. Raises EngineDied too when it has fallen silent."""
+        limit = self._start_silence_s
+        receiving = asyncio.create_task(engine.receive())
+        try:
+            # In turns: if this process itself stands still for long, that is one of them.
+            for _ in range(math.ceil(limit / WATCH_INTERVAL_S)):
+                await asyncio.wait({receiving}, timeout=min(limit, WATCH_INTERVAL_S))
+                if receiving.done():
+                    return receiving.result()
+        finally:
+            receiving.cancel()
+        raise EngineDied(f"it gave no sign of life for {limit:g} s while it started")
 
     async def _pump(self, engine: EngineProcess) -> None:
         watch = StallWatch(self._step_timeout_s, time.monotonic())

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from server.config import EngineConfig
-from server.engine.messages import EngineReady, FromEngine
+from server.engine.messages import Alive, EngineReady, FromEngine
 from server.worker import engine_supervisor, tether
 from server.worker.engine_process import EngineDied, EngineProcess, start_engine
 from server.worker.engine_supervisor import EngineListener, EngineStartError, EngineSupervisor
@@ -48,13 +48,30 @@ class ShortLived(Silent):
         return EngineReady(0, 0, 0, 0, 0, 0, "", "")
 
 
+class Freezing(Silent):
+    """It gives signs of life, and then no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signs = 3
+
+    async def receive(self) -> FromEngine:
+        if not self.signs:
+            return await super().receive()
+        self.signs -= 1
+        return Alive()
+
+
 def supervising(
-    start: Callable[[], Silent], listener: EngineListener, start_timeout_s: float = 30.0
+    start: Callable[[], Silent],
+    listener: EngineListener,
+    start_timeout_s: float = 30.0,
+    start_silence_s: float = 30.0,
 ) -> EngineSupervisor:
     async def begin() -> EngineProcess:
         return cast(EngineProcess, start())
 
-    return EngineSupervisor(begin, listener, 60.0, start_timeout_s)
+    return EngineSupervisor(begin, listener, 60.0, start_timeout_s, start_silence_s)
 
 
 async def test_an_engine_that_is_never_ready_is_ended() -> None:
@@ -63,6 +80,32 @@ async def test_an_engine_that_is_never_ready_is_ended() -> None:
     with pytest.raises(EngineStartError, match=r"not ready within 0\.01 s"):
         await asyncio.wait_for(supervisor.run(), 30)
     assert engine.closed
+
+
+async def test_an_engine_that_freezes_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "Backoff", lambda: Backoff(first_s=0.001))
+    frozen = Freezing()
+    starts = [ShortLived(), frozen]
+    begun = asyncio.Event()  # the third
+
+    def start() -> Silent:
+        if starts:
+            return starts.pop(0)
+        begun.set()
+        return Silent()
+
+    listener = Mock(spec=EngineListener)
+    supervisor = supervising(start, listener, start_silence_s=0.01)
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.wait_for(begun.wait(), 20)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert (frozen.signs, frozen.closed) == (0, True)
+    reason = "it gave no sign of life for 0.01 s while it started"
+    assert listener.engine_lost.call_args_list[1].args == (reason,)
+    assert reason in caplog.text
 
 
 async def test_a_machine_without_processes_for_a_while_costs_no_worker(

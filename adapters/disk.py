@@ -2,8 +2,11 @@
 
 import errno
 import fcntl
+import logging
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,7 +14,12 @@ from pathlib import Path
 
 from adapters.errors import AdapterError
 
+log = logging.getLogger(__name__)
+
 _RETRY_S = 30.0
+_TOLD_AGAIN_S = 600.0
+# When each fault was told last: of a store, by its number.
+_told: dict[tuple[Path, int | None], float] = {}
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Other file systems, or kernels, or what a sandbox forbids.
@@ -20,14 +28,26 @@ _COPY_BYTES = 256 << 10
 
 
 @contextmanager
-def disk_errors() -> Iterator[None]:
-    """A disk that is full, read-only or broken is `unavailable`, not a fault of the adapter."""
+def disk_errors(store: Path) -> Iterator[None]:
+    """A disk that is full, read-only or broken is `unavailable`, not a fault of the adapter.
+
+    store: what the log says of where it was.
+    """
     try:
         yield
     except OSError as error:
+        _tell(store, error)
         reason = "has no space left" if error.errno in _FULL else "cannot be used"
         message = f"the disk of the adapter store {reason}"
         raise AdapterError("unavailable", message, (), _RETRY_S) from error
+
+
+def _tell(store: Path, error: OSError) -> None:
+    """Every request may meet the same fault: it is told again only after a while."""
+    fault, now = (store, error.errno), time.monotonic()
+    if now - _told.get(fault, -math.inf) >= _TOLD_AGAIN_S:
+        _told[fault] = now
+        log.error("the adapter store in %s cannot use its disk: %s", store, error)
 
 
 def publish_folder(staged: Path, target: Path, durable: bool = True) -> None:

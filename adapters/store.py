@@ -80,10 +80,11 @@ class AdapterStore:
         self._retries = retries or Retries()
         self._sources = dict(sources)
         self._limits = limits or AdapterLimits()
-        home = root.expanduser() / (base.digest[:32] or "base")
+        self._home = home = root.expanduser() / (base.digest[:32] or "base")
         content, refs = home / "content", home / "refs"
         self._slabs = home / "slabs"
         self._staging = home / "staging"
+        self._folders = content, refs, self._slabs, self._staging
         self._contents = Contents(content, syncing)
         self._references = References(refs)
         self._quota = Quota(self._limits.max_store_bytes, (content, self._slabs), self._staging)
@@ -95,8 +96,7 @@ class AdapterStore:
         self._merges: SingleFlight[str, AdapterManifest]
         self._merges = SingleFlight(clock, _MERGE_FAILURE_TTL_S)
         try:
-            for folder in (content, refs, self._slabs, self._staging):
-                folder.mkdir(parents=True, exist_ok=True)
+            self._make_folders()
             remove_stale(self._staging)
             self._contents.sync_all()
         except OSError as error:
@@ -137,7 +137,7 @@ class AdapterStore:
         if source is None or not (_is_commit(ref) or ref.source == "local"):
             return None
         pinned = ref if _is_commit(ref) else source.resolve(ref, None)
-        with disk_errors():
+        with disk_errors(self._home):
             return self._recall(pinned)
 
     def merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
@@ -149,7 +149,7 @@ class AdapterStore:
 
     def manifest(self, digest: str) -> AdapterManifest:
         """Of an admitted adapter."""
-        with disk_errors(), self._contents.held(digest) as manifest:
+        with disk_errors(self._home), self._contents.held(digest) as manifest:
             return _present(manifest, digest)
 
     def has(self, digest: str) -> bool:
@@ -163,7 +163,7 @@ class AdapterStore:
         closes it."""
         if (tp_rank, tp_size) != (0, 1):
             raise ValueError("slabs are not sharded: tp_size must be 1")
-        with disk_errors(), ExitStack() as held:
+        with disk_errors(self._home), ExitStack() as held:
             known = held.enter_context(self._contents.held(digest))
             manifest = _present(known, digest)
             target = self._slab_file(digest, dtype, extent_bytes)
@@ -188,10 +188,11 @@ class AdapterStore:
         """Keeps on disk what `SlabSource.copy_runs` brought to the arena: a copy is quicker than
         packing. False: `stopped` became true, and nothing is kept."""
         target = self._slab_file(layout.digest, layout.dtype, layout.extent_bytes)
-        with disk_errors():
+        with disk_errors(self._home):
             with suppress(FileNotFoundError, SlabError):
                 SlabFile(target).close()
                 return True
+            self._make_folders()
             self._quota.check(layout.nbytes)
             with self._quota.room(layout.nbytes), staging_folder(self._staging) as folder:
                 staged = folder / "slab"
@@ -217,10 +218,11 @@ class AdapterStore:
     def _admit(
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
     ) -> AdapterManifest:
-        with disk_errors():
+        with disk_errors(self._home):
             known = self._recall(ref)
             if known is not None:
                 return known
+            self._make_folders()
             with self._staging_folder(ref) as folder:
                 progress("fetching")
                 self._fetch(source, ref, token, folder)
@@ -232,7 +234,7 @@ class AdapterStore:
             return judged.manifest
 
     def _merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
-        with disk_errors(), ExitStack() as held:
+        with disk_errors(self._home), ExitStack() as held:
             known = self._known(recipe.digest)
             if known is not None:
                 return known
@@ -250,6 +252,7 @@ class AdapterStore:
     ) -> AdapterManifest:
         tensors = [self._intact(member) for member in members]
         nbytes = plan_merge(recipe, tensors, self._base, self._limits).nbytes
+        self._make_folders()
         self._quota.check(nbytes)
         with self._quota.room(nbytes), staging_folder(self._staging) as folder:
             job = MergeJob(recipe, self._base, self._limits)
@@ -294,6 +297,11 @@ class AdapterStore:
         findings.raise_if_any()
         with self._quota.room(total):
             fetch(WEIGHTS_FILE)
+
+    def _make_folders(self) -> None:
+        """Before anything is written: somebody may have deleted them. Raises OSError."""
+        for folder in self._folders:
+            folder.mkdir(parents=True, exist_ok=True)
 
     def _staging_folder(self, ref: AdapterRef) -> AbstractContextManager[Path]:
         """Folders are copied; what comes over a network goes on where it broke off."""

@@ -260,6 +260,40 @@ def test_a_disk_that_fails(code: int, hub: FakeHub, tmp_path: Path) -> None:
     assert files(tmp_path / "store") == []
 
 
+def test_a_disk_that_fails_is_told_to_operators_once(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes = [errno.ENOSPC, errno.ENOSPC, errno.EROFS]
+
+    def fail(name: str) -> None:
+        code = codes.pop(0)
+        raise OSError(code, os.strerror(code), f"/some/{len(codes)}")
+
+    hub.gate = fail
+    monkeypatch.setattr("adapters.disk._told", {})
+    for _ in range(3):
+        assert refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None)) is not None
+    assert not codes
+    where = f"the adapter store in {home(tmp_path)} cannot use its disk"
+    assert caplog.messages == [
+        f"{where}: [Errno 28] No space left on device: '/some/2'",
+        f"{where}: [Errno 30] Read-only file system: '/some/0'",
+    ]
+
+
+def test_a_deleted_cache_folder_is_made_again(hub: FakeHub, tmp_path: Path) -> None:
+    store = store_of(hub, tmp_path)
+    manifest = store.admit(PINNED, None)
+    with closing(store.open_slab(manifest.digest, "float32", 4096)) as slab:
+        arena, runs = memoryview(bytearray(slab.layout.nbytes)), one_after_another(slab.layout)
+        slab.copy_runs(arena, runs)
+    shutil.rmtree(tmp_path / "store")
+    assert store.save_slab(slab.layout, arena, runs)
+    shutil.rmtree(tmp_path / "store")
+    assert store.admit(PINNED, None) == manifest
+    assert save_slab(store, manifest.digest, "float32", 4096).exists()
+
+
 def test_too_little_room_is_known_before_the_fetch(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

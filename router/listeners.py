@@ -1,6 +1,11 @@
 """The sockets that a router accepts on, alone or with others; not what it answers there."""
 
+import logging
+import resource
 import socket
+from contextlib import suppress
+
+log = logging.getLogger(__name__)
 
 # How a process begins the line that says where it is reached.
 LISTENING = "router: listening on"
@@ -8,6 +13,25 @@ LISTENING = "router: listening on"
 _BACKLOG = 2048
 # Of each connection: what the kernel keeps for a client that does not read.
 _SEND_BUFFER_BYTES = 128 << 10
+# Beside those of clients: workers, stores, downloads, logs, and clients who are refused.
+_OTHER_FILES = 1024
+
+
+def allow_connections(most: int) -> None:
+    """Lets this process open as many files as that takes: without, clients are reset silently."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with suppress(OSError, ValueError):  # what a sandbox or the kernel forbids
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft < wanted:
+        log.warning(
+            "this process may open %d files, --max-connections %d wants %d: raise the hard limit",
+            *(soft, most, wanted),
+        )
 
 
 def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:

@@ -10,7 +10,7 @@ from adapters.sources.hub import HubSource
 from router.app import build_app
 from router.config import ConfigError, RouterConfig
 from router.http_server import RouterServer
-from router.listeners import LISTENING, listen, share, url_of
+from router.listeners import LISTENING, allow_connections, listen, share, url_of
 from router.service import build_service
 
 
@@ -21,6 +21,7 @@ def run(config: RouterConfig) -> None:
     one sentence for a bad option, or an address that cannot be had.
     """
     is_alone = config.router_processes == 1
+    allow_connections(config.max_connections)
     try:
         service = build_service(config, CollectorRegistry(), HubSource())
         listener = _listener(config, is_alone)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from router.config import RouterConfig
@@ -27,6 +28,10 @@ from router.main import run
 cache, secret, drain_s, *workers = sys.argv[1:]
 run(RouterConfig(workers=tuple(workers), secret=secret, port=0, cache_dir=Path(cache),
                  drain_timeout_s=float(drain_s)))
+"""
+FEW_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 2048))
 """
 BREAK_THE_FLEET = """
 from router.policy.waiting import WaitingQueue
@@ -104,6 +109,13 @@ async def test_starts_without_a_worker_and_stops(tmp_path: Path) -> None:
             assert (await client.get("/health/live")).status_code == 200
             assert (await client.get("/health/ready")).status_code == 503
         assert await router.stop() == 0
+
+
+async def test_it_may_open_as_many_files_as_connections_want(tmp_path: Path) -> None:
+    program = FEW_FILES + PROGRAM.replace("port=0", "port=0, max_connections=600")
+    async with router_process(tmp_path, program=program) as router:
+        limits = psutil.Process(router.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+        assert limits == (1624, 2048)
 
 
 async def test_running_streams_finish_before_it_stops(tmp_path: Path, worker: FakeWorker) -> None:

@@ -24,8 +24,9 @@ WATCH_INTERVAL_S = 0.25
 SHUTDOWN_GRACE_S = 5.0
 # Loading a large model from a slow disk, and warming up; what takes longer hangs.
 START_TIMEOUT_S = 1800.0
-# It speaks four times a second from its first moment on, but loading may hold its interpreter up.
-START_SILENCE_S = 60.0
+# It speaks four times a second from its first moment on, but a tensor that comes from a slow disk
+# may hold its interpreter up for minutes.
+START_SILENCE_S = 300.0
 
 
 class EngineStartError(Exception):

@@ -32,11 +32,13 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> Object:
     return result
 
 
-def render(values: Mapping[str, Any], folder: Path = CHART) -> dict[str, str]:
+def render(
+    values: Mapping[str, Any], folder: Path = CHART, release: str = RELEASE
+) -> dict[str, str]:
     """Text by template, schema and validations included. Raises helm.HelmError."""
     with helm.Chart.load(folder) as chart:
         chart.validate_schema(dict(values))
-        rendered: dict[str, str] = chart.render(dict(values), name=RELEASE, namespace=NAMESPACE)
+        rendered: dict[str, str] = chart.render(dict(values), name=release, namespace=NAMESPACE)
         return rendered
 
 

@@ -3,9 +3,10 @@
 import helm_python as helm
 import pytest
 
-from tests.deploy.chart import Object, case, merged, render
+from tests.deploy.chart import Object, case, merged, objects_of, render
 
 FLEET = "fleet"
+ACCOUNT: Object = {"create": True, "name": "loraplex"}
 KEDA: Object = {"worker": {"autoscaling": {"kind": "keda", "minReplicas": 0}}}
 
 # (case, change, what the message holds)
@@ -63,6 +64,11 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("small", {"router": {"options": {"auth": "keys"}}}, "callers need keys"),
     ("small", {"redis": {"mode": "external"}}, "redis.url is needed"),
     ("hpa", {"redis": {"url": "redis://other:6379/0"}}, "redis.mode is bundled, not external"),
+    (
+        "small",
+        {"serviceAccounts": {"router": ACCOUNT, "worker": ACCOUNT}},
+        '"loraplex" is created twice',
+    ),
     (FLEET, {"ingress": {"hosts": []}}, "ingress.hosts is needed"),
     (FLEET, {"httpRoute": {"parentRefs": []}}, "httpRoute.parentRefs is needed"),
     (FLEET, {"worker": {"options": {"s3-bucket": ["other"]}}}, "acme-adapters, which pool h200"),
@@ -105,6 +111,8 @@ MISWRITTEN: list[tuple[Object, str]] = [
     ({"redis": {"mode": "external", "url": "redis://user:word@host/0"}}, "/redis/url"),
     ({"redis": {"mode": "none", "password": "in the open"}}, "password"),
     ({"requestTimeoutSeconds": 0}, "/requestTimeoutSeconds"),
+    ({"fullnameOverride": "1abc"}, "/fullnameOverride"),
+    ({"nameOverride": "a.b"}, "/nameOverride"),
 ]
 
 
@@ -121,6 +129,21 @@ def test_values_that_are_miswritten(change: Object, place: str) -> None:
     with pytest.raises(helm.HelmError) as refusal:
         render(merged(case("small"), change))
     assert place in str(refusal.value)
+
+
+@pytest.mark.parametrize("release", ["1st", "my.release"])
+def test_a_release_whose_name_no_service_can_have(release: str) -> None:
+    with pytest.raises(helm.HelmError, match="set fullnameOverride"):
+        render(case("small"), release=release)
+    render(merged(case("small"), {"fullnameOverride": "fine"}), release=release)
+
+
+def test_names_that_look_like_other_values_stay_names() -> None:
+    values = merged(case("small"), {"nameOverride": "true", "fullnameOverride": "fine"})
+    for made in objects_of(render(values, release="123")):
+        labels = made["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == "true"
+        assert labels["app.kubernetes.io/instance"] == "123"
 
 
 def test_options_reach_the_command_line_as_they_were_meant() -> None:

@@ -35,8 +35,8 @@
 
 {{/* dict: root, component */}}
 {{- define "loraplex.selector" -}}
-app.kubernetes.io/name: {{ include "loraplex.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "loraplex.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 

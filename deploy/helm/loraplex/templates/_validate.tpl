@@ -54,6 +54,15 @@
 {{- end -}}
 
 {{- define "loraplex.validate.names" -}}
+{{- $own := include "loraplex.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $own) -}}
+{{- fail (printf "%q cannot begin the names of Services, which begin with a letter and have no dots: choose another release name, or set fullnameOverride" $own) -}}
+{{- end -}}
+{{- $router := .Values.serviceAccounts.router -}}
+{{- $worker := .Values.serviceAccounts.worker -}}
+{{- if and $router.create $worker.create $router.name (eq $router.name $worker.name) -}}
+{{- fail (printf "serviceAccounts: %q is created twice: give two names, or create: false for one of them" $router.name) -}}
+{{- end -}}
 {{- range $what, $list := dict "pools" .Values.pools "adapters" .Values.adapters -}}
 {{- $seen := dict -}}
 {{- range $list -}}

@@ -28,6 +28,7 @@ def run_steps(decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimit
         layout = _on_scratch(rows, np.array([1] * decodes + [2]))
         token_ids = torch.zeros(decodes + 2, dtype=torch.int64, device=rows.device)
         decoder.forward(token_ids, decoder.ops.plan(layout), None)
+        torch.cuda.synchronize()  # uploads come round
 
 
 def warm_decodes(kv_heads: int, limits: ExecutorLimits) -> list[int]:

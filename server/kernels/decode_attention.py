@@ -25,8 +25,10 @@ from server.kernels.record import ranks_at, record_of
 # Below so many tokens a piece costs more than it saves.
 MIN_PIECE = 256
 # Programs, from which on they are some, or many.
-_SOME, _MANY = 512, 1024
+_SOME, _MANY = 512, 768
 _PIECE_STEP = 64
+# What one warp has registers for.
+_SUMS_OF_A_WARP = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ def decode_attention(
     page_size, kv_heads, head_dim = k_pages.shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     weights, epsilon = norm
-    block_n, num_warps = _shape(kv_heads * len(qkv), head_dim)
+    group = heads // kv_heads
+    block_n, num_warps = _shape(kv_heads * len(qkv), group, head_dim)
     _decode_attention_kernel[(kv_heads, batch.work.items.shape[1])](
         qkv,
         *delta_arguments(qkv, pending),
@@ -125,12 +128,12 @@ def decode_attention(
         scratch.weights,
         scratch.done,
         head_dim**-0.5 * 1.4426950408889634,
-        GROUP=heads // kv_heads,
+        GROUP=group,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
-        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_Q=triton.next_power_of_2(group),
+        BLOCK_H=max(16, triton.next_power_of_2(head_dim // 2)),
         BLOCK_N=block_n,
         NORM=weights is not None,
         LORA=pending is not None,
@@ -145,12 +148,16 @@ def rows_of_each_shape(kv_heads: int, most: int) -> list[int]:
     return [rows for bound in (1, _SOME, _MANY) if (rows := -(-bound // kv_heads)) <= most]
 
 
-def _shape(programs: int, head_dim: int) -> tuple[int, int]:
-    """Tokens a step, and warps: few programs keep much in flight each, many together."""
+def _shape(programs: int, group: int, head_dim: int) -> tuple[int, int]:
+    """Tokens of a tile, of which a step takes two, and warps: few programs keep much in flight
+    each, many together, and one warp waits for no other. group: query heads of a kv head."""
     width = triton.next_power_of_2(head_dim)
     if programs < _SOME:
-        return max(32, 16384 // width), 4
-    return max(32, (8192 if programs < _MANY else 4096) // width), 2
+        return max(16, 8192 // width), 4
+    if programs < _MANY:
+        return max(16, 4096 // width), 4
+    sums = max(16, triton.next_power_of_2(group)) * width
+    return 16, min(4, max(1, sums // _SUMS_OF_A_WARP))
 
 
 # What is read one number at a time may begin anywhere in an upload: no kernel for each alignment.
@@ -187,8 +194,8 @@ def _decode_attention_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NORM: tl.constexpr,
     LORA: tl.constexpr,
@@ -206,17 +213,17 @@ def _decode_attention_kernel(
         slot = tl.load(slots_ptr + seq) if LORA else seq * 0 - 1
         row = seq.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
         ranks_ptr = ranks_at(ints_ptr, record_of(slot, site, num_sites))
-        q, new_k, new_v = new_token(
+        token = new_token(
             qkv_ptr + row, delta_ptr + row, ranks_ptr, slot, kv_head,
             norm_ptr, epsilon, cos_sin_ptr + position.to(tl.int64) * HEAD_DIM,
-            GROUP, KV_HEADS, HEAD_DIM, BLOCK_G, BLOCK_D, NORM, LORA,
+            GROUP, KV_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H, NORM, LORA,
         )  # fmt: skip
-        top, total, acc = attend_piece(
-            q, new_k, new_v, number * piece, piece, position, pages_ptr, k_ptr, v_ptr, kv_head,
-            scale_log2, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_G, BLOCK_N, BLOCK_D, 2,
+        so_far = attend_piece(
+            token, number * piece, piece, position, pages_ptr, k_ptr, v_ptr, kv_head, scale_log2,
+            KV_HEADS, HEAD_DIM, PAGE_SIZE, max(16, BLOCK_Q), BLOCK_N, BLOCK_H,
         )  # fmt: skip
         finish(
-            top, total, acc, item, number, position // piece + 1, kv_head,
+            so_far, item, number, position // piece + 1, kv_head,
             out_ptr + seq.to(tl.int64) * (HEADS * HEAD_DIM), sums_ptr, weights_ptr,
-            done_ptr + seq * HEADS, GROUP, HEADS, HEAD_DIM, BLOCK_G, BLOCK_D,
+            done_ptr + seq * HEADS, GROUP, HEADS, HEAD_DIM, max(16, BLOCK_Q), BLOCK_H,
         )  # fmt: skip

@@ -19,14 +19,13 @@ from server.kernels.decode_attention import (
 from server.kernels.pending import PendingDelta
 from server.kernels.table import LoraTable
 
-PAGE = 16
 EPSILON = 1e-5
 
 
 @given(st.integers(1, 64), st.integers(1, 2048))
 def test_some_rows_take_every_shape(kv_heads: int, most: int) -> None:
-    warm = {_shape(kv_heads * rows, 128) for rows in rows_of_each_shape(kv_heads, most)}
-    assert warm == {_shape(kv_heads * rows, 128) for rows in range(1, most + 1)}
+    warm = {_shape(kv_heads * rows, 4, 128) for rows in rows_of_each_shape(kv_heads, most)}
+    assert warm == {_shape(kv_heads * rows, 4, 128) for rows in range(1, most + 1)}
 
 
 class Case:
@@ -38,22 +37,24 @@ class Case:
         shape: tuple[int, int, int],
         device: torch.device,
         dtype: torch.dtype,
+        page_size: int = 16,
     ) -> None:
         torch.manual_seed(len(contexts))
+        self.page_size = page_size
         self.contexts, (self.heads, self.kv_heads, self.head_dim) = contexts, shape
         self.device, self.dtype = device, dtype
         batch = len(contexts)
         self.all_heads = self.heads + 2 * self.kv_heads
         longest = max(contexts)
-        counts = [-(-n // PAGE) for n in contexts]
+        counts = [-(-n // page_size) for n in contexts]
         order = torch.randperm(sum(counts))
-        self.page_table = torch.full((batch + 1, -(-longest // PAGE)), 10**6)
+        self.page_table = torch.full((batch + 1, -(-longest // page_size)), 10**6)
         used = 0
         for row, count in enumerate(counts):
             self.page_table[batch - row, :count] = order[used : used + count]
             used += count
         self.page_table = self.page_table.to(device)
-        size = (sum(counts), PAGE, self.kv_heads, self.head_dim)
+        size = (sum(counts), page_size, self.kv_heads, self.head_dim)
         self.k, self.v = (torch.randn(size).to(device, dtype) for _ in "kv")
         self.qkv = torch.randn(batch, self.all_heads * self.head_dim).to(device, dtype)
         inv_freq = 100.0 ** -torch.linspace(0, 1, self.head_dim // 2)
@@ -113,7 +114,7 @@ class Case:
         qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         results = []
         for row, n in enumerate(self.contexts):
-            pages = self.page_table[len(self.contexts) - row, : -(-n // PAGE)]
+            pages = self.page_table[len(self.contexts) - row, : -(-n // self.page_size)]
             k, v = (c[pages].flatten(0, 1)[: n - 1].double().cpu() for c in (self.k, self.v))
             k = torch.cat((k, qk[row, self.heads :][None]))
             v = torch.cat((v, new_v[row][None]))
@@ -131,13 +132,13 @@ class Case:
             out.double().cpu(), torch.stack(expected), atol=tolerance, rtol=tolerance
         )
         for row, n in enumerate(self.contexts):
-            page = self.page_table[len(self.contexts) - row, (n - 1) // PAGE]
+            page = self.page_table[len(self.contexts) - row, (n - 1) // self.page_size]
             for cache, new in ((self.k, self.new_k), (self.v, self.new_v)):
-                written = cache[page, (n - 1) % PAGE].double().cpu()
+                written = cache[page, (n - 1) % self.page_size].double().cpu()
                 torch.testing.assert_close(written, new[row], atol=tolerance, rtol=tolerance)
 
 
-SHAPES = [(4, 2, 64), (14, 2, 64), (3, 3, 32), (8, 1, 48)]
+SHAPES = [(4, 2, 64), (14, 2, 64), (3, 3, 32), (8, 1, 48), (24, 1, 256)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -150,14 +151,31 @@ def test_short_and_long_contexts(
     case.check(case.run(norm), expected)
 
 
+@pytest.mark.parametrize("page_size", [1, 8, 24, 32, 64])
+def test_pages_of_any_size(device: torch.device, page_size: int) -> None:
+    case = Case([1, 33, 300, 64, 129], (4, 2, 32), device, torch.float32, page_size)
+    expected = case.expected(False)
+    case.check(case.run(False), expected)
+
+
+@pytest.mark.parametrize(("kv_heads", "page_size"), [(64, 16), (96, 16), (96, 24)])
+def test_many_programs(device: torch.device, kv_heads: int, page_size: int) -> None:
+    contexts = [1, 16, 17, 33, 48, 65, 2, 32]
+    case = Case(contexts, (kv_heads, kv_heads, 32), device, torch.float32, page_size)
+    assert _shape(kv_heads * len(contexts), 1, 32) != _shape(1, 1, 32)
+    expected = case.expected(False)
+    case.check(case.run(False), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("batch", [1, 9, 256])
-def test_half_precision(batch: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("batch", [1, 9, 70, 256])
+@pytest.mark.parametrize("shape", [(32, 8, 128), (24, 8, 80), (64, 2, 64), (16, 8, 256)])
+def test_half_precision(batch: int, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     contexts = [1 + 97 * i % 700 for i in range(batch - 1)] + [9000]
-    case = Case(contexts, (32, 8, 128), torch.device("cuda"), dtype)
+    case = Case(contexts, shape, torch.device("cuda"), dtype)
     expected = case.expected(False)
     case.check(case.run(False), expected)
 

@@ -9,6 +9,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
+# Pieces of contexts begin at multiples of so many tokens.
+PIECE_STEP = tl.constexpr(64)
+
 
 @triton.jit
 def new_token(
@@ -259,8 +262,8 @@ def tile_start(
     BLOCK_N: tl.constexpr,
 ) -> Any:
     """Where a tile's tokens lie: less its number, that of each, int64 `[BLOCK_N, 1]`; or one for
-    all, where pages hold whole tiles."""
-    if PAGE_SIZE % BLOCK_N == 0:
+    all, where no tile is in two pages."""
+    if PAGE_SIZE % BLOCK_N == 0 and PIECE_STEP % BLOCK_N == 0:
         start = tl.load(pages_ptr + first // PAGE_SIZE) * PAGE_SIZE + first % PAGE_SIZE
     else:
         n = tl.arange(0, BLOCK_N)

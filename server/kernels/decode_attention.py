@@ -13,11 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.attention_block import (
-    attend_piece,
-    finish,
-    new_token,
-)
+from server.kernels.attention_block import PIECE_STEP, attend_piece, finish, new_token
 from server.kernels.launch import follow
 from server.kernels.pending import PendingDelta, delta_arguments
 from server.kernels.record import ranks_at, record_of
@@ -26,7 +22,6 @@ from server.kernels.record import ranks_at, record_of
 MIN_PIECE = 256
 # Programs, from which on they are some, or many.
 _SOME, _MANY = 512, 768
-_PIECE_STEP = 64
 # What one warp has registers for.
 _SUMS_OF_A_WARP = 2048
 
@@ -53,7 +48,7 @@ def cut_contexts(contexts: np.ndarray, items: np.ndarray) -> int:
     items, int32 `[2, max_items(batch)]` as in DecodeItems, and returns the tokens of a piece."""
     spare = items.shape[1] - len(contexts)
     piece = max(MIN_PIECE, -(-int(contexts.sum()) // spare))
-    piece = -(-piece // _PIECE_STEP) * _PIECE_STEP
+    piece = -(-piece // PIECE_STEP.value) * PIECE_STEP.value
     pieces = -(-contexts // piece)
     total = int(pieces.sum())
     items[0, :total] = np.repeat(np.arange(len(contexts)), pieces)

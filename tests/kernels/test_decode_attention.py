@@ -158,6 +158,16 @@ def test_pages_of_any_size(device: torch.device, page_size: int) -> None:
     case.check(case.run(False), expected)
 
 
+@pytest.mark.parametrize("page_size", [128, 256])
+def test_pieces_that_begin_within_a_tile_of_a_page(device: torch.device, page_size: int) -> None:
+    contexts = [9000, 40]
+    case = Case(contexts, (2, 1, 32), device, torch.float32, page_size)
+    piece = cut_contexts(np.array(contexts), np.zeros((2, max_items(2)), dtype=np.int32))
+    assert piece % _shape(2, 2, 32)[0] != 0
+    expected = case.expected(False)
+    case.check(case.run(False), expected)
+
+
 @pytest.mark.parametrize(("kv_heads", "page_size"), [(64, 16), (96, 16), (96, 24)])
 def test_many_programs(device: torch.device, kv_heads: int, page_size: int) -> None:
     contexts = [1, 16, 17, 33, 48, 65, 2, 32]

@@ -8,6 +8,7 @@ from collections import deque
 
 import msgspec
 
+from router.shared.records import readable
 from router.shared.store import Store, StoreDown
 from router.tenancy.records import AuditRecord
 
@@ -35,8 +36,7 @@ class Audit:
     async def newest(self, count: int) -> list[AuditRecord]:
         """Raises StoreDown."""
         await self.flush()
-        lines = await self._store.tail(_LOG, count)
-        return [msgspec.json.decode(line, type=AuditRecord) for line in lines]
+        return readable(await self._store.tail(_LOG, count), AuditRecord)
 
     async def run(self) -> None:
         while True:

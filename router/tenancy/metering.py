@@ -11,6 +11,7 @@ from typing import NoReturn
 import msgspec
 
 from router.generation import AnswerHead, RequestError
+from router.shared.records import readable
 from router.shared.store import Store, StoreDown
 from router.tenancy.admission import Admission, Admitted
 from router.tenancy.keys import Caller
@@ -93,9 +94,9 @@ class Metering:
         """The newest first. Raises StoreDown."""
         await self.flush()
         records = [
-            msgspec.json.decode(line, type=UsageRecord)
+            record
             for tenant in tenants
-            for line in await self._store.tail(_log_name(tenant), count)
+            for record in readable(await self._store.tail(_log_name(tenant), count), UsageRecord)
         ]
         return sorted(records, key=lambda record: record.at, reverse=True)[:count]
 

@@ -1,8 +1,8 @@
-"""Which kernels steps need that no start asks for: `python -m tests.server.model.late_kernels`.
+"""Which kernels steps need that no start asks for: `python -m tests.server.model.late_kernels fa3`.
 
-As on an H100 or H200, with tensors of the CPU: kernels are asked for, and none is compiled or
-launched, so that steps compute nothing of use. Prints how many the start asks for, then each case
-with those that it asks for in addition.
+As on an H100 or H200, or (`fa2`) on an A100, with tensors of the CPU: kernels are asked for, and
+none is compiled or launched, so that steps compute nothing of use. Prints how many the start asks
+for, then each case with those that it asks for in addition.
 """
 
 import os
@@ -51,6 +51,8 @@ CASES: tuple[tuple[int, tuple[int, ...], int, SamplingParams], ...] = (
     *((80, slots, 100, GREEDY) for slots in ((BASE,), (LAYERS,), (LAYERS, ODD))),
     (80, (BASE, LAYERS, ODD, HEAD, EMBEDDING), 100, SCORED),
 )
+# By what attends to their prompts: an architecture, and processors.
+GPUS = {"fa3": ("sm90", 132), "fa2": ("sm80", 108)}
 asked: set[str] = set()
 
 
@@ -65,8 +67,8 @@ def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *shape, **options: make(*shape, **options).zero_()
 
 
-def started(folder: Path, patch: pytest.MonkeyPatch) -> Driver:
-    """On what stands for a GPU, with all adapters in their slots."""
+def started(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Driver:
+    """On what stands for a GPU, with all adapters in their slots. backend: of prompts."""
     fake_flashinfer.install(patch)
     from server.model import attention_cuda, fast_path, ops_cuda, warm_up
 
@@ -77,10 +79,10 @@ def started(folder: Path, patch: pytest.MonkeyPatch) -> Driver:
     patch.setattr(warm_up, "warm_decodes", warm_decodes)
     patch.setattr(fast_path._Start, "rehearse", rehearse)
     for module in (attention_cuda, fast_path):
-        patch.setattr(module, "prompt_backend", lambda _: "fa3")
-    patch.setattr(
-        ops_cuda, "load_configs", lambda _: read_configs("sm90", 132, programmatic_launch=True)
-    )
+        patch.setattr(module, "prompt_backend", lambda _: backend)
+    arch, processors = GPUS[backend]
+    configs = read_configs(arch, processors, programmatic_launch=arch == "sm90")
+    patch.setattr(ops_cuda, "load_configs", lambda _: configs)
     # Nor need what is no kernel of ours be computed.
     patch.setattr(fake_flashinfer, "_attend", lambda q, *_: torch.zeros_like(q))
     patch.setattr(torch, "mm", lambda x, w, *, out: out.zero_())
@@ -115,10 +117,11 @@ def serve(
 
 
 def main() -> int:
-    compile_for(90)
+    backend = sys.argv[1]
+    compile_for(int(GPUS[backend][0].removeprefix("sm")))
     triton.knobs.runtime.jit_cache_hook = note
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        driver = started(Path(folder), patch)
+        driver = started(Path(folder), backend, patch)
         print("start", len(asked))
         for case in CASES:
             known = set(asked)

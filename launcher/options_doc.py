@@ -22,8 +22,8 @@ An option is a flag, or a variable `LORAPLEX_<OPTION>`; a flag wins. There is no
 - A bad value, and a variable `LORAPLEX_…` that is no option, stops the start with its name.
 
 `loraplex <command> --help` shows the same. The Hub's own variables hold for models and adapters
-(`HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_HOME`); `HF_TOKEN` is used for the base model and by
-`loraplex adapter`, not for the adapters of a server.
+(`HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_HOME`); `HF_TOKEN` is used for the base model, by
+`loraplex adapter`, and, without `LORAPLEX_HUB_TOKEN`, for what a server has registered.
 """
 _SERVE = """\
 ## loraplex serve [MODEL]

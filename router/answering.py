@@ -121,8 +121,14 @@ async def _stream(
     first = b""
     while not first and (parts := await until_disconnect(request, generation.next())):
         first = _write(formatter, parts)
-    rest = _rest(generation, formatter, told)
-    return EventStream(first, rest, generation.close, _head_headers(generation, call))
+
+    def failed(error: RequestError) -> None:
+        stream.has_failed = True
+        told(error)
+
+    rest = _rest(generation, formatter, failed)
+    stream = EventStream(first, rest, generation.close, _head_headers(generation, call))
+    return stream
 
 
 async def _rest(

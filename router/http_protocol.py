@@ -83,9 +83,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._metrics.connections_refused.labels(cap).inc()
         if cap == "total":
-            self._refuse(b"503 Service Unavailable", "too many connections; try again soon")
+            message = "too many connections; try again soon"
+            self._refuse(b"503 Service Unavailable", message, "unavailable")
         else:
-            self._refuse(b"429 Too Many Requests", "too many connections from this address")
+            message = "too many connections from this address"
+            self._refuse(b"429 Too Many Requests", message, "overloaded")
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._address is not None:
@@ -230,8 +232,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._metrics.connections_cut.labels("head_too_large").inc()
         self._refuse(b"431 Request Header Fields Too Large", "the request head is too large")
 
-    def _refuse(self, status: bytes, message: str) -> None:
-        """Answers without the application, and closes; after the answers that are under way."""
+    def _refuse(self, status: bytes, message: str, code: str = "validation") -> None:
+        """Answers without the application, and closes; after the answers that are under way. code:
+        others than "validation" are worth another try."""
         self._refused = True
         if self._answering():
             if not self.cycle.more_body:
@@ -242,12 +245,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # its body is what was refused
             self.cycle.message_event.set()
-        body = json.dumps({"error": message, "error_type": "validation"}).encode()
+        body = json.dumps({"error": message, "error_type": code}).encode()
         head = (
             b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n"
+            b"content-length: %d\r\nx-request-id: %s\r\n%sconnection: close\r\n\r\n"
         )
-        self.transport.write(head % (status, len(body), uuid.uuid4().hex.encode()) + body)
+        later = b"" if code == "validation" else b"retry-after: 1\r\n"
+        self.transport.write(head % (status, len(body), uuid.uuid4().hex.encode(), later) + body)
         self.transport.close()
 
 

@@ -234,7 +234,7 @@ class Idempotency:
 
 
 class _Watched(Response):
-    """A stream; `finish` is told whether it came to its end."""
+    """A stream; `finish` is told whether it came to its end without an error."""
 
     def __init__(self, inner: EventStream, finish: Callable[[bool], Awaitable[None]]) -> None:
         self._inner = inner
@@ -248,7 +248,8 @@ class _Watched(Response):
         async def watched(message: Message) -> None:
             nonlocal whole
             await send(message)
-            whole = message["type"] == "http.response.body" and not message.get("more_body")
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
+            whole = ended and not self._inner.has_failed
 
         try:
             await self._inner(scope, receive, watched)

@@ -46,7 +46,8 @@ async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Streams `first`, then what `rest` yields; `close` is called however it ends."""
+    """Streams `first`, then what `rest` yields; `close` is called however it ends. has_failed: it
+    ends, or has ended, with an error that it tells."""
 
     media_type = "text/event-stream"
 
@@ -64,6 +65,7 @@ class EventStream(Response):
         self._rest = rest
         self._close = close
         self._idle = True
+        self.has_failed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = asyncio.create_task(self._stream(send))

@@ -224,6 +224,6 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
     """Values of unsupported fields that are what is done anyway."""
     if name == "response_format":
         return isinstance(value, dict) and value.get("type") == "text"
-    if name in ("tool_choice", "function_call"):
+    if name in ("tool_choice", "function_call", "reasoning_effort"):
         return bool(value == "none")
     return bool(value in ([], "", ["text"]))

@@ -39,13 +39,17 @@ T = TypeVar("T")
 
 
 class RedisLink:
-    """timeout_s: the longest that a call may take, unless it asks for more."""
+    """timeout_s: the longest that a call may take, unless it asks for more. prefix: of the key that
+    is written to learn whether Redis is back; who may write others may not write more."""
 
-    def __init__(self, url: str, timeout_s: float, password: str | None = None) -> None:
+    def __init__(
+        self, url: str, timeout_s: float, password: str | None = None, prefix: str = "loraplex"
+    ) -> None:
         """Raises ValueError for a URL that cannot be; connects to nothing."""
         self.is_up = True
         self.client = _client(url, password)
         self.timeout_s = timeout_s
+        self._ping = f"{prefix}:ping"
         self._tripped = asyncio.Event()
 
     async def call(self, work: Callable[[], Awaitable[T]], least_s: float = 0.0) -> T:
@@ -83,7 +87,7 @@ class RedisLink:
 
     async def _write(self) -> None:
         """A replica, or one that is loading, is there to be read only: it is not back yet."""
-        await self.client.set("loraplex:ping", b"", px=1000)
+        await self.client.set(self._ping, b"", px=1000)
 
     def _trip(self, error: BaseException) -> None:
         if not self.is_up:

@@ -47,5 +47,7 @@ def make_sharing(config: RouterConfig) -> Sharing:
     from router.shared.redis_link import RedisLink
     from router.shared.redis_store import RedisStore
 
-    link = RedisLink(config.redis, config.redis_timeout_s, config.redis_password or None)
+    link = RedisLink(
+        config.redis, config.redis_timeout_s, config.redis_password or None, config.redis_prefix
+    )
     return Sharing(RedisStore(link, config.redis_prefix), link)

@@ -8,7 +8,7 @@ tenants:
 keys:
   - id: acme-app
     tenant: acme
-    sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+    sha256: 9a442df61988e574d8e08ca75d75d4d139b14dd20c4057766e77cac4ee43e90e
     models: ["sql", "hub:acme/*"]
     expires_at: 2030-01-01T00:00:00Z
 """

@@ -56,13 +56,13 @@ async def say(router: Running, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("options", "status"),
+    ("options", "status", "kind"),
     [
-        ({"max_connections": 3}, b"503"),
-        ({"max_connections_per_address": 3}, b"429"),
+        ({"max_connections": 3}, b"503", b'"unavailable"'),
+        ({"max_connections_per_address": 3}, b"429", b'"overloaded"'),
     ],
 )
-async def test_caps(tmp_path: Path, options: dict[str, Any], status: bytes) -> None:
+async def test_caps(tmp_path: Path, options: dict[str, Any], status: bytes, kind: bytes) -> None:
     async with running_router(tmp_path, **options) as router:
         url = router.client.base_url
         held = [await asyncio.open_connection(url.host, url.port) for _ in range(3)]
@@ -74,6 +74,8 @@ async def test_caps(tmp_path: Path, options: dict[str, Any], status: bytes) -> N
         refusal = await say(router, REQUEST)
         assert refusal.split()[1] == status
         assert b"x-request-id: " in refusal
+        assert b"\r\nretry-after: 1\r\n" in refusal
+        assert kind in refusal
         for _, writer in held:
             writer.close()
 

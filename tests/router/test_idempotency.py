@@ -92,6 +92,23 @@ async def test_streams_are_not_run_again(router: Running, worker: FakeWorker) ->
     assert len(worker.requests) == 1
 
 
+async def test_a_stream_that_told_of_an_error_may_run_again(
+    router: Running, worker: FakeWorker
+) -> None:
+    async def fail_once(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        return "internal" if index == 3 and len(worker.requests) == 1 else None
+
+    worker.before_token = fail_once
+    failed = await ask(router, stream=True)
+    assert failed.status_code == 200
+    assert "error" in failed.text
+    assert (await ask(router, stream=True)).text.endswith("data: [DONE]\n\n")
+    assert (await ask(router, stream=True)).status_code == 409
+    assert len(worker.requests) == 2
+
+
 async def test_a_stream_under_way_is_not_joined(router: Running, worker: FakeWorker) -> None:
     """One that its client left was aborted, so that its retry may run."""
 

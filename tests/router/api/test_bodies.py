@@ -493,6 +493,7 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
         ],
         chat_template_kwargs={"enable_thinking": False},
         tool_choice="none",
+        reasoning_effort="none",
         tools=[],
         response_format={"type": "text"},
         parallel_tool_calls=False,

@@ -1,0 +1,34 @@
+"""A link that was lost comes back."""
+
+import asyncio
+
+import pytest
+
+from router.shared.redis_link import RedisLink
+from router.shared.store import StoreDown
+from tests.router.serving import poll
+from tests.router.shared.redis_server import running_redis
+
+
+async def fails() -> None:
+    raise OSError
+
+
+async def test_for_who_may_write_its_prefix_alone() -> None:
+    async with running_redis() as server:
+        await server.command("ACL", "SETUSER", "lx", "on", ">pw", "~fleet:*", "+@all")
+        url = server.url.replace("redis://", "redis://lx@")
+        link = RedisLink(url, 5.0, "pw", prefix="fleet")
+        running = asyncio.create_task(link.run())
+        try:
+            with pytest.raises(StoreDown):
+                await link.call(fails)
+
+            async def back() -> bool:
+                return link.is_up
+
+            await poll(back)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await link.close()

@@ -18,6 +18,7 @@ from router.api.errors import ErrorAnswer, dialect_of_path, error_answer
 from router.edge import Edge
 from router.generation import Cause, RequestError
 from router.http_body import CLIENT_GONE_STATUS, ClientGone
+from router.metrics import GENERATION_PATHS
 from router.metrics_port import ByPort
 from router.operator_routes import OperatorRoutes
 from router.request_log import RequestLog
@@ -29,10 +30,6 @@ from router.routes_keys import KeyRoutes, UsageRoutes
 from router.routes_tokenize import TokenizeRoute
 from router.service import Service
 from router.told_errors import ToldErrors
-
-_GENERATION_PATHS = frozenset(
-    {"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"}
-)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -65,7 +62,7 @@ def build_app(service: Service) -> ASGIApp:
         app,
         service.metrics,
         frozenset(route.path for route in routes),
-        RequestLog(service.tracing, _GENERATION_PATHS, service.config.log_requests),
+        RequestLog(service.tracing, GENERATION_PATHS, service.config.log_requests),
         lambda: dispatcher.draining,
     )
 

@@ -53,9 +53,15 @@ class Edge:
         except Exception:  # the process edge; the application has answered if it still could
             logger.exception("request %s failed", answer.request_id)
         finally:
-            path = scope["path"]
-            self._metrics.request(path if path in self._routes else "other", answer.status)
+            self._metrics.request(self._route(scope), answer.status)
             self._log.end(request, answer.status)
+
+    def _route(self, scope: Scope) -> str:
+        """For metrics. `/` generates when posted to, and is asked for as `/health` is."""
+        path = str(scope["path"])
+        if path == "/" and scope["method"] != "POST":
+            return "/health"
+        return path if path in self._routes else "other"
 
 
 class _Answer:

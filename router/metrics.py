@@ -16,6 +16,11 @@ from router.rollout_tally import Outcomes
 from router.top_adapters import TopAdapters
 from server.protocol import ErrorCode
 
+# What these are posted, tokens answer.
+GENERATION_PATHS = frozenset(
+    {"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"}
+)
+
 # How a sequence began: without an adapter; with one; with one that it had to wait for.
 Start = Literal["base", "warm", "cold"]
 
@@ -42,8 +47,9 @@ class RouterMetrics:
         )
         self.request_errors = meters.counter(
             "request_errors",
-            "Requests that ended in an error, by cause; also those that broke off in a stream",
-            {"cause": get_args(Cause)},
+            "Requests that ended in an error, by cause; also those that broke off in a stream. "
+            "kind: whether they asked for tokens",
+            {"cause": get_args(Cause), "kind": ("generation", "other")},
         )
         self.request_s = meters.histogram(
             "request_seconds",

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from router.api.fleet import ErrorObject
 from router.generation import RequestError
-from router.metrics import RouterMetrics
+from router.metrics import GENERATION_PATHS, RouterMetrics
 from router.tracing.request import in_hand
 
 MAX_ERRORS = 64
@@ -28,7 +28,9 @@ class ToldErrors:
 
     def note(self, request: Request, error: RequestError) -> None:
         """Routes and methods that there are not are counted only: strangers ask for many."""
-        self._metrics.request_errors.labels(error.cause).inc()
+        is_generation = request.method == "POST" and request.scope["path"] in GENERATION_PATHS
+        kind = "generation" if is_generation else "other"
+        self._metrics.request_errors.labels(error.cause, kind).inc()
         in_hand().error = error.cause
         if error.cause in ("route_not_found", "method_not_allowed"):
             return

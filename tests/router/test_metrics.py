@@ -107,8 +107,19 @@ async def test_failures_are_counted_by_cause_and_adapter(tmp_path: Path) -> None
         found = await scrape(router)
         errors = "loraplex_request_errors_total"
         for cause in ("internal", "adapter_not_found", "invalid"):
-            assert found[errors, frozenset({cause})] == 1
+            assert found[errors, frozenset({cause, "generation"})] == 1
         assert found["loraplex_adapter_errors_total", frozenset({"mine"})] == 1
+
+
+async def test_health_that_is_asked_for_is_no_generation(tmp_path: Path) -> None:
+    async with running_router(tmp_path) as router:
+        for path in ("/", "/info", "/health"):
+            assert (await router.client.get(path)).status_code == 503
+        found = await scrape(router)
+    assert found["loraplex_request_errors_total", frozenset({"unavailable", "other"})] == 1
+    assert found["loraplex_request_errors_total", frozenset({"unavailable", "generation"})] == 0
+    assert found["loraplex_requests_total", frozenset({"/health", "503"})] == 2
+    assert ("loraplex_requests_total", frozenset({"/", "503"})) not in found
 
 
 async def test_gateways_find_the_names_that_they_read(tmp_path: Path) -> None:

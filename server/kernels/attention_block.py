@@ -9,6 +9,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from server.kernels.rope_append import norm
+
 # Pieces of contexts begin at multiples of so many tokens.
 PIECE_STEP = tl.constexpr(64)
 
@@ -104,12 +106,7 @@ def rotated(
     h = tl.arange(0, BLOCK_H)[None, :]
     a, b = adapted(x_ptr, delta_ptr, rank, head, live, HEAD_DIM, BLOCK_H, LORA)
     if NORM:
-        factor = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / HEAD_DIM + epsilon)[:, None]
-        weight_a = tl.load(norm_ptr + head * HEAD_DIM + h, mask=live, other=0.0).to(tl.float32)
-        weight_b = tl.load(norm_ptr + head * HEAD_DIM + HALF + h, mask=live, other=0.0)
-        a = ((a * factor).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
-        b = (b * factor).to(dtype).to(tl.float32) * weight_b.to(tl.float32)
-        b = b.to(dtype).to(tl.float32)
+        a, b = norm(a, b, norm_ptr + head * HEAD_DIM + h, live, epsilon, dtype, HALF)
     cos = tl.load(cos_sin_ptr + h, mask=h < HALF, other=0.0)
     sin = tl.load(cos_sin_ptr + HALF + h, mask=h < HALF, other=0.0)
     return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
@@ -132,8 +129,9 @@ def attend_piece(
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,
-) -> tuple[Any, Any, Any, Any]:
-    """The piece's cached tokens; the last piece has the new token too, and keeps it."""
+) -> Any:
+    """The piece's cached tokens; the last piece has the new token too, and keeps it. Returns what
+    `attend` does."""
     q, new_k, new_v = token
     STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -145,13 +143,12 @@ def attend_piece(
     kept = tl.where(is_last, HALF, 0)
     store_halves(k_ptr + place, new_k, kept, HALF, BLOCK_H)
     store_halves(v_ptr + place, new_v, kept, HALF, BLOCK_H)
-    top, total, acc_a, acc_b = attend(
+    return attend(
         (padded(q[0], BLOCK_G), padded(q[1], BLOCK_G)),
         first_scores(q, new_k, new_v, is_last, scale_log2, BLOCK_G, BLOCK_H),
         begin, tl.minimum(begin + piece, position), pages_ptr, k_ptr, v_ptr, scale_log2,
         STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, BLOCK_H,
     )  # fmt: skip
-    return top, total, acc_a, acc_b
 
 
 @triton.jit

@@ -130,12 +130,28 @@ def norm_and_rotate(
     dtype = raw_first.dtype
     first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
     if NORM:
-        mean = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
-        scale = tl.rsqrt(mean + epsilon)[:, None]
-        w_first = tl.load(weight_ptr, mask=normed, other=0.0).to(tl.float32)
-        w_second = tl.load(weight_ptr + HALF, mask=normed, other=0.0).to(tl.float32)
-        first = ((first * scale).to(dtype).to(tl.float32) * w_first).to(dtype).to(tl.float32)
-        second = ((second * scale).to(dtype).to(tl.float32) * w_second).to(dtype).to(tl.float32)
+        first, second = norm(first, second, weight_ptr, normed, epsilon, dtype, HALF)
     new_first = tl.where(rotated, (first * cos - second * sin).to(dtype), raw_first)
     new_second = tl.where(rotated, (second * cos + first * sin).to(dtype), raw_second)
     return new_first, new_second
+
+
+@triton.jit
+def norm(
+    first: tl.tensor,
+    second: tl.tensor,
+    weight_ptr: tl.tensor,
+    normed: tl.tensor,
+    epsilon: tl.tensor,
+    dtype: tl.constexpr,
+    HALF: tl.constexpr,
+) -> tuple[Any, Any]:
+    """Both halves of heads, float32, rounded to the model's dtype as its own norm does; weight_ptr,
+    normed: as of `norm_and_rotate`."""
+    mean = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
+    scale = tl.rsqrt(mean + epsilon)[:, None]
+    w_first = tl.load(weight_ptr, mask=normed, other=0.0).to(tl.float32)
+    w_second = tl.load(weight_ptr + HALF, mask=normed, other=0.0).to(tl.float32)
+    first = ((first * scale).to(dtype).to(tl.float32) * w_first).to(dtype).to(tl.float32)
+    second = ((second * scale).to(dtype).to(tl.float32) * w_second).to(dtype).to(tl.float32)
+    return first, second

@@ -37,13 +37,13 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig(_Limits):
-    """block_k: input features a step, powers of two; row_block_k: the same for a tile of one row.
+    """block_k: input features a step, a power of two; of up to 16 rows a half with 32 ranks, and a
+    quarter beyond.
 
     max_split: the most programs that share one tile's input features.
     """
 
     block_k: int
-    row_block_k: int
     max_split: int
 
 
@@ -117,7 +117,7 @@ class KernelConfigs:
 
     def shrink(self, phase: Phase, rows: int) -> ShrinkConfig:
         v = _find(self._shrink, phase, rows)
-        return ShrinkConfig(*self._limits(v), v["block_k"], v["row_block_k"], v["max_split"])
+        return ShrinkConfig(*self._limits(v), v["block_k"], v["max_split"])
 
     def expand(self, phase: Phase, rows: int) -> ExpandConfig:
         v = _find(self._expand, phase, rows)

@@ -125,15 +125,13 @@ def _expand_kernel(
     items = tl.where(begin < end, _item_at(end - 1, PIECES, KINDS) + 1, first_item)
     records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
     slot, tile = load_tile(tiles_ptr, first_item // KINDS, first_item < items, MAX_PARTS)
-    rank, first, scale, address, row = load_projection(
-        records, order_ptr, slot, tile[0], first_item % KINDS
-    )
+    rank, first, scale, address = load_projection(records, slot, first_item % KINDS)
     ahead = first_item + 1
     slot, next_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
     splits = load_first(splits_ptr, PDL)
     for item in range(first_item, items):
-        next_rank, next_first, next_scale, next_address, next_row = load_projection(
-            records, order_ptr, slot, next_tile[0], (item + 1) % KINDS
+        next_rank, next_first, next_scale, next_address = load_projection(
+            records, slot, (item + 1) % KINDS
         )
         ahead = item + 2
         slot, later_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
@@ -142,11 +140,11 @@ def _expand_kernel(
             done = item // KINDS * PIECES[2]
             v = (planes_ptr + start * stride_v + first, stride_v, stride_plane, splits, length)
             _expand_item(
-                (y_ptr, stride_y), (order_ptr + start, row, length), v, (address, rank), scale,
+                (y_ptr, stride_y), order_ptr + start, v, (address, rank), scale,
                 (item % KINDS, share, begin - done, end - done),
                 W0, W1, W2, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
             )  # fmt: skip
-        rank, first, scale, address, row = next_rank, next_first, next_scale, next_address, next_row
+        rank, first, scale, address = next_rank, next_first, next_scale, next_address
         tile, next_tile = next_tile, later_tile
 
 
@@ -169,7 +167,7 @@ def _item_at(piece: tl.tensor, PIECES: tl.constexpr, KINDS: tl.constexpr) -> Any
 @triton.jit
 def _expand_item(
     target: tl.tuple,
-    tile: tl.tuple,
+    order_ptr: tl.tensor,
     v: tl.tuple,
     b: tl.tuple,
     scale: tl.tensor,
@@ -186,7 +184,6 @@ def _expand_item(
 ) -> None:
     """cut: projection, the tile's share, and from which to which of the tile's pieces."""
     y_ptr, stride_y = target
-    order_ptr, row, length = tile
     p, share, begin, end = cut
     PIECES: tl.constexpr = count_pieces(W0, W1, W2, PIECE)
     y_slice = y_ptr + tl.where(p == 0, 0, tl.where(p == 1, W0, W0 + W1))
@@ -199,16 +196,19 @@ def _expand_item(
     col = (shift + tl.maximum(begin, before)) * wide
     end = tl.minimum(width, (shift + tl.minimum(end, before + n)) * wide)
     b_ptr = tl.multiple_of(b[0].to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
+    # Of a part of a piece there is nothing to hide then.
+    WHOLE: tl.constexpr = (W0 | W1 | W2) % PIECE == 0
+    block_r = tl.maximum(b[1], 16 << doublings)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
-    if length <= SMALL:
-        few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)
+    if v[4] <= SMALL:
+        few = tile_rows(order_ptr, v[4], SMALL)
         expand_ranks(
-            y_slice + few * stride_y, v, (b_ptr, b[1]), scale, col, end,
-            MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, ACCUMULATE,
+            y_slice + few * stride_y, v, (b_ptr, b[1]), block_r, scale, col, end,
+            MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, ACCUMULATE, WHOLE,
         )  # fmt: skip
     else:
-        many = tile_rows(order_ptr, row, length, BLOCK_M).to(tl.int64)
+        many = tile_rows(order_ptr, v[4], BLOCK_M)
         expand_ranks(
-            y_slice + many * stride_y, v, (b_ptr, b[1]), scale, col, end,
-            MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
+            y_slice + many * stride_y, v, (b_ptr, b[1]), block_r, scale, col, end,
+            MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE, WHOLE,
         )  # fmt: skip

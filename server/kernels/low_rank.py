@@ -29,9 +29,9 @@ def low_rank(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[Any, Any]:
-    """`v B^T` of two projections at columns n: float32 `[BLOCK_N]` for one row, else `[BLOCK_M,
-    BLOCK_N]`."""
-    acc0, acc1 = zeros(BLOCK_M, BLOCK_N), zeros(BLOCK_M, BLOCK_N)
+    """`v B^T` of two projections at columns n, float32 `[BLOCK_M, BLOCK_N]`."""
+    acc0 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc1 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, tl.maximum(b0[1], b1[1]), 16):
         r = first + tl.arange(0, 16)
         # Both on their way before the sums that wait for v.
@@ -56,7 +56,7 @@ def low_rank_one(
     PRECISION: tl.constexpr,
 ) -> Any:
     """`v B^T` of one projection, BLOCK_R ranks at a time; as in `low_rank`."""
-    acc = zeros(BLOCK_M, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in tl.range(0, b[1], BLOCK_R, num_stages=1):
         r = first + tl.arange(0, BLOCK_R)
         weights = load_b(b, n, r, end)
@@ -65,19 +65,14 @@ def low_rank_one(
 
 
 @triton.jit
-def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr) -> Any:
-    """Of one row, or of many."""
-    if BLOCK_M == 1:
-        return tl.zeros((BLOCK_N,), tl.float32)
-    else:
-        return tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-
-
-@triton.jit
-def load_b(b: tl.tuple, n: tl.tensor, r: tl.tensor, end: tl.tensor) -> Any:
-    """Columns r of B's rows n, `[len(n), len(r)]`."""
+def load_b(
+    b: tl.tuple, n: tl.tensor, r: tl.tensor, end: tl.tensor, WHOLE: tl.constexpr = False
+) -> Any:
+    """Columns r of B's rows n, `[len(n), len(r)]`. WHOLE: all n are before the end."""
     b_ptr, rank = b
-    live = (n < end)[:, None] & (r < rank)[None, :]
+    live = (r < rank)[None, :]
+    if not WHOLE:
+        live &= (n < end)[:, None]
     return tl.load(b_ptr + n[:, None] * rank + r[None, :], mask=live, other=0.0)
 
 
@@ -96,30 +91,39 @@ def load_v(
     MAX_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> Any:
-    """Columns r of v, `[BLOCK_M, BLOCK_R]`, or `[BLOCK_R]` for one row: planes in order."""
+    """Columns r of v, `[BLOCK_M, BLOCK_R]`: planes in order."""
     v_ptr, stride_v, stride_plane, splits, length = v
-    if BLOCK_M == 1:
-        at = v_ptr + r
-        live = r < rank
+    m = tl.arange(0, BLOCK_M)
+    at = v_ptr + m[:, None] * stride_v + r[None, :]
+    live = (m < length)[:, None] & (r < rank)[None, :]
+    AT_ONCE: tl.constexpr = planes_at_once(MAX_SPLIT, BLOCK_M * r.shape[0])
+    total = tl.zeros((BLOCK_M, r.shape[0]), tl.float32)
+    if AT_ONCE == MAX_SPLIT:
+        # How many there are is on its way as well.
+        for split in tl.static_range(MAX_SPLIT):
+            part = tl.load(at + split * stride_plane, mask=live, other=0.0)
+            total += tl.where(split < splits, part, 0.0)
     else:
-        m = tl.arange(0, BLOCK_M)
-        at = v_ptr + m[:, None] * stride_v + r[None, :]
-        live = (m < length)[:, None] & (r < rank)[None, :]
-    total = tl.load(at, mask=live, other=0.0)
-    if MAX_SPLIT > 1:
         planes = tl.where(live, splits, 0)
-        for base in range(1, splits, 4):
-            # Four loads in flight, few enough for the registers.
-            for split in tl.static_range(4):
+        for base in range(0, splits, AT_ONCE):
+            for split in tl.static_range(AT_ONCE):
                 part = at + (base + split) * stride_plane
                 total += tl.load(part, mask=planes > base + split, other=0.0)
     return total
 
 
+@triton.constexpr_function
+def planes_at_once(max_split: int, elements: int) -> int:
+    """Loads in flight, few enough for the registers."""
+    return min(max_split, 8 if elements <= 256 else 4)
+
+
 @triton.jit
 def product(v: tl.tensor, b: tl.tensor, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr) -> Any:
-    """`v b^T` in float32; one row is done in registers: a tensor core would idle on 15 of 16."""
-    if BLOCK_M == 1:
-        return tl.sum(b.to(tl.float32) * v[None, :], axis=1)
+    """`v b^T`, float32 `[BLOCK_M, len(b)]`. Few rows are the tensor cores' 8 columns, not their 16
+    rows, of which all warps would have the same."""
+    low = v.to(b.dtype)
+    if BLOCK_M <= 16:
+        return tl.trans(tl.dot(b, tl.trans(low), input_precision=PRECISION))
     else:
-        return tl.dot(v.to(b.dtype), tl.trans(b), input_precision=PRECISION)
+        return tl.dot(low, tl.trans(b), input_precision=PRECISION)

@@ -88,15 +88,17 @@ def _rope_append_kernel(
     live = (head < tl.where(slot >= 0, HEADS + 2 * KV_HEADS, 0)) & inside
     rotated = head < HEADS + KV_HEADS
     source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + d
-    raw_first = tl.load(source, mask=live, other=0.0)
-    raw_second = tl.load(source + HALF, mask=live, other=0.0)
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    first = tl.load(source, mask=live, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=live, other=0.0).to(tl.float32)
     angle = cos_sin_ptr + tl.load(positions_ptr + token) * 2 * HALF + d
     cos = tl.load(angle, mask=inside, other=0.0)
     sin = tl.load(angle + HALF, mask=inside, other=0.0)
     weight = norm_ptr + head * 2 * HALF + d
-    new_first, new_second = norm_and_rotate(
-        raw_first, raw_second, weight, live & rotated, epsilon, cos, sin, rotated, HALF, NORM
+    first, second = norm_and_rotate(
+        first, second, weight, live & rotated, epsilon, cos, sin, rotated, dtype, HALF, NORM
     )
+    new_first, new_second = first.to(dtype), second.to(dtype)
     is_q = live & (head < HEADS)
     target = q_ptr + (token * HEADS + head) * 2 * HALF + d
     tl.store(target, new_first, mask=is_q)
@@ -122,17 +124,18 @@ def norm_and_rotate(
     cos: tl.tensor,
     sin: tl.tensor,
     rotated: tl.tensor,
+    dtype: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
 ) -> tuple[Any, Any]:
-    """Both halves of heads, `[heads or tokens, BLOCK_D]`, 0 beyond HALF; where not rotated, as they
-    are. weight_ptr: where the norm's weights of the first half lie; normed: which there are."""
-    dtype = raw_first.dtype
-    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
+    """Both halves of heads, float32 `[heads or tokens, BLOCK_D]`, 0 beyond HALF; where not rotated,
+    as they are. weight_ptr: where the norm's weights of the first half lie; normed: which there
+    are; dtype: the model's."""
+    first, second = raw_first, raw_second
     if NORM:
         first, second = norm(first, second, weight_ptr, normed, epsilon, dtype, HALF)
-    new_first = tl.where(rotated, (first * cos - second * sin).to(dtype), raw_first)
-    new_second = tl.where(rotated, (second * cos + first * sin).to(dtype), raw_second)
+    new_first = tl.where(rotated, first * cos - second * sin, raw_first)
+    new_second = tl.where(rotated, second * cos + first * sin, raw_second)
     return new_first, new_second
 
 

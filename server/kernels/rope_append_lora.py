@@ -150,26 +150,24 @@ def _rope_lora_kernel(
     items = tiles * blocks
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
-    rank, first, scale, address, row = load_projection(
-        of_site, order_ptr, slot, tile[0], _projection(item % blocks, n0, n01)
-    )
+    kind = _projection(item % blocks, n0, n01)
+    rank, first, scale, address = load_projection(of_site, slot, kind)
     item += step
     slot, next_tile = load_tile(tiles_ptr, item // blocks, item < items)
     splits = load_first(splits_ptr, PDL)
     for item in range(tl.program_id(0), items, step):
-        next_rank, next_first, next_scale, next_address, next_row = load_projection(
-            of_site, order_ptr, slot, next_tile[0], _projection((item + step) % blocks, n0, n01)
-        )
+        kind = _projection((item + step) % blocks, n0, n01)
+        next_rank, next_first, next_scale, next_address = load_projection(of_site, slot, kind)
         ahead = item + 2 * step
         slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         start, length, _ = tile
         _rope_tile(
             targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes,
-            planes, splits, (order_ptr + start, row, start, length),
+            planes, splits, (order_ptr + start, start, length),
             (rank, first, scale, address), (item % blocks, n0, n01, heads),
             HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
         )  # fmt: skip
-        rank, first, scale, address, row = next_rank, next_first, next_scale, next_address, next_row
+        rank, first, scale, address = next_rank, next_first, next_scale, next_address
         tile, next_tile = next_tile, later_tile
 
 
@@ -217,7 +215,7 @@ def _rope_tile(
 ) -> None:
     """What the projection's weights and v are, and which heads; few rows or many."""
     planes_ptr, stride_v, stride_plane = planes
-    order_ptr, row, start, length = tile
+    order_ptr, start, length = tile
     rank, first, scale, address = projection
     block, n0, n01, heads = cut
     is_q, is_qk = block < n0, block < n01
@@ -228,13 +226,13 @@ def _rope_tile(
     low = (v, (tl.multiple_of(b_ptr, 16), rank), scale)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length <= SMALL:
-        few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)
+        few = tile_rows(order_ptr, length, SMALL)
         rope_rows(
             targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, few, span, low,
             HEADS, KV_HEADS, HALF, MAX_SPLIT, SMALL, STAGES, NORM, PRECISION,
         )  # fmt: skip
     else:
-        many = tile_rows(order_ptr, row, length, BLOCK_M).to(tl.int64)
+        many = tile_rows(order_ptr, length, BLOCK_M)
         rope_rows(
             targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, many, span, low,
             HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,

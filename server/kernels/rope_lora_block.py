@@ -153,13 +153,13 @@ def _rope_heads(
         else:
             delta_first = product(total, load_b(b_first, d, r, HALF), BLOCK_M, PRECISION)
             delta_second = product(total, load_b(b_second, d, r, HALF), BLOCK_M, PRECISION)
-        first = (first.to(tl.float32) + scale * delta_first).to(dtype)
-        second = (second.to(tl.float32) + scale * delta_second).to(dtype)
+        first = first.to(tl.float32) + scale * delta_first
+        second = second.to(tl.float32) + scale * delta_second
         new_first, new_second = norm_and_rotate(
-            first, second, norm_ptr + at, rotated, epsilon, cos, sin, rotated, HALF, NORM
+            first, second, norm_ptr + at, rotated, epsilon, cos, sin, rotated, dtype, HALF, NORM
         )
-        new_first = tl.where(decode[:, None], first, new_first)
-        new_second = tl.where(decode[:, None], second, new_second)
+        new_first = tl.where(decode[:, None], first, new_first).to(dtype)
+        new_second = tl.where(decode[:, None], second, new_second).to(dtype)
         # A choice between addresses would cost the vectors.
         tl.store(y_rows[:, None] + at, new_first, mask=kept)
         tl.store(y_rows[:, None] + at + HALF, new_second, mask=kept)

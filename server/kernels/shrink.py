@@ -15,8 +15,9 @@ from server.kernels.configs import ShrinkConfig
 from server.kernels.launch import wait
 from server.kernels.record import a_at, ranks_at, total_rank_at
 from server.kernels.segments import Segments
+from server.kernels.shrink_block import features, shrink_few, shrink_rows
 from server.kernels.table import LoraTable
-from server.kernels.tiles import cut_ranks, load_tile, small_tile, split_share
+from server.kernels.tiles import cut_ranks, load_tile, small_tile, split_share, tile_rows
 from server.kernels.workspace import Workspace
 
 
@@ -66,7 +67,7 @@ def shrink(
         MAX_PARTS=segments.max_parts,
         BLOCK_M=segments.tile_rows,
         BLOCK_K=config.block_k,
-        BLOCK_ROW_K=config.row_block_k,
+        WARPS=config.num_warps,
         STAGES=config.num_stages,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=pdl,
@@ -129,7 +130,7 @@ def _shrink_kernel(
     MAX_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_ROW_K: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -137,7 +138,7 @@ def _shrink_kernel(
     """An item is (tile or its share of ranks, split of K); programs take items round robin."""
     # What the next item needs to know is fetched while the present one is computed: its record in
     # the table, and one item further ahead the tile, since the record's address depends on it.
-    UNIT: tl.constexpr = max(BLOCK_K, BLOCK_ROW_K)
+    UNIT: tl.constexpr = features(BLOCK_K, 16, WARPS)
     UNITS: tl.constexpr = (IN + UNIT - 1) // UNIT
     order_ptr, tiles_ptr, num_tiles_ptr = routed
     tiles = tl.load(num_tiles_ptr)
@@ -148,7 +149,7 @@ def _shrink_kernel(
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // splits, item < items, MAX_PARTS)
     of_site = (records[0], records[1], site, num_sites)
-    total, address, row = _load_record(of_site, order_ptr, slot, tile[0])
+    total, address, rows = _load_record(of_site, order_ptr, slot, tile, BLOCK_M)
     ahead = item + step
     slot, next_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
     # Now x is read, and v written. The next kernel is not told to start beside this one: its
@@ -156,33 +157,41 @@ def _shrink_kernel(
     wait(PDL)
     tl.store(splits_ptr, splits, mask=tl.program_id(0) == 0)
     for item in range(tl.program_id(0), items, step):
-        next_total, next_address, next_row = _load_record(of_site, order_ptr, slot, next_tile[0])
+        next_total, next_address, next_rows = _load_record(
+            of_site, order_ptr, slot, next_tile, BLOCK_M
+        )
         ahead = item + 2 * step
         slot, later_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
         if total > 0:
             start, length, share = tile
             first, ranks = cut_ranks(total, share)
             split = item % splits
+            end = tl.minimum(split * span + span, IN)
             a_ptr = tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
             v_ptr = planes_ptr + split * stride_plane + start * stride_v + first
             _shrink_tile(
-                (x_ptr, stride_x), (order_ptr + start, row, length), (a_ptr + first * IN, ranks),
-                (v_ptr, stride_v), (split * span, span),
-                IN, BLOCK_M, BLOCK_K, BLOCK_ROW_K, STAGES, PRECISION,
+                (x_ptr, stride_x), (order_ptr + start, rows, length), (a_ptr + first * IN, ranks),
+                (v_ptr, stride_v), (split * span, end),
+                IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION,
             )  # fmt: skip
-        total, address, row = next_total, next_address, next_row
+        total, address, rows = next_total, next_address, next_rows
         tile, next_tile = next_tile, later_tile
 
 
 @triton.jit
 def _load_record(
-    of_site: tl.tuple, order_ptr: tl.tensor, slot: tl.tensor, start: tl.tensor
+    of_site: tl.tuple,
+    order_ptr: tl.tensor,
+    slot: tl.tensor,
+    tile: tl.tuple,
+    BLOCK_M: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """Sum of ranks and address of A, and the batch row at `start`."""
+    """Sum of ranks, address of A, and the tile's first rows, all that it has if they are few."""
     words_ptr, ints_ptr, site, num_sites = of_site
     record = slot.to(tl.int64) * num_sites + site
     total = tl.load(total_rank_at(ints_ptr, record))
-    return total, tl.load(a_at(words_ptr, record)), tl.load(order_ptr + start)
+    rows = tile_rows(order_ptr + tile[0], tile[1], small_tile(BLOCK_M))
+    return total, tl.load(a_at(words_ptr, record)), rows
 
 
 @triton.jit
@@ -195,108 +204,25 @@ def _shrink_tile(
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_ROW_K: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """x, v: address, stride of a row; tile: address of its order, first row, rows; a: address,
-    ranks; part: of K, where it begins and how long it is."""
-    order_ptr, row, length = tile
+    """x, v: address, stride of a row; tile: address of its order, its first rows, how many it has;
+    a: address, ranks; part: of K, where it begins and ends."""
+    order_ptr, first_rows, length = tile
     SMALL: tl.constexpr = small_tile(BLOCK_M)
-    if length > SMALL:
-        _shrink_ranks(x, tile, a, v, part, IN, BLOCK_M, BLOCK_K, STAGES, PRECISION)
-    elif SMALL > 1:
-        _shrink_ranks(x, tile, a, v, part, IN, SMALL, BLOCK_K, STAGES, PRECISION)
+    if length <= SMALL:
+        few = x[0] + first_rows * x[1]
+        shrink_few(few, length, a, v, part, IN, SMALL, BLOCK_K, WARPS, STAGES, PRECISION)
     else:
-        x_row = x[0] + row.to(tl.int64) * x[1]
-        if a[1] < 64:
-            _shrink_row(x_row, a, v[0], part, IN, 16, BLOCK_ROW_K, STAGES)
+        many = x[0] + tile_rows(order_ptr, length, BLOCK_M) * x[1]
+        if BLOCK_M <= 16:
+            shrink_few(many, length, a, v, part, IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION)
+        elif a[1] <= 16:
+            shrink_rows(many, length, a, v, part, IN, BLOCK_M, 16, BLOCK_K, 1, STAGES, PRECISION)
         else:
-            _shrink_row(x_row, a, v[0], part, IN, 64, BLOCK_ROW_K // 4, STAGES)
-
-
-@triton.jit
-def _shrink_ranks(
-    x: tl.tuple,
-    tile: tl.tuple,
-    a: tl.tuple,
-    v: tl.tuple,
-    part: tl.tuple,
-    IN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    order_ptr, row, length = tile
-    m = tl.arange(0, BLOCK_M)
-    live = m < length
-    x_rows = x[0] + tl.load(order_ptr + m, mask=live, other=0).to(tl.int64) * x[1]
-    if a[1] <= 16:
-        _shrink_rows(x_rows, live, a, v, part, IN, BLOCK_M, 16, BLOCK_K, STAGES, PRECISION)
-    else:
-        _shrink_rows(x_rows, live, a, v, part, IN, BLOCK_M, 64, BLOCK_K, STAGES, PRECISION)
-
-
-@triton.jit
-def _shrink_row(
-    x_row: tl.tensor,
-    a: tl.tuple,
-    v_ptr: tl.tensor,
-    part: tl.tuple,
-    IN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """One row: multiply and add in registers; a tensor core would idle on 15 of 16 rows."""
-    a_ptr, total = a
-    k = tl.arange(0, BLOCK_K)
-    for first in range(0, total, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
-        for step in tl.range(0, part[1], BLOCK_K, num_stages=STAGES):
-            cols = part[0] + step + k
-            inside = cols < IN
-            live = (r < total)[:, None] & inside[None, :]
-            weights = tl.load(a_ptr + r[:, None] * IN + cols[None, :], mask=live, other=0.0)
-            x = tl.load(x_row + cols, mask=inside, other=0.0)
-            acc += weights.to(tl.float32) * x.to(tl.float32)[None, :]
-        tl.store(v_ptr + r, tl.sum(acc, axis=1), mask=r < total)
-
-
-@triton.jit
-def _shrink_rows(
-    x_rows: tl.tensor,
-    live_rows: tl.tensor,
-    a: tl.tuple,
-    v: tl.tuple,
-    part: tl.tuple,
-    IN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    """A tile of rows on tensor cores."""
-    a_ptr, total = a
-    m = tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
-    for first in range(0, total, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)
-        acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for step in tl.range(0, part[1], BLOCK_K, num_stages=STAGES):
-            cols = part[0] + step + k
-            inside = (cols < IN)[None, :]
-            x = tl.load(
-                x_rows[:, None] + cols[None, :], mask=live_rows[:, None] & inside, other=0.0
-            )
-            live = (r < total)[:, None] & inside
-            weights = tl.load(a_ptr + r[:, None] * IN + cols[None, :], mask=live, other=0.0)
-            acc = tl.dot(x, tl.trans(weights), acc, input_precision=PRECISION)
-        at = v[0] + m[:, None] * v[1] + r[None, :]
-        tl.store(at, acc, mask=live_rows[:, None] & (r < total)[None, :])
+            shrink_rows(many, length, a, v, part, IN, BLOCK_M, 64, BLOCK_K, 1, STAGES, PRECISION)
 
 
 @triton.jit(do_not_specialize=["site", "num_sites"])

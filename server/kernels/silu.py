@@ -71,4 +71,7 @@ def _silu_mul_kernel(
 
 @triton.jit
 def silu_times(gate: tl.tensor, up: tl.tensor) -> Any:
-    return gate / (1.0 + tl.exp(-gate)) * up
+    """`gate / (1 + e^-gate) * up`. A square root's reciprocal, squared, and a power of 2 are an
+    instruction each on a GPU; division and e's power take five, for numbers that do not come."""
+    root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * gate))
+    return gate * (root * root) * up

@@ -1,4 +1,4 @@
-"""The arithmetic of the activation that expands: columns of one row or one tile of rows.
+"""The arithmetic of the activation that expands: columns of one tile of rows.
 
 What goes together goes in tuples; `v` and `b` as in low_rank. `target`: addresses of the product
 and of the result, and the rows. `down`: of the next site, A's address, rank, and where its v goes.
@@ -31,7 +31,7 @@ def silu_rows(
     PRECISION: tl.constexpr,
     DOWN: tl.constexpr,
 ) -> None:
-    """Columns col .. end of one row, or of a tile's. DOWN: of down's v, 0 = is not wanted; where it
+    """Columns col .. end of a tile's rows. DOWN: of down's v, 0 = is not wanted; where it
     is, all ranks fit it."""
     widest = tl.maximum(b0[1], b1[1])
     even0, even1 = (b0[0], in_eights(b0[1])), (b1[0], in_eights(b1[1]))
@@ -99,21 +99,24 @@ def _silu_pieces(
     EARLY: tl.constexpr = y_ptr.dtype.element_ty != tl.float16
     if EARLY:
         v0, v1 = scales[0] * v0, scales[1] * v1
+    WHOLE: tl.constexpr = INNER % PIECE == 0
     for begin in tl.range(col, end, PIECE, num_stages=STAGES):
         n = begin + tl.arange(0, PIECE)
-        at, out_at, live = _places(rows, length, n, end, INNER, BLOCK_M)
+        at, out_at, live = _places(rows, length, n, end, INNER, BLOCK_M, WHOLE)
         gate = tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32)
         up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
         if EARLY:
-            gate += product(v0, load_b(b0, n, r, end), BLOCK_M, PRECISION)
-            up += product(v1, load_b(b1, n, r, end), BLOCK_M, PRECISION)
+            gate += product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
+            up += product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
         else:
-            gate += scales[0] * product(v0, load_b(b0, n, r, end), BLOCK_M, PRECISION)
-            up += scales[1] * product(v1, load_b(b1, n, r, end), BLOCK_M, PRECISION)
+            gate += scales[0] * product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
+            up += scales[1] * product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
         out = silu_times(gate, up).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_at, out, mask=live)
         if DOWN > 0:
-            known = (r < rank_down)[:, None] & (n < end)[None, :]
+            known = (r < rank_down)[:, None]
+            if not WHOLE:
+                known &= (n < end)[None, :]
             a = tl.load(a_ptr + r[:, None] * INNER + n[None, :], mask=known, other=0.0)
             acc = tl.dot(out, tl.trans(a), acc, input_precision=PRECISION)
     if DOWN > 0:
@@ -140,7 +143,7 @@ def _silu_any_rank(
     y_ptr, out_ptr, rows = target
     for begin in range(col, end, PIECE):
         n = begin + tl.arange(0, PIECE)
-        at, out_at, live = _places(rows, v[4], n, end, INNER, BLOCK_M)
+        at, out_at, live = _places(rows, v[4], n, end, INNER, BLOCK_M, False)
         gate = tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32)
         up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
         delta0, delta1 = low_rank(v, b0, b1, n, end, MAX_SPLIT, BLOCK_M, PIECE, PRECISION)
@@ -156,11 +159,11 @@ def _places(
     end: tl.tensor,
     INNER: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    WHOLE: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
-    """Of gate in the product, in the result, and which are real; of one row or many."""
-    if BLOCK_M == 1:
-        return rows * (2 * INNER) + n, rows * INNER + n, n < end
-    else:
-        live = (tl.arange(0, BLOCK_M) < length)[:, None] & (n < end)[None, :]
-        row = rows[:, None]
-        return row * (2 * INNER) + n[None, :], row * INNER + n[None, :], live
+    """Of gate in the product, in the result, and which are real."""
+    live = (tl.arange(0, BLOCK_M) < length)[:, None]
+    if not WHOLE:
+        live &= (n < end)[None, :]
+    row = rows[:, None]
+    return row * (2 * INNER) + n[None, :], row * INNER + n[None, :], live

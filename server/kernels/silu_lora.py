@@ -135,27 +135,25 @@ def _silu_kernel(
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
     records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
-    record, down, row = _load_record(records, order_ptr + tile[0], slot, DOWN)
+    record, down = _load_record(records, slot, DOWN)
     ahead = item + step
     slot, next_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
     splits = load_first(splits_ptr, PDL)
     tl.store(down_splits_ptr, blocks, mask=(item == 0) & (DOWN > 0))
     for item in range(tl.program_id(0), items, step):
-        next_record, next_down, next_row = _load_record(
-            records, order_ptr + next_tile[0], slot, DOWN
-        )
+        next_record, next_down = _load_record(records, slot, DOWN)
         ahead = item + 2 * step
         slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         start, length, _ = tile
         col = item % blocks * pieces * PIECE
         _silu_tile(
-            (y_ptr, out_ptr), (order_ptr + start, row, length),
+            (y_ptr, out_ptr), (order_ptr + start, length),
             (planes_ptr + start * stride_v, stride_v, stride_plane, splits, length),
             record, down, down_ptr + item % blocks * stride_down + start * DOWN,
             col, tl.minimum(INNER, col + pieces * PIECE),
             INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
-        record, down, row = next_record, next_down, next_row
+        record, down = next_record, next_down
         tile, next_tile = next_tile, later_tile
 
 
@@ -180,14 +178,11 @@ def _cut_columns(
 
 
 @triton.jit
-def _load_record(
-    records: tl.tuple, row_ptr: tl.tensor, slot: tl.tensor, DOWN: tl.constexpr
-) -> tuple[Any, Any, Any]:
+def _load_record(records: tl.tuple, slot: tl.tensor, DOWN: tl.constexpr) -> tuple[Any, Any]:
     """Both ranks as one word (0 without an adapter), addresses of both B and of the scales; of the
-    next site, down, address of A and rank; and a row. A chain of loads leads to an item's weights:
-    this is fetched one item ahead, and its tile two."""
+    next site, down, address of A and rank. A chain of loads leads to an item's weights: this is
+    fetched one item ahead, and its tile two."""
     words_ptr, ints_ptr, floats_ptr, site, num_sites = records
-    row = tl.load(row_ptr)
     record = record_of(slot, site, num_sites)
     live = slot >= 0
     ranks = tl.load(rank_pair_at(words_ptr, record), mask=live, other=0)
@@ -196,9 +191,9 @@ def _load_record(
     if DOWN > 0:
         rank_down = tl.load(ranks_at(ints_ptr, record + 1), mask=live, other=0)
         down = (tl.load(a_at(words_ptr, record + 1)), rank_down)
-        return (ranks, gate, up, scales), down, row
+        return (ranks, gate, up, scales), down
     else:
-        return (ranks, gate, up, scales), (0 * gate, 0 * slot), row
+        return (ranks, gate, up, scales), (0 * gate, 0 * slot)
 
 
 @triton.jit
@@ -221,7 +216,7 @@ def _silu_tile(
 ) -> None:
     """Few rows or many."""
     y_ptr, out_ptr = matrices
-    order_ptr, row, length = tile
+    order_ptr, length = tile
     ranks, gate, up, scales_ptr = record
     kind: tl.constexpr = tl.pointer_type(y_ptr.dtype.element_ty)
     b0 = (tl.multiple_of(gate.to(kind), 16), (ranks & 0xFFFFFFFF).to(tl.int32))
@@ -230,13 +225,13 @@ def _silu_tile(
     scales = (tl.load(scales_ptr), tl.load(scales_ptr + 1))
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length <= SMALL:
-        few = tile_rows(order_ptr, row, length, SMALL).to(tl.int64)
+        few = tile_rows(order_ptr, length, SMALL)
         silu_rows(
             (y_ptr, out_ptr, few), v, b0, b1, scales, next_site, col, end,
             INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
     else:
-        many = tile_rows(order_ptr, row, length, BLOCK_M).to(tl.int64)
+        many = tile_rows(order_ptr, length, BLOCK_M)
         silu_rows(
             (y_ptr, out_ptr, many), v, b0, b1, scales, next_site, col, end,
             INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,

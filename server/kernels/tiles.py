@@ -48,35 +48,22 @@ def take_range(units: tl.tensor) -> tuple[Any, Any]:
 
 @triton.constexpr_function
 def small_tile(block_m: int) -> int:
-    """A tile of at most so many rows is computed as if tiles were no larger. Where tiles are the
-    smallest, that is one row, which is done without tensor cores; where they are larger, one
-    of the smallest: steps of prompts have decodes, and most adapters of those have few rows."""
-    return 16 if block_m > 16 else 1
+    """A tile of at most so many rows is computed as if tiles were no larger: decodes, which steps
+    of prompts have as well, have few rows of most adapters."""
+    return 16 if block_m > 16 else 8
 
 
 @triton.jit
-def tile_rows(
-    order_ptr: tl.tensor, row: tl.tensor, length: tl.tensor, BLOCK_M: tl.constexpr
-) -> Any:
-    """The batch rows of a tile, `[BLOCK_M]` (0 beyond `length`), or its only one, which is known
-    already."""
-    if BLOCK_M == 1:
-        return row
-    else:
-        m = tl.arange(0, BLOCK_M)
-        return tl.load(order_ptr + m, mask=m < length, other=0)
+def tile_rows(order_ptr: tl.tensor, length: tl.tensor, BLOCK_M: tl.constexpr) -> Any:
+    """The batch rows of a tile, int64 `[BLOCK_M]`, 0 beyond `length`."""
+    m = tl.arange(0, BLOCK_M)
+    return tl.load(order_ptr + m, mask=m < length, other=0).to(tl.int64)
 
 
 @triton.jit
-def load_projection(
-    records: tl.tuple,
-    order_ptr: tl.tensor,
-    slot: tl.tensor,
-    start: tl.tensor,
-    p: tl.tensor,
-) -> tuple[Any, Any, Any, Any, Any]:
-    """Of projection p: rank (0 without an adapter), first rank, scale, address of B; and
-    the row at `start`. records: the table's words, ints and floats, site, number of sites."""
+def load_projection(records: tl.tuple, slot: tl.tensor, p: tl.tensor) -> tuple[Any, Any, Any, Any]:
+    """Of projection p: rank (0 without an adapter), first rank, scale, address of B. records: the
+    table's words, ints and floats, site, number of sites."""
     words_ptr, ints_ptr, floats_ptr, site, num_sites = records
     record = record_of(slot, site, num_sites)
     ranks_ptr = ranks_at(ints_ptr, record)
@@ -84,4 +71,4 @@ def load_projection(
     first = tl.load(ranks_ptr, mask=p > 0, other=0)
     first += tl.load(ranks_ptr + 1, mask=p > 1, other=0)
     scale = tl.load(scales_at(floats_ptr, record) + p)
-    return rank, first, scale, tl.load(b_at(words_ptr, record) + p), tl.load(order_ptr + start)
+    return rank, first, scale, tl.load(b_at(words_ptr, record) + p)

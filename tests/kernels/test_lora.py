@@ -211,12 +211,9 @@ def test_splits_that_do_not_divide_k(device: torch.device, split: int) -> None:
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
     x, y = torch.randn(5, 1900, device=device), torch.zeros(5, 64, device=device)
     configs = load_configs(device)
-    for block_k, row_block_k in ((64, 256), (128, 64)):
+    for block_k in (64, 256):
         y.zero_()
-        config = replace(
-            configs.shrink("decode", 5),
-            max_split=split, block_k=block_k, row_block_k=row_block_k,
-        )  # fmt: skip
+        config = replace(configs.shrink("decode", 5), max_split=split, block_k=block_k)
         route(batch.slots, batch.segments, adapters.table)
         shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
         config_e = configs.expand("decode", 5)

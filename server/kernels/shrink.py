@@ -139,17 +139,16 @@ def _shrink_kernel(
     # What the next item needs to know is fetched while the present one is computed: its record in
     # the table, and one item further ahead the tile, since the record's address depends on it.
     UNIT: tl.constexpr = features(BLOCK_K, 16, WARPS)
-    UNITS: tl.constexpr = (IN + UNIT - 1) // UNIT
     order_ptr, tiles_ptr, num_tiles_ptr = routed
     tiles = tl.load(num_tiles_ptr)
     wanted = tl.maximum(1, tl.minimum(MAX_SPLIT, target_items // tl.maximum(tiles, 1)))
-    span = tl.cdiv(UNITS, wanted) * UNIT
+    span = tl.cdiv((IN + UNIT - 1) // UNIT, wanted) * UNIT
     splits = tl.cdiv(IN, span)
     items = tiles * splits
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // splits, item < items, MAX_PARTS)
-    of_site = (records[0], records[1], site, num_sites)
-    total, address, rows = _load_record(of_site, order_ptr, slot, tile, BLOCK_M)
+    of_site = (records[0], records[1], order_ptr, site, num_sites)
+    total, address, rows = _load_record(of_site, slot, tile, BLOCK_M)
     ahead = item + step
     slot, next_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
     # Now x is read, and v written. The next kernel is not told to start beside this one: its
@@ -157,9 +156,7 @@ def _shrink_kernel(
     wait(PDL)
     tl.store(splits_ptr, splits, mask=tl.program_id(0) == 0)
     for item in range(tl.program_id(0), items, step):
-        next_total, next_address, next_rows = _load_record(
-            of_site, order_ptr, slot, next_tile, BLOCK_M
-        )
+        next_total, next_address, next_rows = _load_record(of_site, slot, next_tile, BLOCK_M)
         ahead = item + 2 * step
         slot, later_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
         if total > 0:
@@ -180,14 +177,10 @@ def _shrink_kernel(
 
 @triton.jit
 def _load_record(
-    of_site: tl.tuple,
-    order_ptr: tl.tensor,
-    slot: tl.tensor,
-    tile: tl.tuple,
-    BLOCK_M: tl.constexpr,
+    of_site: tl.tuple, slot: tl.tensor, tile: tl.tuple, BLOCK_M: tl.constexpr
 ) -> tuple[Any, Any, Any]:
     """Sum of ranks, address of A, and the tile's first rows, all that it has if they are few."""
-    words_ptr, ints_ptr, site, num_sites = of_site
+    words_ptr, ints_ptr, order_ptr, site, num_sites = of_site
     record = slot.to(tl.int64) * num_sites + site
     total = tl.load(total_rank_at(ints_ptr, record))
     rows = tile_rows(order_ptr + tile[0], tile[1], small_tile(BLOCK_M))

@@ -70,7 +70,7 @@ def test_activation_with_a_delta(device: torch.device, inner: int) -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("inner", [48, 200])
+@pytest.mark.parametrize("inner", [48, 200, 512])
 def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int) -> None:
     """Single rows, tiles, rows without an adapter, and a projection that is left alone."""
     torch.manual_seed(inner)

@@ -143,7 +143,7 @@ def test_tiles_of_every_length(device: torch.device, ranks: tuple[int, ...], pha
     """One row, few, as many as a small tile has, and what is left of a long run: each has code of
     its own."""
     torch.manual_seed(10)
-    lengths = (1, 2, 16, 17, 64, 65, 90)
+    lengths = (1, 2, 8, 9, 16, 17, 64, 65, 90)
     for dtype in dtypes(device):
         adapters = Adapters(dtype, device, len(lengths))
         slots = [-1]
@@ -151,6 +151,18 @@ def test_tiles_of_every_length(device: torch.device, ranks: tuple[int, ...], pha
             adapters.put(slot, 72, (70, 40), ranks)
             slots += [slot] * length
         check(adapters, slots, 72, (70, 40), phase)
+
+
+@pytest.mark.parametrize("ranks", [(8, 64), (16, 40), (24, 16), (80, 8)])
+def test_whole_steps(device: torch.device, ranks: tuple[int, int]) -> None:
+    """Where features and columns end with a step nothing is masked: not of the narrow pieces of
+    tiles that are shared out, either."""
+    torch.manual_seed(12)
+    for dtype in dtypes(device):
+        adapters = Adapters(dtype, device, 3)
+        for slot in range(3):
+            adapters.put(slot, 512, (512, 256), ranks[:: 1 if slot else -1])
+        check(adapters, [0, 1, 1, -1] + [2] * 11, 512, (512, 256))
 
 
 def test_strided_rows(device: torch.device) -> None:

@@ -32,7 +32,7 @@ def low_rank(
     """`v B^T` of two projections at columns n, float32 `[BLOCK_M, BLOCK_N]`."""
     acc0 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc1 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, tl.maximum(b0[1], b1[1]), 16):
+    for first in tl.range(0, tl.maximum(b0[1], b1[1]), 16, num_stages=1):
         r = first + tl.arange(0, 16)
         # Both on their way before the sums that wait for v.
         weights0, weights1 = load_b(b0, n, r, end), load_b(b1, n, r, end)
@@ -115,7 +115,7 @@ def load_v(
 @triton.constexpr_function
 def planes_at_once(max_split: int, elements: int) -> int:
     """Loads in flight, few enough for the registers."""
-    return min(max_split, 8 if elements <= 256 else 4)
+    return min(max_split, 8 if elements <= 128 else 4)
 
 
 @triton.jit

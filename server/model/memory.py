@@ -49,10 +49,12 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     # What pieces of contexts give, in float32; of a sequence one piece and a half.
     pieces = rows * 6 * model.q_size
     context = engine.max_context or model.max_context
-    # Of each row its tokens and its pages; the rotation of each position; adapters' records.
+    # Of each row its tokens, of rows with penalties once more, and its pages; the rotation of each
+    # position; adapters' records.
     row = context * 4 + -(-context // engine.page_size) * 8
     records = engine.adapter_slots * (model.num_layers * len(LAYER_SITES) + len(MODEL_SITES)) * 64
-    tables = engine.max_running * row + context * model.head_dim * 4 + records
+    tables = engine.max_running * row + LOGITS_ROWS * context * 4
+    tables += context * model.head_dim * 4 + records
     return _FIXED_WORKSPACE + 2 * activations + logits + pieces + tables
 
 

@@ -189,7 +189,7 @@ class RowSampling:
         longest = int(lengths[places].max())
         return Penalties(
             rows=self._tensor(places),
-            tokens=rows.tokens[self._tensor(chosen), :longest].long(),
+            tokens=rows.tokens[self._tensor(chosen), :longest],
             prompt_len=self._tensor(rows.prompt_len[chosen]),
             length=self._tensor(lengths[places]),
             repetition=self._gather("repetition_penalty", chosen),

@@ -13,6 +13,8 @@ import torch
 from server.model.philox import uniform
 
 _NEVER = float("-inf")
+# Past tokens of a row that are counted at once: what it takes does not grow with the context.
+_COUNTED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Rows whose past tokens count. rows: int64 `[p]`. tokens: int64 `[p, length]`, padded.
+    """Rows whose past tokens count. rows: int64 `[p]`. tokens: int32 `[p, length]`, padded.
 
     prompt_len, length: int64 `[p]`, of the prompt and of all tokens. repetition (over both),
     frequency, presence (over the output): float32 `[p]`.
@@ -133,21 +135,28 @@ def apply_history(logits: torch.Tensor, history: History) -> None:
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
-    vocab = logits.shape[1]
-    places = torch.arange(penalties.tokens.shape[1], device=logits.device)
-    known = places < penalties.length[:, None]
-    output = known & (places >= penalties.prompt_len[:, None])
-    # One column more takes in what does not count.
-    counts = torch.zeros(len(logits), vocab + 1, device=logits.device)
-    seen = counts.scatter(1, penalties.tokens.where(known, vocab), 1.0)[:, :vocab] > 0
+    seen, counts = _count(penalties, logits.shape[1])
     repetition = penalties.repetition[:, None]
     repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
     logits = torch.where(seen, repeated, logits)
-    ids = penalties.tokens.where(output, vocab)
-    counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))
-    counts = counts[:, :vocab]
     logits = logits - penalties.frequency[:, None] * counts
     return logits - penalties.presence[:, None] * (counts > 0)
+
+
+def _count(penalties: Penalties, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[p, vocab]`: which ids were seen at all, bool; how often in the output, float32."""
+    count, device = len(penalties.rows), penalties.tokens.device
+    # One column more takes in what does not count.
+    seen = torch.zeros(count, vocab + 1, dtype=torch.bool, device=device)
+    counts = torch.zeros(count, vocab + 1, device=device)
+    for begin in range(0, penalties.tokens.shape[1], _COUNTED):
+        tokens = penalties.tokens[:, begin : begin + _COUNTED].long()
+        places = begin + torch.arange(tokens.shape[1], device=device)
+        known = places < penalties.length[:, None]
+        output = known & (places >= penalties.prompt_len[:, None])
+        seen.scatter_(1, tokens.where(known, vocab), True)
+        counts.scatter_add_(1, tokens.where(output, vocab), output.float())
+    return seen[:, :vocab], counts[:, :vocab]
 
 
 def _warp(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

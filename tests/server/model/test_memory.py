@@ -13,6 +13,7 @@ from server.config import ConfigError, WorkerConfig
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig
 from server.model.memory import (
+    LOGITS_ROWS,
     DeviceMemory,
     executor_limits,
     fill_device,
@@ -105,6 +106,17 @@ def test_tables_of_pages_and_adapters_are_counted() -> None:
     pages = MODEL.max_context // 16
     assert workspace(page_size=1) - workspace() == AUTO.max_running * 15 * pages * 8
     assert workspace(adapter_slots=1016) - workspace(adapter_slots=16) == 1000 * (32 * 4 + 2) * 64
+
+
+def test_a_longer_context_is_counted() -> None:
+    """Tokens and pages of each row, tokens of those with penalties, and the rotation."""
+
+    def workspace(context: int) -> int:
+        return workspace_bytes(MODEL, msgspec.structs.replace(AUTO, max_context=context))
+
+    of_rows = AUTO.max_running * (4 * 4096 + 8 * 256)
+    more = of_rows + LOGITS_ROWS * 4 * 4096 + 4 * 4096 * MODEL.head_dim
+    assert workspace(8192) - workspace(4096) == more
 
 
 def planned_bytes(

@@ -20,9 +20,17 @@ from transformers import (
 )
 
 from server.engine.plan import RowStart
+from server.model import sampling
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
-from server.model.sampling import Sampled, logprobs, sample
+from server.model.sampling import (
+    History,
+    Penalties,
+    Sampled,
+    apply_history,
+    logprobs,
+    sample,
+)
 from server.protocol import SamplingParams
 
 VOCAB = 61
@@ -191,6 +199,30 @@ def test_frequency_and_presence_count_the_output_only() -> None:
         raised[0, 9] += lift  # 9 drops by 1.25, 7 by 0.75, 8 not at all
         found = Bench([start(0, params, tokens=tokens)]).sample(raised, [0])
         assert found.token_ids.tolist() == [winner]
+
+
+@pytest.mark.parametrize("counted", [1, 3, 100])
+def test_tokens_are_counted_some_at_a_time(counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of other lengths and prompts, padded with ids that must not count."""
+    monkeypatch.setattr(sampling, "_COUNTED", counted)
+    torch.manual_seed(4)
+    lengths, prompts = (9, 1, 4, 7), (4, 1, 0, 7)
+    tokens = torch.randint(0, 5, (4, 9), dtype=torch.int32)
+    logits = random_logits(4, 11)
+    repetition, frequency, presence = (torch.rand(4) + 0.5 for _ in range(3))
+    expected = logits.clone()
+    for row, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+        past = tokens[row, :length].tolist()
+        for token in set(past):
+            score, count = float(logits[row, token]), past[prompt:].count(token)
+            score *= float(repetition[row]) if score < 0 else 1 / float(repetition[row])
+            expected[row, token] = score - count * frequency[row] - (count > 0) * presence[row]
+    penalties = Penalties(
+        torch.arange(4), tokens, torch.tensor(prompts), torch.tensor(lengths),
+        repetition, frequency, presence,
+    )  # fmt: skip
+    apply_history(logits, History(penalties=penalties))
+    torch.testing.assert_close(logits, expected)
 
 
 def test_suppressed_until_the_index() -> None:

@@ -1,5 +1,6 @@
 """Kernels that finish LoRA on their way, against the reference and plain torch."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -67,6 +68,15 @@ def test_activation_with_a_delta(device: torch.device, inner: int) -> None:
     out = silu_mul(y, pending, programmatic_launch=False)
     gate, up = lora_reference(y, x, slots, adapters.weights, (inner, inner)).chunk(2, dim=-1)
     assert_close(out, functional.silu(gate) * up, torch.float32)
+
+
+def test_activation_of_extremes(device: torch.device) -> None:
+    """Where powers of 2 are beyond float32, too."""
+    gate = torch.tensor([-1e30, -1e4, -200, -126, -88, -30, -1e-3, 0, 1e-30, 30, 200, 1e30])
+    up = torch.full_like(gate, 3.0)
+    with np.errstate(over="ignore"):  # infinity is meant
+        out = silu_mul(torch.cat((gate, up))[None].to(device), None, programmatic_launch=False)
+    assert_close(out[0], (functional.silu(gate) * up).to(device), torch.float32)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

@@ -20,6 +20,7 @@ from router.dispatch import Dispatcher
 from router.generation import DIGEST_HEADER, AnswerHead, GenerationCall, PromptInfo, RequestError
 from router.generation_run import Generation, Part
 from router.http_body import BodyLimits, read_json_body
+from router.intake import Intake
 from router.sse import EventStream, until_disconnect
 from router.tenancy.keys import Caller
 from router.tenancy.metering import Charge
@@ -43,9 +44,11 @@ class Answerer:
     registered: Registered
     body_limits: BodyLimits
     errors: ToldErrors
+    intake: Intake
 
     async def answer(self, request: Request, parse: Parse) -> Response:
         """Raises RequestError for what fails before the first byte; ClientGone."""
+        await self.intake.enter()
         caller = await self.tenancy.identify(request.headers.get("authorization"))
         body = await read_json_body(request, self.body_limits)
         if self.base.text is None:  # without a model's names nothing can be told of the body

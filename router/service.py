@@ -34,6 +34,7 @@ from router.front_door import FrontDoor
 from router.generation import Secret
 from router.http_body import BodyLimits
 from router.idempotency import Idempotency
+from router.intake import Intake
 from router.metrics import RouterMetrics
 from router.model_card import CardStore
 from router.policy.attempts import Quarantine, RetryBudget
@@ -59,6 +60,8 @@ _HUB_THREADS = 8
 _START_POLL_S = 0.02
 _START_POLLS = 100
 _FREE_RETRIES_PER_S = 10.0
+# A few milliseconds of an event loop's iteration.
+_BEGIN_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,8 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     errors = ToldErrors(metrics)
     body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s)
     answerer = Answerer(
-        *(base, dispatcher, tenancy, catalog.rules.registered_name, body_limits, errors)
+        *(base, dispatcher, tenancy, catalog.rules.registered_name, body_limits, errors),
+        intake=Intake(_BEGIN_AT_ONCE),
     )
     watch_state(metrics, fleet, catalog, dispatcher)
     watch_sharing(metrics, sharing, tenancy)

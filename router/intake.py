@@ -1,0 +1,42 @@
+"""How many requests begin in one iteration of the event loop: few, however many have come.
+
+Each step of all would else come before the next step of any, and of a thousand that come at once
+the first would reach a worker when the last does.
+"""
+
+import asyncio
+from collections import deque
+
+
+class Intake:
+    """At most `at_once` begin in an iteration, in the order in which they came."""
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._left = at_once  # who comes now and may begin in this iteration
+        self._woken = 0  # who begin in the next one
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def enter(self) -> None:
+        """Returns when this request may begin."""
+        loop = asyncio.get_running_loop()
+        if self._left == self._at_once:
+            loop.call_soon(self._next_iteration)
+        if self._left:
+            self._left -= 1
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next_iteration(self) -> None:
+        self._left, self._woken = self._at_once - self._woken, 0
+        while self._waiting and self._woken < self._at_once:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its request was cancelled
+                turn.set_result(None)
+                self._woken += 1
+        if self._woken:
+            self._left = 0  # nobody overtakes them
+        if self._left < self._at_once:
+            asyncio.get_running_loop().call_soon(self._next_iteration)

@@ -34,9 +34,9 @@ def rope_append_lora(
     """Of `qkv + scale * v B^T`, v of the site's `shrink`: the first `num_decodes` rows are written
     back to qkv, the others' rotated queries `[tokens - num_decodes, heads, head_dim]` returned.
 
-    As `rope_append` with `expand` before it: the sum is rounded to qkv's dtype. For tiles of more
-    than 16 rows. positions, slots: of all tokens; k and v of one at -1 are left out.
-    qkv: in the adapters' dtype. One kernel. Raises ValueError on a mismatch.
+    As `rope_append` with `expand` before it, but that the sum of what is rotated is not rounded
+    before. For tiles of more than 16 rows. positions, slots: of all tokens; k and v of one at -1
+    are left out. qkv: in the adapters' dtype. One kernel. Raises ValueError on a mismatch.
     """
     segments, workspace, table = pending.segments, pending.workspace, pending.table
     tokens, (kv_heads, head_dim) = len(qkv), k_pages.shape[2:]

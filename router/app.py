@@ -61,7 +61,7 @@ def build_app(service: Service) -> ASGIApp:
     return Edge(
         app,
         service.metrics,
-        frozenset(route.path for route in routes),
+        [*routes, *_own_routes(info)],
         RequestLog(service.tracing, GENERATION_PATHS, service.config.log_requests),
         lambda: dispatcher.draining,
     )

@@ -3,8 +3,9 @@
 import logging
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.metrics import RouterMetrics
@@ -21,7 +22,7 @@ _ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
 class Edge:
     """Wraps the application. The request's id lies in `scope["state"]["request_id"]`.
 
-    routes: paths that get a metrics label of their own; all others share `other`.
+    routes: their paths are labels of metrics; requests that none of them takes share `other`.
     closing: whether connections are to end with their next answer.
     """
 
@@ -29,7 +30,7 @@ class Edge:
         self,
         app: ASGIApp,
         metrics: RouterMetrics,
-        routes: frozenset[str],
+        routes: Sequence[Route],
         log: RequestLog,
         closing: Callable[[], bool],
     ) -> None:
@@ -37,9 +38,9 @@ class Edge:
         self._app = app
         self._closing = closing
         self._metrics = metrics
-        self._routes = routes
+        self._paths: dict[object, str] = {route.endpoint: route.path for route in routes}
         for route in routes:  # a rate needs a zero to rise from
-            metrics.requests.labels(route, "200")
+            metrics.requests.labels(route.path, "200")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -58,10 +59,9 @@ class Edge:
 
     def _route(self, scope: Scope) -> str:
         """For metrics. `/` generates when posted to, and is asked for as `/health` is."""
-        path = str(scope["path"])
-        if path == "/" and scope["method"] != "POST":
+        if scope["path"] == "/" and scope["method"] != "POST":
             return "/health"
-        return path if path in self._routes else "other"
+        return self._paths.get(scope.get("endpoint"), "other")
 
 
 class _Answer:

@@ -222,6 +222,30 @@ async def test_metrics(router: Running) -> None:
     assert await router.metric("loraplex_workers_ready") == 1
 
 
+async def test_requests_are_counted_by_route(router: Running) -> None:
+    """Whatever name stands in the path."""
+    for method, path in (
+        ("GET", "/v1/adapters/pirate"),
+        ("GET", "/v1/adapters/nobody"),
+        ("DELETE", "/v1/adapters/pirate/load"),
+        ("GET", "/v1/models/pirate"),
+        ("GET", "/console/console.css"),
+        ("GET", "/"),
+    ):
+        await router.client.request(method, path)
+    text = (await router.client.get("/metrics")).text
+    for route, status in (
+        ("/v1/adapters/{name}", 200),
+        ("/v1/adapters/{name}", 404),
+        ("/v1/adapters/{name}/load", 405),
+        ("/v1/models/{name:path}", 200),
+        ("/console/{file}", 200),
+        ("/health", 200),
+    ):
+        assert f'loraplex_requests_total{{route="{route}",status="{status}"}} 1.0' in text
+    assert 'route="other"' not in text
+
+
 @pytest.mark.parametrize(
     ("sent", "kept"),
     [

@@ -31,6 +31,16 @@ def _is_stop(sequence: Sequence, token_id: int, index: int, eos: Collection[int]
     return (token_id in eos and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
 
 
+def not_finite(adapter: str | None) -> str:
+    """What is told of a sequence whose logits are not finite. adapter: its digest."""
+    if adapter is None:
+        return "the model gave logits that are not finite"
+    return (
+        f"the model gave logits that are not finite with the adapter of digest {adapter[:12]}: "
+        "its weights or its scale may be too large for this dtype"
+    )
+
+
 def token_event(
     sequence: Sequence,
     token_id: int | None,

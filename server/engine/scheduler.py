@@ -16,7 +16,7 @@ from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLi
 from server.engine.kv import SequencePages
 from server.engine.loading import AdapterLoads
 from server.engine.messages import AdapterSettled, EngineStats, SequenceEvent, SlabStaged
-from server.engine.outcome import error_event, finish_at, finished_before, token_event
+from server.engine.outcome import error_event, finish_at, finished_before, not_finite, token_event
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.residency import AdapterArena
 from server.engine.sequence import ORDER, Order, Sequence, State, discard
@@ -322,7 +322,7 @@ class Scheduler:
     def _apply(self, sequence: Sequence, piece: SeqSlice, result: SliceResult) -> None:
         if result.failed:
             self.pages.pool.forget(sequence.pages)
-            self._fail(sequence, "internal", "the model gave logits that are not finite")
+            self._fail(sequence, "internal", not_finite(sequence.adapter))
             return
         end = piece.start + piece.num_new
         self.pages.publish(sequence, end)

@@ -195,6 +195,14 @@ def test_a_bad_result_ends_its_sequence_only(result: SliceResult, word: str, dep
     harness.assert_at_rest()
 
 
+def test_values_that_are_not_finite_name_the_adapter() -> None:
+    harness = Harness()
+    key = harness.submit(make_request([5], 3, "a"))
+    harness.executor.results[0] = SliceResult(None, failed=True)
+    harness.run()
+    assert "digest a:" in str(harness.last(key).message)
+
+
 def test_pages_of_non_finite_values_are_not_read_again() -> None:
     harness = Harness()
     harness.submit(make_request([5] * 9, 20))

@@ -109,13 +109,16 @@ class Serve:
         say(f"ready at {self.url}, console at {self.url}/console. Try:\n\n{self.example()}\n")
 
     def example(self) -> str:
-        """A curl line that can be pasted."""
+        """A curl line that can be pasted; where callers have keys, into a shell with one in KEY."""
         parameters: dict[str, object] = {"max_new_tokens": 64}
         if self._plan.aliases:
             parameters["adapter_id"] = self._plan.aliases[0]
         body = json.dumps({"inputs": self._plan.example, "parameters": parameters})
         quoted = body.replace("'", "'\\''")
-        return f"    curl {self.url}/generate -H 'Content-Type: application/json' -d '{quoted}'"
+        key = ' -H "Authorization: Bearer $KEY"' if needs_keys(self._plan.router) else ""
+        return (
+            f"    curl {self.url}/generate{key} -H 'Content-Type: application/json' -d '{quoted}'"
+        )
 
 
 async def _until_ready(http: httpx.AsyncClient, url: str) -> None:

@@ -8,6 +8,7 @@ from launcher import config
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError
 from launcher.plan import Plan, plan, resolve_alias
+from launcher.serve import Serve
 
 
 def planned(*argv: str) -> Plan:
@@ -71,3 +72,10 @@ def test_without_a_model_the_demo_is_served(tmp_path: Path) -> None:
     assert Path(made.worker.model).is_dir()
     assert len(made.aliases) >= 5
     assert tmp_path in made.worker.adapter_roots
+
+
+@pytest.mark.parametrize(("auth", "has_key"), [("keys", True), ("none", False)])
+def test_the_line_to_try_has_a_key_where_callers_need_one(auth: str, has_key: bool) -> None:
+    serve = Serve(planned("--auth", auth), {})
+    assert ('-H "Authorization: Bearer $KEY"' in serve.example()) == has_key
+    serve._listener.close()

@@ -1,6 +1,7 @@
 """A request body's bytes to a typed struct: strict JSON, every fault named by its field. Pure."""
 
 import re
+import sys
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
@@ -13,6 +14,9 @@ from router.generation import RequestError
 # What is cheap to send must not be dear to walk: arrays, objects and keys; values of any kind.
 MAX_PARTS = 1 << 16
 MAX_VALUES = 1 << 18
+# Python reads no longer integers, and says so in words that are no caller's business.
+MAX_DIGITS = sys.int_info.default_max_str_digits
+_LONG_INTEGER = re.compile(rb"(?<![0-9.eE+-])-?[0-9]{%d,}+(?![.eE])" % (MAX_DIGITS + 1))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -41,6 +45,8 @@ def decode_plain(data: bytes) -> dict[str, Any]:
             msgspec.json.encode(plain)
         return plain
     except StrictJsonError as error:
+        if _LONG_INTEGER.search(outside_strings(data)):
+            raise RequestError("invalid", f"a number has more than {MAX_DIGITS} digits") from None
         raise RequestError("invalid", f"expected a JSON object: {error}") from None
     except UnicodeEncodeError:
         raise RequestError("invalid", "a string holds half of a surrogate pair") from None

@@ -32,7 +32,10 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """content may be null only beside tool calls of the assistant's."""
+    """content may be null only beside tool calls or a refusal of the assistant's.
+
+    Fields that are not here are ignored: clients send answers back with all that they had.
+    """
 
     role: Role
     content: str | list[ContentPart] | None = None
@@ -40,6 +43,7 @@ class Message(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
 
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:
@@ -64,6 +68,8 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
 
 def _content(message: Message, where: str) -> str:
     content = message.content
+    if content is None and message.role == "assistant" and message.refusal is not None:
+        return message.refusal
     if content is None:
         allowed = message.role == "assistant" and message.tool_calls
         require(allowed, "expected a text or a list of text parts", f"{where}.content")

@@ -1,7 +1,7 @@
 """LoRAX's `/`, `/generate` and `/generate_stream`: request bodies and answers. Pure.
 
-Parameters this API does not have are ignored, as LoRAX does, except those that other servers give
-a meaning that would change the answer: they are refused by name.
+Fields this API does not have are ignored, as LoRAX does, except those that would be lost silently:
+parameters that stand beside `parameters`, and names that other servers give a meaning.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,6 +16,7 @@ from router.api.fields import (
     Probability,
     RepetitionPenalty,
     StopString,
+    TopK,
     check_stops,
     choose_adapter,
     credential,
@@ -25,6 +26,7 @@ from router.api.formatter import ApiLimits
 from router.api.lorax_answer import LoraxFormatter, LoraxOptions
 from router.api.lorax_merge import MergedAdapters, choose_merge
 from router.generation import (
+    BASE_PLACEHOLDERS,
     AdapterChoice,
     AnswerHead,
     GenerationCall,
@@ -36,10 +38,34 @@ from server.protocol import SamplingParams
 # `/` answers with a list of one or a stream, as `stream` says; the others ignore `stream`.
 Route = Literal["/", "/generate", "/generate_stream"]
 
+# Names that other servers give a meaning: what says the same here, what says it on OpenAI's routes,
+# and what nothing does.
+_SAID_HERE = {
+    "max_tokens": "max_new_tokens",
+    "stop_sequences": "stop",
+    "model": "adapter_id",
+    "lora_id": "adapter_id",
+    "adapter_parameters": "merged_adapters",
+    "top_n_tokens": "return_k_alternatives",
+    "logprobs": "details",
+}
+_SAID_ON_OPENAI = {
+    **{name: name for name in ("logit_bias", "min_p", "n", "stop_token_ids", "min_tokens")},
+    "min_new_tokens": "min_tokens",
+}
 _FOREIGN = (
-    *("grammar", "schema", "regex", "choice", "guided_json", "tools", "logit_bias", "min_p", "n"),
-    *("stop_token_ids", "top_n_tokens", "max_tokens", "num_beams", "adapter_parameters"),
+    *(*_SAID_HERE, *_SAID_ON_OPENAI),
+    *("grammar", "schema", "regex", "choice", "guided_json", "json_schema", "tools"),
+    *("num_beams", "early_stopping", "length_penalty", "no_repeat_ngram_size", "bad_words"),
+    "skip_special_tokens",
 )
+# What they ask for when it is what is done anyway; of all others it is false.
+_NEUTRAL = {
+    **dict.fromkeys(("n", "num_beams", "length_penalty"), 1),
+    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens", "no_repeat_ngram_size"), 0),
+    "top_n_tokens": 0,
+    "skip_special_tokens": True,
+}
 
 
 class LoraxParameters(msgspec.Struct, frozen=True):
@@ -58,9 +84,9 @@ class LoraxParameters(msgspec.Struct, frozen=True):
     repetition_penalty: RepetitionPenalty | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    top_k: Positive | None = None
+    top_k: TopK | None = None
     top_p: Probability | None = None
-    typical_p: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    typical_p: Probability | None = None
     do_sample: bool | None = None
     max_new_tokens: Positive | None = None
     ignore_eos_token: bool | None = None
@@ -100,7 +126,8 @@ def parse(
     """Raises RequestError."""
     request, plain = decode_body(body, LoraxBody)
     given = request.parameters or LoraxParameters()
-    _refuse_unsupported(given, plain.get("parameters") or {})
+    _refuse_unsupported(given)
+    _refuse_lost(plain, limits)
     stream = route == "/generate_stream" or (route == "/" and bool(request.stream))
     best_of = given.best_of or 1
     _check_best_of(given, best_of, stream, limits)
@@ -136,16 +163,52 @@ def parse(
     return LoraxRequest(call, options)
 
 
-def _refuse_unsupported(given: LoraxParameters, plain: dict[str, Any]) -> None:
+def _refuse_unsupported(given: LoraxParameters) -> None:
     refused = {
         "watermark": given.watermark,
         "apply_chat_template": given.apply_chat_template,
         "response_format": (given.response_format or {}).get("type", "text") != "text",
     }
-    refused |= {name: plain.get(name) is not None for name in _FOREIGN}
     for name, is_set in refused.items():
         if is_set:
             raise RequestError("unsupported", f"`{name}` is not supported yet", param=name)
+
+
+def _refuse_lost(body: dict[str, Any], limits: ApiLimits) -> None:
+    """Raises RequestError for what asks for something in a place or by a name not read here."""
+    inside: dict[str, Any] = body.get("parameters") or {}
+
+    def is_lost(name: str, value: Any, known: str | None) -> bool:
+        if known in inside and _same(value, inside[known]):
+            return False
+        return not _asks_for_nothing(name, value, limits)
+
+    for name in LoraxParameters.__struct_fields__:
+        if name in body and is_lost(name, body[name], name):
+            raise RequestError("invalid", f"`{name}` belongs inside `parameters`", param=name)
+    for fields in (inside, body):
+        for name in _FOREIGN:
+            if name in fields and is_lost(name, fields[name], _SAID_HERE.get(name)):
+                raise RequestError("unsupported", f"`{name}` is {_instead(name)}", param=name)
+
+
+def _asks_for_nothing(name: str, value: Any, limits: ApiLimits) -> bool:
+    if name == "model" and value in (*BASE_PLACEHOLDERS, *limits.base_names):
+        return True
+    return value is None or value in ("", [], {}) or _same(value, _NEUTRAL.get(name, False))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """To Python 1 is true."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _instead(name: str) -> str:
+    if name in _SAID_HERE:
+        return f"not known here: use `{_SAID_HERE[name]}` inside `parameters`"
+    if name in _SAID_ON_OPENAI:
+        return f"not supported here yet: `/v1/completions` has `{_SAID_ON_OPENAI[name]}`"
+    return "not supported yet"
 
 
 def _check_best_of(given: LoraxParameters, best_of: int, stream: bool, limits: ApiLimits) -> None:
@@ -160,11 +223,12 @@ def _check_best_of(given: LoraxParameters, best_of: int, stream: bool, limits: A
 def _is_sampling(given: LoraxParameters) -> bool:
     if given.temperature == 0:
         return False
-    chosen = (given.top_k, given.top_p, given.typical_p)
     return (
         bool(given.do_sample)
         or given.temperature not in (None, 1.0)
-        or any(value is not None for value in chosen)
+        or (given.top_k or 0) > 0
+        or given.top_p is not None
+        or given.typical_p not in (None, 1.0)
     )
 
 
@@ -179,7 +243,7 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
     temperature = 1.0 if given.temperature is None else given.temperature
     return SamplingParams(
         temperature=temperature_of(temperature) if _is_sampling(given) else 0.0,
-        top_k=given.top_k or 0,
+        top_k=max(0, given.top_k or 0),
         top_p=given.top_p or 1.0,
         typical_p=given.typical_p or 1.0,
         repetition_penalty=given.repetition_penalty or 1.0,

@@ -15,6 +15,7 @@ from router.api.openai_common import (
     OpenAIBody,
     OpenAIFinish,
     Usage,
+    UsageIn,
     adapter_of,
     decode_openai,
     fingerprint,
@@ -22,9 +23,9 @@ from router.api.openai_common import (
     sampling_of,
     seed_of,
     stops_of,
-    stream_usage,
     usage_of,
-    wants_usage,
+    usage_so_far,
+    usage_wanted,
 )
 from router.generation import (
     AnswerHead,
@@ -62,7 +63,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
     n: int
     logprobs: bool
-    include_usage: bool
+    usage: UsageIn
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -176,7 +177,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ChatRequ
         user=request.user,
         template_vars=request.chat_template_kwargs or {},
     )
-    options = ChatOptions(n, sampling.logprobs is not None, wants_usage(request))
+    options = ChatOptions(n, sampling.logprobs is not None, usage_wanted(request))
     return ChatRequest(call, options)
 
 
@@ -206,7 +207,6 @@ class ChatFormatter:
         self._options = options
         self._id = f"chatcmpl-{head.request_id}"
         self._fingerprint = fingerprint(head)
-        self._usage = stream_usage(options.include_usage)
         self._prompts: list[PromptInfo] = []
         self._num_tokens = 0
 
@@ -231,7 +231,7 @@ class ChatFormatter:
 
     def end(self) -> bytes:
         done = b"data: [DONE]\n\n"
-        if not self._options.include_usage:
+        if self._options.usage == "none":
             return done
         usage = usage_of(self._prompts, self._num_tokens)
         return sse(self._chunk_of([], usage)) + done
@@ -263,7 +263,11 @@ class ChatFormatter:
         return encode(answer)
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
-        return sse(self._chunk_of([choice], self._usage))
+        return sse(self._chunk_of([choice], self._usage_so_far))
+
+    @property
+    def _usage_so_far(self) -> Usage | None | UnsetType:
+        return usage_so_far(self._options.usage, self._prompts, self._num_tokens)
 
     def _chunk_of(self, choices: list[ChunkChoice], usage: Usage | None | UnsetType) -> ChatChunk:
         return ChatChunk(

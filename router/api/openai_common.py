@@ -15,6 +15,7 @@ from router.api.fields import (
     Probability,
     RepetitionPenalty,
     StopString,
+    TopK,
     check_stops,
     choose_adapter,
     credential,
@@ -39,13 +40,17 @@ _HARMLESS = frozenset(
 
 
 OpenAIFinish = Literal["stop", "length"]
+# Which chunks of a stream tell the counts.
+UsageIn = Literal["none", "last", "each"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """include_usage: one more chunk, with the counts, before `[DONE]`."""
+    """include_usage: one more chunk, with the counts, before `[DONE]`. continuous_usage_stats
+    (vLLM's): and the counts so far in each chunk."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +74,7 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
         | None
     ) = None
     user: str | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     typical_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
@@ -107,8 +112,7 @@ def decode_openai(body: bytes, kind: type[B], unsupported: Sequence[str]) -> B:
         if value is None or name in kind.__struct_fields__ or name in _HARMLESS:
             continue
         if name not in unsupported:
-            message = f"Unrecognized request argument supplied: {name[:100]}"
-            raise RequestError("invalid", message, param=name[:100])
+            raise _unknown(name)
         if not _asks_for_nothing(name, value):
             raise RequestError("unsupported", f"`{name}` is not supported yet", param=name)
     require(
@@ -116,6 +120,10 @@ def decode_openai(body: bytes, kind: type[B], unsupported: Sequence[str]) -> B:
         "only allowed when `stream` is true",
         "stream_options",
     )
+    for name, value in (plain.get("stream_options") or {}).items():
+        if value is not None and name not in StreamOptions.__struct_fields__:
+            raise _unknown(f"stream_options.{name}")
+    require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
     return request
 
 
@@ -138,8 +146,11 @@ def seed_of(request: OpenAIBody) -> int | None:
     return None if request.seed is None else request.seed % 2**64
 
 
-def wants_usage(request: OpenAIBody) -> bool:
-    return bool(request.stream_options and request.stream_options.include_usage)
+def usage_wanted(request: OpenAIBody) -> UsageIn:
+    options = request.stream_options
+    if options is None or not options.include_usage:
+        return "none"
+    return "each" if options.continuous_usage_stats else "last"
 
 
 def sampling_of(
@@ -196,9 +207,13 @@ def usage_of(prompts: Sequence[PromptInfo], completion_tokens: int) -> Usage:
     )
 
 
-def stream_usage(wanted: bool) -> None | UnsetType:
-    """`usage` of the chunks before the last: null when the last will have it, else absent."""
-    return None if wanted else UNSET
+def usage_so_far(
+    wanted: UsageIn, prompts: Sequence[PromptInfo], completion_tokens: int
+) -> Usage | None | UnsetType:
+    """`usage` of the chunks before the last: null when only the last will have it."""
+    if wanted == "each":
+        return usage_of(prompts, completion_tokens)
+    return None if wanted == "last" else UNSET
 
 
 def fingerprint(head: AnswerHead) -> str:
@@ -220,10 +235,18 @@ def _check_lists(request: OpenAIBody, limits: ApiLimits) -> None:
         require(size <= most, f"expected at most {most} entries, got {size}", name)
 
 
+def _unknown(name: str) -> RequestError:
+    message = f"Unrecognized request argument supplied: {name[:100]}"
+    return RequestError("invalid", message, param=name[:100])
+
+
 def _asks_for_nothing(name: str, value: Any) -> bool:
     """Values of unsupported fields that are what is done anyway."""
     if name == "response_format":
         return isinstance(value, dict) and value.get("type") == "text"
-    if name in ("tool_choice", "function_call", "reasoning_effort"):
+    if name in ("tool_choice", "function_call"):
+        # Tools to choose from are refused by their own name.
+        return value in ("auto", "none")
+    if name == "reasoning_effort":
         return bool(value == "none")
     return bool(value in ([], "", ["text"]))

@@ -14,6 +14,7 @@ from router.api.openai_common import (
     OpenAIBody,
     OpenAIFinish,
     Usage,
+    UsageIn,
     adapter_of,
     decode_openai,
     fingerprint,
@@ -21,9 +22,9 @@ from router.api.openai_common import (
     sampling_of,
     seed_of,
     stops_of,
-    stream_usage,
     usage_of,
-    wants_usage,
+    usage_so_far,
+    usage_wanted,
 )
 from router.generation import (
     AnswerHead,
@@ -59,7 +60,7 @@ class CompletionsOptions(msgspec.Struct, frozen=True):
     n: int
     echo: bool
     logprobs: bool
-    include_usage: bool
+    usage: UsageIn
 
 
 class CompletionsRequest(msgspec.Struct, frozen=True):
@@ -136,7 +137,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Completi
         n,
         call.echo,
         request.logprobs is not None,
-        include_usage=wants_usage(request),
+        usage=usage_wanted(request),
     )
     return CompletionsRequest(call, options)
 
@@ -180,7 +181,6 @@ class CompletionsFormatter:
         self._options = options
         self._id = f"cmpl-{head.request_id}"
         self._fingerprint = fingerprint(head)
-        self._usage = stream_usage(options.include_usage)
         self._prompts: list[PromptInfo] = []
         self._num_tokens = 0
         self._offsets: dict[int, int] = {}
@@ -205,7 +205,7 @@ class CompletionsFormatter:
 
     def end(self) -> bytes:
         done = b"data: [DONE]\n\n"
-        if not self._options.include_usage:
+        if self._options.usage == "none":
             return done
         usage = usage_of(self._prompts, self._num_tokens)
         return sse(self._completion([], usage)) + done
@@ -246,7 +246,11 @@ class CompletionsFormatter:
             self._offsets[index] = offset + sum(len(token.text) for token in tokens)
         reason = None if finish is None else finish_reason(finish)
         choice = CompletionChoice(index, text, logprobs, reason)
-        return sse(self._completion([choice], self._usage))
+        return sse(self._completion([choice], self._usage_so_far))
+
+    @property
+    def _usage_so_far(self) -> Usage | None | UnsetType:
+        return usage_so_far(self._options.usage, self._prompts, self._num_tokens)
 
     def _completion(
         self, choices: list[CompletionChoice], usage: Usage | None | UnsetType

@@ -33,7 +33,6 @@ LORAX_VALUES: list[Case] = [
     lorax("temperature", "warm"),
     lorax("top_p", 0),
     lorax("top_p", 1.5),
-    lorax("top_k", 0),
     lorax("top_k", -3),
     lorax("top_k", 2**40),
     lorax("typical_p", 0),

@@ -53,8 +53,8 @@ def content(value: Any, role: str = "user") -> dict[str, Any]:
 
 # (path, fields, the field that the error must name)
 BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
-    *[(GENERATE, {name: -1}, name) for name in ("temperature", "top_k", "seed", "best_of")],
-    *[(GENERATE, {name: 0}, name) for name in ("top_p", "top_k", "typical_p", "truncate")],
+    *[(GENERATE, {name: -1}, name) for name in ("temperature", "seed", "best_of")],
+    *[(GENERATE, {name: 0}, name) for name in ("top_p", "typical_p", "truncate")],
     *[(GENERATE, {name: 0}, name) for name in ("max_new_tokens", "repetition_penalty")],
     *[(GENERATE, {"repetition_penalty": value}, "repetition_penalty") for value in (1e-300, 1e4)],
     *[(GENERATE, {name: 2.5}, name) for name in ("top_p", "typical_p", "presence_penalty")],
@@ -63,7 +63,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     *[(GENERATE, {name: 1.5}, name) for name in ("seed", "top_k", "max_new_tokens")],
     *[(GENERATE, {name: True}, name) for name in ("watermark", "apply_chat_template")],
     *[(GENERATE, {name: {"type": "json"}}, name) for name in ("grammar", "response_format")],
-    (GENERATE, {"typical_p": 1}, "typical_p"),
+    (GENERATE, {"typical_p": 1.01}, "typical_p"),
+    (GENERATE, {"top_k": -2}, "top_k"),
     (GENERATE, {"frequency_penalty": -2.01}, "frequency_penalty"),
     (GENERATE, {"seed": 2**64}, "seed"),
     (GENERATE, {"best_of": 2}, "best_of"),
@@ -129,6 +130,9 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
             {"logit_bias": [1]},
             {"logit_bias": {str(i): 1 for i in range(1025)}},
             {"stream_options": {"include_usage": True}},
+            {"stream_options": {"nonsense": 1}, "stream": True},
+            {"metadata": "x"},
+            {"metadata": ["x"]},
             {"stream": 1},
             {"user": 1},
             {"nonsense": 1},
@@ -163,6 +167,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, content("x", "wizard"), "messages"),
     (CHAT, content(None), "messages[0].content"),
     (CHAT, content(None, "assistant"), "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "refusal": "no"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "assistant", "refusal": 1}]}, "messages[0].refusal"),
     (CHAT, content([]), "messages[0].content"),
     (CHAT, content([{"type": "text"}]), "messages[0].content[0]"),
     (CHAT, content([{"type": "image_url", "image_url": {"url": "http://x"}}]), "messages[0]"),
@@ -308,6 +314,9 @@ def test_lorax_defaults_are_greedy() -> None:
         ({"temperature": 0, "do_sample": True}, 0.0),
         ({"temperature": 1e-9}, 0.0),
         ({"top_k": 5}, 1.0),
+        ({"top_k": 0}, 0.0),
+        ({"top_k": -1}, 0.0),
+        ({"typical_p": 1.0}, 0.0),
         ({"top_p": 1.0}, 1.0),
         ({"typical_p": 0.9}, 1.0),
         ({"repetition_penalty": 1.2}, 0.0),
@@ -315,6 +324,103 @@ def test_lorax_defaults_are_greedy() -> None:
 )
 def test_lorax_samples_when_told_so(parameters: dict[str, Any], temperature: float) -> None:
     assert call_of(GENERATE, **parameters).sampling.temperature == temperature
+
+
+@pytest.mark.parametrize("parameters", [{"top_k": -1}, {"top_k": 0}, {"typical_p": 1.0}])
+def test_lorax_filters_that_are_off(parameters: dict[str, Any]) -> None:
+    sampling = call_of(GENERATE, do_sample=True, **parameters).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.typical_p) == (1.0, 0, 1.0)
+
+
+# Of every parameter, something that it may ask for.
+ASKED: dict[str, Any] = {
+    **dict.fromkeys(("adapter_id", "adapter_source", "api_token"), "hub"),
+    **dict.fromkeys(("best_of", "max_new_tokens", "truncate", "return_k_alternatives", "seed"), 2),
+    **dict.fromkeys(("temperature", "repetition_penalty", "top_p", "typical_p"), 0.5),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_k"), 0),
+    **dict.fromkeys(("do_sample", "ignore_eos_token", "return_full_text", "watermark"), True),
+    **dict.fromkeys(("details", "decoder_input_details", "apply_chat_template"), True),
+    "merged_adapters": {"ids": ["a"], "weights": [1]},
+    "stop": ["a"],
+    "response_format": {"type": "json_object"},
+}
+
+
+@pytest.mark.parametrize("route", ["/", "/generate", "/generate_stream"])
+@pytest.mark.parametrize("name", lorax.LoraxParameters.__struct_fields__)
+def test_parameters_beside_parameters_are_not_lost(name: str, route: lorax.Route) -> None:
+    for inside in ({}, {"parameters": None}, {"parameters": {"max_new_tokens": 3}}):
+        body = json.dumps({"inputs": "hi", name: ASKED[name], **inside}).encode()
+        with pytest.raises(RequestError) as caught:
+            lorax.parse(body, LIMITS, route=route)
+        assert caught.value.message == f"`{name}` belongs inside `parameters`"
+        assert (caught.value.cause, caught.value.param) == ("invalid", name)
+
+
+def test_beside_parameters_what_asks_for_nothing_passes() -> None:
+    nothing: dict[str, Any] = {
+        "adapter_id": None,
+        "details": False,
+        "stop": [],
+        "api_token": "",
+        "options": {"a": 1},
+    }
+    said_twice = {"temperature": 0.5, "parameters": {"temperature": 0.5}}
+    call = call_of(GENERATE, inputs="hi", **nothing, **said_twice)
+    assert call == call_of(GENERATE, temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("max_tokens", 5, "use `max_new_tokens` inside `parameters`"),
+        ("stop_sequences", ["a"], "use `stop` inside `parameters`"),
+        ("model", "org/ada", "use `adapter_id` inside `parameters`"),
+        ("lora_id", "org/ada", "use `adapter_id` inside `parameters`"),
+        ("logprobs", 0, "use `details` inside `parameters`"),
+        ("logprobs", True, "use `details` inside `parameters`"),
+        ("min_tokens", 1, "`/v1/completions` has `min_tokens`"),
+        ("min_new_tokens", 1, "`/v1/completions` has `min_tokens`"),
+        ("n", 2, "`/v1/completions` has `n`"),
+        ("n", True, "`/v1/completions` has `n`"),
+        ("no_repeat_ngram_size", 2, "is not supported yet"),
+        ("bad_words", ["a"], "is not supported yet"),
+        ("length_penalty", 0.5, "is not supported yet"),
+        ("early_stopping", True, "is not supported yet"),
+        ("skip_special_tokens", False, "is not supported yet"),
+        ("json_schema", {"type": "object"}, "is not supported yet"),
+    ],
+)
+def test_names_of_other_servers_are_not_lost(name: str, value: Any, says: str) -> None:
+    for fields in ({name: value}, {"inputs": "hi", name: value}):
+        with pytest.raises(RequestError) as caught:
+            call_of(GENERATE, **fields)
+        assert says in caught.value.message
+        assert (caught.value.cause, caught.value.param) == ("unsupported", name)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 1, "num_beams": 1, "length_penalty": 1.0, "early_stopping": False},
+        {"no_repeat_ngram_size": 0, "min_tokens": 0, "min_new_tokens": 0, "min_p": 0.0},
+        {"skip_special_tokens": True, "logprobs": False, "top_n_tokens": 0},
+        {"stop_sequences": [], "bad_words": [], "tools": [], "logit_bias": {}, "lora_id": ""},
+        {"model": "small"},
+        {"model": "tgi"},
+        {"json_schema": None, "max_tokens": None, "grammar": None},
+    ],
+)
+def test_names_of_other_servers_may_ask_for_nothing(fields: dict[str, Any]) -> None:
+    assert call_of(GENERATE, **fields) == call_of(GENERATE)
+    assert call_of(GENERATE, inputs="hi", **fields) == call_of(GENERATE)
+
+
+def test_names_of_other_servers_may_say_the_same() -> None:
+    """As LangChain does with stop strings."""
+    assert call_of(GENERATE, stop=["a"], stop_sequences=["a"]).stop == ("a",)
+    with pytest.raises(RequestError, match="use `stop`"):
+        call_of(GENERATE, stop=["a"], stop_sequences=["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -512,6 +618,45 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
     assert call.template_vars == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_choice_among_no_tools_asks_for_nothing(choice: str) -> None:
+    assert call_of(CHAT, tool_choice=choice, function_call=choice) == call_of(CHAT)
+    assert call_of(COMPLETIONS, tool_choice=choice) == call_of(COMPLETIONS)
+    with pytest.raises(RequestError, match="`tools` is not supported yet"):
+        call_of(CHAT, tool_choice=choice, tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_answers_may_be_sent_back_with_all_that_they_had() -> None:
+    refused = {"role": "assistant", "content": None, "refusal": "I will not."}
+    more: dict[str, Any] = {
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "unheard_of": 1,
+    }
+    call = call_of(
+        CHAT,
+        messages=[
+            refused | more,
+            {"role": "assistant", "content": "b", "refusal": "c"},
+            {"role": "user", "content": [{"type": "text", "text": "d", "cache_control": {}}]},
+        ],
+    )
+    assert call.messages == [
+        {"role": "assistant", "content": "I will not."},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "d"},
+    ]
+
+
+def test_unknown_stream_options_are_named() -> None:
+    with pytest.raises(RequestError) as caught:
+        call_of(CHAT, stream=True, stream_options={"include_usage": True, "nonsense": 1})
+    assert caught.value.param == "stream_options.nonsense"
+    options = {"include_usage": True, "include_obfuscation": False, "nonsense": None}
+    assert call_of(CHAT, stream=True, stream_options=options).stream
+
+
 def _tool_call(arguments: str) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     return [{"role": "assistant", "tool_calls": [call]}]
@@ -536,6 +681,9 @@ def test_chat_logprobs() -> None:
     assert call_of(CHAT, max_completion_tokens=5).max_tokens == 5
 
 
+NOT_JSON = "expected a JSON object: not JSON: "
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -545,9 +693,13 @@ def test_chat_logprobs() -> None:
         (b"true", "expected a JSON object: not a JSON object but a boolean"),
         (b'{"id": "a b"}', "`id`: expected `str` of the form [A-Za-z0-9][A-Za-z0-9._-]{0,63}"),
         (b'{"label": 5}', "`label`: expected `str`, got `int`"),
+        (b'{"a": ' + b"9" * 4301 + b"}", "a number has more than 4300 digits"),
+        (b'{"a": [-' + b"9" * 9999 + b"]}", "a number has more than 4300 digits"),
+        (b'{"a": 0.' + b"9" * 4301 + b", }", NOT_JSON),
+        (b'{"a": "' + b"9" * 4301 + b'", }', NOT_JSON),
     ],
 )
 def test_faults_are_said_in_json_words(body: bytes, says: str) -> None:
     with pytest.raises(RequestError) as refused:
         decode_body(body, CreateKeyBody)
-    assert str(refused.value) == says
+    assert str(refused.value).startswith(says)

@@ -124,6 +124,22 @@ def test_usage_of_a_stream(make: Any) -> None:
     assert all(part["usage"] is None for part in parts)
 
 
+@pytest.mark.parametrize("make", [completions, chat])
+def test_usage_in_each_chunk(make: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *parts, _ = stream(make(stream=True, stream_options=options), events())
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert 0 < counts[-3] < 4
+    assert {part["usage"]["prompt_tokens"] for part in parts} == {2}
+    alone = {"continuous_usage_stats": True}
+    assert all(
+        "usage" not in part
+        for part in stream(make(stream=True, stream_options=alone), events())[:-1]
+    )
+
+
 def test_chat() -> None:
     answer = json.loads(chat(n=2).whole([result(), result(choice=1, finish="length")], [PROMPT]))
     parsed = strict(ChatCompletion, answer)

@@ -64,6 +64,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_begun = False
         self._head_too_large = False
         self._discarded_bytes = 0
+        self._ends = False  # with the request that is being read
         self._head_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
@@ -137,6 +138,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if len(hosts) != 1 and (hosts or self.parser.get_http_version() != "1.0"):
             raise _BadHost
         super().on_headers_complete()
+        self._ends = not self.cycle.keep_alive
+        self.cycle.keep_alive = True  # until its body has come, however early its answer
 
     def on_body(self, body: bytes) -> None:
         """After an early answer (413, …) the rest of a body is thrown away, up to a limit.
@@ -154,6 +157,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = True
         _stop(self._body_timer)
         self._body_timer = None
+        if self._ends:
+            self.cycle.keep_alive = False
+            if self.cycle.response_complete:
+                self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         if self._head_too_large:

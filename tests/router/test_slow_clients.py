@@ -140,6 +140,22 @@ async def test_a_body_that_nobody_wants(tmp_path: Path, secure: dict[str, Any]) 
         assert await cut(router) == {"body_late": 1}
 
 
+@pytest.mark.parametrize("last", ["1.1\r\nconnection: close", "1.0"])
+async def test_the_last_body_is_read_after_its_answer(
+    tmp_path: Path, secure: dict[str, Any], last: str
+) -> None:
+    piece, count = b"x" * 4096, 500
+    async with running_router(tmp_path, **secure) as router, connected(router) as (reader, writer):
+        head = f"POST /no HTTP/{last}\r\n{HOST}content-length: {len(piece) * count}\r\n\r\n"
+        writer.write(head.encode())
+        assert b" 404 " in await reader.readuntil(b"\r\n\r\n")
+        for _ in range(count):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)  # the router runs in this loop
+        assert b"not_found" in await asyncio.wait_for(reader.read(), 10)
+
+
 @pytest.mark.parametrize("hello", [None, b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n"])
 async def test_a_handshake_that_never_ends(tmp_path: Path, hello: bytes | None) -> None:
     """It has its place among the connections, and its time."""

@@ -122,11 +122,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._head_timer is None:  # it follows another request in one piece of data
             self._await_head()
 
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._parsed_bytes += len(name) + len(value)
-        if len(self.headers) >= MAX_HEADERS or self._parsed_bytes > MAX_HEAD_BYTES:
-            self._head_too_large = True
-            raise _HeadTooLarge
+        self._count(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -231,6 +232,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._cut("not_read")
         else:
             self._await_reader()
+
+    def _count(self, nbytes: int) -> None:
+        """More of a head. Raises _HeadTooLarge."""
+        self._parsed_bytes += nbytes
+        if len(self.headers) >= MAX_HEADERS or self._parsed_bytes > MAX_HEAD_BYTES:
+            self._head_too_large = True
+            raise _HeadTooLarge
 
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

@@ -285,6 +285,7 @@ async def raw(router: Running, data: bytes) -> bytes:
         (b"GET /health/live HTTP/1.1\r\nhost: x\r\nx-big: " + b"a" * 70_000, 431),
         (b"GET /health/live HTTP/1.1\r\n" + b"a: b\r\n" * 200, 431),
         (b"GET /" + b"a" * 70_000, 431),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431),
         (b"GET /health/live HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", 431),
         (b"GET /health/live HTTP/1.1\r\nx-big: " + b"a" * 70_000 + b"\r\n\r\n", 431),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n", 400),

@@ -8,6 +8,8 @@ from adapters.tokenizer_files import TOKENIZER_FILES
 from adapters.validate import WEIGHTS_FILE, AdapterLimits
 from adapters.violations import Findings
 
+# Of weights in several files. It is not read.
+_INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -17,7 +19,12 @@ def is_unsafe(name: str) -> bool:
 
 
 def is_relevant(name: str) -> bool:
-    return name in (CONFIG_FILE, WEIGHTS_FILE) or name in TOKENIZER_FILES or is_unsafe(name)
+    """Whether it says something of the adapter, be it only why it is refused."""
+    return _is_fetched(name) or name == _INDEX_FILE or is_unsafe(name)
+
+
+def _is_fetched(name: str) -> bool:
+    return name in (CONFIG_FILE, WEIGHTS_FILE) or name in TOKENIZER_FILES
 
 
 def small_files(
@@ -32,7 +39,10 @@ def small_files(
         findings.add("missing_file", CONFIG_FILE, f"there is no {CONFIG_FILE}")
     if WEIGHTS_FILE not in listing:
         unsafe = sorted(name for name in listing if is_unsafe(name))
-        if unsafe:
+        if _INDEX_FILE in listing:
+            message = f"the weights are in several files; save them as one, {WEIGHTS_FILE}"
+            findings.add("missing_file", WEIGHTS_FILE, message)
+        elif unsafe:
             message = f"the weights are a pickle, which is never opened; expected {WEIGHTS_FILE}"
             findings.add("unsafe_format", unsafe[0], message)
         else:
@@ -45,12 +55,16 @@ def small_files(
             findings.add("file_too_large", name, message)
         elif name in listing:
             small.append(name)
-    total = fetched_bytes(listing)
-    if total > limits.max_bytes:
-        message = f"the adapter has {total} bytes; at most {limits.max_bytes} are accepted"
-        raise AdapterError("too_large", message)
+    check_bytes(fetched_bytes(listing), limits)
     return tuple(small)
 
 
+def check_bytes(total: int, limits: AdapterLimits) -> None:
+    """total: of an adapter's files together. Raises AdapterError `too_large`."""
+    if total > limits.max_bytes:
+        message = f"the adapter has {total} bytes; at most {limits.max_bytes} are accepted"
+        raise AdapterError("too_large", message)
+
+
 def fetched_bytes(listing: Mapping[str, int]) -> int:
-    return sum(size for name, size in listing.items() if is_relevant(name) and not is_unsafe(name))
+    return sum(size for name, size in listing.items() if _is_fetched(name))

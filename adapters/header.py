@@ -21,6 +21,9 @@ _MAX_DIM = 1 << 40
 _MAX_OFFSET = (1 << 64) - 1
 _MAX_METADATA_KEYS = 4096
 _FILE = "adapter_model.safetensors"
+# A Git-LFS pointer's, which is text and no longer than this. As a length it would be absurd.
+_POINTER_START = b"version "
+_MAX_POINTER_BYTES = 1024
 
 DTYPE_BYTES: dict[str, int] = {
     "BOOL": 1,
@@ -63,6 +66,9 @@ def header_size(prefix: bytes, file_bytes: int, max_header_bytes: int = MAX_HEAD
     """Length of the JSON that follows the first 8 bytes. Raises AdapterError `invalid`."""
     if len(prefix) < PREFIX_BYTES:
         raise invalid("truncated", _FILE, "the weights file is shorter than 8 bytes")
+    if prefix[:PREFIX_BYTES] == _POINTER_START and file_bytes < _MAX_POINTER_BYTES:
+        message = f"{_FILE} is a Git-LFS pointer and not the weights; `git lfs pull` fetches them"
+        raise invalid("header_too_large", _FILE, message)
     size = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if size > max_header_bytes:
         message = f"the safetensors header claims {size} bytes; at most {max_header_bytes} are read"

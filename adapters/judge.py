@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from adapters.adapter_files import is_relevant, small_files
+from adapters.adapter_files import check_bytes, is_relevant, small_files
 from adapters.base import BaseSpec
 from adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
 from adapters.disk import entries_of
@@ -104,8 +104,10 @@ def rejudge(folder: Path, base: BaseSpec, limits: AdapterLimits) -> LoraTensors:
     Raises AdapterError.
     """
     findings = Findings()
-    config = parse_config((folder / CONFIG_FILE).read_bytes(), findings)
+    text = (folder / CONFIG_FILE).read_bytes()
+    config = parse_config(text, findings)
     with open_weights(folder / WEIGHTS_FILE) as weights:
+        check_bytes(len(text) + weights.nbytes, limits)
         tensors = _header(weights, findings)
         adapter = None
         if config is not None and tensors is not None:

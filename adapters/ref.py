@@ -15,7 +15,7 @@ MAX_TOKEN_CHARS = 4096
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _SEGMENT = r"[A-Za-z0-9._+=,~-]{1,255}"
 _HOST = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?(?::[1-9][0-9]{0,4})?"
-_BUCKET = r"[a-z0-9][a-z0-9.-]{1,62}"
+_BUCKET = r"[a-z0-9][a-z0-9.-]{2,62}"
 _NAMES: dict[RefSource, re.Pattern[str]] = {
     "alias": re.compile(_WORD),
     "hub": re.compile(rf"{_WORD}(?:/{_WORD})?"),
@@ -63,7 +63,7 @@ def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
     if source in _URLS:
         name = name.removesuffix("/")
     if not _NAMES[source].fullmatch(name) or not _well_formed(source, name):
-        raise _bad_ref(text, f"not the name of an adapter for source {source!r}")
+        raise _bad_ref(text, _fault(source, name))
     if at and (source == "alias" or not _REVISION.fullmatch(revision) or not _safe_path(revision)):
         raise _bad_ref(text, "what follows '@' is not a branch, tag or commit")
     return AdapterRef(source, name, revision if at else None)
@@ -136,6 +136,17 @@ def _well_formed(source: RefSource, name: str) -> bool:
 def _safe_path(text: str) -> bool:
     """No empty, `.` or `..` part, and no `..` within one either (a Git rule, too)."""
     return ".." not in text and all(part not in ("", ".") for part in text.split("/"))
+
+
+def _fault(source: RefSource, name: str) -> str:
+    """What keeps it from being a name of this source."""
+    bucket, slash, prefix = name.partition("/")
+    if source == "s3" and bucket:
+        if not is_bucket(bucket):
+            return f"{ascii(bucket[:80])} is no bucket: 3 to 63 of a-z, 0-9, '.' and '-'"
+        if not prefix:
+            return "there is no prefix after the bucket"
+    return f"not the name of an adapter for source {source!r}"
 
 
 def _bad_ref(text: str, reason: str) -> AdapterError:

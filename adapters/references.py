@@ -14,9 +14,13 @@ MAX_REFERENCES = 65_536
 _TRIM_EVERY = 1024
 
 
-class _Remembered(msgspec.Struct, frozen=True):
+class Known(msgspec.Struct, frozen=True):
+    """nbytes: of all files that were published with this content; other places of the same content
+    may have others beside it. 0 = remembered before that was kept."""
+
     ref: AdapterRef
     digest: str
+    nbytes: int = 0
 
 
 class References:
@@ -29,18 +33,18 @@ class References:
         self._folder = folder
         self._added = itertools.count()
 
-    def digest(self, ref: AdapterRef) -> str | None:
-        """Of the content. Raises OSError."""
+    def find(self, ref: AdapterRef) -> Known | None:
+        """Raises OSError."""
         try:
-            known = msgspec.json.decode(self._file(ref).read_bytes(), type=_Remembered)
+            known = msgspec.json.decode(self._file(ref).read_bytes(), type=Known)
         except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
             return None
-        return known.digest if known.ref == ref else None
+        return known if known.ref == ref else None
 
-    def remember(self, ref: AdapterRef, digest: str, staging: Path) -> None:
+    def remember(self, known: Known, staging: Path) -> None:
         """staging: a folder of the caller's own beside this one. Raises OSError."""
-        staged = staging / "ref.json"
-        staged.write_bytes(msgspec.json.encode(_Remembered(ref, digest)))
+        ref, staged = known.ref, staging / "ref.json"
+        staged.write_bytes(msgspec.json.encode(known))
         staged.chmod(0o444)
         staged.rename(self._file(ref))
         if next(self._added) % _TRIM_EVERY == 0:

@@ -32,7 +32,7 @@ from adapters.merge_recipe import MergeRecipe
 from adapters.quota import Quota
 from adapters.recent import Recent
 from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name
-from adapters.references import References
+from adapters.references import Known, References
 from adapters.retries import Retries
 from adapters.single_flight import SingleFlight
 from adapters.slab_file import SlabError, SlabFile, SlabSource, write_slab_file
@@ -54,6 +54,8 @@ _MERGE_FAILURE_TTL_S = 600.0
 # Some 300 KB each: what comes is used soon.
 _MAX_JUDGED = 128
 _MAX_ALLOWED = 65_536
+# What enables a source that is not enabled by itself.
+_OPTIONS: dict[RefSource, str] = {"s3": "--s3-bucket", "https": "--https-host"}
 
 
 class AdapterStore:
@@ -119,7 +121,9 @@ class AdapterStore:
         """
         source = self._sources.get(ref.source)
         if source is None:
-            message = f"adapters from {ref.source!r} are not enabled here"
+            option = _OPTIONS.get(ref.source)
+            allowed = "" if option is None else f": no {option} allows them"
+            message = f"adapters from {ref.source!r} are not enabled here{allowed}"
             raise AdapterError("forbidden", message)
         report = progress or (lambda stage: None)
         try:
@@ -225,12 +229,12 @@ class AdapterStore:
             self._make_folders()
             with self._staging_folder(ref) as folder:
                 progress("fetching")
-                self._fetch(source, ref, token, folder)
+                nbytes = self._fetch(source, ref, token, folder)
                 progress("checking")
                 with self._judging:
                     judged = judge_folder(folder, self._base, self._limits)
                 self._keep(folder, judged)
-                self._references.remember(ref, judged.manifest.digest, folder)
+                self._references.remember(Known(ref, judged.manifest.digest, nbytes), folder)
             return judged.manifest
 
     def _merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
@@ -266,8 +270,11 @@ class AdapterStore:
             self._keep(folder, judged._replace(manifest=manifest))
         return manifest
 
-    def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> None:
-        """Small files first: most of what cannot be served is known before the weights come."""
+    def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> int:
+        """Small files first: most of what cannot be served is known before the weights come.
+
+        Returns the bytes of all files.
+        """
         listing = self._retries.run(lambda: source.list_files(ref, token))
         findings = Findings()
         small = small_files(listing, self._limits, findings)
@@ -297,6 +304,7 @@ class AdapterStore:
         findings.raise_if_any()
         with self._quota.room(total):
             fetch(WEIGHTS_FILE)
+        return total
 
     def _make_folders(self) -> None:
         """Before anything is written: somebody may have deleted them. Raises OSError."""
@@ -315,9 +323,11 @@ class AdapterStore:
         self._allowed.put(judged.manifest.digest, True)
 
     def _recall(self, ref: AdapterRef) -> AdapterManifest | None:
-        """What is known of a pinned reference."""
-        digest = self._references.digest(ref)
-        return None if digest is None else self._known(digest)
+        """What is known of a pinned reference, if it is not too large by the limits of today."""
+        known = self._references.find(ref)
+        if known is None or known.nbytes > self._limits.max_bytes:
+            return None
+        return self._known(known.digest)
 
     def _known(self, digest: str) -> AdapterManifest | None:
         """Of stored content, judged again under the limits of today, once.

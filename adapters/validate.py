@@ -164,7 +164,10 @@ def check_base_name(
     if limits.allow_other_base or names_base(trained_for, base):
         return
     known = " or ".join(map(shown, base.names)) or "unnamed"
-    message = f"the adapter was trained for {shown(trained_for)}, this base model is {known}"
+    message = (
+        f"the adapter was trained for {shown(trained_for)}, this base model is {known}; if they "
+        "are the same, --model-name gives the base another name; --allow-other-base takes any"
+    )
     findings.add("wrong_base", "base_model_name_or_path", message)
 
 

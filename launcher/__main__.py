@@ -140,6 +140,14 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
             help="base model: Hub id, folder, or demo",
         )
         parser.add_argument(
+            "--model-name",
+            dest="model_names",
+            metavar="NAME",
+            action="append",
+            default=[],
+            help="another name of the base, as its worker has it; may be repeated",
+        )
+        parser.add_argument(
             "--allow-other-base", action="store_true", help="accept one that names another base"
         )
     for parser in (pull, pack):

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
     limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
     copies: list[str] = []
     try:
-        base = _base(arguments.base)
+        base = _base(arguments.base, arguments.model_names)
         if arguments.action == "check":
             judged = _check(arguments.ref, base, limits)
             manifest = judged.manifest
@@ -78,13 +78,17 @@ def _check_out(path: Path) -> None:
         raise OptionError(f"--out {path}: there is no folder {path.parent}")
 
 
-def _base(model: str | None) -> BaseSpec | None:
+def _base(model: str | None, names: Sequence[str]) -> BaseSpec | None:
+    """By all names that a worker of this model knows it by. names: those that the operator adds."""
     if model is None:
+        if names:
+            raise OptionError("--model-name names the base that --base says")
         return None
-    if model == "demo" or is_demo_model(model):
-        return read_base_spec(model_path(), (BASE_NAME,))
+    if model == "demo":
+        model = str(model_path())
     folder = find_model(model, None)
-    return read_base_spec(folder.path, folder.names)
+    demo = (BASE_NAME,) if is_demo_model(model) else ()
+    return read_base_spec(folder.path, tuple(dict.fromkeys((*demo, *names, *folder.names))))
 
 
 def _folder(text: str) -> Path | None:

@@ -123,7 +123,9 @@ def _requests(
         yield "GET", f"/v1/adapters{_query(arguments)}", None
     elif action == "register":
         body = {"name": arguments.name, "ref": arguments.ref, "tenant": arguments.tenant}
-        flags = {"pin": arguments.pin, "replace": arguments.replace}
+        flags = {"replace": arguments.replace}
+        if arguments.pin:  # without, a name that is pinned stays so
+            flags["pin"] = True
         yield "POST", "/v1/adapters", {**body, **flags, "token": token}
     elif action in ("rollout", "promote", "rollback", "history"):
         yield _rollout_request(arguments)

@@ -119,8 +119,10 @@ class AdapterAdmin:
     def _wanted(self, wish: Wish, before: Registration | None) -> Registration:
         """Raises AdapterError where somebody else has the say."""
         name = wish.name
+        # Who registers a name once more, to be sure that it is there, takes nothing from it.
+        pinned = wish.pin if wish.pin is not None else before is not None and before.pinned
         wanted = Registration(
-            *(name.name, wish.ref, wish.origin, wish.pin, wish.token), tenant=name.tenant
+            *(name.name, wish.ref, wish.origin, pinned, wish.token), tenant=name.tenant
         )
         declared = self._aliases.declared(name)
         if wish.origin == "file":
@@ -130,11 +132,14 @@ class AdapterAdmin:
         if declared is not None:
             if declared.ref != wish.ref:
                 self.check_free(name, "file", "option")
-            pinned = declared.pinned if declared.origin == "file" else wish.pin
+            pinned = declared.pinned if declared.origin == "file" else pinned
             wanted = msgspec.structs.replace(wanted, origin=declared.origin, pinned=pinned)
         if before is not None and before.state != "deleted":
             conflicts(before, wish.ref, wish.replace)
             move(before, "admit")
+            # A credential was given for one reference, and goes to no other.
+            if before.ref == wish.ref and wish.token is None:
+                wanted = msgspec.structs.replace(wanted, token=before.token)
         return wanted
 
     async def load(self, name: OwnedName) -> Registration:

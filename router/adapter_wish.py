@@ -12,13 +12,14 @@ from router.rollout import Declared, Guards
 class Wish(msgspec.Struct, frozen=True):
     """A registration that somebody wants. replace: also if the name means something else now.
 
+    pin: None = as the name is. token: None = the one that opens this reference already, if any.
     by: who wants it, for the history.
     """
 
     name: OwnedName
     ref: AdapterRef
     origin: Origin
-    pin: bool = False
+    pin: bool | None = None
     token: Secret | None = None
     replace: bool = False
     by: str = ""

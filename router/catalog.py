@@ -6,6 +6,7 @@ time, so what one caller's token opened is never another's.
 
 import asyncio
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from router.generation import AdapterChoice, MergedChoice, Secret
 from router.registration import Registration, check_served, seen
 from router.rollout import Content
 from router.served import Merge, Origin, ServedAdapter, changed, has_changed, merge_of
+
+log = logging.getLogger(__name__)
 
 MAX_CACHED = 4096
 MAX_RESOLVING = 256
@@ -127,7 +130,11 @@ class Catalog:
         alias = self.rules.registration(choice)
         if alias is not None and alias.state == "ready":
             return self._served(choice, alias, sticky)
-        served = await self._serve(choice.adapter_id, ref, token)
+        try:
+            served = await self._serve(choice.adapter_id, ref, token)
+        except AdapterError as error:
+            self._note_failure(choice, ref, token, error)
+            raise
         # The name may have been given another meaning, or none, while this was waited for.
         self.rules.target(choice)
         alias = self.rules.registration(choice)
@@ -135,11 +142,33 @@ class Catalog:
             return served
         if alias.state == "ready" or alias.ref != ref:
             return await self.resolve(choice, sticky)
-        if alias.digest != served.digest:
+        is_mended = alias.error is not None and self._is_own(alias, token)
+        if alias.digest != served.digest or is_mended:
             assert isinstance(served.origin, AdapterRef)
             content = Content(served.origin, served.manifest)
             self.rules.aliases.note(alias, seen(alias, content, self._unix_time()))
         return msgspec.structs.replace(served, alias=alias.key)
+
+    def _note_failure(
+        self, choice: AdapterChoice, ref: AdapterRef, token: Secret | None, error: AdapterError
+    ) -> None:
+        """For the operator, if the name still means it and the caller's credential is not why."""
+        alias = self.rules.registration(choice)
+        if alias is None or (alias.state, alias.ref) != ("registered", ref):
+            return
+        if self._is_own(alias, token):
+            self._note_problem(alias, error.message)
+
+    def _note_problem(self, alias: Registration, problem: str) -> None:
+        """Logged once until it is mended, however many requests meet it."""
+        if alias.error is None:
+            log.warning("adapter %s cannot be loaded: %s", alias.key, problem)
+        if alias.error != problem:
+            self.rules.aliases.note(alias, msgspec.structs.replace(alias, error=problem))
+
+    def _is_own(self, alias: Registration, token: Secret | None) -> bool:
+        """Whether it was opened as the operator would, and not with what a caller brought."""
+        return token == self.rules.credential(alias)
 
     async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
         key = (origin, _fingerprint(token))
@@ -208,7 +237,7 @@ class Catalog:
             return
         if alias is not None and alias.state == "ready":
             problem = "a worker could not fetch its content again; refresh it if it has changed"
-            self.rules.aliases.note(alias, msgspec.structs.replace(alias, error=problem))
+            self._note_problem(alias, problem)
             return
         ref, token = self.rules.target(choice)
         self._outcomes.pop((ref, _fingerprint(token)), None)

@@ -138,7 +138,8 @@ class Dispatcher:
             salt="" if self._limits.share_prefixes else call.tenant,
         )
         head = _head(call, charge.request_id, model, adapter)
-        await charge.admit(head, *_tokens(call, prompts, samplings))
+        counted_as = "" if adapter is None else adapter.counted_as
+        await charge.admit(head, counted_as, *_tokens(call, prompts, samplings))
         self._retries.budget.request()
         tasks = [
             PromptTask(index, prompt, sampling, _seed(call, index, head.seed))

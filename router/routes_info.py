@@ -96,8 +96,10 @@ class InfoRoutes:
         name = request.path_params["name"]
         caller = await self._caller(request)
         base = card.names if caller.may_use(card.names) else ()
-        if name not in base and name not in self._names(caller):
-            raise RequestError("adapter_not_found", f"no model {name[:200]!r}", param="model")
+        if name not in base:
+            name = name.removeprefix("alias:")  # another spelling, which requests may have
+            if name not in self._names(caller):
+                raise RequestError("adapter_not_found", f"no model {name[:200]!r}", param="model")
         return json_response(_model(card, name))
 
     async def _caller(self, request: Request) -> Caller:

@@ -56,6 +56,11 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     def digest(self) -> str:
         return self.manifest.digest
 
+    @property
+    def counted_as(self) -> str:
+        """One name for all spellings of a registered one; else what the caller wrote."""
+        return self.adapter_id if self.alias is None else self.alias.name
+
 
 def merge_of(choice: MergedChoice, members: Sequence[ServedAdapter]) -> Merge:
     """members: what the choice's members turned out to be. Raises AdapterError."""

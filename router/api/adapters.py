@@ -35,6 +35,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=96)]
 class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`ref`, or `source` with `id` and `revision`, or `versions`. token: opens it there.
 
+    pin, token: absent = as they are, of a name that is registered.
     tenant: whose name it is; absent = the fleet's.
     versions, guards: see RolloutBody; of a name that is new, the first version is its own.
     """
@@ -44,7 +45,7 @@ class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: Literal["hub", "local", "s3", "https"] | None = None
     id: str | None = None
     revision: str | None = None
-    pin: bool = False
+    pin: bool | None = None
     token: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     replace: bool = False
     versions: Versions | None = None

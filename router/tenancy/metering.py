@@ -146,8 +146,8 @@ class Charge:
     """One request's. `admit` once, then `close` once, with what it used in between."""
 
     __slots__ = (
-        *("_admitted", "_caller", "_closed", "_head", "_metering", "_started", "cached_tokens"),
-        *("generated_tokens", "headers", "outcome", "prompt_tokens", "request_id"),
+        *("_adapter", "_admitted", "_caller", "_closed", "_head", "_metering", "_started"),
+        *("cached_tokens", "generated_tokens", "headers", "outcome", "prompt_tokens", "request_id"),
     )
 
     def __init__(self, metering: Metering, caller: Caller, request_id: str, started: float) -> None:
@@ -162,6 +162,7 @@ class Charge:
         self._started = started
         self._admitted: Admitted | None = None
         self._head: AnswerHead | None = None
+        self._adapter = ""
         self._closed = False
 
     @property
@@ -179,9 +180,12 @@ class Charge:
         if refused is not None:
             self._refuse(self._caller.subjects, refused)
 
-    async def admit(self, head: AnswerHead, prompt_tokens: int, output_tokens: int) -> None:
-        """output_tokens: the most that may come. Raises RequestError."""
+    async def admit(
+        self, head: AnswerHead, adapter: str, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        """adapter: see UsageRecord. output_tokens: the most that may come. Raises RequestError."""
         self._head = head
+        self._adapter = adapter
         self.prompt_tokens = prompt_tokens
         subjects = self._caller.subjects
         if not subjects:
@@ -223,7 +227,7 @@ class Charge:
                 request_id=self.request_id,
                 tenant=self.tenant,
                 key=self._caller.key_id,
-                adapter=self._head.adapter_id or "",
+                adapter=self._adapter,
                 digest=self._head.adapter_digest,
                 outcome=self.outcome,
                 prompt_tokens=self.prompt_tokens,

@@ -15,7 +15,10 @@ _COUNTS = ("requests", "unfinished", "prompt_tokens", "cached_tokens", "completi
 
 
 class UsageRecord(msgspec.Struct, frozen=True):
-    """One request. adapter: as its caller named it, "" = the base. at: Unix seconds, of its end."""
+    """One request. at: Unix seconds, of its end.
+
+    adapter: its registered name, else as its caller named it; "" = the base.
+    """
 
     at: float
     request_id: str

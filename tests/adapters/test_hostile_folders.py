@@ -44,6 +44,36 @@ def test_the_folder_that_is_spoiled_is_good(tmp_path: Path) -> None:
     assert len(CASES) >= 150
 
 
+def test_what_is_no_weights_file_is_called_by_its_name(tmp_path: Path) -> None:
+    """By the check, and by the store, which fetches no weights to find it out."""
+    weights, index = "adapter_model.safetensors", "adapter_model.safetensors.index.json"
+    pointer = write_good(tmp_path / "pointer", BASE)
+    (pointer / weights).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    sharded = write_good(tmp_path / "sharded", BASE)
+    (sharded / weights).rename(sharded / "adapter_model-00001-of-00001.safetensors")
+    (sharded / index).write_text('{"weight_map": {}}')
+    store = AdapterStore(tmp_path / "store", BASE, {"local": LocalSource([tmp_path])})
+    told = {pointer: "Git-LFS pointer", sharded: "the weights are in several files"}
+    for folder, words in told.items():
+        calls: list[Callable[[], object]] = [
+            lambda folder=folder: judge_folder(folder, BASE),  # type: ignore[misc]
+            lambda folder=folder: store.admit(AdapterRef("local", folder.name), None),  # type: ignore[misc]
+        ]
+        for call in calls:
+            error = refusal(call)
+            assert error is not None
+            assert words in error.violations[0].message
+            assert len(error.violations) == 1
+
+
+def test_who_was_trained_for_another_base_is_told_what_to_do(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a", BASE, config={"base_model_name_or_path": "x/y"})
+    error = refusal(lambda: judge_folder(folder, BASE))
+    assert error is not None
+    assert "--model-name" in error.violations[0].message
+    assert "--allow-other-base" in error.violations[0].message
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_refused_by_the_check(name: str, tmp_path: Path) -> None:
     spoil, expected = CASES[name]

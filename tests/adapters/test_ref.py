@@ -138,6 +138,21 @@ def test_refused(text: str) -> None:
     assert len(error.value.message) < 1500
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("s3:b/p", "'b' is no bucket: 3 to 63 of"),
+        ("s3:Bucket/key", "'Bucket' is no bucket: 3 to 63 of"),
+        ("s3:bucket", "no prefix after the bucket"),
+        ("s3://bucket/", "no prefix after the bucket"),
+    ],
+)
+def test_what_is_wrong_with_a_bucket_is_said(text: str, why: str) -> None:
+    error = refusal(lambda: parse_ref(text))
+    assert error is not None
+    assert why in error.message
+
+
 @given(st.text(max_size=40), st.sampled_from(("hub", "local", "s3", "https", "alias")))
 def test_any_text_is_a_reference_or_bad_ref(text: str, default: RefSource) -> None:
     error = refusal(lambda: parse_ref(text, default))

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from adapters.ref import AdapterRef
-from adapters.references import References
+from adapters.references import Known, References
+
+
+def digest(known: References, number: int) -> str | None:
+    found = known.find(ref(number))
+    return None if found is None else found.digest
 
 
 def ref(number: int) -> AdapterRef:
@@ -17,11 +22,11 @@ def test_found_again_by_any_process(tmp_path: Path) -> None:
     folder, staging = tmp_path / "refs", tmp_path / "staging"
     folder.mkdir()
     staging.mkdir()
-    References(folder).remember(ref(1), "d1", staging)
+    References(folder).remember(Known(ref(1), "d1", 7), staging)
     known = References(folder)
-    assert (known.digest(ref(1)), known.digest(ref(2))) == ("d1", None)
-    known.remember(ref(1), "d2", staging)
-    assert known.digest(ref(1)) == "d2"
+    assert (known.find(ref(1)), known.find(ref(2))) == (Known(ref(1), "d1", 7), None)
+    known.remember(Known(ref(1), "d2"), staging)
+    assert digest(known, 1) == "d2"
     (path,) = folder.iterdir()
     path.chmod(0o644)
     whole = path.read_bytes()
@@ -29,7 +34,7 @@ def test_found_again_by_any_process(tmp_path: Path) -> None:
     assert not_utf8 != whole
     for torn in (b"", b"{", bytes(path.stat().st_size), not_utf8):
         path.write_bytes(torn)
-        assert known.digest(ref(1)) is None
+        assert known.find(ref(1)) is None
     assert list(staging.iterdir()) == []
 
 
@@ -51,10 +56,10 @@ def test_the_oldest_go_and_are_not_looked_for_each_time(
 
     monkeypatch.setattr(known, "_trim", watched)
     for number in range(41):
-        known.remember(ref(number), f"d{number}", staging)
+        known.remember(Known(ref(number), f"d{number}"), staging)
         newest = max(folder.iterdir(), key=lambda path: path.stat().st_ctime_ns)
         os.utime(newest, (number, number))
         assert len(list(folder.iterdir())) <= 18
     assert len(looked) == 6
-    left = [number for number in range(41) if known.digest(ref(number))]
+    left = [number for number in range(41) if digest(known, number)]
     assert left == list(range(31, 41))

@@ -29,7 +29,7 @@ from adapters.staging import staging_folder
 from adapters.store import AdapterStore
 from adapters.validate import AdapterLimits
 from tests.adapter_folders import small_base, write_adapter
-from tests.adapters.refusals import refusal, violation_codes
+from tests.adapters.refusals import refusal, refused_as, violation_codes
 from tests.slab_files import read_payload, save_slab
 
 BASE = small_base()
@@ -222,12 +222,17 @@ def test_unknown_digests(digest: str, hub: FakeHub, tmp_path: Path) -> None:
         assert error.code == "not_found"
 
 
-@pytest.mark.parametrize("source", ["s3", "https", "local"])
-def test_sources_that_are_not_here(source: RefSource, hub: FakeHub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "option"), [("s3", "--s3-bucket"), ("https", "--https-host"), ("local", "")]
+)
+def test_sources_that_are_not_here(
+    source: RefSource, option: str, hub: FakeHub, tmp_path: Path
+) -> None:
     ref = AdapterRef(source, "bucket/key", "a" * 40)
     error = refusal(lambda: store_of(hub, tmp_path).admit(ref, None))
     assert error is not None
     assert error.code == "forbidden"
+    assert option in error.message
 
 
 def test_a_file_shorter_than_announced_is_not_kept(hub: FakeHub, tmp_path: Path) -> None:
@@ -552,6 +557,39 @@ def test_limits_of_today_hold_for_content_of_yesterday(hub: FakeHub, tmp_path: P
     tight = AdapterLimits(allow_other_base=True, max_lora_rank=4)
     codes = violation_codes(lambda: store_of(hub, tmp_path, tight).admit(PINNED, None))
     assert codes == {"rank_too_large"}
+
+
+@pytest.mark.parametrize("beside", [0, 5000])
+def test_what_has_become_too_large_is_not_served_from_disk(
+    hub: FakeHub, tmp_path: Path, beside: int
+) -> None:
+    """beside: bytes of a tokenizer file, which counts and is not kept."""
+    if beside:
+        (hub.folder / "tokenizer_config.json").write_bytes(b"{}".ljust(beside))
+    total = sum(hub.list_files(PINNED, None).values())
+    tight, just = AdapterLimits(max_bytes=total - 1), AdapterLimits(max_bytes=total)
+    assert refused_as(lambda: store_of(hub, tmp_path, tight).admit(PINNED, None)) == {"too_large"}
+    admitted = store_of(hub, tmp_path).admit(PINNED, None)
+    fetches = len(hub.fetches)
+    store = store_of(hub, tmp_path, tight)
+    assert store.recall(PINNED) is None
+    assert refused_as(lambda: store.admit(PINNED, None)) == {"too_large"}
+    assert store_of(hub, tmp_path, just).admit(PINNED, None) == admitted
+    assert len(hub.fetches) == fetches
+
+
+def test_the_size_of_content_counts_where_that_of_its_files_was_not_kept(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    store = store_of(hub, tmp_path)
+    digest = store.admit(PINNED, None).digest
+    (file,) = (home(tmp_path) / "refs").iterdir()
+    file.chmod(0o644)
+    file.write_bytes(msgspec.json.encode({"ref": PINNED, "digest": digest}))
+    total = sum(hub.list_files(PINNED, None).values())
+    assert store_of(hub, tmp_path, AdapterLimits(max_bytes=total)).recall(PINNED) is not None
+    tight = store_of(hub, tmp_path, AdapterLimits(max_bytes=total - 1))
+    assert refused_as(lambda: tight.admit(PINNED, None)) == {"too_large"}
 
 
 def test_another_base_has_its_own_content(hub: FakeHub, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`adapter check|pull|pack`, `info`, `--version`: what they print, and their exit codes."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from launcher.__main__ import main
+from launcher.demo import adapter_paths, model_path
 from launcher.info import MachineFacts, gather, to_text
 from tests.adapter_folders import lora_tensors, safetensors_bytes, write_adapter
 from tests.server.worker.shell import BASE_NAME, VOCAB, base, write_model
@@ -76,6 +78,25 @@ def test_check_lists_all_violations(
         capsys, "adapter", "check", str(adapter), "--base", model, "--allow-other-base"
     )
     assert "wrong_base" not in out
+    named = ["--model-name", "other/model"]
+    code, out, _ = run(capsys, "adapter", "check", str(adapter), "--base", model, *named)
+    assert "use_dora" in out
+    assert "wrong_base" not in out
+    assert run(capsys, "adapter", "check", str(adapter), *named)[0] == 2
+
+
+@pytest.mark.parametrize("by_path", [False, True])
+def test_check_knows_the_demo_by_all_of_a_workers_names(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, by_path: bool
+) -> None:
+    folder = shutil.copytree(adapter_paths()["polite"], tmp_path / "mine")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for name in (str(model_path()), "loraplex/demo", "elsewhere/model"):
+        config["base_model_name_or_path"] = name
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        base_given = str(model_path()) if by_path else "demo"
+        code, out, _ = run(capsys, "adapter", "check", str(folder), "--base", base_given)
+        assert code == 0, out
 
 
 @pytest.mark.parametrize("ref", ["/no/such/folder", "local:nowhere", "hub:../x", "nowhere"])

@@ -92,6 +92,21 @@ def command(stub: StubRouter, *arguments: str) -> int:
             ],
         ),
         (
+            ["register", "one", "org/one", "--replace"],
+            [
+                (
+                    *("POST", "/v1/adapters"),
+                    {
+                        "name": "one",
+                        "ref": "org/one",
+                        "replace": True,
+                        "token": None,
+                        "tenant": None,
+                    },
+                )
+            ],
+        ),
+        (
             ["load", "one", "a/b"],
             [("POST", "/v1/adapters/one/load", None), ("POST", "/v1/adapters/a%2Fb/load", None)],
         ),

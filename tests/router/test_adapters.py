@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from adapters.errors import AdapterError, Violation
+from adapters.errors import AdapterError, AdapterErrorCode, Violation
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
 from server.protocol import AdapterLoad, ErrorCode, GenerateRequest
@@ -102,6 +102,52 @@ async def test_a_passing_failure_is_not_remembered(router: Running, worker: Fake
     answer = await generate(router, "org/later")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
     assert (await generate(router, "org/later")).status_code == 200
+
+
+@pytest.mark.parametrize("code", ["invalid", "unavailable"])
+async def test_operators_are_told_of_registered_adapters_that_fail(
+    code: AdapterErrorCode,
+    router: Running,
+    worker: FakeWorker,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def error() -> str | None:
+        told: str | None = (await router.client.get("/v1/adapters/pirate")).json()["error"]
+        return told
+
+    async def load(load: AdapterLoad) -> AdapterManifest:
+        raise AdapterError(code, "its weights are gone")
+
+    loader, worker.loader = worker.loader, load
+    answers = await asyncio.gather(*(generate(router, "pirate") for _ in range(5)))
+    answers.append(await generate(router, "pirate"))
+    assert {answer.status_code for answer in answers} == {422 if code == "invalid" else 503}
+    assert await error() == "its weights are gone"
+    warnings = [one.message for one in caplog.records if "adapter pirate" in one.message]
+    assert warnings == ["adapter pirate cannot be loaded: its weights are gone"]
+    worker.loader = loader
+    body = {"name": "pirate", "ref": "org/pirate"}
+    if code == "invalid":  # which is remembered for a while; who registers it asks anew
+        assert (await router.client.post("/v1/adapters", json=body)).status_code == 200
+    assert (await generate(router, "pirate")).status_code == 200
+    assert await error() is None
+
+
+async def test_what_a_caller_may_not_open_is_not_the_adapters_fault(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    async with running_router(tmp_path, worker, adapters=("mine=hub:org/private",)) as router:
+
+        async def error() -> str | None:
+            told: str | None = (await router.client.get("/v1/adapters/mine")).json()["error"]
+            return told
+
+        assert (await generate(router, "mine", api_token="wrong")).status_code == 401
+        assert await error() is None
+        assert (await generate(router, "mine")).status_code == 401
+        assert await error() == "org/private is private"
+        assert (await generate(router, "mine", api_token="let-me-in")).status_code == 200
+        assert await error() is None
 
 
 @pytest.mark.parametrize(

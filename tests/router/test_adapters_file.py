@@ -120,7 +120,7 @@ def test_carried_out_the_plan_leaves_nothing_to_do(
     for wish in todo.register:
         assert wish.replace == (wish.name in table)
         table[wish.name] = Registration(
-            *(wish.name.name, wish.ref, "file", wish.pin), tenant=wish.name.tenant
+            *(wish.name.name, wish.ref, "file", bool(wish.pin)), tenant=wish.name.tenant
         )
     for name in (*todo.pin, *todo.unpin):
         table[name] = msgspec.structs.replace(table[name], pinned=name in todo.pin)

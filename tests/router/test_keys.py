@@ -262,7 +262,7 @@ async def test_concurrency(tmp_path: Path) -> None:
 async def test_usage_by_key_and_adapter(guarded: Running) -> None:
     acme = await create(guarded, id="a", tenant="acme")
     other = await create(guarded, id="o", tenant="other")
-    for model in (BASE_NAME, "pirate", "pirate"):
+    for model in (BASE_NAME, "pirate", "alias:pirate"):
         assert (await complete(guarded, acme, model=model)).status_code == 200
     await complete(guarded, other)
     await complete(guarded, other, model="org/missing")

@@ -242,6 +242,33 @@ async def test_pins_reach_every_worker_and_those_that_come_back(tmp_path: Path) 
         assert (await call(router, "POST", "/mine/pin")).json()["pinned"] is True
 
 
+async def test_who_registers_again_takes_only_what_is_said(
+    router: Running, worker: FakeWorker
+) -> None:
+    await register(router, "mine", "org/one", pin=True, token="hf_own")
+    assert (await register(router, "mine", "org/one")).json()["pinned"] is True
+    assert [load.token for load in worker.loads] == ["hf_own", "hf_own"]
+    other = await register(router, "mine", "org/two", replace=True)
+    assert other.json()["pinned"] is True
+    assert worker.loads[-1].token is None, "it was given for another reference"
+    two = make_manifest("org/two").digest
+    await worker.until(lambda: worker.pins == {two})
+    assert (await register(router, "mine", "org/two", pin=False)).json()["pinned"] is False
+    await worker.until(lambda: not worker.pins)
+    assert (await register(router, "mine", "org/two")).json()["pinned"] is False
+    await register(router, "mine", "org/two", pin=True)
+    await call(router, "DELETE", "/mine")
+    assert (await register(router, "mine", "org/two")).json()["pinned"] is False
+
+
+async def test_a_declared_name_stays_pinned_when_it_is_registered_again(router: Running) -> None:
+    assert (await call(router, "POST", "/pirate/pin")).json()["pinned"] is True
+    assert (await register(router, "pirate", "org/pirate")).json()["pinned"] is True
+    body = {"lora_name": "pirate", "lora_path": "hub:org/pirate"}
+    assert (await router.client.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    assert (await call(router, "GET", "/pirate")).json()["pinned"] is True
+
+
 async def test_a_pin_that_finds_no_room_is_refused(router: Running, worker: FakeWorker) -> None:
     await register(router, "mine", "org/one")
     worker.order_error = "pinned adapters leave no room"

@@ -168,6 +168,8 @@ async def test_models(router: Running) -> None:
     assert [model["id"] for model in listed["data"]] == [BASE_NAME, "pirate"]
     one = await router.client.get("/v1/models/pirate")
     assert one.json()["parent"] == BASE_NAME
+    assert (await router.client.get("/v1/models/alias:pirate")).json() == one.json()
+    assert (await router.client.get(f"/v1/models/alias:{BASE_NAME}")).status_code == 404
     missing = await router.client.get("/v1/models/org/nobody")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"

@@ -39,6 +39,7 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     router.add_argument("--streams", type=whole(1), default=256)
     router.add_argument("--tokens", type=whole(1), default=128, help="of each stream")
     router.add_argument("--requests", type=whole(1), default=4000, help="that are not streamed")
+    router.add_argument("--burst", type=whole(1), default=1000, help="streams asked for at once")
     router.set_defaults(run=run_router)
     _add_overload(actions.add_parser("overload", help="a fleet asked for more than it can do"))
     add_load_commands(actions)
@@ -50,7 +51,8 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
 def run_router(arguments: argparse.Namespace) -> None:
     from launcher.bench.router_cost import measure
 
-    cost = asyncio.run(measure(arguments.streams, arguments.tokens, arguments.requests))
+    sizes = (arguments.streams, arguments.tokens, arguments.requests, arguments.burst)
+    cost = asyncio.run(measure(*sizes))
     print_fields(cost, arguments.json, "10.2f")
 
 

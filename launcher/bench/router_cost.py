@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from launcher.bench.errors import BenchError
-from launcher.bench.report import percentile
+from launcher.bench.report import Outcome, percentile
 from launcher.bench.serve import run_load
 from launcher.bench.target import Target
 from launcher.bench.workload import Lengths, Workload
@@ -33,6 +33,8 @@ class Cost:
 
     us_a_request: of a non-streamed request, with one token and with 16. added_*: latency of a
     request at low load, against a worker that answers at once; client and loopback included.
+    burst_*: of `burst` streams asked for at once, from the first request to the first token of the
+    one that has it first, and last; the same.
     """
 
     streams: int
@@ -41,6 +43,9 @@ class Cost:
     us_a_request_of_16: float
     added_p50_ms: float
     added_p99_ms: float
+    burst: int
+    burst_first_ms: float
+    burst_last_ms: float
 
 
 def cpu_seconds(pid: int) -> float:
@@ -91,15 +96,22 @@ async def ask_many(port: int, requests: int, tokens: int, concurrency: int) -> l
     return times
 
 
-async def stream_many(port: int, streams: int, tokens: int) -> int:
-    """Streams at once, each to its end. Returns the tokens that came."""
+async def stream_many(port: int, streams: int, tokens: int) -> list[Outcome]:
+    """Streams at once, each to its end."""
     lengths = Lengths.parse("64"), Lengths.parse(str(tokens))
     workload = Workload(streams, (None,), 1.0, *lengths)
     outcomes = await run_load(Target(f"http://{LOOPBACK}:{port}", "base"), workload, streams)
     failed = [f"{o.error} {o.message}" for o in outcomes if o.error is not None]
     if failed:
         raise BenchError(f"{len(failed)} of {streams} streams failed: {failed[0]}")
-    return sum(outcome.output_tokens for outcome in outcomes)
+    return outcomes
+
+
+def first_tokens(outcomes: list[Outcome]) -> tuple[float, float]:
+    """Milliseconds from the first request to the first stream's first token, and the last's."""
+    asked = min(outcome.sent_s for outcome in outcomes)
+    came = [outcome.token_s[0] - asked for outcome in outcomes]
+    return 1e3 * min(came), 1e3 * max(came)
 
 
 @asynccontextmanager
@@ -145,12 +157,12 @@ async def until_ready(url: str, workers: int) -> None:
     raise BenchError(f"the router at {url} was without its workers for {_START_S:g} s")
 
 
-async def measure(streams: int, tokens: int, requests: int) -> Cost:
+async def measure(streams: int, tokens: int, requests: int, burst: int) -> Cost:
     """tokens: of each stream."""
     async with routed(0.01) as (pid, port):
         before = cpu_seconds(pid)
         streamed = await stream_many(port, streams, tokens)
-        a_token = (cpu_seconds(pid) - before) / streamed
+        a_token = (cpu_seconds(pid) - before) / sum(one.output_tokens for one in streamed)
     async with routed(0.0) as (pid, port):
         a_request = {}
         for count in (1, 16):
@@ -158,6 +170,7 @@ async def measure(streams: int, tokens: int, requests: int) -> Cost:
             await ask_many(port, requests, count, 32)
             a_request[count] = (cpu_seconds(pid) - before) / requests
         added = await ask_many(port, max(1, requests // 2), 1, 1)
+        first_ms, last_ms = first_tokens(await stream_many(port, burst, 1))
     return Cost(
         streams=streams,
         us_a_token=1e6 * a_token,
@@ -165,4 +178,7 @@ async def measure(streams: int, tokens: int, requests: int) -> Cost:
         us_a_request_of_16=1e6 * a_request[16],
         added_p50_ms=1e3 * percentile(added, 50),
         added_p99_ms=1e3 * percentile(added, 99),
+        burst=burst,
+        burst_first_ms=first_ms,
+        burst_last_ms=last_ms,
     )

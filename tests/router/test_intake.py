@@ -66,15 +66,17 @@ async def test_the_first_reaches_a_worker_before_the_last_begins(
         return [*ids_of("an answer"), EOS]
 
     worker.script = script
-    url, many = router.client.base_url, 100
+    url, many = router.client.base_url, 300
     body = json.dumps({"model": BASE_NAME, "prompt": "x", "max_tokens": 9}).encode()
     fields = ("host: x", "connection: close", "content-type: application/json")
     head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields, f"content-length: {len(body)}"))
     streams = [await asyncio.open_connection(url.host, url.port) for _ in range(many)]
-    for _, writer in streams:
-        writer.write(head.encode() + b"\r\n\r\n" + body)
-    answers = await asyncio.gather(*(reader.read() for reader, _ in streams))
+    try:
+        for _, writer in streams:
+            writer.write(head.encode() + b"\r\n\r\n" + body)
+        answers = await asyncio.gather(*(reader.read() for reader, _ in streams))
+    finally:
+        for _, writer in streams:
+            writer.close()
     assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
     assert under_way[0] < many / 2
-    for _, writer in streams:
-        writer.close()

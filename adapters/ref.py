@@ -140,7 +140,7 @@ def _safe_path(text: str) -> bool:
 
 def _fault(source: RefSource, name: str) -> str:
     """What keeps it from being a name of this source."""
-    bucket, slash, prefix = name.partition("/")
+    bucket, _, prefix = name.partition("/")
     if source == "s3" and bucket:
         if not is_bucket(bucket):
             return f"{ascii(bucket[:80])} is no bucket: 3 to 63 of a-z, 0-9, '.' and '-'"

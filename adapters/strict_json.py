@@ -1,6 +1,7 @@
 """JSON from a tenant: bounded, without duplicate keys, NaN or Infinity (RFC 8259). Pure."""
 
 import json
+import sys
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
@@ -12,8 +13,16 @@ class StrictJsonError(ValueError):
     """The bytes are not one well-formed JSON object within the bounds. str(): what is wrong."""
 
 
+class LongNumberError(StrictJsonError):
+    """An integer is longer than Python reads."""
+
+
 class _Duplicates(ValueError):
     """A key came twice; reading one of the two would be a guess."""
+
+
+class _Constant(ValueError):
+    """What Python would read, and JSON does not have."""
 
 
 def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
@@ -29,8 +38,11 @@ def decode_object(data: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
         raise StrictJsonError(str(error)) from None
     except UnicodeDecodeError:
         raise StrictJsonError("not UTF-8") from None
-    except ValueError as error:
+    except (_Constant, json.JSONDecodeError) as error:
         raise StrictJsonError(f"not JSON: {ascii(str(error))[:120]}") from None
+    except ValueError:  # of `int`, whose own words are of a setting of Python's
+        digits = sys.get_int_max_str_digits()
+        raise LongNumberError(f"a number has more than {digits} digits") from None
     if not isinstance(value, dict):
         raise StrictJsonError(f"not a JSON object but {_KINDS.get(type(value), 'a number')}")
     if _deeper_than(value, max_depth):
@@ -61,7 +73,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise _Constant(f"{name} is not JSON")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant)

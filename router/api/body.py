@@ -1,22 +1,23 @@
 """A request body's bytes to a typed struct: strict JSON, every fault named by its field. Pure."""
 
 import re
-import sys
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 
-from adapters.strict_json import StrictJsonError, decode_object, outside_strings
+from adapters.strict_json import (
+    LongNumberError,
+    StrictJsonError,
+    decode_object,
+    outside_strings,
+)
 from router.field_faults import field_fault
 from router.generation import RequestError
 
 # What is cheap to send must not be dear to walk: arrays, objects and keys; values of any kind.
 MAX_PARTS = 1 << 16
 MAX_VALUES = 1 << 18
-# Python reads no longer integers, and says so in words that are no caller's business.
-MAX_DIGITS = sys.int_info.default_max_str_digits
-_LONG_INTEGER = re.compile(rb"(?<![0-9.eE+-])-?[0-9]{%d,}+(?![.eE])" % (MAX_DIGITS + 1))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -44,9 +45,9 @@ def decode_plain(data: bytes) -> dict[str, Any]:
         if _SURROGATE.search(data):
             msgspec.json.encode(plain)
         return plain
+    except LongNumberError as error:
+        raise RequestError("invalid", str(error)) from None
     except StrictJsonError as error:
-        if _LONG_INTEGER.search(outside_strings(data)):
-            raise RequestError("invalid", f"a number has more than {MAX_DIGITS} digits") from None
         raise RequestError("invalid", f"expected a JSON object: {error}") from None
     except UnicodeEncodeError:
         raise RequestError("invalid", "a string holds half of a surrogate pair") from None

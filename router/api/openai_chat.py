@@ -263,11 +263,8 @@ class ChatFormatter:
         return encode(answer)
 
     def _chunk(self, choice: ChunkChoice) -> bytes:
-        return sse(self._chunk_of([choice], self._usage_so_far))
-
-    @property
-    def _usage_so_far(self) -> Usage | None | UnsetType:
-        return usage_so_far(self._options.usage, self._prompts, self._num_tokens)
+        usage = usage_so_far(self._options.usage, self._prompts, self._num_tokens)
+        return sse(self._chunk_of([choice], usage))
 
     def _chunk_of(self, choices: list[ChunkChoice], usage: Usage | None | UnsetType) -> ChatChunk:
         return ChatChunk(

@@ -246,11 +246,8 @@ class CompletionsFormatter:
             self._offsets[index] = offset + sum(len(token.text) for token in tokens)
         reason = None if finish is None else finish_reason(finish)
         choice = CompletionChoice(index, text, logprobs, reason)
-        return sse(self._completion([choice], self._usage_so_far))
-
-    @property
-    def _usage_so_far(self) -> Usage | None | UnsetType:
-        return usage_so_far(self._options.usage, self._prompts, self._num_tokens)
+        usage = usage_so_far(self._options.usage, self._prompts, self._num_tokens)
+        return sse(self._completion([choice], usage))
 
     def _completion(
         self, choices: list[CompletionChoice], usage: Usage | None | UnsetType

@@ -64,8 +64,9 @@ def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
         name = name.removesuffix("/")
     if not _NAMES[source].fullmatch(name) or not _well_formed(source, name):
         raise _bad_ref(text, _fault(source, name))
-    if at and (source == "alias" or not _REVISION.fullmatch(revision) or not _safe_path(revision)):
-        raise _bad_ref(text, "what follows '@' is not a branch, tag or commit")
+    if at and not _is_revision(source, revision):
+        kind = "a branch, tag or commit" if source == "hub" else "a fingerprint of 40 digits"
+        raise _bad_ref(text, f"what follows '@' is not {kind}")
     return AdapterRef(source, name, revision if at else None)
 
 
@@ -103,7 +104,7 @@ def is_pinned(ref: AdapterRef) -> bool:
     """Whether the reference names one content for ever: a commit, or a folder's fingerprint."""
     if ref.revision is None:
         return False
-    return ref.source == "local" or bool(_COMMIT.fullmatch(ref.revision))
+    return bool(_COMMIT.fullmatch(ref.revision))
 
 
 def check_token(token: str | None) -> None:
@@ -131,6 +132,12 @@ def _well_formed(source: RefSource, name: str) -> bool:
     return source != "hub" or not any(
         "--" in part or part.endswith((".", "-", ".git")) for part in name.split("/")
     )
+
+
+def _is_revision(source: RefSource, text: str) -> bool:
+    if source == "hub":
+        return bool(_REVISION.fullmatch(text)) and _safe_path(text)
+    return source != "alias" and bool(_COMMIT.fullmatch(text))
 
 
 def _safe_path(text: str) -> bool:

@@ -123,8 +123,8 @@ class AdaptersFile:
             try:
                 await operation
             except AdapterError as error:
-                reasons = (f"{v.where}: {v.message}" for v in error.violations)
-                return "; ".join([error.message, *reasons])
+                reasons = [f"{v.where}: {v.message}" for v in error.violations]
+                return "; ".join(reasons) or error.message
         return None
 
     def _tell(self, errors: dict[OwnedName, str]) -> None:

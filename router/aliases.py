@@ -32,7 +32,7 @@ class Aliases:
     """Reads are of this router's own copy and do not wait; a write is in the store when it returns.
 
     is_shared: whether other routers read the table. Credentials of registrations never go there.
-    claimed: what the adapters file names, had or not: nobody gets the fleet's in its place.
+    claimed: what the adapters file names, had or not: nobody gets another adapter in its place.
     """
 
     def __init__(
@@ -69,6 +69,10 @@ class Aliases:
         if (found is not None and found.state != "deleted") or own in self.claimed:
             return found
         return self.get(OwnedName(name)) or found
+
+    def is_claimed(self, tenant: str, name: str) -> bool:
+        """Whether the adapters file says what a caller of this tenant means by a name."""
+        return OwnedName(name, tenant) in self.claimed or OwnedName(name) in self.claimed
 
     def names_for(self, tenant: str) -> list[str]:
         """Those in service that mean something to a caller of this tenant, in order."""

@@ -54,7 +54,9 @@ class CatalogRules:
             check_served(alias)
             is_hub = alias.ref.source == "hub"
             return alias.ref, self.credential(alias) or (choice.token if is_hub else None)
-        if choice.ref.source == "alias":
+        if choice.ref.source == "alias" or self.aliases.is_claimed(
+            choice.tenant, choice.adapter_id
+        ):
             raise AdapterError("not_found", f"no adapter is registered as {choice.adapter_id!r}")
         self.check_owner(choice.ref)
         if choice.ref.source != "hub":

@@ -178,5 +178,5 @@ def conflicts(existing: Registration, ref: AdapterRef, replace: bool) -> None:
     raise AdapterError(
         "conflict",
         f"adapter '{existing.key}' is registered with another reference: "
-        "send `replace`: true to replace it, or delete it first",
+        "send `replace`: true (vLLM's route: `load_inplace`) to replace it, or delete it first",
     )

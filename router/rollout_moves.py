@@ -151,14 +151,14 @@ def ended(registration: Registration, now: float, by: str) -> Registration:
 
 
 def before(registration: Registration, digest: str | None) -> Change:
-    """What the name meant before, or when it meant `digest`. Raises AdapterError (not_found)."""
+    """What the name meant before, or when it meant `digest`. Raises AdapterError (conflict)."""
     for change in reversed(registration.history):
         is_other = change.digest != registration.digest and change.ref
         if is_other and (digest is None or change.digest.startswith(digest)):
             return change
     what = "an earlier version" if digest is None else f"a version {digest[:80]!r}"
     message = f"the history of adapter '{registration.key}' has not {what}"
-    raise AdapterError("not_found", message)
+    raise AdapterError("conflict", message)
 
 
 def reverted(registration: Registration, content: Content, now: float, by: str) -> Registration:

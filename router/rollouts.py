@@ -141,7 +141,7 @@ class Rollouts:
         async with admin.lock(name):
             there = await admin.admitted(admin.get(name), "refresh")
             earlier = before(there, digest)
-            content = await admin.fetch(there, parse_ref(earlier.ref))
+            content = await self._fetch_earlier(there, earlier.ref)
             if content.digest != earlier.digest:
                 raise AdapterError("conflict", f"{earlier.ref} has other content now than it had")
             await self._warm_as_much(there, content)
@@ -149,6 +149,15 @@ class Rollouts:
             done = await admin.commit(there, after)
         self._count("operator")
         return done
+
+    async def _fetch_earlier(self, registration: Registration, ref: str) -> Content:
+        """Raises AdapterError (conflict) when its source has it no more."""
+        try:
+            return await self._admin.fetch(registration, parse_ref(ref))
+        except AdapterError as error:
+            if error.code != "not_found":
+                raise
+            raise AdapterError("conflict", f"{ref} cannot be had: {error.message}") from error
 
     async def end(self, name: OwnedName, by: str, *, by_file: bool = False) -> Registration:
         """The old version has everything again, and the others are forgotten."""

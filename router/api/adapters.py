@@ -227,7 +227,7 @@ def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
         ref = parse_ref(text, cast(RefSource, default_source))
     except AdapterError as error:
         raise RequestError("invalid", f"`{param}`: {error.message}", param=param) from None
-    require(ref.source != "alias", "names no source; write hub:, local: or org/name", param)
+    require(ref.source != "alias", "names no source; write hub:, local:, s3: or https://", param)
     return ref
 
 

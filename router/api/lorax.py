@@ -167,7 +167,7 @@ def _refuse_unsupported(given: LoraxParameters) -> None:
     refused = {
         "watermark": given.watermark,
         "apply_chat_template": given.apply_chat_template,
-        "response_format": (given.response_format or {}).get("type", "text") != "text",
+        "response_format": given.response_format not in (None, {}, {"type": "text"}),
     }
     for name, is_set in refused.items():
         if is_set:

@@ -127,7 +127,7 @@ class LoraxFormatter:
         """One event a token. Raises RequestError (incomplete)."""
         self._texts.append(event.text)
         self._num_tokens += event.num_tokens
-        tokens = [self._token(token, token.text) for token in event.tokens]
+        tokens = [self._token(token) for token in event.tokens]
         if event.finish is None:
             return b"".join([sse(self._numbered(token)) for token in tokens])
         if not tokens:  # the end alone still needs a token to be an event of this API
@@ -187,21 +187,23 @@ class LoraxFormatter:
             generated_text=self._full(result.text),
             finish_reason=finish_reason(result.finish),
             generated_tokens=result.generated_tokens,
-            seed=self._seed,
+            # Draws go by choice as well: of the others no seed gives the same again.
+            seed=self._seed if result.choice == 0 else None,
             prefill=[
                 InputToken(t.token_id, t.token, None if t.logprob is None else finite(t.logprob))
                 for t in self._prompt.tokens
             ],
-            tokens=[self._token(t, t.token if t.special else t.text) for t in result.tokens],
+            tokens=[self._token(token) for token in result.tokens],
         )
 
-    def _token(self, token: TextToken, text: str) -> Token:
+    def _token(self, token: TextToken) -> Token:
+        """What texts leave out, such as the end, is spelled here."""
         alternatives: list[AlternativeToken] | UnsetType = UNSET
         if self._options.alternatives:
             alternatives = [AlternativeToken(i, t, finite(value)) for i, t, value in token.top]
         return Token(
             token.token_id,
-            text,
+            token.token if token.special else token.text,
             finite(token.logprob),
             token.special,
             alternative_tokens=alternatives,

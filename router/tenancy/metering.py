@@ -16,7 +16,7 @@ from router.shared.store import Store, StoreDown
 from router.tenancy.admission import Admission, Admitted
 from router.tenancy.keys import Caller
 from router.tenancy.quota import Ask, Subject, Verdict
-from router.tenancy.rate_headers import rate_headers, refusal
+from router.tenancy.rate_headers import rate_headers, refusal, refusal_for_ever
 from router.tenancy.usage import (
     MAX_DAYS,
     OTHER,
@@ -178,7 +178,7 @@ class Charge:
         """Before any work is done for it. Raises RequestError if it is known to be refused."""
         refused = self._metering.admission.known_refusal(self._caller.subjects)
         if refused is not None:
-            self._refuse(self._caller.subjects, refused)
+            self._refuse(self._caller.subjects, refused, 0)
 
     async def admit(
         self, head: AnswerHead, adapter: str, prompt_tokens: int, output_tokens: int
@@ -191,19 +191,23 @@ class Charge:
         if not subjects:
             return
         # Callers choose request ids, and may choose one twice: the lease is ours.
-        ask = Ask(self.tenant, subjects, uuid.uuid4().hex, prompt_tokens + output_tokens)
+        tokens = prompt_tokens + output_tokens
+        too_many = refusal_for_ever(subjects, tokens)
+        if too_many is not None:
+            raise RequestError("invalid", too_many, param="max_tokens")
+        ask = Ask(self.tenant, subjects, uuid.uuid4().hex, tokens)
         answer = await self._metering.admission.admit(ask)
         if answer is None:
             return
         if isinstance(answer, Verdict):
-            self._refuse(subjects, answer)
+            self._refuse(subjects, answer, tokens)
         self.headers = rate_headers(answer.ask.subjects, answer.verdict)
         self._admitted = answer
 
-    def _refuse(self, subjects: tuple[Subject, ...], verdict: Verdict) -> NoReturn:
+    def _refuse(self, subjects: tuple[Subject, ...], verdict: Verdict, tokens: int) -> NoReturn:
         raise RequestError(
             "rate_limited",
-            refusal(subjects, verdict),
+            refusal(subjects, verdict, tokens),
             retry_after_s=verdict.retry_ms / 1000,
             headers=rate_headers(subjects, verdict),
         )

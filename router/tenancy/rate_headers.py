@@ -8,7 +8,7 @@ _WHAT: dict[Reason, str] = {
     "requests": "the requests a minute",
     "tokens": "the tokens a minute",
     "concurrency": "the requests at a time",
-    "budget": "the budget of tokens",
+    "budget": "the tokens of the budget",
 }
 
 
@@ -32,12 +32,25 @@ def rate_headers(subjects: Sequence[Subject], verdict: Verdict) -> dict[str, str
     return headers
 
 
-def refusal(subjects: Sequence[Subject], verdict: Verdict) -> str:
-    """One sentence for a verdict with a reason."""
+def refusal(subjects: Sequence[Subject], verdict: Verdict, tokens: int) -> str:
+    """One sentence for a verdict with a reason. tokens: that the request asked for."""
     assert verdict.reason is not None
-    whose = "this key" if subjects[verdict.subject].name.startswith("key:") else "this tenant"
+    subject = subjects[verdict.subject]
+    whose = "this key" if subject.name.startswith("key:") else "this tenant"
     wait = duration(verdict.retry_ms)
+    left = (subject.limits.budget_tokens or 0) - verdict.standings[verdict.subject].used
+    if verdict.reason == "budget" and 0 < left < tokens:
+        asked = f"the request may take {tokens} tokens, and {whose} has {left} left of its budget"
+        return f"{asked}: ask for fewer, or try again in {wait}"
     return f"{_WHAT[verdict.reason]} of {whose} are used up; try again in {wait}"
+
+
+def refusal_for_ever(subjects: Sequence[Subject], tokens: int) -> str | None:
+    """One sentence for a request that a budget has no room for in any period."""
+    budgets = [s.limits.budget_tokens for s in subjects if s.limits.budget_tokens is not None]
+    if not budgets or tokens <= min(budgets):
+        return None
+    return f"the request may take {tokens} tokens, its budget is {min(budgets)}: ask for fewer"
 
 
 def duration(ms: int) -> str:

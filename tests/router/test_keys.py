@@ -237,8 +237,11 @@ async def test_tokens_are_reserved_and_what_is_not_used_comes_back(guarded: Runn
     await guarded.until_idle()
     # The answer was far shorter: this one would not fit otherwise.
     assert (await complete(guarded, key, max_tokens=150)).status_code == 200
-    refused = await complete(guarded, key, max_tokens=200)
-    assert (refused.status_code, "budget" in refused.text) == (429, True)
+    refused = await complete(guarded, key, max_tokens=190)
+    assert (refused.status_code, "left of its budget" in refused.text) == (429, True)
+    never = await complete(guarded, key, max_tokens=200)
+    assert (never.status_code, "its budget is 200" in never.text) == (400, True)
+    assert "retry-after" not in never.headers
 
 
 async def test_concurrency(tmp_path: Path) -> None:

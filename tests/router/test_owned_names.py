@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef, is_name, parse_ref
+from adapters.ref import AdapterRef, format_ref, is_name, parse_ref
 from router.adapter_use import AdapterUse
 from router.aliases import Aliases
 from router.api.fields import choose_adapter
@@ -90,6 +90,32 @@ async def test_a_tenants_own_name_comes_before_the_fleets(
     assert aliases.find("", "sql") == wanted["fleet"], "who has no tenant"
     in_service = found is not None and found.in_service
     assert aliases.names_for("acme") == (["sql"] if in_service else [])
+
+
+@pytest.mark.parametrize(
+    ("claimed", "word", "expected"),
+    [
+        (None, "sql", "local:sql"),
+        ("acme", "sql", "not_found"),
+        ("", "sql", "not_found"),
+        ("globex", "sql", "local:sql"),
+        ("", "alias:sql", "not_found"),
+        ("", "local:sql", "local:sql"),
+    ],
+)
+def test_no_folder_stands_in_for_a_declared_name(
+    claimed: str | None, word: str, expected: str
+) -> None:
+    aliases = Aliases(MemoryStore(time.time), False)
+    if claimed is not None:
+        aliases.claimed = frozenset({OwnedName("sql", claimed)})
+    rules = CatalogRules(aliases, (), None, False, 30.0, 60.0)
+    choice = AdapterChoice(word, parse_ref(word, "local"), tenant="acme")
+    try:
+        told = format_ref(rules.target(choice)[0])
+    except AdapterError as error:
+        told = error.code
+    assert told == expected
 
 
 @pytest.mark.parametrize("tenant", TENANTS)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import FakeWorker
 from tests.router.rolling import NEW, OLD, USERS, Fleet, fail_the_new, running_fleet
@@ -182,6 +184,21 @@ async def test_an_operator_takes_it_back_and_goes_further_back(fleet: Fleet) -> 
     named = await call(fleet.two, "POST", "/mine/rollback", digest=NEW[:12])
     assert named.json()["digest"] == NEW
     assert (await fleet.two.metric('loraplex_adapter_rollbacks_total{by="operator"}')) == 3
+
+
+async def test_nobody_goes_back_to_what_the_source_has_no_more(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced = await call(fleet.one, "POST", "", name="mine", ref="org/new", replace=True)
+    assert replaced.json()["digest"] == NEW
+
+    def gone(ref: AdapterRef, token: str | None) -> AdapterRef:
+        raise AdapterError("not_found", f"no repository {ref.name}")
+
+    monkeypatch.setattr(fleet.one.hub, "resolve", gone)
+    back = await call(fleet.one, "POST", "/mine/rollback")
+    assert (back.status_code, "no repository" in back.text) == (409, True)
+    assert (await call(fleet.one, "GET", "/mine")).json()["digest"] == NEW
 
 
 async def test_another_router_goes_on_when_the_one_that_kept_it_is_gone(

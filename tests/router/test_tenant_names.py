@@ -214,7 +214,7 @@ async def test_rollouts_of_equal_names_are_apart(
     await poll(serves)
     assert await shared.all_get() == [digest("next"), digest("globex"), "404"]
     assert (await call(router, "GET", "/bot/rollout?tenant=globex")).status_code == 409
-    assert (await call(router, "POST", "/bot/rollback?tenant=globex")).status_code == 404
+    assert (await call(router, "POST", "/bot/rollback?tenant=globex")).status_code == 409
     await done(router, "POST", "/bot/promote?tenant=acme")
     await done(router, "POST", "/bot/refresh?tenant=globex")
     assert await shared.all_get() == [digest("next"), digest("globex"), "404"]

@@ -63,6 +63,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     *[(GENERATE, {name: 1.5}, name) for name in ("seed", "top_k", "max_new_tokens")],
     *[(GENERATE, {name: True}, name) for name in ("watermark", "apply_chat_template")],
     *[(GENERATE, {name: {"type": "json"}}, name) for name in ("grammar", "response_format")],
+    (GENERATE, {"response_format": {"schema": {"type": "object"}}}, "response_format"),
     (GENERATE, {"typical_p": 1.01}, "typical_p"),
     (GENERATE, {"top_k": -2}, "top_k"),
     (GENERATE, {"frequency_penalty": -2.01}, "frequency_penalty"),

@@ -75,14 +75,18 @@ def test_best_of_is_ranked() -> None:
     results[1] = msgspec.structs.replace(results[1], text="best")
     answer = json.loads(formatter(details=True, best_of=3, do_sample=True).whole(results, [PROMPT]))
     assert answer["generated_text"] == "best"
-    assert len(answer["details"]["best_of_sequences"]) == 2
+    others = answer["details"]["best_of_sequences"]
+    assert [answer["details"]["seed"], *(other["seed"] for other in others)] == [None, 7, None]
 
 
 def test_stream() -> None:
     form = formatter("/generate_stream", details=True)
     data = form.prompt(PROMPT) + b"".join(map(form.chunk, events())) + form.end()
     parts = payloads(data)
-    assert "".join(part["token"]["text"] for part in parts) == "Helü"
+    spelled = [token["text"] for token in whole(details=True)["details"]["tokens"]]
+    assert [part["token"]["text"] for part in parts] == spelled
+    texts = [part["token"]["text"] for part in parts if not part["token"]["special"]]
+    assert "".join(texts) == "Helü"
     assert [part["index"] for part in parts] == [1, 2, 3, 4]
     assert all(part["generated_text"] is part["details"] is None for part in parts[:-1])
     assert parts[-1]["generated_text"] == "Helü"

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _RETRY_S = 30.0
 _TOLD_AGAIN_S = 600.0
 # When each fault was told last: of a store, by its number.
-_told: dict[tuple[Path, int | None], float] = {}
+_told: dict[tuple[Path, object], float] = {}
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Other file systems, or kernels, or what a sandbox forbids.
@@ -36,18 +36,18 @@ def disk_errors(store: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _tell(store, error)
+        tell_of_disk(store, error, error.errno)
         reason = "has no space left" if error.errno in _FULL else "cannot be used"
         message = f"the disk of the adapter store {reason}"
         raise AdapterError("unavailable", message, (), _RETRY_S) from error
 
 
-def _tell(store: Path, error: OSError) -> None:
-    """Every request may meet the same fault: it is told again only after a while."""
-    fault, now = (store, error.errno), time.monotonic()
+def tell_of_disk(store: Path, what: object, kind: object) -> None:
+    """Every request may meet the same fault: one of a kind is told again only after a while."""
+    fault, now = (store, kind), time.monotonic()
     if now - _told.get(fault, -math.inf) >= _TOLD_AGAIN_S:
         _told[fault] = now
-        log.error("the adapter store in %s cannot use its disk: %s", store, error)
+        log.error("the adapter store in %s cannot use its disk: %s", store, what)
 
 
 def publish_folder(staged: Path, target: Path, durable: bool = True) -> None:

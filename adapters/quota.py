@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapters.disk import entry_bytes, free_bytes, release, stored_bytes
+from adapters.disk import entry_bytes, free_bytes, release, stored_bytes, tell_of_disk
 from adapters.errors import AdapterError
 
+# Of the disk, that content leaves to others.
 HEADROOM_BYTES = 64 << 20
 MAX_SIZES = 1 << 17
 _RETRY_S = 30.0
@@ -33,6 +34,7 @@ class Quota:
         """Raises AdapterError when the disk has no room for `nbytes`, whatever were removed."""
         shortage = self._shortage(nbytes)
         if shortage > 0 and shortage > stored_bytes(self._folders + self._spare):
+            tell_of_disk(self._folders[0], f"{shortage} bytes more would have to be free", "full")
             message = "the disk of the adapter store has no room for this adapter"
             raise AdapterError("unavailable", message, (), _RETRY_S)
 

@@ -152,8 +152,9 @@ def secret_value(field: str, file: str | None, environ: Mapping[str, str]) -> st
 
 def read_secret(named: str, source: str) -> str:
     """The one line of a file. source: the flag or variable that names it. Raises OptionError."""
+    path = path_of(named, source)
     try:
-        with path_of(named, source).open("rb") as file:
+        with path.open("rb") as file:
             text = file.read(_MAX_SECRET_BYTES + 1).decode().strip()
     except OSError as error:
         raise OptionError(f"{source} {named!r} cannot be read: {error.strerror}") from None

@@ -96,7 +96,8 @@ class Serve:
 
     async def _stop_all(self) -> None:
         """The router first: it finishes its answers while the worker still computes."""
-        await self.router.stop(self._plan.router.drain_timeout_s + STOP_MARGIN_S)
+        router = self._plan.router
+        await self.router.stop(router.drain_delay_s + router.drain_timeout_s + STOP_MARGIN_S)
         await self.worker.stop(self._plan.worker.drain_timeout_s + STOP_MARGIN_S)
 
     async def _announce(self) -> None:

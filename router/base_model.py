@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from router.api.formatter import ApiLimits, limits_from
 from router.config import RouterConfig
@@ -13,10 +15,23 @@ from server.protocol import ModelCard
 logger = logging.getLogger(__name__)
 
 
+def agreed(newest: ModelCard, others: Sequence[ModelCard]) -> ModelCard:
+    """What workers of one base say together: the newest one's words, all their names, and a context
+    that each of them has."""
+    names = dict.fromkeys(name for card in (newest, *others) for name in card.names)
+    least = min(card.max_context for card in (newest, *others))
+    return msgspec.structs.replace(newest, names=tuple(names), max_context=least)
+
+
 class BaseModel:
-    """Nothing until the first card. One base at a time; another may replace one that is idle."""
+    """Nothing until the first card. One base at a time; another may replace one that is idle.
+
+    Workers of one base may differ in what they were told, as while they are started anew one by
+    one. others: cards of those that are connected, texts left out.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
+        self.others: Callable[[], Sequence[ModelCard]] = lambda: ()
         self._config = config
         self._text: TextModel | None = None
         self._limits = ApiLimits()
@@ -40,30 +55,44 @@ class BaseModel:
     async def adopt(
         self, card: ModelCard, in_use: Callable[[], bool] = lambda: False
     ) -> str | None:
-        """Serve this model from now on; None = it is the one that is served.
+        """Serve this model from now on, as it and the others say; None = it is so.
 
         in_use: whether workers are connected or requests are being answered, asked when it counts.
         Returns why not, when they serve another base or the card's tokenizer cannot be used.
         """
         async with self._adopting:
             held = self._text
-            if held is not None and held.card.base_digest == card.base_digest:
-                return None
-            if held is not None and in_use():
+            is_same = held is not None and held.card.base_digest == card.base_digest
+            if held is not None and not is_same and in_use():
                 return (
                     f"it serves {card.names[0]} ({card.base_digest[:12]}), this router serves "
                     f"{held.card.names[0]} ({held.card.base_digest[:12]})"
                 )
-            try:
-                text = self._text = await asyncio.to_thread(TextModel, card)
-            except ValueError as error:
-                return str(error)
-            names = self._names(card)
-            self._limits = limits_from(self._config, names, card.sampling_defaults)
-            logger.info("serving %s (%s)", card.names[0], card.base_digest[:12])
-            if text.template_fault is not None:
-                logger.warning("%s cannot chat: %s", card.names[0], text.template_fault)
+            return await self._serve(agreed(card, self.others() if is_same else ()))
+
+    async def review(self) -> None:
+        """A worker has left: what it alone said counts no more."""
+        async with self._adopting:
+            others = self.others()
+            if self._text is not None and others:
+                mine = msgspec.structs.replace(
+                    self._text.card, names=others[0].names, max_context=others[0].max_context
+                )
+                await self._serve(agreed(mine, others))
+
+    async def _serve(self, card: ModelCard) -> str | None:
+        if self._text is not None and self._text.card == card:
             return None
+        try:
+            text = self._text = await asyncio.to_thread(TextModel, card)
+        except ValueError as error:
+            return str(error)
+        self._limits = limits_from(self._config, self._names(card), card.sampling_defaults)
+        told = (card.names[0], card.base_digest[:12], card.max_context)
+        logger.info("serving %s (%s), contexts of up to %d tokens", *told)
+        if text.template_fault is not None:
+            logger.warning("%s cannot chat: %s", card.names[0], text.template_fault)
+        return None
 
     def is_named(self, name: str) -> bool:
         """Whether a request that says `name` means the base."""

@@ -85,7 +85,11 @@ class RouterConfig:
     )
     reader_timeout_s: float = field(
         default=60.0,
-        metadata={"min": 0.1, "help": "longest time for which a client may leave an answer unread"},
+        metadata={
+            "min": 0.1,
+            "max": 86400,
+            "help": "longest time for which a client may leave an answer unread",
+        },
     )
     max_queue: int = field(
         default=1024, metadata={"min": 1, "help": "sequences waiting for a worker"}
@@ -276,7 +280,7 @@ class RouterConfig:
             "help": "Redis that routers share: redis://, rediss://, unix:// or redis+sentinel://"
         },
     )
-    redis_password: str = field(default="", metadata={"help": "its password", "secret": True})
+    redis_password: str = field(default="", metadata={"help": "password of Redis", "secret": True})
     redis_prefix: str = field(
         default="loraplex", metadata={"help": "of every key there, so that fleets can share one"}
     )

@@ -66,6 +66,7 @@ class Fleet:
         self._handed_over = handed_over
         self.clients: Sequence[WorkerClient] = ()
         self.on_connect: Callable[[WorkerSession], None] = lambda session: None
+        self.on_leave: Callable[[], object] = lambda: None
         self.names_known = asyncio.Event()
         self.names_known.set()
         self._accept_card = accept_card
@@ -239,8 +240,16 @@ class Fleet:
             session.fence(f"another worker {hello.worker_id} has started since")
         return None
 
+    @property
+    def cards(self) -> list[ModelCard]:
+        """Of connected workers, without their texts."""
+        return [client.card for client in self.clients if client.card is not None]
+
     def worker_connected(self, session: WorkerSession) -> None:
         self.on_connect(session)
+
+    def worker_gone(self) -> None:
+        self.on_leave()
 
     def worker_changed(self) -> None:
         """Ends those whose time is over; hands out credits while there are some."""

@@ -96,6 +96,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         _stop(self._head_timer)
         _stop(self._body_timer)
         _stop(self._read_timer)
+        if isinstance(exc, TimeoutError):  # what it did not read the kernel held (TCP_USER_TIMEOUT)
+            self._metrics.connections_cut.labels("not_read").inc()
         self.parser.close()
         super().connection_lost(exc)
 

@@ -3,6 +3,7 @@
 It knows bytes and files; what a card means for text is the text modules' business.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -73,7 +74,8 @@ class CardStore:
             staging.replace(path)
             self._drop_oldest()
         except OSError:
-            staging.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                staging.unlink(missing_ok=True)
 
     def _path(self, digest: str) -> Path:
         if not _DIGEST.match(digest):

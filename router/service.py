@@ -224,9 +224,17 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
             body_limits,
             strict=config.idempotency_outage == "closed",
         ),
-        background=Background(),
+        background=_follow(base, fleet),
         unload_heir=UnloadHeir(sharing.store, admin),
     )
+
+
+def _follow(base: BaseModel, fleet: Fleet) -> Background:
+    """The base is what connected workers say of it."""
+    background = Background()
+    base.others = lambda: fleet.cards
+    fleet.on_leave = lambda: background.start(base.review())
+    return background
 
 
 def _dispatch_limits(config: RouterConfig) -> DispatchLimits:

@@ -34,8 +34,9 @@ def check_options(config: RouterConfig) -> None:
     declared_adapters(config)
     with blaming("--host", ExposureError):
         check_exposure(config)
-    if not config.admin_key.isascii():
-        raise ConfigError("--admin-key-file: the key must be ASCII, as it is sent in a header")
+    for flag, key in (("--admin-key-file", config.admin_key), ("--secret-file", config.secret)):
+        if not key.isascii():
+            raise ConfigError(f"{flag}: the key must be ASCII, as it is sent in a header")
     for owner in config.hub_owners:
         if not is_owner(owner):
             raise ConfigError(f"--hub-owner {owner!r}: expected one owner's name")

@@ -43,6 +43,9 @@ class WorkerListener(Protocol):
     def accept_worker(self, hello: WorkerHello) -> str | None:
         """Asked at each connection: None = welcome, else why this worker is not."""
 
+    def worker_gone(self) -> None:
+        """A connection that had begun is over."""
+
     def worker_connected(self, session: WorkerSession) -> None:
         """A connection begins. It may be sent frames; what comes back is read from now on."""
 
@@ -58,6 +61,7 @@ class WorkerClient:
     ) -> None:
         self.url = url.rstrip("/")
         self.session: WorkerSession | None = None
+        self.card: ModelCard | None = None  # while it is connected; without its texts
         self.problem: str | None = "not connected yet"
         self._was_there = False
         self._router_id = router_id
@@ -100,6 +104,9 @@ class WorkerClient:
         finally:
             self.session = None
             self._listener.worker_changed()
+            if self.card is not None:
+                self.card = None
+                self._listener.worker_gone()
         return "the worker closed the connection"
 
     async def _serve_connection(self) -> None:
@@ -117,12 +124,14 @@ class WorkerClient:
             logger=_frame_logger(),
         ) as socket:
             hello = await self._greet(socket)
-            refusal = await self._listener.accept_card(await self._card(hello.card_digest))
+            card = await self._card(hello.card_digest)
+            refusal = await self._listener.accept_card(card)
             if refusal is None:
                 refusal = self._listener.accept_worker(hello)
             if refusal is not None:
                 raise CardError(refusal)
             self.session = WorkerSession(socket, hello, self._listener.worker_changed)
+            self.card = msgspec.structs.replace(card, tokenizer_json="", chat_template=None)
             self.problem = None
             self._was_there = True
             logger.info("worker %s: connected to %s", self.url, hello.worker_id)

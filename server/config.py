@@ -119,7 +119,7 @@ class WorkerConfig:
     )
     page_size: int = field(default=16, metadata={"min": 1, "help": "tokens a KV page"})
     adapter_slots: int = field(
-        default=256, metadata={"min": 1, "help": "adapters on the device at once"}
+        default=256, metadata={"min": 1, "max": 1 << 16, "help": "adapters on the device at once"}
     )
     model_names: tuple[str, ...] = field(
         default=(),
@@ -163,7 +163,7 @@ class WorkerConfig:
             "help": "Redis in which routers find this worker: redis://, rediss:// or unix://"
         },
     )
-    redis_password: str = field(default="", metadata={"help": "its password", "secret": True})
+    redis_password: str = field(default="", metadata={"help": "password of Redis", "secret": True})
     redis_prefix: str = field(
         default="loraplex", metadata={"help": "of every key there, so that fleets can share one"}
     )

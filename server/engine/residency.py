@@ -113,6 +113,8 @@ class AdapterArena:
             need, have = sum(runs) * self.extent_bytes, self.num_extents * self.extent_bytes
             return f"adapter needs {need} bytes of adapter memory, but there are only {have} in all"
         if self._pins and not self._fits_beside_pins(runs):
+            if self._beside_pins is not None and self._beside_pins[1] >= self.num_slots:
+                return f"all {self.num_slots} adapter slots hold pinned adapters: unpin some"
             need, have = sum(runs) * self.extent_bytes, self.num_extents * self.extent_bytes
             return (
                 f"adapter needs {need} bytes of adapter memory, and pinned adapters leave no room "

@@ -14,7 +14,12 @@ class AddressError(Exception):
 
 
 def check_exposure(host: str, secret: str) -> None:
-    """Anyone who reaches an open worker may use it: only this machine may, without a secret."""
+    """Anyone who reaches an open worker may use it: only this machine may, without a secret.
+
+    Raises AddressError, also for a secret that no header can carry.
+    """
+    if not secret.isascii():
+        raise AddressError("--secret-file: the key must be ASCII, as it is sent in a header")
     if secret or is_loopback(host):
         return
     raise AddressError(

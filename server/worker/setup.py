@@ -1,5 +1,6 @@
 """Everything a worker decides before its loop runs: device, dtype, memory, card, adapter store."""
 
+import hashlib
 import logging
 import os
 import secrets
@@ -8,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
+
+import msgspec
 
 from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
@@ -113,7 +116,14 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         max_context=config.max_context,
         created=int(time.time()),
     )
-    memory = HostMemory(engine.host_arena_bytes)
+    if config.executor != "torch":  # what it invents never goes beside what is computed
+        apart = hashlib.sha256(f"{config.executor} {card.base_digest}".encode()).hexdigest()
+        card = msgspec.structs.replace(card, base_digest=apart)
+    try:
+        memory = HostMemory(engine.host_arena_bytes)
+    except OSError as error:
+        what = f"--host-adapter-memory: {engine.host_arena_bytes} bytes cannot be had"
+        raise WorkerStartError(f"{what}: {error.strerror}") from error
     worker_id = config.worker_id or f"worker-{secrets.token_hex(4)}"
     syncing = ThreadPoolExecutor(1, "store-sync")
     store = open_store(config, base, engine, syncing, heavy_threads(_cores()))
@@ -134,7 +144,7 @@ def _engine_config(
     host_extents = sizes.host_adapter_memory // extent_bytes
     if host_extents < 1:
         raise WorkerStartError(
-            f"host_adapter_memory must hold at least one extent of {extent_bytes} bytes, "
+            f"--host-adapter-memory must hold at least one extent of {extent_bytes} bytes, "
             f"got {sizes.host_adapter_memory}"
         )
     return EngineConfig(

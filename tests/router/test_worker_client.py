@@ -161,6 +161,44 @@ async def test_another_base_model_is_not_mixed_in(tmp_path: Path) -> None:
             await other.stop()
 
 
+async def test_workers_of_one_base_may_differ_in_what_they_were_told(tmp_path: Path) -> None:
+    """As while they are started anew one by one: all names, and a context that each has."""
+    first = FakeWorker(make_card(names=("old",), max_context=100), worker_id="a")
+    second = FakeWorker(make_card(names=("new", "old"), max_context=200), worker_id="b")
+
+    async def told(router: Running) -> tuple[set[str], int]:
+        info = (await router.client.get("/info")).json()
+        return set(router.service.base.limits.base_names), info["max_total_tokens"]
+
+    async with running_router(tmp_path, first, second, wait=False) as router:
+
+        async def until(names: set[str], context: int) -> None:
+            async def so() -> bool:
+                return await told(router) == (names, context)
+
+            await poll(so)
+
+        async with running_worker(first):
+            await router.until_ready()
+            await until({"old"}, 100)
+            async with running_worker(second):
+                await until({"old", "new"}, 100)
+                third = FakeWorker(make_card(names=("new",), max_context=300), worker_id="a")
+                third.port = first.port
+                await first.stop()
+                first.drop_connections()
+                await until({"new", "old"}, 200)
+                async with running_worker(third):
+                    await until({"new", "old"}, 200)
+                    second.drop_connections()
+                    await second.stop()
+                    await until({"new"}, 300)
+                    answer = await router.client.post(
+                        "/v1/completions", json={"model": "new", "prompt": "x" * 250}
+                    )
+                    assert answer.status_code == 200, answer.text
+
+
 async def test_of_two_base_models_at_once_one_is_served(tmp_path: Path) -> None:
     other = FakeWorker(make_card(base_digest="f" * 64, names=("other",)), worker_id="b")
     async with (

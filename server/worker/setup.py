@@ -117,7 +117,8 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         created=int(time.time()),
     )
     if config.executor != "torch":  # what it invents never goes beside what is computed
-        apart = hashlib.sha256(f"{config.executor} {card.base_digest}".encode()).hexdigest()
+        kind = config.executor.partition(":")[0]
+        apart = hashlib.sha256(f"{kind} {card.base_digest}".encode()).hexdigest()
         card = msgspec.structs.replace(card, base_digest=apart)
     try:
         memory = HostMemory(engine.host_arena_bytes)

@@ -1,5 +1,6 @@
 """Room on disk: the least recently used give way, and nobody looks at all of them each time."""
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from adapters.disk import entry_bytes
+from adapters.errors import AdapterError
 from adapters.quota import Quota
 
 
@@ -62,3 +64,17 @@ def test_the_least_recently_used_go_and_what_left_counts_no_more(
         assert sorted(path.name for path in content.iterdir()) == list("0456789")
     with quota.room(40):
         assert sorted(path.name for path in content.iterdir()) == list("056789")
+
+
+def test_a_disk_without_room_is_told_of_once(
+    folders: tuple[Path, Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many adapters are refused for it."""
+    content, slabs, staging = folders
+    quota = Quota(1 << 60, (content, slabs), staging)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            with pytest.raises(AdapterError, match="no room for this adapter"):
+                quota.check(1 << 60)
+    [record] = caplog.records
+    assert str(content) in record.getMessage()

@@ -150,6 +150,8 @@ def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> 
         ({"adapters": ("tgi=org/x",)}, "--adapter 'tgi=org/x': clients mean the base model"),
         ({"adapters": ("sql=plain",)}, "--adapter 'sql=plain': 'plain' names no source"),
         ({"host": "0.0.0.0"}, "--host: callers of 0.0.0.0 need keys"),
+        ({"admin_key": "clé"}, "--admin-key-file: the key must be ASCII"),
+        ({"secret": "clé"}, "--secret-file: the key must be ASCII"),
         ({"redis": "localhost"}, "--redis: expected"),
         ({"adapters": ("a=org/x", "b=org/x", "a=org/y")}, "--adapter: the name 'a' is given more"),
         ({"hub_owners": ("acme/sql",)}, "--hub-owner 'acme/sql'"),

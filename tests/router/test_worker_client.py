@@ -199,6 +199,16 @@ async def test_workers_of_one_base_may_differ_in_what_they_were_told(tmp_path: P
                     assert answer.status_code == 200, answer.text
 
 
+async def test_cards_are_not_kept_where_no_folder_can_be(tmp_path: Path) -> None:
+    """Which only costs a fetch at each connection."""
+    (tmp_path / "file").write_text("")
+    async with (
+        running_worker(FakeWorker()) as worker,
+        running_router(tmp_path, worker, cache_dir=tmp_path / "file") as router,
+    ):
+        assert await complete(router) == "base says hello 0"
+
+
 async def test_of_two_base_models_at_once_one_is_served(tmp_path: Path) -> None:
     other = FakeWorker(make_card(base_digest="f" * 64, names=("other",)), worker_id="b")
     async with (

@@ -203,7 +203,7 @@ def test_pins_can_take_every_slot() -> None:
     arena = AdapterArena(4, 1024, 1)
     ready(arena, "a", (1,))
     arena.pin_only("a")
-    assert "pinned" in str(arena.refusal((1,)))
+    assert "all 1 adapter slots hold pinned" in str(arena.refusal((1,)))
 
 
 DIGESTS = st.sampled_from("abcdefgh")

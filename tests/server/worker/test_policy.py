@@ -210,6 +210,8 @@ def test_an_exposed_worker_needs_a_secret(host: str) -> None:
     with pytest.raises(AddressError, match="secret"):
         check_exposure(host, "")
     check_exposure(host, "secret")
+    with pytest.raises(AddressError, match="ASCII"):
+        check_exposure(host, "clé")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -13,6 +13,7 @@ from websockets.exceptions import InvalidStatus
 
 from server import protocol
 from server.engine.fake import CertifyOptions, certified_output
+from server.model.checkpoint import base_digest
 from tests.server.worker.shell import (
     LONG,
     SECRET,
@@ -25,6 +26,7 @@ from tests.server.worker.shell import (
     request,
     running,
     start,
+    write_model,
 )
 
 OPTIONS = CertifyOptions(vocab_size=VOCAB, eos_token_ids=(2,))
@@ -42,7 +44,7 @@ async def idle(router: Router) -> None:
     await router.until_status(running=0, waiting=0)
 
 
-async def test_hello_and_card_agree(shell: Shell) -> None:
+async def test_hello_and_card_agree(shell: Shell, tmp_path: Path) -> None:
     async with connected(shell) as router:
         assert router.hello.credits == CREDITS
     answer = shell.get("/card")
@@ -52,6 +54,8 @@ async def test_hello_and_card_agree(shell: Shell) -> None:
     card = msgspec.json.decode(answer.content, type=protocol.ModelCard)
     assert card.vocab_size == VOCAB
     assert card.names[0] == "org/base"
+    real = base_digest(write_model(tmp_path / "model"))
+    assert card.base_digest != real, "what is invented goes beside nothing that is computed"
 
 
 @pytest.mark.parametrize("secret", [None, "wrong", SECRET + "x", SECRET[:-1]])

@@ -35,6 +35,10 @@ class SlabUnavailable(Exception):
     """The adapter cannot be brought to host memory; str() may be told to the client."""
 
 
+class SlabGone(SlabUnavailable):
+    """It gave way in the store since a router had it admitted, which will have it fetched again."""
+
+
 class StagedSlab(NamedTuple):
     """extents: the first extent of each of layout.runs, in host memory.
 
@@ -227,6 +231,9 @@ class HostTier:
         started = time.monotonic()
         try:
             ready = await self._bring(digest)
+        except SlabGone:
+            self._metrics.staged.labels("gone").inc()
+            raise
         except Exception:
             self._metrics.staged.labels("failed").inc()
             raise
@@ -255,7 +262,8 @@ class HostTier:
             log.error("adapter %.12s is packed anew: %s", digest, error)
             return await self._bring(digest)
         except AdapterError as error:
-            raise SlabUnavailable(error.message) from error
+            kind = SlabGone if error.code == "not_found" else SlabUnavailable
+            raise kind(error.message) from error
         except OSError as error:
             log.error("adapter %.12s cannot be read: %s", digest, error)
             raise SlabUnavailable("its packed weights cannot be read from disk") from error

@@ -155,8 +155,9 @@ class WorkerMetrics:
         )
         self.staged = meters.counter(
             "adapters_staged",
-            "Adapters brought to host memory, by result",
-            {"result": ("ready", "failed")},
+            "Adapters brought to host memory, by result; gone: they had given way on disk, and are"
+            " fetched again",
+            {"result": ("ready", "gone", "failed")},
         )
 
     def load_took(self, stage: LoadStage, seconds: float) -> None:

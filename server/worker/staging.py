@@ -7,7 +7,7 @@ from collections.abc import Callable
 from server.engine.messages import SlabMissing, SlabReleased, SlabStaged, ToEngine
 from server.worker.adapter_meter import AdapterMeter
 from server.worker.adapter_orders import AdapterOrders
-from server.worker.host_tier import HostTier, SlabUnavailable, StagedSlab
+from server.worker.host_tier import HostTier, SlabGone, SlabUnavailable, StagedSlab
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ class Staging:
         try:
             self._hand_over(await self._tier.acquire(digest))
         except SlabUnavailable as error:
-            log.warning("adapter %.12s cannot be brought to the engine: %s", digest, error)
+            level = logging.INFO if isinstance(error, SlabGone) else logging.WARNING
+            log.log(level, "adapter %.12s cannot be brought to the engine: %s", digest, error)
             self._to_engine(SlabMissing(digest, str(error)))
         except Exception as error:  # whatever it is, its waiters must hear of it
             log.error("adapter %.12s cannot be brought to the engine", digest, exc_info=error)

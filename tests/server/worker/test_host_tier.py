@@ -18,7 +18,7 @@ from adapters.slab_file import SlabFile, SlabSource
 from server.engine.residency import AdapterArena
 from server.engine.shared_memory import HostMemory
 from server.worker.ahead import KEPT_S
-from server.worker.host_tier import MAX_HINTS, HostTier, SlabUnavailable
+from server.worker.host_tier import MAX_HINTS, HostTier, SlabGone, SlabUnavailable
 from server.worker.metrics import WorkerMetrics
 from server.worker.slab_saver import SlabSaver
 from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
@@ -140,7 +140,7 @@ async def test_the_least_used_is_evicted(tier: HostTier, disk: Disk) -> None:
 
 
 async def test_a_missing_or_broken_slab_is_told_and_leaves_room(tier: HostTier, disk: Disk) -> None:
-    with pytest.raises(SlabUnavailable, match="no a"):
+    with pytest.raises(SlabGone, match="no a"):
         await tier.acquire("a")
     (disk.folder / "b").write_bytes(b"not a slab")
     with pytest.raises(SlabUnavailable, match="cannot be read"):

@@ -15,11 +15,11 @@ from server.protocol import ModelCard
 logger = logging.getLogger(__name__)
 
 
-def agreed(newest: ModelCard, others: Sequence[ModelCard]) -> ModelCard:
-    """What workers of one base say together: the newest one's words, all their names, and a context
-    that each of them has."""
-    names = dict.fromkeys(name for card in (newest, *others) for name in card.names)
-    least = min(card.max_context for card in (newest, *others))
+def agreed(newest: ModelCard, workers: Sequence[ModelCard]) -> ModelCard:
+    """What workers of one base say together: the newest one's words, the names of all, and a
+    context that each of them has. workers: their cards, at least one."""
+    names = dict.fromkeys(name for card in workers for name in card.names)
+    least = min(card.max_context for card in workers)
     return msgspec.structs.replace(newest, names=tuple(names), max_context=least)
 
 
@@ -68,17 +68,14 @@ class BaseModel:
                     f"it serves {card.names[0]} ({card.base_digest[:12]}), this router serves "
                     f"{held.card.names[0]} ({held.card.base_digest[:12]})"
                 )
-            return await self._serve(agreed(card, self.others() if is_same else ()))
+            return await self._serve(agreed(card, [card, *(self.others() if is_same else ())]))
 
     async def review(self) -> None:
         """A worker has left: what it alone said counts no more."""
         async with self._adopting:
             others = self.others()
             if self._text is not None and others:
-                mine = msgspec.structs.replace(
-                    self._text.card, names=others[0].names, max_context=others[0].max_context
-                )
-                await self._serve(agreed(mine, others))
+                await self._serve(agreed(self._text.card, others))
 
     async def _serve(self, card: ModelCard) -> str | None:
         if self._text is not None and self._text.card == card:

@@ -127,7 +127,8 @@ class LoraxFormatter:
         """One event a token. Raises RequestError (incomplete)."""
         self._texts.append(event.text)
         self._num_tokens += event.num_tokens
-        tokens = [self._token(token) for token in event.tokens]
+        # Clients join these texts (huggingface_hub's): one that is none of the answer's is empty.
+        tokens = [self._token(token, token.text) for token in event.tokens]
         if event.finish is None:
             return b"".join([sse(self._numbered(token)) for token in tokens])
         if not tokens:  # the end alone still needs a token to be an event of this API
@@ -193,17 +194,16 @@ class LoraxFormatter:
                 InputToken(t.token_id, t.token, None if t.logprob is None else finite(t.logprob))
                 for t in self._prompt.tokens
             ],
-            tokens=[self._token(token) for token in result.tokens],
+            tokens=[self._token(t, t.token if t.special else t.text) for t in result.tokens],
         )
 
-    def _token(self, token: TextToken) -> Token:
-        """What texts leave out, such as the end, is spelled here."""
+    def _token(self, token: TextToken, text: str) -> Token:
         alternatives: list[AlternativeToken] | UnsetType = UNSET
         if self._options.alternatives:
             alternatives = [AlternativeToken(i, t, finite(value)) for i, t, value in token.top]
         return Token(
             token.token_id,
-            token.token if token.special else token.text,
+            text,
             finite(token.logprob),
             token.special,
             alternative_tokens=alternatives,

@@ -60,11 +60,14 @@ def cut_contexts(contexts: np.ndarray, items: np.ndarray) -> int:
 class DecodeScratch:
     """Results of pieces, of up to `batch` sequences. All of one stream's launches may share it."""
 
-    def __init__(self, batch: int, heads: int, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, batch: int, heads: int, head_dim: int, device: torch.device, rows: int = 0
+    ) -> None:
+        """rows: of the product among which the sequences' are, if more."""
         items = max_items(batch)
         self.sums = torch.empty(items, heads, head_dim, dtype=torch.float32, device=device)
         self.weights = torch.empty(2 * items * heads, dtype=torch.float32, device=device)
-        self.done = torch.zeros(batch, heads, dtype=torch.int32, device=device)
+        self.done = torch.zeros(max(batch, rows), heads, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)

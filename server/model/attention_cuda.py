@@ -64,14 +64,20 @@ class PagedAttention:
     """Owns the scratch memory. One step at a time is planned; several may be in flight."""
 
     def __init__(
-        self, model: ModelConfig, cache: KVCache, prefill_backend: str, most_rows: int
+        self,
+        model: ModelConfig,
+        cache: KVCache,
+        prefill_backend: str,
+        most_decodes: int,
+        most_rows: int,
     ) -> None:
-        """prefill_backend: see `prompt_backend`. most_rows: of decodes in a flat batch, with what
-        pads it; of all rows of one that a graph takes."""
+        """prefill_backend: see `prompt_backend`. most_decodes: of a flat batch, with what pads
+        them. most_rows: as many, or of all rows of a batch that a graph takes."""
         self.model = model
         self.cache = cache
         self.device = cache.k.device
-        self._scratch = DecodeScratch(most_rows, model.num_heads, model.head_dim, self.device)
+        heads, head_dim = model.num_heads, model.head_dim
+        self._scratch = DecodeScratch(most_decodes, heads, head_dim, self.device, most_rows)
         capability = torch.cuda.get_device_capability(self.device)
         self._programmatic_launch = capability >= (9, 0)
         self._prompts = PromptAttention(model, cache, prefill_backend)

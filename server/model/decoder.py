@@ -47,22 +47,37 @@ class Decoder(Generic[P, L, Y]):
     ) -> torch.Tensor:
         """token_ids: int64 `[tokens]`, in the plan's order -> normed hidden states `[tokens,
         hidden]`, or `[rows, hidden]` of those wanted. Writes the tokens' keys and values.
-        meanwhile: called after each layer."""
-        ops = self.ops
+        meanwhile: called in each layer."""
+        attended, hidden = self.up_to_end(token_ids, plan, lora, meanwhile)
+        if wanted is not None:
+            if not len(wanted.rows):
+                return hidden[:0]
+            attended, hidden, lora = attended[wanted.rows], hidden[wanted.rows], wanted.lora
+        return self.end(attended, hidden, lora)
+
+    def up_to_end(
+        self,
+        token_ids: torch.Tensor,
+        plan: P,
+        lora: L | None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, up to the last layer's attention: what it attended and hidden states."""
         normed, hidden = self.begin(token_ids, lora)
         last = len(self.weights.layers) - 1
         for layer, weights in enumerate(self.weights.layers):
             site = self.sites.layer(layer)
-            qkv = ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site)
-            attended = ops.attend(plan, layer, qkv, weights.qk_norm)
-            if layer == last and wanted is not None:
-                if not len(wanted.rows):
-                    return hidden[:0]
-                attended, hidden, lora = attended[wanted.rows], hidden[wanted.rows], wanted.lora
-            normed, hidden = self.after_attention(layer, attended, hidden, lora)
+            qkv = self.ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site)
+            attended = self.ops.attend(plan, layer, qkv, weights.qk_norm)
             if meanwhile is not None:
                 meanwhile()
-        return normed
+            if layer < last:
+                normed, hidden = self.after_attention(layer, attended, hidden, lora)
+        return attended, hidden
+
+    def end(self, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None) -> torch.Tensor:
+        """From the last layer's attention to normed hidden states, of any tokens."""
+        return self.after_attention(len(self.weights.layers) - 1, attended, hidden, lora)[0]
 
     def begin(self, token_ids: torch.Tensor, lora: L | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Up to the first layer's product of q, k and v: normed and hidden states."""

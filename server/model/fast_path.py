@@ -71,11 +71,12 @@ class _Start:
         limits, rows = parts.limits, parts.rows
         most_decodes = min(limits.max_rows, limits.max_step_tokens)
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
-        prompt_sizes = _prompt_sizes(limits)
+        prompt_sizes = _prompt_sizes(limits, _products_of(parts.weights.layers[0]))
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
         captured = prompt_sizes if backend == "fa3" else ()
-        most_rows = max(limits.max_rows + MOST_PADDING, sizes[-1], *captured)
-        attention = PagedAttention(parts.model, parts.cache, backend, most_rows)
+        most = max(limits.max_rows + MOST_PADDING, sizes[-1])
+        room = (most, max((most, *captured)))
+        attention = PagedAttention(parts.model, parts.cache, backend, *room)
         reach = (limits.max_context, max(limits.max_step_tokens, sizes[-1], *prompt_sizes))
         ops = CudaOps(parts.model, parts.cache, parts.table, attention, reach)
         draws = CudaDraws(rows, parts.parameters)
@@ -177,11 +178,12 @@ def _products_of(layer: LayerWeights) -> list[Linear]:
     ]
 
 
-def _prompt_sizes(limits: ExecutorLimits) -> tuple[int, ...]:
+def _prompt_sizes(limits: ExecutorLimits, layer: list[Linear]) -> tuple[int, ...]:
     """Tokens of the graphs of steps with prompts."""
     # No step has more, or there are no prompts: slices of one token are decodes.
     most = MAX_PROMPTS * limits.max_context if limits.max_context > 1 else 0
-    return tuple(size for size in token_sizes(limits.max_step_tokens) if size <= most)
+    weights = sum(weight.numel() for weight, _ in layer)
+    return tuple(size for size in token_sizes(limits.max_step_tokens, weights) if size <= most)
 
 
 def _tell_of_late_kernels() -> None:

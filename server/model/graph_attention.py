@@ -20,7 +20,8 @@ T = TypeVar("T", np.ndarray, torch.Tensor)
 
 
 class GraphAttention:
-    """most_tokens: of a graph; most_decodes: of a step."""
+    """most_tokens: of a graph; most_decodes: of a step. attended: `[most_tokens, heads *
+    head_dim]`, where each layer's result lies."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class GraphAttention:
         self._kv_slots = torch.full((most_tokens,), -1, dtype=torch.int64, device=device)
         # What pads a step reads what earlier ones left.
         q_size, dtype = ops.model.q_size, ops.cache.k.dtype
-        self._attended = torch.zeros(most_tokens, q_size, dtype=dtype, device=device)
+        self.attended = torch.zeros(most_tokens, q_size, dtype=dtype, device=device)
         widest = most_tokens + 2 * max_items(most_decodes) + 1
         self._packed = torch.zeros(widest, dtype=torch.int32, device=device)
 
@@ -48,7 +49,7 @@ class GraphAttention:
         work = DecodeItems(items.view(2, -1), piece)
         view = DecodeBatchView(rows, positions, self._page_table, work)
         attention = Attention(_ALL, view, _ALL, self._prompts)
-        return CudaPlan(positions, self._kv_slots[:size], attention, self._attended[:size])
+        return CudaPlan(positions, self._kv_slots[:size], attention, self.attended[:size])
 
     def fill(self, size: int, layout: StepLayout) -> None:
         """For the next replay of that graph."""

@@ -56,8 +56,8 @@ class DeviceLora:
     """Adapters of a batch, routed on the device by slots, int32 `[tokens]`.
 
     model_sites: whether one of them changes the embedding or the head. decodes: every token is a
-    decode, whose attention adds a delta. down: where the activation leaves what shrink would of its
-    result; None: shrink does it.
+    decode, whose attention adds a delta. captured: of a graph, where decodes come after prompts.
+    down: where the activation leaves what shrink would of its result; None: shrink does it.
     """
 
     slots: torch.Tensor
@@ -66,6 +66,7 @@ class DeviceLora:
     phase: Phase
     model_sites: bool
     decodes: bool
+    captured: bool
     down: Workspace | None = None
 
 
@@ -150,7 +151,7 @@ class CudaOps:
         if not any_adapter(token_slots):
             return None
         slots = to_device(token_slots.astype(np.int32), self.device)
-        lora = self._allocate(slots, bool(self.table.changes_model(token_slots)), decodes=False)
+        lora = self._allocate(slots, model_sites=bool(self.table.changes_model(token_slots)))
         self.route(lora)
         block = self.table.rank_block(token_slots) if lora.phase == "prefill" else None
         return lora if block is None else self.shrinking(lora, block)
@@ -165,9 +166,16 @@ class CudaOps:
 
     def captured_lora(self, slots: torch.Tensor, *, decodes: bool) -> DeviceLora:
         """Of a captured step, which routes it; embedding and head stay the base's."""
-        return self._allocate(slots, model_sites=False, decodes=decodes)
+        return self._allocate(slots, decodes=decodes, captured=True)
 
-    def _allocate(self, slots: torch.Tensor, model_sites: bool, decodes: bool) -> DeviceLora:
+    def _allocate(
+        self,
+        slots: torch.Tensor,
+        *,
+        model_sites: bool = False,
+        decodes: bool = False,
+        captured: bool = False,
+    ) -> DeviceLora:
         rows = len(slots)
         phase = _phase(rows)
         known, tile_rows = self.table.device_table.num_slots, self._configs.tile_rows(phase, rows)
@@ -175,7 +183,7 @@ class CudaOps:
         shared = _few_rows(phase, rows)
         segments = allocate_segments(rows, tile_rows, known, self.device, shared=shared)
         workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
-        return DeviceLora(slots, segments, workspace, phase, model_sites, decodes)
+        return DeviceLora(slots, segments, workspace, phase, model_sites, decodes, captured)
 
     # ---- operations
 
@@ -220,8 +228,9 @@ class CudaOps:
         table = self.table.device_table
         if delta is not None:
             return Product(y, delta=PendingDelta(table, site, lora.slots, delta))
-        if kind == "qkv" and lora.phase == "decode":
-            # Of few tokens attention would need longer to expand them on its way.
+        if kind == "qkv" and (lora.phase == "decode" or lora.captured):
+            # Of few tokens the rotation would need longer to expand them on its way, and of a
+            # graph it does not know which are decodes'.
             self._expand(y, lora, site)
             return Product(y)
         later = PendingLora(table, site, lora.segments, lora.workspace)
@@ -274,6 +283,7 @@ class CudaOps:
     def add_norm(
         self, delta: Product, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In place."""
         early = self._configs.programmatic_launch
         add_norm(delta.y, delta.delta, hidden, weight, epsilon, programmatic_launch=early)
         return delta.y, hidden

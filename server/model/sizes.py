@@ -6,8 +6,10 @@ import numpy as np
 
 # Sequences of a captured step; from there on the products alone take longer than the host.
 _MOST_DECODES = 1024
-# Tokens of a captured step with prompts. With more the device needs longer than the host.
+# Tokens of a captured step with prompts: these, and with small layers as many as make so many
+# products of a token and a weight. With more the device needs longer than the host.
 _MOST_TOKENS = 2048
+_MOST_WORK = 250_000_000_000
 # Of steps outside graphs.
 _TOKENS_STEP = 128
 MOST_PADDING = _TOKENS_STEP - 1
@@ -20,12 +22,13 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
     return sizes_up_to(sizes, max_rows)
 
 
-def token_sizes(max_tokens: int) -> tuple[int, ...]:
+def token_sizes(max_tokens: int, layer_weights: int) -> tuple[int, ...]:
     """Of steps with prompts, up to what those of `max_tokens` tokens need. Beyond the smallest
-    size, padding is the smaller part of any step."""
-    top = min(max_tokens, _MOST_TOKENS)
-    sizes = [32, 64, 96, 128, *range(192, 1024, 64), *range(1024, _MOST_TOKENS + 1, 128)]
-    return sizes_up_to(sizes, top)
+    size, padding is the smaller part of any step. layer_weights: how many a layer has."""
+    most = max(_MOST_TOKENS, _MOST_WORK // layer_weights)
+    sizes = [32, 64, 96, 128, *range(192, 1024, 64), *range(1024, 2048, 128)]
+    sizes += [*range(2048, 4096, 256), *range(4096, max(max_tokens, _MOST_TOKENS) + 512, 512)]
+    return sizes_up_to([size for size in sizes if size <= most], max_tokens)
 
 
 def row_sizes(max_rows: int, max_tokens: int) -> tuple[int, ...]:

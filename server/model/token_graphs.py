@@ -1,8 +1,8 @@
 """CUDA graphs of steps that have prompts, by padded number of tokens.
 
 Where what attention launches depends on its plan, it is launched as it comes, and from one to the
-next lies one graph. Without graphs the host would need longer for a step of few hundred tokens than
-the device.
+next lies one graph. What follows the last layer's attention are other graphs (`EndGraphs`). Without
+graphs the host would need longer for a step of few hundred tokens than the device.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ import torch
 from server.engine.plan import StepPlan
 from server.model.capture import record
 from server.model.decoder import Decoder
+from server.model.end_graphs import EndGraphs
 from server.model.graph_attention import GraphAttention
 from server.model.lora import any_adapter
 from server.model.ops import StepLayout
@@ -24,21 +25,12 @@ from server.model.sizes import padded_size
 from server.model.transfers import to_device
 
 
-@dataclass(slots=True)
-class _States:
-    """What a run leaves; `[size, hidden]` each."""
-
-    normed: torch.Tensor
-    hidden: torch.Tensor
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Captured:
-    """graphs: one, or the first up to the first attention, then one after each layer's. lora: kept
-    since the graphs write to its tensors."""
+    """graphs: one, or the first up to the first attention, then one after each but the last. lora:
+    kept since the graphs write to its tensors."""
 
     graphs: list[torch.cuda.CUDAGraph]
-    states: _States
     lora: DeviceLora | None
 
 
@@ -60,32 +52,37 @@ class TokenGraphs:
         most = sizes[-1]
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
-        between = most if attention is None else 0
-        qkv_size = model.q_size + 2 * model.kv_size
-        self._qkv = torch.zeros(between, qkv_size, dtype=dtype, device=device)
-        self._attended = torch.zeros(between, model.q_size, dtype=dtype, device=device)
+        self._hidden = torch.zeros(most, model.hidden_size, dtype=dtype, device=device)
+        if attention is None:
+            qkv_size = model.q_size + 2 * model.kv_size
+            self._qkv = torch.zeros(most, qkv_size, dtype=dtype, device=device)
+            self._attended = torch.zeros(most, model.q_size, dtype=dtype, device=device)
+        else:
+            self._attended = attention.attended
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, bool], _Captured] = {}
+        begun = (self._attended, self._hidden)
+        self.ends = EndGraphs(decoder, ops, sizes, begun, self._pool)
 
     def rehearse(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
         """What the graphs of one family will do, outside of any; otherwise as `capture`."""
         for size in reversed(self.sizes):
-            _, pieces = self._prepared(size, self._lora(size, with_adapters), example)
-            for piece in pieces:
+            for piece in self._prepared(size, self._lora(size, with_adapters), example):
                 piece()
             torch.cuda.synchronize()  # plans are uploaded from memory that comes round again
+        self.ends.rehearse(with_adapters)
 
     def capture(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
         """One family, largest first so that the others fit in its memory. Others of as many tokens
         were rehearsed. example: of prompts with so many tokens in all."""
         for size in reversed(self.sizes):
             lora = self._lora(size, with_adapters)
-            states, pieces = self._prepared(size, lora, example)
+            pieces = self._prepared(size, lora, example)
             graphs = [record(piece, self._pool) for piece in pieces]
             for graph in graphs:
                 graph.replay()  # the first time takes longer
-            states.hidden = states.normed  # what it was may be the next graphs' memory
-            self._captured[size, with_adapters] = _Captured(graphs, states, lora)
+            self._captured[size, with_adapters] = _Captured(graphs, lora)
+        self.ends.capture(with_adapters)
 
     def takes(self, plan: StepPlan) -> bool:
         if plan.num_tokens > self.sizes[-1]:
@@ -122,18 +119,16 @@ class TokenGraphs:
             self._replay_between(captured.graphs, self._ops.plan(layout), tokens)
         else:
             captured.graphs[0].replay()
-        return captured.states.normed[to_device((wanted - first) % tokens, self._ops.device)]
+        return self.ends.forward((wanted - first) % tokens, token_slots[wanted])
 
     def _replay_between(
         self, graphs: list[torch.cuda.CUDAGraph], plan: CudaPlan, tokens: int
     ) -> None:
         qkv, plan = Product(self._qkv[:tokens]), replace(plan, attended=self._attended[:tokens])
-        first, *others = graphs
-        first.replay()
         layers = self._decoder.weights.layers
-        for layer, (weights, graph) in enumerate(zip(layers, others, strict=True)):
-            self._ops.attend(plan, layer, qkv, weights.qk_norm)
+        for layer, (weights, graph) in enumerate(zip(layers, graphs, strict=True)):
             graph.replay()
+            self._ops.attend(plan, layer, qkv, weights.qk_norm)
 
     def _lora(self, size: int, with_adapters: bool) -> DeviceLora | None:
         if not with_adapters:
@@ -142,41 +137,45 @@ class TokenGraphs:
 
     def _prepared(
         self, size: int, lora: DeviceLora | None, example: Callable[[int], StepLayout]
-    ) -> tuple[_States, list[Callable[[], None]]]:
+    ) -> list[Callable[[], None]]:
         if self._attention is not None:
             self._attention.fill(size, example(size))
         return self._pieces(size, lora)
 
-    def _pieces(
-        self, size: int, lora: DeviceLora | None
-    ) -> tuple[_States, list[Callable[[], None]]]:
-        """What each graph does, in order, and where they leave their states. Rows that pad read
-        what earlier steps left in them, and nobody reads theirs."""
-        decoder, token_ids = self._decoder, self._token_ids[:size]
-        states = _States(self._attended, self._attended)
-        plan = None if self._attention is None else self._attention.plan(size)
+    def _pieces(self, size: int, lora: DeviceLora | None) -> list[Callable[[], None]]:
+        """What each graph does, in order. Rows that pad read what earlier steps left in them, and
+        nobody reads theirs."""
+        if self._attention is None:
+            return self._pieces_between(size, lora)
+        plan = self._attention.plan(size)
 
         def step() -> None:
             if lora is not None:
                 self._ops.route(lora)
-            if plan is None:
-                states.normed, states.hidden = decoder.begin(token_ids, lora)
-                self._project(states, 0, lora, size)
-            else:
-                states.normed = decoder.forward(token_ids, plan, lora)
+            _, hidden = self._decoder.up_to_end(self._token_ids[:size], plan, lora)
+            self._hidden[:size].copy_(hidden)
+
+        return [step]
+
+    def _pieces_between(self, size: int, lora: DeviceLora | None) -> list[Callable[[], None]]:
+        decoder = self._decoder
+        attended, hidden = self._attended[:size], self._hidden[:size]
+
+        def begin() -> None:
+            if lora is not None:
+                self._ops.route(lora)
+            normed, embedded = decoder.begin(self._token_ids[:size], lora)
+            hidden.copy_(embedded)
+            self._project(normed, 0, lora)
 
         def follow(layer: int) -> None:
-            attended = self._attended[:size]
-            states.normed, states.hidden = decoder.after_attention(
-                layer, attended, states.hidden, lora
-            )
-            if layer + 1 < len(decoder.weights.layers):
-                self._project(states, layer + 1, lora, size)
+            normed, _ = decoder.after_attention(layer, attended, hidden, lora)  # hidden in place
+            self._project(normed, layer + 1, lora)
 
-        layers = range(len(decoder.weights.layers)) if plan is None else range(0)
-        return states, [step, *(partial(follow, layer) for layer in layers)]
+        layers = range(len(decoder.weights.layers) - 1)
+        return [begin, *(partial(follow, layer) for layer in layers)]
 
-    def _project(self, states: _States, layer: int, lora: DeviceLora | None, size: int) -> None:
+    def _project(self, normed: torch.Tensor, layer: int, lora: DeviceLora | None) -> None:
         weights, site = self._decoder.weights.layers[layer], self._decoder.sites.layer(layer)
-        bias, out = weights.qkv_bias, self._qkv[:size]
-        self._ops.linear(states.normed, weights.qkv, bias, lora, site, out=out)
+        out = self._qkv[: len(normed)]
+        self._ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site, out=out)

@@ -91,7 +91,7 @@ def forget() -> None:
     """Of the modules that bound FlashInfer's names when they were imported."""
     for name in (
         *("attention_cuda", "prompt_attention", "graph_attention"),
-        *("ops_cuda", "decode_graphs", "token_graphs", "fast_path"),
+        *("ops_cuda", "decode_graphs", "token_graphs", "end_graphs", "fast_path"),
     ):
         sys.modules.pop(f"server.model.{name}", None)
         if hasattr(server.model, name):

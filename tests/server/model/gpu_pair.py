@@ -33,11 +33,13 @@ class Pair:
         folder: Path,
         patch: pytest.MonkeyPatch,
         few_tokens: int = 0,
+        most_tokens: int = 0,
         backend: str = "fa2",
         **changes: Any,
     ) -> None:
-        """adapters: in slots 0, 1, …; few_tokens: steps of more run outside graphs, 0 = as ever;
-        backend: of prompts' attention; changes: of `engine_config`."""
+        """adapters: in slots 0, 1, …; few_tokens: what LoRA takes for few; most_tokens: of steps
+        with prompts that graphs take; 0 = as ever; backend: of prompts' attention; changes: of
+        `engine_config`."""
         save_model(model, folder)
         for seed, (name, config) in enumerate(adapters.items()):
             model = add_adapter(model, name, config, seed + 1)
@@ -49,7 +51,9 @@ class Pair:
         patch.setattr(attention_cuda, "prompt_backend", lambda capability: backend)
         if few_tokens:
             patch.setattr(ops_cuda, "_FEW_TOKENS", few_tokens)
-            patch.setattr(sizes, "_MOST_TOKENS", few_tokens)
+        if most_tokens:
+            patch.setattr(sizes, "_MOST_TOKENS", most_tokens)
+            patch.setattr(sizes, "_MOST_WORK", 0)
         self.graphs = replace_graphs(patch)
         self.gpu = Driver(folder, **changes)
         for driver in (self.reference, self.gpu):
@@ -76,10 +80,10 @@ def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
             lora = self._lora(size, with_adapters)
             if self._attention is not None:
                 self._attention.fill(size, example(size))
-            states, pieces = self._pieces(size, lora)
-            graphs: Any = [fake_flashinfer.Replay(piece) for piece in pieces]
-            found = token_graphs._Captured(graphs, states, lora)
-            self._captured[size, with_adapters] = found
+            graphs: Any = [fake_flashinfer.Replay(piece) for piece in self._pieces(size, lora)]
+            self._captured[size, with_adapters] = token_graphs._Captured(graphs, lora)
+            end: Any = fake_flashinfer.Replay(self.ends._step(size, with_adapters))
+            self.ends._graphs[size, with_adapters] = end
 
     forward = token_graphs.TokenGraphs.forward
 

@@ -232,9 +232,24 @@ def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ops_cuda, "_FEW_TOKENS", 32)
     monkeypatch.setattr(sizes, "_MOST_TOKENS", 32)
+    monkeypatch.setattr(sizes, "_MOST_WORK", 0)
     found = Trio("llama3", tmp_path, 24)
     try:
         for names in (["rank16", "rank8_one_layer", None], [*ZOO, None]):
+            assert_near(found, [found.slots[names[row % len(names)]] for row in range(20)], 64)
+    finally:
+        found.close()
+
+
+def test_graphs_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models with small layers: what graphs take, here from 33 on, goes through the kernels for
+    many tokens."""
+    from server.model import ops_cuda
+
+    monkeypatch.setattr(ops_cuda, "_FEW_TOKENS", 32)
+    found = Trio("llama3", tmp_path, 24)
+    try:
+        for names in (["rank16", "rank8_one_layer", None], ["rank1", "rank3_rslora", None]):
             assert_near(found, [found.slots[names[row % len(names)]] for row in range(20)], 64)
     finally:
         found.close()

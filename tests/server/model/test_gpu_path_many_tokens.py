@@ -1,7 +1,8 @@
-"""The GPU path's steps of more tokens than any graph takes, on the CPU as in test_gpu_path."""
+"""The GPU path's steps of many tokens on the CPU, as in test_gpu_path: outside graphs, and in."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ ADAPTERS = {
     "wide": LoraConfig(r=200, lora_alpha=50, target_modules=SEVEN),
 }
 SCORED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=1)
+SAMPLED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB)
 
 
 def note_products(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
@@ -62,22 +64,46 @@ def pair(
         limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": 512}
         with pytest.MonkeyPatch.context() as starting:
             products = note_products(starting)
-            found = Pair(model, ADAPTERS, folder, patch, few_tokens=FEW, **limits)
+            sizes: dict[str, Any] = {"few_tokens": FEW, "most_tokens": FEW}
+            found = Pair(model, ADAPTERS, folder, patch, **sizes, **limits)
         at_start |= products
         yield found
         found.close()
     fake_flashinfer.forget()
 
 
-def scored(driver: Any, slots: list[int]) -> list[Stream]:
+@pytest.fixture(params=["fa2", "fa3"])
+def captured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    """Whose graphs take steps of any number of tokens."""
+    model = make_model("llama3", num_hidden_layers=2, hidden_size=32, intermediate_size=70)
+    with pytest.MonkeyPatch.context() as patch:
+        limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": 512, "max_context": 256}
+        sizes: dict[str, Any] = {"few_tokens": FEW, "most_tokens": 512, "backend": request.param}
+        found = Pair(model, ADAPTERS, tmp_path, patch, **sizes, **limits)
+        yield found
+        found.close()
+    fake_flashinfer.forget()
+
+
+def scored(driver: Any, slots: list[int], sampling: SamplingParams = SCORED) -> list[Stream]:
     streams = [
-        Stream(driver, row, prompt(5 + 30 * row, row), slot=slot, sampling=SCORED)
+        Stream(driver, row, prompt(5 + 30 * row, row), slot=slot, sampling=sampling)
         for row, slot in enumerate(slots)
     ]
     generate(driver, streams, 3, 90)
     for stream in streams:
         stream.free()
     return streams
+
+
+def assert_same(pair: Pair, slots: list[int], sampling: SamplingParams = SCORED) -> None:
+    found, expected = (scored(d, slots, sampling) for d in (pair.gpu, pair.reference))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.output == theirs.output
+        places = [*zip(ours.logprobs, theirs.logprobs, strict=True)]
+        places += zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
+        for mine, wanted in places:
+            assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +125,7 @@ def test_same_as_the_reference(
         return silu(y, pending, config, shrunk)
 
     monkeypatch.setattr(module, "silu_mul_lora", noted)
-    found, expected = scored(pair.gpu, slots), scored(pair.reference, slots)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.output == theirs.output
-        places = [*zip(ours.logprobs, theirs.logprobs, strict=True)]
-        places += zip(ours.prompt_logprobs, theirs.prompt_logprobs, strict=True)
-        for mine, wanted in places:
-            assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+    assert_same(pair, slots)
     assert {shrunk for _, shrunk in taken} == {fused}
     assert min(tokens for tokens, _ in taken) > FEW
 
@@ -120,3 +140,26 @@ def test_no_product_has_a_size_that_none_had_at_start(
         scored(pair.gpu, [slot] * count)
     assert products
     assert products <= at_start
+
+
+@pytest.mark.parametrize(("sampling", "ends"), [(SAMPLED, {32}), (SCORED, {128, 384})])
+def test_the_same_in_graphs(
+    captured: Pair, sampling: SamplingParams, ends: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts and decodes in a step, and adapters of any ranks. The end of the last layer is
+    of the tokens that somebody needs."""
+    from server.model.end_graphs import EndGraphs
+
+    ended, upload = set[int](), EndGraphs._upload
+
+    def noted(self: EndGraphs, size: int, *of_rows: Any) -> None:
+        ended.add(size)
+        upload(self, size, *of_rows)
+
+    monkeypatch.setattr(EndGraphs, "_upload", noted)
+    captured.graphs.clear()
+    assert_same(captured, [0, 3, -1, 4, 2, 1], sampling)
+    steps_with_prompts = [-tokens for tokens in captured.graphs if tokens < 0]
+    assert len(steps_with_prompts) > 1
+    assert min(steps_with_prompts) > FEW
+    assert ended == ends

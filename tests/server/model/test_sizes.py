@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from server.engine.plan import SeqSlice, StepPlan
 from server.model.rows import Rows
-from server.model.sizes import MOST_PADDING, graph_sizes, padded, row_sizes
+from server.model.sizes import MOST_PADDING, graph_sizes, padded, row_sizes, token_sizes
 from server.model.step import Step
 
 ROWS = Rows(max_rows=64, max_context=256, page_size=16, device=torch.device("cpu"))
@@ -23,6 +23,27 @@ def test_sizes_of_decode_graphs(most: int, count: int, last: tuple[int, ...]) ->
     sizes = graph_sizes(most)
     assert len(sizes) == count
     assert sizes[-len(last) :] == last
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "layer_weights", "last"),
+    [
+        (8192, 218_000_000, (1920, 2048)),  # Llama-3.1-8B
+        (8192, 101_000_000, (2048, 2304)),  # Llama-3.2-3B
+        (8192, 61_000_000, (3840, 4096)),  # Llama-3.2-1B
+        (8192, 15_000_000, (7680, 8192)),  # Qwen2.5-0.5B
+        (5000, 15_000_000, (4608, 5120)),
+        (2048, 15_000_000, (1920, 2048)),
+        (300, 15_000_000, (256, 320)),
+        (1, 15_000_000, (32,)),
+    ],
+)
+def test_sizes_of_graphs_with_prompts(
+    max_tokens: int, layer_weights: int, last: tuple[int, ...]
+) -> None:
+    sizes = token_sizes(max_tokens, layer_weights)
+    assert sizes[-len(last) :] == last
+    assert list(sizes) == sorted(set(sizes))
 
 
 @given(st.integers(1, 3000), st.integers(1, 20_000))

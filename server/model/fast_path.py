@@ -180,10 +180,10 @@ def _products_of(layer: LayerWeights) -> list[Linear]:
 
 def _prompt_sizes(limits: ExecutorLimits, layer: list[Linear]) -> tuple[int, ...]:
     """Tokens of the graphs of steps with prompts."""
-    # No step has more, or there are no prompts: slices of one token are decodes.
+    # In a context of one token there are none: slices of one token are decodes.
     most = MAX_PROMPTS * limits.max_context if limits.max_context > 1 else 0
     weights = sum(weight.numel() for weight, _ in layer)
-    return tuple(size for size in token_sizes(limits.max_step_tokens, weights) if size <= most)
+    return token_sizes(limits.max_step_tokens, weights, most)
 
 
 def _tell_of_late_kernels() -> None:

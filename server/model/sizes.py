@@ -22,10 +22,13 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
     return sizes_up_to(sizes, max_rows)
 
 
-def token_sizes(max_tokens: int, layer_weights: int) -> tuple[int, ...]:
+def token_sizes(max_tokens: int, layer_weights: int, most_of_prompts: int) -> tuple[int, ...]:
     """Of steps with prompts, up to what those of `max_tokens` tokens need. Beyond the smallest
-    size, padding is the smaller part of any step. layer_weights: how many a layer has."""
+    size, padding is the smaller part of any step. layer_weights: how many a layer has.
+    most_of_prompts: tokens that the prompts of a captured step can have at most; none: no sizes."""
     most = max(_MOST_TOKENS, _MOST_WORK // layer_weights)
+    # The largest takes what `row_sizes` makes of the tokens of any of its steps.
+    most = min(most, most_of_prompts // _TOKENS_STEP * _TOKENS_STEP)
     sizes = [32, 64, 96, 128, *range(192, 1024, 64), *range(1024, 2048, 128)]
     sizes += [*range(2048, 4096, 256), *range(4096, max(max_tokens, _MOST_TOKENS) + 512, 512)]
     return sizes_up_to([size for size in sizes if size <= most], max_tokens)

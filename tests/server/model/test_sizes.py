@@ -41,9 +41,25 @@ def test_sizes_of_decode_graphs(most: int, count: int, last: tuple[int, ...]) ->
 def test_sizes_of_graphs_with_prompts(
     max_tokens: int, layer_weights: int, last: tuple[int, ...]
 ) -> None:
-    sizes = token_sizes(max_tokens, layer_weights)
+    sizes = token_sizes(max_tokens, layer_weights, 64 * 4096)
     assert sizes[-len(last) :] == last
     assert list(sizes) == sorted(set(sizes))
+
+
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 20_000),
+    st.integers(10_000, 10**9),
+    st.integers(0, 300).map(lambda context: 64 * context),
+)
+def test_what_pads_the_tokens_of_a_captured_step_fits_in_its_graphs(
+    max_rows: int, max_tokens: int, layer_weights: int, most_of_prompts: int
+) -> None:
+    sizes = token_sizes(max_tokens, layer_weights, most_of_prompts)
+    assert all(size <= most_of_prompts for size in sizes)
+    if sizes:
+        most, rows = min(sizes[-1], max_tokens), row_sizes(max_rows, max_tokens)
+        assert len(padded(np.arange(most), rows)) <= sizes[-1]
 
 
 @given(st.integers(1, 3000), st.integers(1, 20_000))

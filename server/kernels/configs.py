@@ -1,8 +1,9 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
-Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink`, `rope` and `skinny`. An
-entry applies where the batch has at most `max_rows` rows, or any number where that is left out, and
-the first entry that applies wins; of `skinny` all that have that one's bound are tried.
+Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink`, `rope`, `skinny` and
+`skinny_lora`. An entry applies where the batch has at most `max_rows` rows, or any number where
+that is left out, and the first entry that applies wins; of `skinny` all that have that one's bound
+are tried.
 `default.json` serves every other architecture.
 """
 
@@ -73,13 +74,15 @@ class RopeConfig(_Limits):
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
     """block_n, block_k: output and input features of a step, powers of two; for more than one row
-    at least 16 output features. programmatic_launch: the device has it."""
+    at least 16 output features. programmatic_launch: the device has it. lora_programs: those that
+    shrink, where the product has LoRA."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
     programmatic_launch: bool
+    lora_programs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ class KernelConfigs:
         self._fused_shrink = [_entry(row) for row in table["fused_shrink"]]
         self._rope = [_entry(row) for row in table["rope"]]
         self._skinny = [_entry(row) for row in table["skinny"]]
+        self._skinny_lora = [_entry(row) for row in table["skinny_lora"]]
         self._tiles = [_entry(row) for row in table["tile_rows"]]
 
     def tile_rows(self, phase: Phase, rows: int) -> int:
@@ -145,6 +149,15 @@ class KernelConfigs:
             SkinnyConfig(**entry.values, programmatic_launch=self.programmatic_launch)
             for entry in known
             if entry.max_rows == known[0].max_rows
+        )
+
+    def skinny_lora(self, rows: int) -> SkinnyConfig | None:
+        """Of products of so many rows that have LoRA on the way; None: of too many."""
+        known = [entry.values for entry in self._skinny_lora if entry.applies("decode", rows)]
+        return (
+            SkinnyConfig(**known[0], programmatic_launch=self.programmatic_launch)
+            if known
+            else None
         )
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:

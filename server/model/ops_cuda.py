@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from adapters.base import LAYER_SITES
 from server.kernels.add_norm import add_norm
-from server.kernels.configs import KernelConfigs, Phase, load_configs
+from server.kernels.configs import KernelConfigs, Phase, SkinnyConfig, load_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
@@ -20,6 +20,7 @@ from server.kernels.segments import Segments, allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
+from server.kernels.skinny import SkinnyLora, skinny_product
 from server.kernels.table import RANK_BLOCKS
 from server.kernels.workspace import Workspace, allocate_workspace
 from server.model.attention_cuda import Attention, PagedAttention
@@ -57,7 +58,8 @@ class DeviceLora:
 
     model_sites: whether one of them changes the embedding or the head. decodes: every token is a
     decode, whose attention adds a delta. captured: of a graph, where decodes come after prompts.
-    down: where the activation leaves what shrink would of its result; None: shrink does it.
+    few: how products of so few tokens have their LoRA on the way; None: kernels beside them have
+    it. down: where the activation leaves what shrink would of its result; None: shrink does it.
     """
 
     slots: torch.Tensor
@@ -67,6 +69,7 @@ class DeviceLora:
     model_sites: bool
     decodes: bool
     captured: bool
+    few: SkinnyConfig | None
     down: Workspace | None = None
 
 
@@ -117,6 +120,7 @@ class CudaOps:
         self._configs: KernelConfigs = load_configs(self.device)
         self.products = Products(self._configs)
         self._side = torch.cuda.Stream(self.device)
+        self._arrivals = torch.zeros(table.sites.num_sites, dtype=torch.int32, device=self.device)
         inv_freq = inverse_frequencies(model.rope, model.head_dim, self.device)
         places = torch.arange(max_context, device=self.device)
         angles = cos_sin(places, inv_freq, model.rope.attention_factor)
@@ -162,7 +166,10 @@ class CudaOps:
 
     def route(self, lora: DeviceLora) -> None:
         """Again, as its slots are now; in a captured step at its beginning."""
-        route(lora.slots, lora.segments, self.table.device_table)
+        if lora.few is not None:
+            self._arrivals.zero_()
+        if lora.few is None or lora.model_sites:
+            route(lora.slots, lora.segments, self.table.device_table)
 
     def captured_lora(self, slots: torch.Tensor, *, decodes: bool) -> DeviceLora:
         """Of a captured step, which routes it; embedding and head stay the base's."""
@@ -183,7 +190,8 @@ class CudaOps:
         shared = _few_rows(phase, rows)
         segments = allocate_segments(rows, tile_rows, known, self.device, shared=shared)
         workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
-        return DeviceLora(slots, segments, workspace, phase, model_sites, decodes, captured)
+        few = self._configs.skinny_lora(rows)
+        return DeviceLora(slots, segments, workspace, phase, model_sites, decodes, captured, few)
 
     # ---- operations
 
@@ -207,15 +215,19 @@ class CudaOps:
         site: int,
         out: torch.Tensor | None = None,
     ) -> Product:
-        """With LoRA: shrink runs beside the product, and so does expand where what takes up the
-        product adds a delta. out: where the product is to lie."""
+        """With LoRA: in the product's kernel of few tokens; else shrink runs beside the product,
+        and so does expand where what takes up the product adds a delta. out: where the product is
+        to lie."""
         if lora is None:
             return Product(self.products.linear(x, weight, bias, out))
+        y = x.new_empty(len(x), len(weight)) if out is None else out
+        if lora.few is not None:
+            skinny_product(x, weight, bias, y, lora.few, self._skinny_lora(lora, site))
+            return Product(y)
         kind = LAYER_SITES[site % len(LAYER_SITES)]
         shrunk, delta = lora.down if kind == "down" else None, None
         if shrunk is not None:
             lora = replace(lora, workspace=shrunk)
-        y = x.new_empty(len(x), len(weight)) if out is None else out
         with self._fork(lora.phase) as (of_lora, of_product):
             with torch.cuda.stream(of_lora):
                 if shrunk is None:
@@ -235,6 +247,10 @@ class CudaOps:
             return Product(y)
         later = PendingLora(table, site, lora.segments, lora.workspace)
         return Product(y, lora=later, shrunk=lora.down if kind == "gate_up" else None)
+
+    def _skinny_lora(self, lora: DeviceLora, site: int) -> SkinnyLora:
+        table, widths = self.table.device_table, self.table.sites.widths(site)
+        return SkinnyLora(table, site, lora.slots, widths, lora.workspace, self._arrivals)
 
     @contextmanager
     def _fork(self, phase: Phase) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:

@@ -1,5 +1,6 @@
 """Products of few rows against torch's, in odd shapes, and in a chain whose kernels start early."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import strategies as st
 
 from server.kernels.add_norm import add_norm
 from server.kernels.configs import SkinnyConfig, load_configs, read_configs
-from server.kernels.skinny import MAX_ROWS, skinny_product
-from tests.kernels.batches import assert_close, interpreted
+from server.kernels.reference import lora_reference
+from server.kernels.skinny import MAX_ROWS, SkinnyLora, skinny_product
+from server.kernels.workspace import allocate_workspace
+from tests.kernels.batches import NUM_SITES, SITE, Adapters, assert_close, interpreted
 
-ROW = SkinnyConfig(4, 64, 4, 3, programmatic_launch=False)
-FEW = SkinnyConfig(16, 32, 2, 3, programmatic_launch=False)
+ROW = SkinnyConfig(4, 64, 4, 3, programmatic_launch=False, lora_programs=3)
+FEW = SkinnyConfig(16, 32, 2, 3, programmatic_launch=False, lora_programs=3)
 
 
 def check(
@@ -51,6 +54,58 @@ def test_any_shape(rows: int, out_features: int, features: int, dtype: torch.dty
     check(rows, out_features, features, dtype, torch.device("cpu"), config)
 
 
+def make_lora(adapters: Adapters, slots: Sequence[int], widths: tuple[int, ...]) -> SkinnyLora:
+    """Of a workspace of NaN."""
+    device, dtype = adapters.device, adapters.dtype
+    workspace = allocate_workspace(len(slots), dtype, device, 1)
+    workspace.planes.fill_(float("nan"))
+    arrivals = torch.zeros(NUM_SITES, dtype=torch.int32, device=device)
+    of_rows = torch.tensor([*slots], dtype=torch.int32, device=device)
+    return SkinnyLora(adapters.table, SITE, of_rows, widths, workspace, arrivals)
+
+
+def check_lora(
+    slots: Sequence[int],
+    ranks: Sequence[tuple[int, ...]],
+    widths: tuple[int, ...],
+    features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    config: SkinnyConfig,
+) -> None:
+    """slots: of the rows; ranks: of each slot's adapter. Twice, as steps follow each other."""
+    rows, total = len(slots), sum(widths)
+    arena = sum(2 * (sum(r) * (features + total) + 1024) * dtype.itemsize for r in ranks)
+    adapters = Adapters(dtype, device, len(ranks), arena_bytes=arena)
+    for slot, of_adapter in enumerate(ranks):
+        adapters.put(slot, features, widths, of_adapter)
+    lora = make_lora(adapters, slots, widths)
+    weight = (torch.randn(total, features) / features**0.5).to(dtype).to(device)
+    bias, out = (torch.empty(*n, dtype=dtype, device=device) for n in ((total,), (rows, total)))
+    for _ in range(2):
+        x = torch.randn(rows, features).to(dtype).to(device)
+        out.fill_(float("nan")), bias.normal_(), lora.arrivals.zero_()
+        skinny_product(x, weight, bias, out, config, lora)
+        base = x.float() @ weight.float().T + bias.float()
+        assert_close(out, lora_reference(base, x, slots, adapters.weights, widths), dtype)
+
+
+@interpreted
+@given(data=st.data())
+@settings(max_examples=20)
+def test_any_adapters(data: st.DataObject) -> None:
+    rows = data.draw(st.integers(1, 9))
+    widths = tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+    rank = st.one_of(st.sampled_from((0, 8, 16, 24)), st.integers(0, 40))
+    ranks = data.draw(st.lists(st.tuples(*[rank] * len(widths)), min_size=1, max_size=4))
+    slots = data.draw(st.lists(st.integers(-1, len(ranks) - 1), min_size=rows, max_size=rows))
+    features = data.draw(st.integers(1, 150))
+    dtype = data.draw(st.sampled_from((torch.float32, torch.float16)))
+    torch.manual_seed(rows)
+    config = ROW if rows == 1 else FEW
+    check_lora(slots, ranks, widths, features, dtype, torch.device("cpu"), config)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 32])
 @pytest.mark.parametrize(("out_features", "features"), [(6144, 4096), (1000, 14336), (130, 72)])
@@ -62,6 +117,80 @@ def test_every_configuration(rows: int, out_features: int, features: int) -> Non
     for config in load_configs(device).skinny(rows):
         for dtype in (torch.bfloat16, torch.float16):
             check(rows, out_features, features, dtype, device, config)
+
+
+MIXED: list[tuple[int, ...]] = [
+    (16, 16, 16),
+    (64, 8, 0),
+    (5, 3, 40),
+    (0, 256, 0),
+    (0, 0, 0),
+    (32, 32, 32),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "slots",
+    [[0], [2], [4], [-1], [3, -1], [1, 1, 1], [0, 5, 1, -1, 4, 0, 1, 0], [*range(-1, 6)] * 2],
+)
+@pytest.mark.parametrize("widths", [(4096, 1024, 1024), (1000, 130, 2)])
+def test_adapters_on_a_gpu(slots: list[int], widths: tuple[int, ...]) -> None:
+    """Ranks that are multiples of 8, and not."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(len(slots))
+    device = torch.device("cuda")
+    config = load_configs(device).skinny_lora(len(slots))
+    assert config is not None
+    for ranks in (MIXED, [(16, 8, 64)] * 6):
+        for features in (4096, 1000):
+            check_lora(slots, ranks, widths, features, torch.bfloat16, device, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_lora_of_a_chain_in_a_graph(rows: int) -> None:
+    """As `test_a_chain_in_a_graph_whose_kernels_start_early`, with other adapters each time."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    torch.manual_seed(rows)
+    device, dtype, features = torch.device("cuda"), torch.bfloat16, 4096
+    config = load_configs(device).skinny_lora(rows)
+    assert config is not None
+    adapters = Adapters(dtype, device, 6, arena_bytes=1 << 27)
+    for slot, ranks in enumerate(MIXED):
+        for site in range(NUM_SITES):
+            adapters.put(slot, features, (2048, 1024, 1024), ranks, site)
+    first = make_lora(adapters, [-1] * rows, (2048, 1024, 1024))
+    sites = [replace(first, site=site) for site in range(NUM_SITES)]
+    weights = [torch.randn(features, features, dtype=dtype, device=device) / 64 for _ in sites]
+    x, y, hidden = (torch.zeros(rows, features, dtype=dtype, device=device) for _ in range(3))
+    norm = torch.ones(features, dtype=dtype, device=device)
+
+    def step(early: bool) -> None:
+        launched = replace(config, programmatic_launch=early)
+        first.arrivals.zero_()
+        for weight, lora in zip(weights, sites, strict=True):
+            skinny_product(x, weight, None, y, launched, lora)
+            add_norm(y, None, hidden, norm, 1e-5, programmatic_launch=early)
+            skinny_product(y, weight, None, x, launched)
+
+    step(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(True)
+    for _ in range(50):
+        start = torch.randn_like(x)
+        first.slots.copy_(torch.randint(-1, 6, (rows,)))
+        x.copy_(start), hidden.zero_()
+        step(False)
+        expected = x.clone()
+        for stale in (y, first.workspace.planes):
+            stale.fill_(float("nan"))
+        x.copy_(start), hidden.zero_()
+        graph.replay()
+        assert torch.equal(x, expected)
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ from server.kernels.pending import PendingDelta
 from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import shrink
 from server.kernels.silu import silu_mul
-from server.kernels.skinny import SkinnyLora, skinny_product
+from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.table import LoraTable
 from server.kernels.workspace import allocate_workspace
 from server.model.products import Products
@@ -167,7 +167,7 @@ class Step:
         k, widths = SITES[index % len(SITES)]
         lora = SkinnyLora(adapters.table, index, self.slots, widths, self.workspace, self.arrivals)
         out = self.outputs[index % len(SITES)]
-        skinny_product(self.inputs[k], self.weights[index], None, out, config, lora)
+        skinny_product_lora(self.inputs[k], self.weights[index], None, out, config, lora)
 
     def assign(self, distinct: int) -> None:
         """Spread the batch's rows over adapters 0 .. distinct-1."""

@@ -74,8 +74,9 @@ class RopeConfig(_Limits):
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
     """block_n, block_k: output and input features of a step, powers of two; for more than one row
-    at least 16 output features. programmatic_launch: the device has it. lora_programs: those that
-    shrink, where the product has LoRA."""
+    at least 16 output features. programmatic_launch: the device has it. lora_programs, lora_splits:
+    those that shrink, where the product has LoRA, and how many at most share an item's input
+    features."""
 
     block_n: int
     block_k: int
@@ -83,6 +84,7 @@ class SkinnyConfig:
     num_stages: int
     programmatic_launch: bool
     lora_programs: int = 0
+    lora_splits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

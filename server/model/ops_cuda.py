@@ -20,7 +20,7 @@ from server.kernels.segments import Segments, allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
-from server.kernels.skinny import SkinnyLora, skinny_product
+from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.table import RANK_BLOCKS
 from server.kernels.workspace import Workspace, allocate_workspace
 from server.model.attention_cuda import Attention, PagedAttention
@@ -222,7 +222,7 @@ class CudaOps:
             return Product(self.products.linear(x, weight, bias, out))
         y = x.new_empty(len(x), len(weight)) if out is None else out
         if lora.few is not None:
-            skinny_product(x, weight, bias, y, lora.few, self._skinny_lora(lora, site))
+            skinny_product_lora(x, weight, bias, y, lora.few, self._skinny_lora(lora, site))
             return Product(y)
         kind = LAYER_SITES[site % len(LAYER_SITES)]
         shrunk, delta = lora.down if kind == "down" else None, None

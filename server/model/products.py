@@ -56,11 +56,11 @@ def fastest(times: dict[Way, float]) -> Way:
     return best if times[best] < _GAIN * times[DEFAULT] else DEFAULT
 
 
-def choose(times: dict[Way, float], rows: int) -> _Choice:
-    """As `fastest`. Beside LoRA our kernel, whose programs are many and short, leaves it no room;
-    of one row it still wins."""
+def choose(times: dict[Way, float]) -> _Choice:
+    """As `fastest`. Beside LoRA our kernel, whose programs are many and short, leaves it no
+    room."""
     libraries: dict[Way, float] = {w: t for w, t in times.items() if isinstance(w, Library)}
-    return _Choice(fastest(times), fastest(times if rows == 1 else libraries))
+    return _Choice(fastest(times), fastest(libraries))
 
 
 class Products:
@@ -98,7 +98,7 @@ class Products:
             for layers in products:
                 measured = layers[: _LAYERS if size <= _MANY_ROWS else _LAYERS_OF_MANY]
                 times = _times(ways, size, measured)
-                self._choices[size, *layers[0][0].shape] = choose(times, size)
+                self._choices[size, *layers[0][0].shape] = choose(times)
 
     def linear(
         self,

@@ -38,6 +38,7 @@ from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.skinny import MAX_ROWS, skinny_product
+from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.table import RANK_BLOCKS, LoraTable
 from server.kernels.workspace import allocate_workspace
 
@@ -120,6 +121,14 @@ def products(configs: KernelConfigs) -> None:
         x, weight = torch.zeros(rows, 4096, dtype=DTYPE), torch.zeros(n, 4096, dtype=DTYPE)
         bias = torch.zeros(n, dtype=DTYPE) if n == 1000 else None
         skinny_product(x, weight, bias, torch.zeros(rows, n, dtype=DTYPE), config)
+        of_lora = configs.skinny_lora(rows)
+        if of_lora is not None:
+            table, slots = LoraTable(2, 8, CPU), torch.zeros(rows, dtype=torch.int32)
+            workspace = allocate_workspace(rows, DTYPE, CPU, of_lora.lora_splits)
+            arrivals = torch.zeros(2, dtype=torch.int32)
+            lora = SkinnyLora(table, 0, slots, (n - 600, 300, 300), workspace, arrivals)
+            out = torch.zeros(rows, n, dtype=DTYPE)
+            skinny_product_lora(x, weight, bias, out, of_lora, lora)
 
 
 def attention(

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from server.kernels.add_norm import add_norm
 from server.kernels.configs import SkinnyConfig, load_configs, read_configs
 from server.kernels.reference import lora_reference
-from server.kernels.skinny import MAX_ROWS, SkinnyLora, skinny_product
+from server.kernels.skinny import MAX_ROWS, skinny_product
+from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.workspace import allocate_workspace
 from tests.kernels.batches import NUM_SITES, SITE, Adapters, assert_close, interpreted
 
-ROW = SkinnyConfig(4, 64, 4, 3, programmatic_launch=False, lora_programs=3)
-FEW = SkinnyConfig(16, 32, 2, 3, programmatic_launch=False, lora_programs=3)
+ROW = SkinnyConfig(4, 64, 4, 3, programmatic_launch=False, lora_programs=3, lora_splits=2)
+FEW = SkinnyConfig(16, 32, 2, 3, programmatic_launch=False, lora_programs=3, lora_splits=2)
 
 
 def check(
@@ -57,7 +58,7 @@ def test_any_shape(rows: int, out_features: int, features: int, dtype: torch.dty
 def make_lora(adapters: Adapters, slots: Sequence[int], widths: tuple[int, ...]) -> SkinnyLora:
     """Of a workspace of NaN."""
     device, dtype = adapters.device, adapters.dtype
-    workspace = allocate_workspace(len(slots), dtype, device, 1)
+    workspace = allocate_workspace(len(slots), dtype, device, 8)
     workspace.planes.fill_(float("nan"))
     arrivals = torch.zeros(NUM_SITES, dtype=torch.int32, device=device)
     of_rows = torch.tensor([*slots], dtype=torch.int32, device=device)
@@ -85,7 +86,7 @@ def check_lora(
     for _ in range(2):
         x = torch.randn(rows, features).to(dtype).to(device)
         out.fill_(float("nan")), bias.normal_(), lora.arrivals.zero_()
-        skinny_product(x, weight, bias, out, config, lora)
+        skinny_product_lora(x, weight, bias, out, config, lora)
         base = x.float() @ weight.float().T + bias.float()
         assert_close(out, lora_reference(base, x, slots, adapters.weights, widths), dtype)
 
@@ -132,7 +133,7 @@ MIXED: list[tuple[int, ...]] = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "slots",
-    [[0], [2], [4], [-1], [3, -1], [1, 1, 1], [0, 5, 1, -1, 4, 0, 1, 0], [*range(-1, 6)] * 2],
+    [[0], [2], [4], [-1], [3, -1], [1, 1, 1], [0, 5, 1, -1, 4, 0, 1, 0], [*range(-1, 6), 2]],
 )
 @pytest.mark.parametrize("widths", [(4096, 1024, 1024), (1000, 130, 2)])
 def test_adapters_on_a_gpu(slots: list[int], widths: tuple[int, ...]) -> None:
@@ -172,7 +173,7 @@ def test_lora_of_a_chain_in_a_graph(rows: int) -> None:
         launched = replace(config, programmatic_launch=early)
         first.arrivals.zero_()
         for weight, lora in zip(weights, sites, strict=True):
-            skinny_product(x, weight, None, y, launched, lora)
+            skinny_product_lora(x, weight, None, y, launched, lora)
             add_norm(y, None, hidden, norm, 1e-5, programmatic_launch=early)
             skinny_product(y, weight, None, x, launched)
 
@@ -246,12 +247,41 @@ def test_what_it_refuses() -> None:
             skinny_product(*arguments, FEW)
 
 
+def test_what_lora_of_it_refuses() -> None:
+    device = torch.device("cpu")
+    adapters = Adapters(torch.float32, device, 1)
+    x, weight, out = torch.zeros(2, 32), torch.zeros(48, 32), torch.zeros(2, 48)
+    lora = make_lora(adapters, [0, -1], (32, 16))
+    few = allocate_workspace(1, torch.float32, device, 8)
+    half = allocate_workspace(2, torch.float16, device, 8)
+    one_split = allocate_workspace(2, torch.float32, device, 1)
+    refused = [
+        (replace(lora, site=NUM_SITES), f"site {NUM_SITES} is not in"),
+        (replace(lora, slots=lora.slots[:1]), r"slots are torch.int32 \[1\], 2 rows"),
+        (replace(lora, slots=lora.slots.long()), "slots are torch.int64"),
+        (replace(lora, widths=(32, 15)), "do not add up to 48"),
+        (replace(lora, workspace=few), "a workspace of 1 rows"),
+        (replace(lora, workspace=half), "rows of torch.float16, x is torch.float32"),
+        (replace(lora, workspace=one_split), "2 splits, a workspace of 1"),
+        (replace(lora, arrivals=lora.arrivals[1:]), "arrivals are"),
+    ]
+    for wrong, message in refused:
+        with pytest.raises(ValueError, match=message):
+            skinny_product_lora(x, weight, None, out, replace(FEW, block_k=16), wrong)
+    with pytest.raises(ValueError, match="without programs that shrink"):
+        skinny_product_lora(x, weight, None, out, replace(FEW, lora_programs=0), lora)
+    with pytest.raises(ValueError, match="do not fit"):
+        skinny_product_lora(x, weight, None, out[:1], FEW, lora)
+
+
 @pytest.mark.parametrize(("arch", "shared_bytes"), [("sm90", 227 << 10), ("default", 99 << 10)])
 def test_configurations_fit_their_rows_and_device(arch: str, shared_bytes: int) -> None:
     """shared_bytes: of the architectures that a file serves, the least that a program can have."""
     configs = read_configs(arch, 132, programmatic_launch=True)
     for rows in range(1, MAX_ROWS + 1):
-        for config in configs.skinny(rows):
+        of_lora = configs.skinny_lora(rows)
+        assert of_lora is None or min(of_lora.lora_programs, of_lora.lora_splits) > 0
+        for config in (*configs.skinny(rows), *([of_lora] if of_lora else [])):
             assert config.block_n >= (1 if rows == 1 else 16)
             assert config.block_n & (config.block_n - 1) == 0
             assert config.block_k & (config.block_k - 1) == 0

@@ -245,7 +245,7 @@ def lora_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError
         return SimpleNamespace(count=len(ranks))
 
-    step = Mock(spec=kernels.Step)
+    step = Mock(spec=kernels.Step, few=None)
     monkeypatch.setattr(kernels, "Adapters", adapters)
     monkeypatch.setattr(kernels, "copy_bandwidth", lambda _: 4e12)
     monkeypatch.setattr(kernels, "_steps", lambda batches: dict.fromkeys(batches, step))

@@ -140,7 +140,8 @@ def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.Mon
         expand(y, widths, table, site, *rest, **options)
 
     monkeypatch.setattr(module, "expand", noted)
-    warm_up.run_step(decoder, rows, 8, max_context=3, adapters=True)
+    with torch.inference_mode():
+        warm_up.run_step(decoder, rows, 8, max_context=3, adapters=True)
     assert tokens[decoder.sites.embed] == {8}
     assert tokens[decoder.sites.lm_head] == {1, 8}
 

@@ -38,11 +38,9 @@ def test_never_slower_than_the_default(times: list[float]) -> None:
     assert measured[fastest(measured)] <= measured[DEFAULT]
 
 
-def test_beside_lora_ours_is_for_one_row() -> None:
-    times: dict[Way, float] = {DEFAULT: 1.0, OTHER: 0.9, OURS: 0.8}
-    one, two = choose(times, 1), choose(times, 2)
-    assert (one.alone, one.beside) == (OURS, OURS)
-    assert (two.alone, two.beside) == (OURS, OTHER)
+def test_ours_is_not_beside_lora() -> None:
+    choice = choose({DEFAULT: 1.0, OTHER: 0.9, OURS: 0.8})
+    assert (choice.alone, choice.beside) == (OURS, OTHER)
 
 
 @interpreted
@@ -51,7 +49,7 @@ def test_beside_lora_ours_is_for_one_row() -> None:
 def test_a_captured_step_takes_what_was_chosen(
     rows: int, given_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outside of graphs, and beside LoRA with more than one row, no kernel of ours runs."""
+    """Outside of graphs, and beside LoRA, no kernel of ours runs."""
     ran: list[SkinnyConfig] = []
 
     def noted(*arguments: Any) -> None:
@@ -80,7 +78,7 @@ def test_a_captured_step_takes_what_was_chosen(
     assert check(False) == 0
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert check(False) == 2
-    assert check(True) == (4 if rows == 1 else 2)
+    assert check(True) == 2
     assert set(ran) == {ours}
 
 

@@ -1,0 +1,205 @@
+"""The product of few rows with their LoRA on the way, in one kernel.
+
+Beside a product of ours kernels of LoRA find no room, and in line with it each costs a launch. So
+some of the product's own programs shrink, A's rows being weights like W's; each of the others, when
+it has its columns, waits for those and expands.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.checks import padded_widths
+from server.kernels.configs import SkinnyConfig
+from server.kernels.launch import let_next_start, wait
+from server.kernels.skinny import check_product, rows_at_once
+from server.kernels.skinny_block import load_weights, store_product, weigh
+from server.kernels.skinny_lora_block import (
+    add_low_rank,
+    load_first_b,
+    load_projections,
+    projection_of,
+    shrink_all,
+)
+from server.kernels.table import LoraTable
+from server.kernels.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyLora:
+    """What a product adds to each row: `scale B (A x)` of its adapter at a site.
+
+    slots: int32 `[rows]`, -1 = no adapter. widths: output features of the site's projections.
+    workspace: its planes take `A x`, by batch row. arrivals: int32 `[table.num_sites]`, of
+    which the site's is 0 before the launch and not after it: by it the product's programs know that
+    `A x` is there.
+    """
+
+    table: LoraTable
+    site: int
+    slots: torch.Tensor
+    widths: tuple[int, ...]
+    workspace: Workspace
+    arrivals: torch.Tensor
+
+
+def skinny_product_lora(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: SkinnyConfig,
+    lora: SkinnyLora,
+) -> None:
+    """As `skinny_product`, and `out += scale * B (A x)`; a row without an adapter, and a projection
+    that its adapter leaves alone, as if LoRA were not there.
+
+    Table and slots were complete when the kernel before this one began. Raises ValueError on a
+    mismatch.
+    """
+    check_product(x, weight, bias, out)
+    (rows, features), n = x.shape, len(weight)
+    shrinking = _shrinking(features, config)
+    widths = _check_lora(x, lora, n, shrinking)
+    even = features % config.block_k == 0
+    blocks = sum(triton.cdiv(width, config.block_n) for width in widths)
+    table, planes = lora.table, lora.workspace.planes
+    _skinny_lora_kernel[(shrinking.programs + blocks,)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        features,
+        x.stride(0),
+        out.stride(0),
+        lora.slots,
+        planes,
+        lora.arrivals,
+        (table.words, table.ints, table.floats),
+        lora.site,
+        table.num_sites,
+        planes.stride(1),
+        planes.stride(0),
+        *widths,
+        shrinking.programs,
+        shrinking.span,
+        BLOCK_M=rows_at_once(rows),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        EVEN=even and all(width % config.block_n == 0 for width in widths),
+        EVEN_K=even,
+        BIAS=bias is not None,
+        SPLITS=shrinking.splits,
+        STAGES=config.num_stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=config.programmatic_launch,
+        num_warps=config.num_warps,
+        launch_pdl=config.programmatic_launch,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shrinking:
+    """How `A x` is shared out: among so many programs, its input features in so many parts, which
+    but for the last have `span` each."""
+
+    programs: int
+    splits: int
+    span: int
+
+
+def _shrinking(features: int, config: SkinnyConfig) -> _Shrinking:
+    """A part is of whole steps. Parts, since `A x` is wanted before a program of the product has
+    gone through all input features."""
+    if min(config.lora_programs, config.lora_splits) < 1:
+        raise ValueError("launch parameters without programs that shrink")
+    steps = triton.cdiv(features, config.block_k)
+    of_each = triton.cdiv(steps, config.lora_splits)
+    return _Shrinking(config.lora_programs, triton.cdiv(steps, of_each), of_each * config.block_k)
+
+
+def _check_lora(
+    x: torch.Tensor, lora: SkinnyLora, features: int, shrinking: _Shrinking
+) -> tuple[int, int, int]:
+    """Widths of three projections."""
+    workspace = lora.workspace
+    lora.table.check_site(lora.site)
+    if lora.slots.shape != x.shape[:1] or lora.slots.dtype != torch.int32:
+        raise ValueError(f"slots are {lora.slots.dtype} {list(lora.slots.shape)}, {len(x)} rows")
+    if workspace.dtype != x.dtype or workspace.rows < len(x):
+        of = f"{workspace.rows} rows of {workspace.dtype}"
+        raise ValueError(f"a workspace of {of}, x is {x.dtype} {list(x.shape)}")
+    if workspace.max_split < shrinking.splits:
+        raise ValueError(f"{shrinking.splits} splits, a workspace of {workspace.max_split}")
+    if lora.arrivals.shape != (lora.table.num_sites,) or lora.arrivals.dtype != torch.int32:
+        raise ValueError(f"arrivals are {lora.arrivals.dtype} {list(lora.arrivals.shape)}")
+    return padded_widths(lora.widths, features)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "site", "num_sites", "w0", "w1", "w2", "programs", "span"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
+def _skinny_lora_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    in_features: tl.tensor,
+    stride_x: tl.tensor,
+    stride_out: tl.tensor,
+    slots_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
+    table: tl.tuple,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    stride_low: tl.tensor,
+    stride_plane: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    programs: tl.tensor,
+    span: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """The first `programs` shrink: they are started first, so that who waits for them does not wait
+    for ever."""
+    let_next_start(PDL)
+    m = tl.arange(0, BLOCK_M)
+    of_x = (x_ptr + m * stride_x, m < rows, in_features)
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    low = (planes_ptr + m * stride_low, stride_plane, arrivals_ptr + site)
+    records = (table, site, num_sites)
+    if tl.program_id(0) < programs:
+        shrink_all(
+            of_x, slots, records, low, programs, span,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLITS, STAGES, PRECISION, PDL,
+        )  # fmt: skip
+    else:
+        p, col, begin, width = projection_of(tl.program_id(0) - programs, w0, w1, w2, BLOCK_N)
+        n, end = begin + col, begin + width
+        of_out = (weight_ptr, n, end, in_features)
+        first = load_weights(of_out, tl.arange(0, BLOCK_K), EVEN)
+        b = load_projections(slots, records, p, weight_ptr)
+        first_b = load_first_b(b, col, width)
+        wait(PDL)
+        acc = weigh(
+            first, of_out, of_x, 0, in_features,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION,
+        )  # fmt: skip
+        acc = add_low_rank(acc, b, first_b, low, col, width, programs, SPLITS)
+        store_product((out_ptr + m * stride_out, m < rows, bias_ptr), acc, n, end, BIAS)

@@ -1,10 +1,10 @@
 """Tuned launch parameters, read from `configs/<arch>.json`.
 
 Its lists are `tile_rows`, `shrink`, `expand`, `fused`, `fused_shrink`, `rope`, `skinny` and
-`skinny_lora`. An entry applies where the batch has at most `max_rows` rows, or any number where
-that is left out, and the first entry that applies wins; of `skinny` all that have that one's bound
-are tried.
-`default.json` serves every other architecture.
+`skinny_lora`. An entry is of a phase (`decode`: rows that are decodes, or few; `mixed`: hundreds of
+prompts' tokens, beside decodes; `prefill`: thousands) and applies where the batch has at most
+`max_rows` rows, or any number where that is left out. The first entry that applies wins; of
+`skinny` all that have that one's bound are tried. `default.json` serves every other architecture.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-Phase = Literal["decode", "prefill"]
+Phase = Literal["decode", "mixed", "prefill"]
 DEFAULT_ARCH = "default"
 _FOLDER = Path(__file__).parent / "configs"
 _CPU_PROCESSORS = 2
@@ -39,7 +39,7 @@ class _Limits:
 @dataclass(frozen=True, slots=True)
 class ShrinkConfig(_Limits):
     """block_k: input features a step, a power of two; of up to 16 rows a half with 32 ranks, and a
-    quarter beyond.
+    quarter beyond, but in tiles of 32.
 
     max_split: the most programs that share one tile's input features.
     """
@@ -58,7 +58,8 @@ class ExpandConfig(_Limits):
 
 @dataclass(frozen=True, slots=True)
 class FusedConfig(_Limits):
-    """piece: as in ExpandConfig; max_pieces: the most pieces of one item."""
+    """piece: as in ExpandConfig, but of up to 16 rows in tiles of 32 twice as many; max_pieces: the
+    most pieces of one item, an even number."""
 
     piece: int
     max_pieces: int

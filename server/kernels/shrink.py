@@ -138,7 +138,8 @@ def _shrink_kernel(
     """An item is (tile or its share of ranks, split of K); programs take items round robin."""
     # What the next item needs to know is fetched while the present one is computed: its record in
     # the table, and one item further ahead the tile, since the record's address depends on it.
-    UNIT: tl.constexpr = features(BLOCK_K, 16, WARPS)
+    # A split ends where every step may: all are powers of two, and none is larger than this one.
+    UNIT: tl.constexpr = features(BLOCK_K, 16, WARPS, BLOCK_M)
     order_ptr, tiles_ptr, num_tiles_ptr = routed
     tiles = tl.load(num_tiles_ptr)
     wanted = tl.maximum(1, tl.minimum(MAX_SPLIT, target_items // tl.maximum(tiles, 1)))
@@ -207,11 +208,17 @@ def _shrink_tile(
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length <= SMALL:
         few = x[0] + first_rows * x[1]
-        shrink_few(few, length, a, v, part, IN, SMALL, BLOCK_K, WARPS, STAGES, PRECISION)
+        shrink_few(
+            few, length, a, v, part,
+            IN, SMALL, BLOCK_K, WARPS, STAGES, PRECISION, BLOCK_M,
+        )  # fmt: skip
     else:
         many = x[0] + tile_rows(order_ptr, length, BLOCK_M) * x[1]
         if BLOCK_M <= 16:
-            shrink_few(many, length, a, v, part, IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION)
+            shrink_few(
+                many, length, a, v, part,
+                IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION, BLOCK_M,
+            )  # fmt: skip
         elif a[1] <= 16:
             shrink_rows(many, length, a, v, part, IN, BLOCK_M, 16, BLOCK_K, 1, STAGES, PRECISION)
         else:

@@ -9,6 +9,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from server.kernels.tiles import small_steps
+
 
 @triton.jit
 def shrink_few(
@@ -23,30 +25,33 @@ def shrink_few(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ) -> None:
-    """Up to 16 rows: as many weights a step whatever the ranks."""
+    """Up to 16 rows, of tiles of TILE_ROWS."""
     if a[1] <= 16:
         shrink_rows(
             x_rows, length, a, v, part,
-            IN, BLOCK_M, 16, features(BLOCK_K, 16, WARPS), WARPS, STAGES, PRECISION,
+            IN, BLOCK_M, 16, features(BLOCK_K, 16, WARPS, TILE_ROWS), WARPS, STAGES, PRECISION,
         )  # fmt: skip
     elif a[1] <= 32:
         shrink_rows(
             x_rows, length, a, v, part,
-            IN, BLOCK_M, 32, features(BLOCK_K, 32, WARPS), WARPS, STAGES, PRECISION,
+            IN, BLOCK_M, 32, features(BLOCK_K, 32, WARPS, TILE_ROWS), WARPS, STAGES, PRECISION,
         )  # fmt: skip
     else:
         shrink_rows(
             x_rows, length, a, v, part,
-            IN, BLOCK_M, 64, features(BLOCK_K, 64, WARPS), WARPS, STAGES, PRECISION,
+            IN, BLOCK_M, 64, features(BLOCK_K, 64, WARPS, TILE_ROWS), WARPS, STAGES, PRECISION,
         )  # fmt: skip
 
 
 @triton.constexpr_function
-def features(block_k: int, ranks: int, warps: int) -> int:
-    """Input features of a step with so many ranks; at least 16, which `dot` takes, for each
-    warp."""
-    return max(block_k * 16 // ranks, 16 * warps)
+def features(block_k: int, ranks: int, warps: int, tile_rows: int) -> int:
+    """Input features of few rows' step with so many ranks: as many weights whatever the ranks or,
+    where small tiles have larger steps, as many features as of more rows. At least 16, which `dot`
+    takes, for each warp."""
+    wanted = block_k * 16 // ranks if small_steps(tile_rows) == 1 else block_k
+    return max(wanted, 16 * warps)
 
 
 @triton.jit

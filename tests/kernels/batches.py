@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from server.kernels.configs import Phase, load_configs
+from server.kernels.configs import KernelConfigs, Phase, load_configs, read_configs
 from server.kernels.expand import expand
 from server.kernels.reference import SiteTensors
 from server.kernels.segments import Segments, allocate_segments, route
@@ -90,6 +90,14 @@ class Adapters:
         return address, view.clone()
 
 
+def launch_configs(device: torch.device, phase: Phase) -> KernelConfigs:
+    """As served there; for the CPU of mixed steps an H100's, whose tiles are no other phase's, with
+    all its processors, since work is cut by their number."""
+    if device.type == "cpu" and phase == "mixed":
+        return read_configs("sm90", 132, programmatic_launch=False)
+    return load_configs(device)
+
+
 @dataclass(slots=True)
 class Batch:
     """Static buffers for batches of one size, as an executor owns them."""
@@ -107,7 +115,7 @@ class Batch:
         table: LoraTable,
         accumulate: bool = True,
     ) -> None:
-        configs = load_configs(x.device)
+        configs = launch_configs(x.device, self.phase)
         rows = self.segments.rows
         shrink_config = configs.shrink(self.phase, rows)
         expand_config = configs.expand(self.phase, rows)
@@ -121,7 +129,7 @@ def make_batch(
     rows: int, adapters: Adapters, phase: Phase = "decode", *, whole: bool = False
 ) -> Batch:
     """whole: tiles are not shared out, as those of prompts never are."""
-    configs = load_configs(adapters.device)
+    configs = launch_configs(adapters.device, phase)
     tile_rows = configs.tile_rows(phase, rows)
     shared = not whole and phase == "decode"
     sizes = (rows, tile_rows, adapters.num_slots)

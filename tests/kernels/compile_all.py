@@ -88,7 +88,7 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
     for routed in {id(of): of for of in (segments, shared)}.values():
         of_site = (table, 0, routed, workspace)
         shrink(x, *of_site, of_shrink, after_input=True)
-        expand(y, WIDTHS, *of_site, of_expand, accumulate=phase == "prefill", after_gemm=True)
+        expand(y, WIDTHS, *of_site, of_expand, accumulate=phase != "decode", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
     silu_mul_lora(y, pending, configs.fused(phase, rows))
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
@@ -100,7 +100,7 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
             add_norm(y, of, y.clone(), y[0].clone(), 1e-5, programmatic_launch=early)
         attention(rows, delta, torch.zeros(10, 64, dtype=DTYPE), early)
         attention(1, None, None, early)
-    else:
+    elif phase == "prefill":
         many_tokens(configs, y, pending)
 
 
@@ -177,6 +177,7 @@ def main() -> None:
     configs = read_configs(f"sm{capability}", 132, programmatic_launch=capability >= 90)
     with compiled_together():
         lora(configs, "decode", 256)
+        lora(configs, "mixed", 300)
         lora(configs, "prefill", 300)
         step()
         products(configs)

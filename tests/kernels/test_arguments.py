@@ -199,7 +199,10 @@ def test_records_written_at_once_are_those_written_one_by_one() -> None:
 def test_workspaces_take_every_batch(arch: str) -> None:
     """Each batch finds one of its split, with room for its rows."""
     configs = read_configs(arch, 132, programmatic_launch=True)
-    batches: tuple[tuple[Phase, int], ...] = (("decode", 2048), ("decode", 3), ("prefill", 9000))
+    batches: tuple[tuple[Phase, int], ...] = (
+        *(("decode", 2048), ("decode", 3)),
+        *(("mixed", 2048), ("prefill", 9000)),
+    )
     for phase, most in batches:
         workspaces = configs.workspaces(phase, most)
         for rows in {1, 2, 4, 5, 64, 2048, most}:
@@ -215,6 +218,11 @@ def test_every_batch_has_launch_parameters() -> None:
         assert split & (split - 1) == 0
         assert CONFIGS.max_split("decode", rows) >= split
         assert CONFIGS.expand("decode", rows).piece >= 64
+    for rows in (257, 2048):
+        assert CONFIGS.tile_rows("mixed", rows) >= 16
+        assert CONFIGS.max_split("mixed", rows) >= CONFIGS.shrink("mixed", rows).max_split
+        assert CONFIGS.fused("mixed", rows).max_pieces % 2 == 0
+        assert CONFIGS.expand("mixed", rows).piece >= 64
     for rows in (2049, 8192):
         assert CONFIGS.rope(rows).max_heads >= 1
         assert CONFIGS.fused_shrink(rows).piece >= 64

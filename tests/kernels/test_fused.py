@@ -15,7 +15,7 @@ from server.kernels.shrink import shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.workspace import allocate_workspace
-from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
+from tests.kernels.batches import SITE, Adapters, assert_close, launch_configs, make_batch
 
 EPSILON = 1e-5
 
@@ -79,19 +79,20 @@ def test_activation_of_extremes(device: torch.device) -> None:
     assert_close(out[0], (functional.silu(gate) * up).to(device), torch.float32)
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("inner", [48, 200, 512])
+@pytest.mark.parametrize("phase", ["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("inner", [48, 200, 512, 640])
 def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int) -> None:
-    """Single rows, tiles, rows without an adapter, and a projection that is left alone."""
+    """Single rows, tiles, rows without an adapter, and a projection that is left alone; columns
+    that end with no step, with one of any tile, and with one that few rows do not have."""
     torch.manual_seed(inner)
     adapters = Adapters(torch.float32, device, 5)
     for slot, ranks in enumerate([(16, 16), (3, 0), (0, 40), (100, 8)]):
         adapters.put(slot, 96, (inner, inner), ranks)
-    slots = [0] * 20 + [-1] * 18 + [1, 2, 4, -1, 3, 3, 3, 1] + [3] * 70
+    slots = [0] * 20 + [-1] * 18 + [1, 2, 3, -1, 3, 3, 4, 1] + [3] * 70
     batch = make_batch(len(slots), adapters, phase, whole=True)
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
     x, y = (torch.randn(len(slots), n, device=device) for n in (96, 2 * inner))
-    configs = load_configs(device)
+    configs = launch_configs(device, phase)
     route(batch.slots, batch.segments, adapters.table)
     config = configs.shrink(phase, len(slots))
     shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
@@ -104,24 +105,25 @@ def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int)
 
 @pytest.mark.parametrize("ranks", [(8, 8), (32, 16), (64, 64), (3, 8), (100, 8)])
 @pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("phase", ["mixed", "prefill"])
 def test_what_float16_cannot_hold_before_the_product(
-    device: torch.device, rows: int, ranks: tuple[int, int]
+    device: torch.device, phase: Phase, rows: int, ranks: tuple[int, int]
 ) -> None:
     """Large scales, and B as small: `scale * v` is beyond float16, `scale * v B^T` is not."""
     torch.manual_seed(rows)
     inner, scale = 48, 3000.0
     adapters = Adapters(torch.float16, device, 1)
     adapters.put(0, 96, (inner, inner), ranks, scales=(scale, scale), b_size=0.1 / scale)
-    batch = make_batch(rows, adapters, "prefill", whole=True)
+    batch = make_batch(rows, adapters, phase, whole=True)
     batch.slots.zero_()
     x, y = (torch.randn(rows, n, device=device).half() for n in (96, 2 * inner))
     x *= 20
-    configs = load_configs(device)
+    configs = launch_configs(device, phase)
     route(batch.slots, batch.segments, adapters.table)
-    config = configs.shrink("prefill", rows)
+    config = configs.shrink(phase, rows)
     shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
     pending = PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
-    out = silu_mul_lora(y, pending, configs.fused("prefill", rows))
+    out = silu_mul_lora(y, pending, configs.fused(phase, rows))
     total = lora_reference(y, x, [0] * rows, adapters.weights, (inner, inner)).to(device)
     gate, up = total.float().chunk(2, dim=-1)
     assert_close(out, functional.silu(gate) * up, torch.float16)

@@ -84,7 +84,9 @@ def test_large_shapes(
         ranks = [rng.choice((8, 16, 32, 64, 128, 256)) for _ in widths]
         adapters.put(slot, in_features, widths, ranks)
     slots = [rng.randrange(-1 if rows > 1 else 0, most) for _ in range(rows)]
-    check(adapters, slots, in_features, widths, "prefill" if rows > 512 else "decode")
+    phases: Sequence[Phase] = ("mixed", "prefill") if rows > 256 else ("decode", "mixed")
+    for phase in phases:
+        check(adapters, slots, in_features, widths, phase)
 
 
 @pytest.mark.parametrize("ranks", [(16, 0, 0), (0, 8, 0), (0, 0, 3), (0, 24, 64)])
@@ -107,7 +109,7 @@ def test_rank_zero_projections_are_not_touched(
         assert y[:, column].isnan().all() or rank > 0
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", ["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("ranks", [(256, 256, 256), (200, 1, 5)])
 def test_largest_and_odd_ranks(device: torch.device, ranks: tuple[int, ...], phase: Phase) -> None:
     """The first fill a row of the workspace to its end."""
@@ -137,13 +139,13 @@ def test_long_prefill(device: torch.device) -> None:
     check(adapters, [0] * 300 + [-1] * 40 + [2] * 150 + [0] * 50 + [1] * 3, 64, (48,), "prefill")
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", ["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("ranks", [(16, 8), (24, 40), (3, 100)])
 def test_tiles_of_every_length(device: torch.device, ranks: tuple[int, ...], phase: Phase) -> None:
     """One row, few, as many as a small tile has, and what is left of a long run: each has code of
     its own."""
     torch.manual_seed(10)
-    lengths = (1, 2, 8, 9, 16, 17, 64, 65, 90)
+    lengths = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 90)
     for dtype in dtypes(device):
         adapters = Adapters(dtype, device, len(lengths))
         slots = [-1]
@@ -153,8 +155,9 @@ def test_tiles_of_every_length(device: torch.device, ranks: tuple[int, ...], pha
         check(adapters, slots, 72, (70, 40), phase)
 
 
+@pytest.mark.parametrize("phase", ["decode", "mixed"])
 @pytest.mark.parametrize("ranks", [(8, 64), (16, 40), (24, 16), (80, 8)])
-def test_whole_steps(device: torch.device, ranks: tuple[int, int]) -> None:
+def test_whole_steps(device: torch.device, ranks: tuple[int, int], phase: Phase) -> None:
     """Where features and columns end with a step nothing is masked: not of the narrow pieces of
     tiles that are shared out, either."""
     torch.manual_seed(12)
@@ -162,7 +165,7 @@ def test_whole_steps(device: torch.device, ranks: tuple[int, int]) -> None:
         adapters = Adapters(dtype, device, 3)
         for slot in range(3):
             adapters.put(slot, 512, (512, 256), ranks[:: 1 if slot else -1])
-        check(adapters, [0, 1, 1, -1] + [2] * 11, 512, (512, 256))
+        check(adapters, [0, 1, 1, -1] + [2] * 11, 512, (512, 256), phase)
 
 
 def test_strided_rows(device: torch.device) -> None:

@@ -31,11 +31,11 @@ from server.model.products import Products
 from server.model.rope import cos_sin, inverse_frequencies
 from server.model.transfers import to_device
 
-# Up to so many tokens, of which decodes are a large part, adapters may be as many as tokens: a
-# program takes few rows, and inputs are split.
-_FEW_TOKENS = 2048
-# Up to so many, the widest product's delta costs less beside it than expanded by the activation.
-_FEW_ROWS = 256
+# Up to so many tokens the widest product's delta costs less beside it than expanded by the
+# activation, and tiles are shared out.
+_FEW_TOKENS = 256
+# Up to so many, inputs are split, and the activation alone expands on its way.
+_MIXED_TOKENS = 2048
 # Parts of the activation's columns whose sums for down's LoRA are kept apart.
 _DOWN_SPLIT = 16
 
@@ -56,6 +56,7 @@ class CudaPlan:
 class DeviceLora:
     """Adapters of a batch, routed on the device by slots, int32 `[tokens]`.
 
+    phase: of its launch parameters; "prefill": what takes up products does more of LoRA.
     model_sites: whether one of them changes the embedding or the head. decodes: every token is a
     decode, whose attention adds a delta. captured: of a graph, where decodes come after prompts.
     few: how products of so few tokens have their LoRA on the way; None: kernels beside them have
@@ -75,12 +76,13 @@ class DeviceLora:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """y: `[tokens, out]`. lora, delta: what is not in y yet. shrunk: where the activation leaves
-    what the next site's shrink would."""
+    """y: `[tokens, out]`. lora, delta: what is not in y yet. phase: of lora. shrunk: where the
+    activation leaves what the next site's shrink would."""
 
     y: torch.Tensor
     lora: PendingLora | None = None
     delta: PendingDelta | None = None
+    phase: Phase = "prefill"
     shrunk: Workspace | None = None
 
 
@@ -88,15 +90,14 @@ def _adds_delta(kind: str, lora: DeviceLora) -> bool:
     """Whether what takes up the product adds a delta: else it expands on its way."""
     if kind == "qkv":
         return lora.decodes
-    return kind != "gate_up" or _few_rows(lora.phase, len(lora.slots))
+    return kind != "gate_up" or len(lora.slots) <= _FEW_TOKENS
 
 
-def _few_rows(phase: Phase, rows: int) -> bool:
-    return phase == "decode" and rows <= _FEW_ROWS
-
-
-def _phase(rows: int) -> Phase:
-    return "decode" if rows <= _FEW_TOKENS else "prefill"
+def _phase(rows: int, decodes: bool) -> Phase:
+    """decodes: all are. Of few rows, and of decodes, each may have an adapter of its own."""
+    if rows > _MIXED_TOKENS:
+        return "prefill"
+    return "decode" if decodes or rows <= _FEW_TOKENS else "mixed"
 
 
 class CudaOps:
@@ -125,9 +126,10 @@ class CudaOps:
         places = torch.arange(max_context, device=self.device)
         angles = cos_sin(places, inv_freq, model.rope.attention_factor)
         self._cos_sin = torch.cat(angles, dim=-1).squeeze(1).contiguous()
-        self._workspaces = self._allocate_workspaces("decode", _FEW_TOKENS)
+        self._workspaces = self._allocate_workspaces("decode", _MIXED_TOKENS)
+        self._workspaces |= self._allocate_workspaces("mixed", _MIXED_TOKENS)
         self._workspaces |= self._allocate_workspaces("prefill", max_tokens)
-        most = max_tokens if max_tokens > _FEW_TOKENS else 0
+        most = max_tokens if max_tokens > _MIXED_TOKENS else 0
         self._down = {
             width: allocate_workspace(most, cache.k.dtype, self.device, _DOWN_SPLIT, width)
             for width in RANK_BLOCKS
@@ -184,10 +186,10 @@ class CudaOps:
         captured: bool = False,
     ) -> DeviceLora:
         rows = len(slots)
-        phase = _phase(rows)
+        phase = _phase(rows, decodes)
         known, tile_rows = self.table.device_table.num_slots, self._configs.tile_rows(phase, rows)
         # Where the activation expands it takes whole tiles.
-        shared = _few_rows(phase, rows)
+        shared = rows <= _FEW_TOKENS
         segments = allocate_segments(rows, tile_rows, known, self.device, shared=shared)
         workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
         few = self._configs.skinny_lora(rows)
@@ -231,7 +233,7 @@ class CudaOps:
         with self._fork(lora.phase) as (of_lora, of_product):
             with torch.cuda.stream(of_lora):
                 if shrunk is None:
-                    self._shrink(x, lora, site, after_input=lora.phase == "decode")
+                    self._shrink(x, lora, site, after_input=lora.phase != "prefill")
                 if _adds_delta(kind, lora):
                     delta = torch.empty_like(y)
                     self._expand(delta, lora, site, accumulate=False)
@@ -240,13 +242,14 @@ class CudaOps:
         table = self.table.device_table
         if delta is not None:
             return Product(y, delta=PendingDelta(table, site, lora.slots, delta))
-        if kind == "qkv" and (lora.phase == "decode" or lora.captured):
+        if kind == "qkv" and (lora.phase != "prefill" or lora.captured):
             # Of few tokens the rotation would need longer to expand them on its way, and of a
             # graph it does not know which are decodes'.
             self._expand(y, lora, site)
             return Product(y)
         later = PendingLora(table, site, lora.segments, lora.workspace)
-        return Product(y, lora=later, shrunk=lora.down if kind == "gate_up" else None)
+        shrunk = lora.down if kind == "gate_up" else None
+        return Product(y, lora=later, phase=lora.phase, shrunk=shrunk)
 
     def _skinny_lora(self, lora: DeviceLora, site: int) -> SkinnyLora:
         table, widths = self.table.device_table, self.table.sites.widths(site)
@@ -264,7 +267,7 @@ class CudaOps:
         main, side = torch.cuda.current_stream(), self._side
         side.wait_stream(main)
         try:
-            yield (main, side) if phase == "decode" else (side, main)
+            yield (side, main) if phase == "prefill" else (main, side)
         finally:
             main.wait_stream(side)
 
@@ -344,5 +347,5 @@ class CudaOps:
             early = self._configs.programmatic_launch
             return silu_mul(y, gate_up.delta, programmatic_launch=early)
         if shrunk is None:
-            return silu_mul_lora(y, lora, self._configs.fused(_phase(len(y)), len(y)))
+            return silu_mul_lora(y, lora, self._configs.fused(gate_up.phase, len(y)))
         return silu_mul_lora(y, lora, self._configs.fused_shrink(len(y)), shrunk)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from server.kernels.configs import read_configs
 from server.model import executor as executor_module
 from server.model.decode_batch import DecodeBatch
 from server.model.ops import StepLayout
@@ -33,13 +34,15 @@ class Pair:
         folder: Path,
         patch: pytest.MonkeyPatch,
         few_tokens: int = 0,
+        mixed_tokens: int = 0,
         most_tokens: int = 0,
         backend: str = "fa2",
         **changes: Any,
     ) -> None:
-        """adapters: in slots 0, 1, …; few_tokens: what LoRA takes for few; most_tokens: of steps
-        with prompts that graphs take; 0 = as ever; backend: of prompts' attention; changes: of
-        `engine_config`."""
+        """adapters: in slots 0, 1, …; few_tokens, mixed_tokens: what LoRA takes for few, and for so
+        many that their prompts and decodes are mixed; most_tokens: of steps with prompts that
+        graphs take; 0 = as ever; backend: of prompts' attention, "fa3" with an H100's launch
+        parameters; changes: of `engine_config`."""
         save_model(model, folder)
         for seed, (name, config) in enumerate(adapters.items()):
             model = add_adapter(model, name, config, seed + 1)
@@ -49,8 +52,12 @@ class Pair:
         from server.model import attention_cuda, ops_cuda, sizes
 
         patch.setattr(attention_cuda, "prompt_backend", lambda capability: backend)
-        if few_tokens:
-            patch.setattr(ops_cuda, "_FEW_TOKENS", few_tokens)
+        if backend == "fa3":
+            configs = read_configs("sm90", 132, programmatic_launch=False)
+            patch.setattr(ops_cuda, "load_configs", lambda _: configs)
+        for name, tokens in (("_FEW_TOKENS", few_tokens), ("_MIXED_TOKENS", mixed_tokens)):
+            if tokens:
+                patch.setattr(ops_cuda, name, tokens)
         if most_tokens:
             patch.setattr(sizes, "_MOST_TOKENS", most_tokens)
             patch.setattr(sizes, "_MOST_WORK", 0)

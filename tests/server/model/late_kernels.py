@@ -44,7 +44,7 @@ SCORED = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1)
 # Sequences, whose slots are taken in turn, tokens of each prompt, and what is asked for.
 CASES: tuple[tuple[int, tuple[int, ...], int, SamplingParams], ...] = (
     *((count, (BASE,), 7, GREEDY) for count in (1, 4, 40, 200)),
-    *((count, (LAYERS, ODD), 7, GREEDY) for count in (1, 4, 40, 200)),
+    *((count, (LAYERS, ODD), 7, GREEDY) for count in (1, 4, 40, 200, 300)),
     *((count, (LAYERS, HEAD), 7, GREEDY) for count in (1, 3, 5, 40, 300)),
     *((count, (LAYERS, EMBEDDING), 7, GREEDY) for count in (1, 5, 40, 300)),
     *((3, (BASE, LAYERS, ODD), 7, wanted) for wanted in (RANDOM, PENALISED, SCORED)),

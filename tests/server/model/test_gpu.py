@@ -231,6 +231,7 @@ def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     from server.model import ops_cuda, sizes
 
     monkeypatch.setattr(ops_cuda, "_FEW_TOKENS", 32)
+    monkeypatch.setattr(ops_cuda, "_MIXED_TOKENS", 32)
     monkeypatch.setattr(sizes, "_MOST_TOKENS", 32)
     monkeypatch.setattr(sizes, "_MOST_WORK", 0)
     found = Trio("llama3", tmp_path, 24)
@@ -241,12 +242,14 @@ def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         found.close()
 
 
-def test_graphs_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mixed", [32, 2048])
+def test_graphs_of_many_tokens(tmp_path: Path, mixed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models with small layers: what graphs take, here from 33 on, goes through the kernels for
-    many tokens."""
+    many tokens; or through those for steps where prompts and decodes are mixed."""
     from server.model import ops_cuda
 
     monkeypatch.setattr(ops_cuda, "_FEW_TOKENS", 32)
+    monkeypatch.setattr(ops_cuda, "_MIXED_TOKENS", mixed)
     found = Trio("llama3", tmp_path, 24)
     try:
         for names in (["rank16", "rank8_one_layer", None], ["rank1", "rank3_rslora", None]):

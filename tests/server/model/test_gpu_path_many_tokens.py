@@ -22,6 +22,7 @@ pytestmark = [
     ),
 ]
 FEW = 32
+SIZES = ("few_tokens", "mixed_tokens", "most_tokens")
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {
     "all": LoraConfig(r=8, lora_alpha=8, target_modules=SEVEN),
@@ -64,7 +65,7 @@ def pair(
         limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": 512}
         with pytest.MonkeyPatch.context() as starting:
             products = note_products(starting)
-            sizes: dict[str, Any] = {"few_tokens": FEW, "most_tokens": FEW}
+            sizes: dict[str, Any] = dict.fromkeys(SIZES, FEW)
             found = Pair(model, ADAPTERS, folder, patch, **sizes, **limits)
         at_start |= products
         yield found
@@ -72,14 +73,15 @@ def pair(
     fake_flashinfer.forget()
 
 
-@pytest.fixture(params=["fa2", "fa3"])
+@pytest.fixture(params=[("fa2", FEW), ("fa3", FEW), ("fa3", 512)])
 def captured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    """Whose graphs take steps of any number of tokens."""
+    """Whose graphs take steps of any number of tokens, which are many, or mixed."""
+    backend, mixed = request.param
     model = make_model("llama3", num_hidden_layers=2, hidden_size=32, intermediate_size=70)
     with pytest.MonkeyPatch.context() as patch:
         limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": 512, "max_context": 256}
-        sizes: dict[str, Any] = {"few_tokens": FEW, "most_tokens": 512, "backend": request.param}
-        found = Pair(model, ADAPTERS, tmp_path, patch, **sizes, **limits)
+        sizes = dict(zip(SIZES, (FEW, mixed, 512), strict=True))
+        found = Pair(model, ADAPTERS, tmp_path, patch, backend=backend, **sizes, **limits)
         yield found
         found.close()
     fake_flashinfer.forget()

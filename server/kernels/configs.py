@@ -58,8 +58,7 @@ class ExpandConfig(_Limits):
 
 @dataclass(frozen=True, slots=True)
 class FusedConfig(_Limits):
-    """piece: as in ExpandConfig, but of up to 16 rows in tiles of 32 twice as many; max_pieces: the
-    most pieces of one item, an even number."""
+    """piece: as in ExpandConfig; max_pieces: the most pieces of one item."""
 
     piece: int
     max_pieces: int
@@ -75,7 +74,8 @@ class RopeConfig(_Limits):
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
     """block_n, block_k: output and input features of a step, powers of two; for more than one row
-    at least 16 output features. programmatic_launch: the device has it. lora_programs, lora_splits:
+    at least 16 output features. programmatic_launch: the device has it. max_registers: as in
+    _Limits. lora_programs, lora_splits:
     those that shrink, where the product has LoRA, and how many at most share an item's input
     features."""
 
@@ -84,6 +84,7 @@ class SkinnyConfig:
     num_warps: int
     num_stages: int
     programmatic_launch: bool
+    max_registers: int | None = None
     lora_programs: int = 0
     lora_splits: int = 0
 

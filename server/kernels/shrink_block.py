@@ -9,8 +9,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from server.kernels.tiles import small_steps
-
 
 @triton.jit
 def shrink_few(
@@ -47,10 +45,10 @@ def shrink_few(
 
 @triton.constexpr_function
 def features(block_k: int, ranks: int, warps: int, tile_rows: int) -> int:
-    """Input features of few rows' step with so many ranks: as many weights whatever the ranks or,
-    where small tiles have larger steps, as many features as of more rows. At least 16, which `dot`
-    takes, for each warp."""
-    wanted = block_k * 16 // ranks if small_steps(tile_rows) == 1 else block_k
+    """Input features of few rows' step with so many ranks: as many weights whatever the ranks, but
+    in tiles of 32 rows as many features as of more rows. At least 16, which `dot` takes, for each
+    warp."""
+    wanted = block_k if tile_rows == 32 else block_k * 16 // ranks
     return max(wanted, 16 * warps)
 
 

@@ -17,7 +17,7 @@ from server.kernels.pending import PendingLora
 from server.kernels.record import a_at, b_at, rank_pair_at, ranks_at, record_of, scales_at
 from server.kernels.silu_block import silu_rows
 from server.kernels.table import RANK_BLOCKS
-from server.kernels.tiles import load_tile, small_steps, small_tile, tile_rows
+from server.kernels.tiles import load_tile, small_tile, tile_rows
 from server.kernels.workspace import Workspace
 
 
@@ -130,7 +130,7 @@ def _silu_kernel(
 ) -> None:
     """An item is (tile of rows, some pieces of columns); programs take items round robin."""
     pieces, blocks, items = _cut_columns(
-        num_tiles_ptr, target_items, INNER, PIECE, MAX_PIECES, DOWN_SPLIT, small_steps(BLOCK_M)
+        num_tiles_ptr, target_items, INNER, PIECE, MAX_PIECES, DOWN_SPLIT
     )
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
@@ -165,16 +165,14 @@ def _cut_columns(
     PIECE: tl.constexpr,
     MAX_PIECES: tl.constexpr,
     DOWN_SPLIT: tl.constexpr,
-    STEP: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
     """Pieces of an item, items of a tile (no more than there are planes for down's v), and of all
-    tiles, those without an adapter included. An item begins where a step of STEP pieces may."""
+    tiles, those without an adapter included."""
     tiles = tl.load(num_tiles_ptr + 1)
     PIECES: tl.constexpr = (INNER + PIECE - 1) // PIECE
     pieces = tl.minimum(MAX_PIECES, tl.maximum(1, tl.cdiv(PIECES * tiles, target_items)))
     if DOWN_SPLIT > 0:
         pieces = tl.maximum(pieces, (PIECES + DOWN_SPLIT - 1) // DOWN_SPLIT)
-    pieces = tl.cdiv(pieces, STEP) * STEP
     blocks = tl.cdiv(PIECES, pieces)
     return pieces, blocks, tiles * blocks
 
@@ -230,7 +228,7 @@ def _silu_tile(
         few = tile_rows(order_ptr, length, SMALL)
         silu_rows(
             (y_ptr, out_ptr, few), v, b0, b1, scales, next_site, col, end,
-            INNER, MAX_SPLIT, SMALL, PIECE * small_steps(BLOCK_M), STAGES, PRECISION, DOWN,
+            INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
     else:
         many = tile_rows(order_ptr, length, BLOCK_M)

@@ -97,6 +97,7 @@ def skinny_product_lora(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         PDL=config.programmatic_launch,
         num_warps=config.num_warps,
+        maxnreg=config.max_registers,
         launch_pdl=config.programmatic_launch,
     )
 

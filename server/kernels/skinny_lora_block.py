@@ -17,9 +17,15 @@ from server.kernels.skinny_block import load_weights, weigh
 
 
 @triton.constexpr_function
-def at_once(block_m: int) -> int:
-    """Ranks of B that are asked for at once: as the registers allow."""
+def first_ranks(block_m: int) -> int:
+    """Ranks of B that are asked for while registers hold what the product needs."""
     return 64 if block_m == 1 else 16
+
+
+@triton.constexpr_function
+def ranks_at_once(block_m: int) -> int:
+    """Of those that come after the product."""
+    return 64 if block_m == 1 else 32
 
 
 @triton.jit
@@ -104,7 +110,7 @@ def load_projections(
 def load_first_b(b: tl.tuple, col: tl.tensor, width: tl.tensor) -> Any:
     """B's first ranks, which are of use where all ranks are multiples of 8: asked for before they
     are needed."""
-    return _load_b((b[3], in_eights(b[0])), col, width, 0)
+    return _load_b((b[3], in_eights(b[0])), col, width, 0, first_ranks(b[0].shape[0]))
 
 
 @triton.jit
@@ -127,8 +133,9 @@ def add_low_rank(
         its_low = (low[0] + first, low[1])
         if tl.max(rank % 8) == 0:
             even = in_eights(rank)
+            FIRST: tl.constexpr = first_ranks(rank.shape[0])
             delta = _times(first_b, its_low, even, 0, SPLITS)
-            delta += _low_rank((b_ptr, even), its_low, col, width, at_once(rank.shape[0]), SPLITS)
+            delta += _low_rank((b_ptr, even), its_low, col, width, FIRST, SPLITS)
         else:
             delta = _low_rank((b_ptr, rank), its_low, col, width, 0, SPLITS)
         acc += tl.trans(scale[:, None] * delta)
@@ -146,16 +153,19 @@ def _low_rank(
 ) -> Any:
     """Of ranks from FIRST on, `[BLOCK_M, BLOCK_N]`."""
     delta = tl.zeros((b[1].shape[0], col.shape[0]), tl.float32)
-    for begin in tl.range(FIRST, tl.max(b[1]), at_once(b[1].shape[0])):
-        delta += _times(_load_b(b, col, width, begin), low, b[1], begin, SPLITS)
+    RANKS: tl.constexpr = ranks_at_once(b[1].shape[0])
+    for begin in tl.range(FIRST, tl.max(b[1]), RANKS):
+        delta += _times(_load_b(b, col, width, begin, RANKS), low, b[1], begin, SPLITS)
     return delta
 
 
 @triton.jit
-def _load_b(b: tl.tuple, col: tl.tensor, width: tl.tensor, begin: tl.tensor) -> Any:
-    """`[BLOCK_M, BLOCK_N, ranks]`: of each row's adapter."""
+def _load_b(
+    b: tl.tuple, col: tl.tensor, width: tl.tensor, begin: tl.tensor, RANKS: tl.constexpr
+) -> Any:
+    """`[BLOCK_M, BLOCK_N, RANKS]`: of each row's adapter."""
     b_ptr, rank = b[0][:, None, None], b[1][:, None, None]
-    r = (begin + tl.arange(0, at_once(rank.shape[0])))[None, None, :]
+    r = (begin + tl.arange(0, RANKS))[None, None, :]
     n = col[None, :, None]
     return tl.load(b_ptr + n * rank + r, mask=(r < rank) & (n < width), other=0.0)
 
@@ -169,7 +179,7 @@ def _times(
     SPLITS: tl.constexpr,
 ) -> Any:
     """`[BLOCK_M, BLOCK_N]`. `A x` is new in this very launch: not from a cache of before."""
-    r = (begin + tl.arange(0, at_once(rank.shape[0])))[None, :]
+    r = (begin + tl.arange(0, weights.shape[2]))[None, :]
     at, live = low[0][:, None] + r, r < rank[:, None]
     total = tl.zeros(at.shape, tl.float32)
     for split in tl.static_range(SPLITS):

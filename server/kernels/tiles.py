@@ -53,13 +53,6 @@ def small_tile(block_m: int) -> int:
     return 16 if block_m > 16 else 8
 
 
-@triton.constexpr_function
-def small_steps(block_m: int) -> int:
-    """A small tile's step in steps of the tiles that have more rows: half as many rows leave room
-    for twice as much. 1 where that was not measured to help."""
-    return 2 if block_m == 32 else 1
-
-
 @triton.jit
 def tile_rows(order_ptr: tl.tensor, length: tl.tensor, BLOCK_M: tl.constexpr) -> Any:
     """The batch rows of a tile, int64 `[BLOCK_M]`, 0 beyond `length`."""

@@ -33,23 +33,34 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
 
 
+def rounding(
+    model: PreTrainedModel | PeftModel, adapter: str | None, ids: list[int], found: torch.Tensor
+) -> float:
+    """How far float32 alone takes the oracle from itself: some weights and prompts are such that
+    any two ways of adding up differ by more than others do."""
+    exact = reference_logprobs(model.double(), adapter, ids)
+    model.float()  # as it was, to the bit
+    return float((found - exact).abs().max())
+
+
 def assert_parity(model: PreTrainedModel | PeftModel, adapter: str | None, stream: Stream) -> None:
     """Prompt logprobs and the whole distribution at every decoded place."""
     expected = reference_logprobs(model, adapter, stream.tokens)
+    tolerance = TOLERANCE + 10 * rounding(model, adapter, stream.tokens, expected)
     assert len(stream.prompt_logprobs) == stream.prompt_len - 1
     for place, found in enumerate(stream.prompt_logprobs):
         assert found.token_id == stream.tokens[place + 1]
-        assert found.logprob == pytest.approx(expected[place, found.token_id].item(), abs=TOLERANCE)
+        assert found.logprob == pytest.approx(expected[place, found.token_id].item(), abs=tolerance)
         best = expected[place].topk(2)
-        assert [v for _, v in found.top] == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+        assert [v for _, v in found.top] == pytest.approx(best.values.tolist(), abs=tolerance)
     assert len(stream.logprobs) == len(stream.output)
     for i, found in enumerate(stream.logprobs):
         row = expected[stream.prompt_len - 1 + i]
         got = torch.full((VOCAB,), float("nan"))
         got[[token for token, _ in found.top]] = torch.tensor([value for _, value in found.top])
-        assert (got - row).abs().max().item() < TOLERANCE
+        assert (got - row).abs().max().item() < tolerance
         assert found.token_id == stream.output[i]
-        assert row[found.token_id].item() > row.max().item() - TOLERANCE
+        assert row[found.token_id].item() > row.max().item() - tolerance
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -22,7 +22,8 @@ from server.model.attention_cuda import Attention
 from server.model.capture import record
 from server.model.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
 from server.model.decoder import Decoder
-from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
+from server.model.device_lora import DeviceLora, Product
+from server.model.ops_cuda import CudaOps, CudaPlan
 from server.model.rows import Rows
 from server.model.sizes import padded_size
 

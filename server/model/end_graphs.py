@@ -12,8 +12,9 @@ import torch
 
 from server.model.capture import record
 from server.model.decoder import Decoder
+from server.model.device_lora import DeviceLora, Product
 from server.model.lora import any_adapter
-from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
+from server.model.ops_cuda import CudaOps, CudaPlan
 from server.model.sizes import padded_size
 
 _NOBODY = np.zeros(0, dtype=np.int32)

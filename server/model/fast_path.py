@@ -12,11 +12,12 @@ from server.kernels.compile_ahead import compiled_together
 from server.model.attention_cuda import PagedAttention, prompt_backend
 from server.model.decode_graphs import DecodeGraphs
 from server.model.decoder import Decoder
+from server.model.device_lora import DeviceLora, Product
 from server.model.draws_cuda import CudaDraws
 from server.model.graph_attention import GraphAttention
 from server.model.memory import LOGITS_ROWS
 from server.model.ops import StepLayout
-from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
+from server.model.ops_cuda import CudaOps, CudaPlan
 from server.model.parts import Built, Parts
 from server.model.products import Linear
 from server.model.prompt_attention import MAX_PROMPTS, PromptAttention

@@ -11,31 +11,28 @@ from torch.nn import functional
 
 from adapters.base import LAYER_SITES
 from server.kernels.add_norm import add_norm
-from server.kernels.configs import KernelConfigs, Phase, SkinnyConfig, load_configs
+from server.kernels.configs import KernelConfigs, Phase, load_configs
 from server.kernels.expand import expand
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
 from server.kernels.rope_append_lora import rope_append_lora
-from server.kernels.segments import Segments, allocate_segments, route
+from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.table import RANK_BLOCKS
 from server.kernels.workspace import Workspace, allocate_workspace
+from server.model import device_lora
 from server.model.attention_cuda import Attention, PagedAttention
 from server.model.config import ModelConfig
+from server.model.device_lora import DeviceLora, Product
 from server.model.lora import AdapterTable, any_adapter
 from server.model.ops import KVCache, StepLayout
 from server.model.products import Products
 from server.model.rope import cos_sin, inverse_frequencies
 from server.model.transfers import to_device
 
-# Up to so many tokens the widest product's delta costs less beside it than expanded by the
-# activation, and tiles are shared out.
-_FEW_TOKENS = 256
-# Up to so many, inputs are split, and the activation alone expands on its way.
-_MIXED_TOKENS = 2048
 # Parts of the activation's columns whose sums for down's LoRA are kept apart.
 _DOWN_SPLIT = 16
 
@@ -50,54 +47,6 @@ class CudaPlan:
     slots: torch.Tensor | None
     attention: Attention
     attended: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLora:
-    """Adapters of a batch, routed on the device by slots, int32 `[tokens]`.
-
-    phase: of its launch parameters; "prefill": what takes up products does more of LoRA.
-    model_sites: whether one of them changes the embedding or the head. decodes: every token is a
-    decode, whose attention adds a delta. captured: of a graph, where decodes come after prompts.
-    few: how products of so few tokens have their LoRA on the way; None: kernels beside them have
-    it. down: where the activation leaves what shrink would of its result; None: shrink does it.
-    """
-
-    slots: torch.Tensor
-    segments: Segments
-    workspace: Workspace
-    phase: Phase
-    model_sites: bool
-    decodes: bool
-    captured: bool
-    few: SkinnyConfig | None
-    down: Workspace | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """y: `[tokens, out]`. lora, delta: what is not in y yet. phase: of lora. shrunk: where the
-    activation leaves what the next site's shrink would."""
-
-    y: torch.Tensor
-    lora: PendingLora | None = None
-    delta: PendingDelta | None = None
-    phase: Phase = "prefill"
-    shrunk: Workspace | None = None
-
-
-def _adds_delta(kind: str, lora: DeviceLora) -> bool:
-    """Whether what takes up the product adds a delta: else it expands on its way."""
-    if kind == "qkv":
-        return lora.decodes
-    return kind != "gate_up" or len(lora.slots) <= _FEW_TOKENS
-
-
-def _phase(rows: int, decodes: bool) -> Phase:
-    """decodes: all are. Of few rows, and of decodes, each may have an adapter of its own."""
-    if rows > _MIXED_TOKENS:
-        return "prefill"
-    return "decode" if decodes or rows <= _FEW_TOKENS else "mixed"
 
 
 class CudaOps:
@@ -126,10 +75,10 @@ class CudaOps:
         places = torch.arange(max_context, device=self.device)
         angles = cos_sin(places, inv_freq, model.rope.attention_factor)
         self._cos_sin = torch.cat(angles, dim=-1).squeeze(1).contiguous()
-        self._workspaces = self._allocate_workspaces("decode", _MIXED_TOKENS)
-        self._workspaces |= self._allocate_workspaces("mixed", _MIXED_TOKENS)
+        self._workspaces = self._allocate_workspaces("decode", device_lora.MIXED_TOKENS)
+        self._workspaces |= self._allocate_workspaces("mixed", device_lora.MIXED_TOKENS)
         self._workspaces |= self._allocate_workspaces("prefill", max_tokens)
-        most = max_tokens if max_tokens > _MIXED_TOKENS else 0
+        most = max_tokens if max_tokens > device_lora.MIXED_TOKENS else 0
         self._down = {
             width: allocate_workspace(most, cache.k.dtype, self.device, _DOWN_SPLIT, width)
             for width in RANK_BLOCKS
@@ -186,10 +135,9 @@ class CudaOps:
         captured: bool = False,
     ) -> DeviceLora:
         rows = len(slots)
-        phase = _phase(rows, decodes)
+        phase = device_lora.phase_of(rows, decodes)
         known, tile_rows = self.table.device_table.num_slots, self._configs.tile_rows(phase, rows)
-        # Where the activation expands it takes whole tiles.
-        shared = rows <= _FEW_TOKENS
+        shared = device_lora.shares_tiles(rows)
         segments = allocate_segments(rows, tile_rows, known, self.device, shared=shared)
         workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
         few = self._configs.skinny_lora(rows)
@@ -234,7 +182,7 @@ class CudaOps:
             with torch.cuda.stream(of_lora):
                 if shrunk is None:
                     self._shrink(x, lora, site, after_input=lora.phase != "prefill")
-                if _adds_delta(kind, lora):
+                if device_lora.adds_delta(kind, lora):
                     delta = torch.empty_like(y)
                     self._expand(delta, lora, site, accumulate=False)
             with torch.cuda.stream(of_product):

@@ -15,11 +15,12 @@ import torch
 from server.engine.plan import StepPlan
 from server.model.capture import record
 from server.model.decoder import Decoder
+from server.model.device_lora import DeviceLora, Product
 from server.model.end_graphs import EndGraphs
 from server.model.graph_attention import GraphAttention
 from server.model.lora import any_adapter
 from server.model.ops import StepLayout
-from server.model.ops_cuda import CudaOps, CudaPlan, DeviceLora, Product
+from server.model.ops_cuda import CudaOps, CudaPlan
 from server.model.prompt_attention import MAX_PROMPTS
 from server.model.sizes import padded_size
 from server.model.transfers import to_device

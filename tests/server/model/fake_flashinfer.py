@@ -88,10 +88,10 @@ class Replay:
 
 
 def forget() -> None:
-    """Of the modules that bound FlashInfer's names when they were imported."""
+    """Of the modules that bound FlashInfer's names when they were imported, and what tests set."""
     for name in (
         *("attention_cuda", "prompt_attention", "graph_attention"),
-        *("ops_cuda", "decode_graphs", "token_graphs", "end_graphs", "fast_path"),
+        *("device_lora", "ops_cuda", "decode_graphs", "token_graphs", "end_graphs", "fast_path"),
     ):
         sys.modules.pop(f"server.model.{name}", None)
         if hasattr(server.model, name):

@@ -49,15 +49,15 @@ class Pair:
         slabs = [pack(model, name) for name in adapters]
         self.reference = Driver(folder, **changes)
         fake_flashinfer.install(patch)
-        from server.model import attention_cuda, ops_cuda, sizes
+        from server.model import attention_cuda, device_lora, ops_cuda, sizes
 
         patch.setattr(attention_cuda, "prompt_backend", lambda capability: backend)
         if backend == "fa3":
             configs = read_configs("sm90", 2, programmatic_launch=False)
             patch.setattr(ops_cuda, "load_configs", lambda _: configs)
-        for name, tokens in (("_FEW_TOKENS", few_tokens), ("_MIXED_TOKENS", mixed_tokens)):
+        for name, tokens in (("FEW_TOKENS", few_tokens), ("MIXED_TOKENS", mixed_tokens)):
             if tokens:
-                patch.setattr(ops_cuda, name, tokens)
+                patch.setattr(device_lora, name, tokens)
         if most_tokens:
             patch.setattr(sizes, "_MOST_TOKENS", most_tokens)
             patch.setattr(sizes, "_MOST_WORK", 0)

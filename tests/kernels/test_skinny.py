@@ -1,6 +1,6 @@
 """Products of few rows against torch's, in odd shapes, and in a chain whose kernels start early."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -149,6 +149,32 @@ def test_adapters_on_a_gpu(slots: list[int], widths: tuple[int, ...]) -> None:
             check_lora(slots, ranks, widths, features, torch.bfloat16, device, config)
 
 
+def check_graph(
+    step: Callable[[bool], None],
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    stale: Sequence[torch.Tensor],
+    before_each: Callable[[], None] = lambda: None,
+) -> None:
+    """step: of x in place, its kernels starting early or not: in a graph early as one by one, bit
+    for bit, 50 times. stale: what it writes before it reads it."""
+    step(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(True)
+    for _ in range(50):
+        start = torch.randn_like(x)
+        before_each()
+        x.copy_(start), hidden.zero_()
+        step(False)
+        expected = x.clone()
+        for tensor in stale:
+            tensor.fill_(float("nan"))
+        x.copy_(start), hidden.zero_()
+        graph.replay()
+        assert torch.equal(x, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 8])
 def test_lora_of_a_chain_in_a_graph(rows: int) -> None:
@@ -177,21 +203,10 @@ def test_lora_of_a_chain_in_a_graph(rows: int) -> None:
             add_norm(y, None, hidden, norm, 1e-5, programmatic_launch=early)
             skinny_product(y, weight, None, x, launched)
 
-    step(True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(True)
-    for _ in range(50):
-        start = torch.randn_like(x)
+    def others() -> None:
         first.slots.copy_(torch.randint(-1, 6, (rows,)))
-        x.copy_(start), hidden.zero_()
-        step(False)
-        expected = x.clone()
-        for stale in (y, first.workspace.planes):
-            stale.fill_(float("nan"))
-        x.copy_(start), hidden.zero_()
-        graph.replay()
-        assert torch.equal(x, expected)
+
+    check_graph(step, x, hidden, (y, first.workspace.planes), others)
 
 
 @pytest.mark.gpu
@@ -214,19 +229,7 @@ def test_a_chain_in_a_graph_whose_kernels_start_early(rows: int) -> None:
             add_norm(y, None, hidden, norm, 1e-5, programmatic_launch=early)
             skinny_product(y, weight, None, x, launched)
 
-    step(True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(True)
-    for _ in range(50):
-        first = torch.randn_like(x)
-        x.copy_(first), hidden.zero_()
-        step(False)
-        expected = x.clone()
-        y.fill_(float("nan"))
-        x.copy_(first), hidden.zero_()
-        graph.replay()
-        assert torch.equal(x, expected)
+    check_graph(step, x, hidden, (y,))
 
 
 def test_what_it_refuses() -> None:

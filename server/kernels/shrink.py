@@ -138,7 +138,7 @@ def _shrink_kernel(
     """An item is (tile or its share of ranks, split of K); programs take items round robin."""
     # What the next item needs to know is fetched while the present one is computed: its record in
     # the table, and one item further ahead the tile, since the record's address depends on it.
-    # A split ends where every step may: all are powers of two, and none is larger than this one.
+    # The largest step: where it may end, every other may.
     UNIT: tl.constexpr = features(BLOCK_K, 16, WARPS, BLOCK_M)
     order_ptr, tiles_ptr, num_tiles_ptr = routed
     tiles = tl.load(num_tiles_ptr)
@@ -152,8 +152,7 @@ def _shrink_kernel(
     total, address, rows = _load_record(of_site, slot, tile, BLOCK_M)
     ahead = item + step
     slot, next_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
-    # Now x is read, and v written. The next kernel is not told to start beside this one: its
-    # programs would wait on processors that the product needs.
+    # The next kernel is not told to start: its programs would wait where the product could run.
     wait(PDL)
     tl.store(splits_ptr, splits, mask=tl.program_id(0) == 0)
     for item in range(tl.program_id(0), items, step):

@@ -15,7 +15,7 @@ import torch
 from launcher.bench.errors import BenchError
 from launcher.bench.grid import copy_bandwidth
 from server.kernels.add_norm import add_norm
-from server.kernels.configs import KernelConfigs, SkinnyConfig, load_configs
+from server.kernels.configs import KernelConfigs, SkinnyLoraConfig, load_configs
 from server.kernels.decode_attention import (
     DecodeBatchView,
     DecodeItems,
@@ -163,7 +163,7 @@ class Step:
             main.wait_stream(self.side)
             self._take_up(index, adapters.table)
 
-    def _product_with_lora(self, index: int, adapters: Adapters, config: SkinnyConfig) -> None:
+    def _product_with_lora(self, index: int, adapters: Adapters, config: SkinnyLoraConfig) -> None:
         k, widths = SITES[index % len(SITES)]
         lora = SkinnyLora(adapters.table, index, self.slots, widths, self.workspace, self.arrivals)
         out = self.outputs[index % len(SITES)]

@@ -74,19 +74,23 @@ class RopeConfig(_Limits):
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
     """block_n, block_k: output and input features of a step, powers of two; for more than one row
-    at least 16 output features. programmatic_launch: the device has it. max_registers: as in
-    _Limits. lora_programs, lora_splits:
-    those that shrink, where the product has LoRA, and how many at most share an item's input
-    features."""
+    at least 16 output features. programmatic_launch: the device has it."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
     programmatic_launch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyLoraConfig(SkinnyConfig):
+    """Of a product that has LoRA on the way. lora_programs: those that shrink; lora_splits: the
+    most that share an item's input features; max_registers: as in `_Limits`."""
+
+    lora_programs: int
+    lora_splits: int
     max_registers: int | None = None
-    lora_programs: int = 0
-    lora_splits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +159,13 @@ class KernelConfigs:
             if entry.max_rows == known[0].max_rows
         )
 
-    def skinny_lora(self, rows: int) -> SkinnyConfig | None:
+    def skinny_lora(self, rows: int) -> SkinnyLoraConfig | None:
         """Of products of so many rows that have LoRA on the way; None: of too many."""
-        known = [entry.values for entry in self._skinny_lora if entry.applies("decode", rows)]
-        return (
-            SkinnyConfig(**known[0], programmatic_launch=self.programmatic_launch)
-            if known
-            else None
-        )
+        for entry in self._skinny_lora:
+            if entry.applies("decode", rows):
+                early = self.programmatic_launch
+                return SkinnyLoraConfig(**entry.values, programmatic_launch=early)
+        return None
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:
         """What the parameters of LoRA's kernels begin with."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from server.kernels.checks import padded_widths
-from server.kernels.configs import SkinnyConfig
+from server.kernels.configs import SkinnyLoraConfig
 from server.kernels.launch import let_next_start, wait
 from server.kernels.skinny import check_product, rows_at_once
 from server.kernels.skinny_block import load_weights, store_product, weigh
@@ -50,7 +50,7 @@ def skinny_product_lora(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    config: SkinnyConfig,
+    config: SkinnyLoraConfig,
     lora: SkinnyLora,
 ) -> None:
     """As `skinny_product`, and `out += scale * B (A x)`; a row without an adapter, and a projection
@@ -112,7 +112,7 @@ class _Shrinking:
     span: int
 
 
-def _shrinking(features: int, config: SkinnyConfig) -> _Shrinking:
+def _shrinking(features: int, config: SkinnyLoraConfig) -> _Shrinking:
     """A part is of whole steps. Parts, since `A x` is wanted before a program of the product has
     gone through all input features."""
     if min(config.lora_programs, config.lora_splits) < 1:

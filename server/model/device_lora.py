@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from server.kernels.configs import Phase, SkinnyConfig
+from server.kernels.configs import Phase, SkinnyLoraConfig
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.segments import Segments
 from server.kernels.workspace import Workspace
@@ -35,7 +35,7 @@ class DeviceLora:
     model_sites: bool
     decodes: bool
     captured: bool
-    few: SkinnyConfig | None
+    few: SkinnyLoraConfig | None
     down: Workspace | None = None
 
 

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.kernels.add_norm import add_norm
-from server.kernels.configs import SkinnyConfig, load_configs, read_configs
+from server.kernels.configs import SkinnyConfig, SkinnyLoraConfig, load_configs, read_configs
 from server.kernels.reference import lora_reference
 from server.kernels.skinny import MAX_ROWS, skinny_product
 from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.workspace import allocate_workspace
 from tests.kernels.batches import NUM_SITES, SITE, Adapters, assert_close, interpreted
 
-ROW = SkinnyConfig(4, 64, 4, 3, programmatic_launch=False, lora_programs=3, lora_splits=2)
-FEW = SkinnyConfig(16, 32, 2, 3, programmatic_launch=False, lora_programs=3, lora_splits=2)
+ROW = SkinnyLoraConfig(4, 64, 4, 3, False, lora_programs=3, lora_splits=2)
+FEW = SkinnyLoraConfig(16, 32, 2, 3, False, lora_programs=3, lora_splits=2)
 
 
 def check(
@@ -72,7 +72,7 @@ def check_lora(
     features: int,
     dtype: torch.dtype,
     device: torch.device,
-    config: SkinnyConfig,
+    config: SkinnyLoraConfig,
 ) -> None:
     """slots: of the rows; ranks: of each slot's adapter. Twice, as steps follow each other."""
     rows, total = len(slots), sum(widths)

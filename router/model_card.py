@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from router.http_client import http_client
 from server.protocol import ModelCard
 
 MAX_CARD_BYTES = 64 << 20
@@ -94,7 +95,7 @@ async def fetch_card(url: str, secret: str) -> bytes:
     payload = bytearray()
     try:
         async with (
-            httpx.AsyncClient(timeout=_FETCH_TIMEOUT_S, trust_env=False) as client,
+            http_client(_FETCH_TIMEOUT_S) as client,
             client.stream("GET", f"{url}/card", headers=headers) as response,
         ):
             if response.status_code != 200:

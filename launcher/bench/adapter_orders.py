@@ -13,6 +13,7 @@ from launcher.bench.answers import error_text
 from launcher.bench.errors import BenchError
 from launcher.bench.target import Target, model_of
 from launcher.router_client import bearer
+from router.http_client import http_client
 
 Action = Literal["register", "load", "unload"]
 _UNLOAD: dict[str, object] = {"wait_s": 60}
@@ -32,13 +33,7 @@ class Orders:
 
 def client(target: Target, connections: int) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    return httpx.AsyncClient(
-        base_url=target.url,
-        headers=bearer(target.admin_key),
-        timeout=target.timeout_s,
-        limits=limits,
-        trust_env=False,
-    )
+    return http_client(target.timeout_s, target.url, bearer(target.admin_key), limits)
 
 
 async def order(http: httpx.AsyncClient, action: Action, name: str) -> str | None:

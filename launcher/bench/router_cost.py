@@ -21,8 +21,10 @@ from launcher.bench.target import Target
 from launcher.bench.workload import Lengths, Workload
 from launcher.plan import LOOPBACK
 from launcher.serve import free_port
+from router.http_client import http_client
 
 _START_S = 60.0
+_PROBE_S = 5.0
 _WARM_UP = 64
 PROMPT = "A customer writes about an order that has not arrived, and asks what to do now. " * 2
 
@@ -147,7 +149,7 @@ async def routed(step_s: float) -> AsyncIterator[tuple[int, int]]:
 async def until_ready(url: str, workers: int) -> None:
     """Until the router there has so many workers. Raises BenchError."""
     deadline = time.monotonic() + _START_S
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with http_client(_PROBE_S) as client:
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
                 answer = await client.get(f"{url}/info")

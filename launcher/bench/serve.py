@@ -16,6 +16,7 @@ from launcher.bench.report import Outcome
 from launcher.bench.stream_client import StreamProtocol, post_stream
 from launcher.bench.target import Target, body_of
 from launcher.bench.workload import Call, Workload
+from router.http_client import http_client
 
 # Processes import and draw before the first call leaves.
 _START_DELAY_S = 3.0
@@ -52,7 +53,7 @@ async def with_base_model(target: Target) -> Target:
         return target
     name = "base"
     with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError):
-        async with httpx.AsyncClient(timeout=_LIST_S, trust_env=False) as http:
+        async with http_client(_LIST_S) as http:
             answer = await http.get(f"{target.url}/v1/models", headers=target.headers)
         listed = msgspec.json.decode(answer.content, type=_Models).data
         name = next((model.id for model in listed if model.parent is None), name)

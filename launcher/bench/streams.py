@@ -20,8 +20,10 @@ from launcher.bench.stream_client import StreamProtocol, open_stream
 from launcher.bench.target import Target, body_of, model_of
 from launcher.bench.windows import Observed, Window
 from launcher.bench.workload import Call, Popularity, arrivals
+from router.http_client import http_client
 
 _BEGIN_S = 120.0
+_SCRAPE_S = 5.0
 _TOKEN_IDS = (100, 1000)
 _ORDERS_AT_ONCE = 16
 
@@ -64,7 +66,7 @@ async def run_window(plan: Plan, window: Window) -> Observed:
     random = Random(f"{plan.seed} {window.label}")
     async with (
         client(plan.target, 4 * _ORDERS_AT_ONCE) as http,
-        httpx.AsyncClient(trust_env=False) as worker,  # which is shown no key
+        http_client(_SCRAPE_S) as worker,  # which is shown no key
         _steady(plan, random) as steady,
     ):
         await asyncio.sleep(plan.settle_s)

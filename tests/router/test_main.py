@@ -93,13 +93,12 @@ async def until_ready(client: httpx.AsyncClient) -> None:
 
 
 async def refused(url: str) -> bool:
+    address = httpx.URL(url)
     try:
-        async with httpx.AsyncClient() as client:
-            await client.get(f"{url}/health/live")
-    except httpx.ConnectError:
+        _, writer = await asyncio.open_connection(address.host, address.port)
+    except ConnectionRefusedError:
         return True
-    except httpx.TransportError:  # accepted just before the listener closed
-        pass
+    writer.close()
     return False
 
 

@@ -85,8 +85,9 @@ class SkinnyConfig:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyLoraConfig(SkinnyConfig):
-    """Of a product that has LoRA on the way. lora_programs: those that shrink; lora_splits: the
-    most that share an item's input features; max_registers: as in `_Limits`."""
+    """Of a product that has LoRA on the way. lora_programs: those that shrink, at most as many as
+    the device has processors; lora_splits: the most that share an item's input features;
+    max_registers: as in `_Limits`."""
 
     lora_programs: int
     lora_splits: int
@@ -163,8 +164,9 @@ class KernelConfigs:
         """Of products of so many rows that have LoRA on the way; None: of too many."""
         for entry in self._skinny_lora:
             if entry.applies("decode", rows):
-                early = self.programmatic_launch
-                return SkinnyLoraConfig(**entry.values, programmatic_launch=early)
+                programs = min(entry.values["lora_programs"], self.processors)
+                values = {**entry.values, "lora_programs": programs}
+                return SkinnyLoraConfig(**values, programmatic_launch=self.programmatic_launch)
         return None
 
     def _limits(self, v: dict[str, int]) -> tuple[int, int, int | None, int, bool]:

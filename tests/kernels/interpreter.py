@@ -1,5 +1,7 @@
 """Triton's interpreter, faster, or done without."""
 
+import functools
+import math
 import os
 import subprocess
 import sys
@@ -8,23 +10,32 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+from triton.language import core
 from triton.runtime import interpreter
 
 ROOT = Path(__file__).parents[2]
 _module: Any = interpreter
+_language: Any = core
 _replace, _launch = _module._patch_lang, _module.GridExecutor.__call__
+_numpy_type_of = _module._get_np_dtype
+_block_type = _language.block_type.__init__
 _replaced = set[int]()
+_numpy_types = dict[str, Any]()
 
 
 def hasten() -> None:
     """A launch puts the interpreter's functions into Triton's language, and every call of a device
     function within it does so again, a third of the time in all. Now it is once a launch and
     module. Another quarter went into a search for integers that overflow, of which it told nobody;
-    now they are an error.
+    now they are an error. Of what is left two fifths described shapes and types anew for every
+    result; now those that are known are looked up.
     """
     _module._patch_lang = _replace_once
     _module.GridExecutor.__call__ = _launch_anew
     _module.interpreter_semantic.binary_op_sanitize_overflow_impl = _refuse_overflow
+    _module._get_np_dtype = _numpy_type
+    _language.block_type.__init__ = _init_block_type
+    _language.tensor.__init__ = _init_tensor
 
 
 def _replace_once(function: FunctionType) -> Any:
@@ -48,6 +59,38 @@ def _refuse_overflow(lhs: Any, rhs: Any, operation: Any) -> None:
     exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name](left, right)
     inside = kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value()
     assert inside, f"{kind} overflows: {name}"
+
+
+def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    sizes = tuple([getattr(size, "value", size) for size in shape])
+    self.element_ty = element_ty
+    self.shape, self.numel, told = _block(sizes)
+    self.name = f"<{told}, {element_ty}>"
+
+
+@functools.cache
+def _block(sizes: tuple[int, ...]) -> tuple[Any, int, str]:
+    """A block's shape, its elements, and how it is told. Raises what Triton does."""
+    block = object.__new__(_language.block_type)
+    _block_type(block, _language.int32, list(sizes))
+    return block.shape, block.numel, str(block.shape)
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _tensor(tuple(type.shape.values) if type.is_block() else ())
+
+
+@functools.cache
+def _tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    shape = _language.tuple([_language.constexpr(size) for size in sizes])
+    return shape, _language.constexpr(math.prod(sizes))
+
+
+def _numpy_type(of: Any) -> Any:
+    if of.scalar.name not in _numpy_types:
+        _numpy_types[of.scalar.name] = _numpy_type_of(of)
+    return _numpy_types[of.scalar.name]
 
 
 def run_uninterpreted(module: str, cache: Path, *arguments: str) -> str:

@@ -21,7 +21,7 @@ pytestmark = [
         os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need Triton's interpreter"
     ),
 ]
-FEW = 32
+FEW, MOST = 16, 256
 SIZES = ("few_tokens", "mixed_tokens", "most_tokens")
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {
@@ -62,7 +62,7 @@ def pair(
     model = make_model("llama3", num_hidden_layers=2, hidden_size=32, intermediate_size=300)
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("base")
-        limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": 512}
+        limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": MOST}
         with pytest.MonkeyPatch.context() as starting:
             products = note_products(starting)
             sizes: dict[str, Any] = dict.fromkeys(SIZES, FEW)
@@ -73,14 +73,14 @@ def pair(
     fake_flashinfer.forget()
 
 
-@pytest.fixture(params=[("fa2", FEW), ("fa3", FEW), ("fa3", 512)])
+@pytest.fixture(params=[("fa2", FEW), ("fa3", FEW), ("fa3", MOST)])
 def captured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """Whose graphs take steps of any number of tokens, which are many, or mixed."""
     backend, mixed = request.param
     model = make_model("llama3", num_hidden_layers=2, hidden_size=32, intermediate_size=70)
     with pytest.MonkeyPatch.context() as patch:
-        limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": 512, "max_context": 256}
-        sizes = dict(zip(SIZES, (FEW, mixed, 512), strict=True))
+        limits: dict[str, Any] = {"max_running": 8, "max_step_tokens": MOST, "max_context": 128}
+        sizes = dict(zip(SIZES, (FEW, mixed, MOST), strict=True))
         found = Pair(model, ADAPTERS, tmp_path, patch, backend=backend, **sizes, **limits)
         yield found
         found.close()
@@ -89,10 +89,10 @@ def captured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
 
 def scored(driver: Any, slots: list[int], sampling: SamplingParams = SCORED) -> list[Stream]:
     streams = [
-        Stream(driver, row, prompt(5 + 30 * row, row), slot=slot, sampling=sampling)
+        Stream(driver, row, prompt(5 + 15 * row, row), slot=slot, sampling=sampling)
         for row, slot in enumerate(slots)
     ]
-    generate(driver, streams, 3, 90)
+    generate(driver, streams, 3, 45)
     for stream in streams:
         stream.free()
     return streams
@@ -144,7 +144,7 @@ def test_no_product_has_a_size_that_none_had_at_start(
     assert products <= at_start
 
 
-@pytest.mark.parametrize(("sampling", "ends"), [(SAMPLED, {32}), (SCORED, {128, 384})])
+@pytest.mark.parametrize(("sampling", "ends"), [(SAMPLED, {32}), (SCORED, {64, 256})])
 def test_the_same_in_graphs(
     captured: Pair, sampling: SamplingParams, ends: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

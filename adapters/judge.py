@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from adapters.adapter_files import check_bytes, is_relevant, small_files
+from adapters.adapter_files import check_bytes, is_relevant, is_unsafe, small_files
 from adapters.base import BaseSpec
 from adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
 from adapters.disk import entries_of
@@ -135,6 +135,9 @@ def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]
     for entry in sorted(entries_of(folder), key=lambda entry: entry.name):
         if not is_relevant(entry.name):
             continue
+        if is_unsafe(entry.name):  # never opened, whatever it is
+            listing[entry.name] = 0
+            continue
         size = _regular_bytes(entry)
         listing[entry.name] = size or 0
         if size is None:
@@ -208,7 +211,7 @@ class _Reading:
             if lora and not fits(piece, tensor.dtype, self._slab):
                 fitting, finite = False, finite and is_finite(piece, tensor.dtype)
         if not finite:
-            message = f"{tensor.name} has NaN or infinite values"
+            message = f"{tensor.name} has values that are NaN, infinite, or too large for float32"
             findings.add("not_finite", tensor.name, message)
         elif not fitting:
             message = f"{tensor.name} has values too large for {self._slab}"

@@ -2,6 +2,7 @@
 
 import re
 from typing import Literal
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -14,12 +15,14 @@ MAX_TOKEN_CHARS = 4096
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _SEGMENT = r"[A-Za-z0-9._+=,~-]{1,255}"
+_QUOTED = r"(?:[A-Za-z0-9._+=,~-]|%[0-9A-F]{2}){1,255}"
+_UNQUOTED = "/._+=,~-"
 _HOST = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?(?::[1-9][0-9]{0,4})?"
 _BUCKET = r"[a-z0-9][a-z0-9.-]{2,62}"
 _NAMES: dict[RefSource, re.Pattern[str]] = {
     "alias": re.compile(_WORD),
     "hub": re.compile(rf"{_WORD}(?:/{_WORD})?"),
-    "local": re.compile(rf"/?{_SEGMENT}(?:/{_SEGMENT})*"),
+    "local": re.compile(rf"/?{_QUOTED}(?:/{_QUOTED})*"),
     "s3": re.compile(rf"{_BUCKET}(?:/{_SEGMENT})+"),
     "https": re.compile(rf"{_HOST}(?:/{_SEGMENT})+"),
 }
@@ -38,7 +41,8 @@ class AdapterRef(msgspec.Struct, frozen=True):
     """A parsed reference. It names an adapter; it never identifies one (the digest does).
 
     source: `alias` is a name that the operator registered.
-    name: `bucket/prefix` for `s3`, `host[:port]/path` for `https`.
+    name: `bucket/prefix` for `s3`, `host[:port]/path` for `https`; for `local` a path whose other
+        characters than A-Za-z0-9._+=,~- are written as in URLs (`my%20adapter`).
     revision: branch, tag or commit for `hub`, fingerprint of the folder for the others;
         None = the default branch, or whatever the folder holds now.
     """
@@ -74,6 +78,16 @@ def format_ref(ref: AdapterRef) -> str:
     """The one spelling that `parse_ref` reads back as this reference, whatever the default."""
     revision = f"@{ref.revision}" if ref.revision is not None else ""
     return f"{ref.source}:{ref.name}{revision}"
+
+
+def local_name(path: str) -> str:
+    """How a reference names this folder."""
+    return quote(path, safe=_UNQUOTED, errors="surrogateescape")
+
+
+def path_of_local(name: str) -> str:
+    """The path that the name of a `local` reference stands for."""
+    return unquote(name, errors="surrogateescape")
 
 
 def told_name(ref: AdapterRef) -> str:
@@ -129,6 +143,9 @@ def _implied(text: str, default_source: RefSource) -> tuple[RefSource, str]:
 def _well_formed(source: RefSource, name: str) -> bool:
     if not _safe_path(name.removeprefix("/")):
         return False
+    if source == "local":  # one spelling: what needs no quoting has none
+        path = path_of_local(name)
+        return path.isprintable() and local_name(path) == name
     return source != "hub" or not any(
         "--" in part or part.endswith((".", "-", ".git")) for part in name.split("/")
     )
@@ -153,6 +170,11 @@ def _fault(source: RefSource, name: str) -> str:
             return f"{ascii(bucket[:80])} is no bucket: 3 to 63 of a-z, 0-9, '.' and '-'"
         if not prefix:
             return "there is no prefix after the bucket"
+    if source == "local":
+        return (
+            "a folder's path has A-Za-z0-9._+=,~- between its '/'; other characters are written as "
+            "in URLs (%20); no part is empty or '.', none has '..'"
+        )
     return f"not the name of an adapter for source {source!r}"
 
 

@@ -15,7 +15,7 @@ from adapters.base import BaseSpec
 from adapters.errors import AdapterError
 from adapters.judge import Judged, judge_folder
 from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef, RefSource, parse_ref
+from adapters.ref import AdapterRef, RefSource, local_name, parse_ref, path_of_local
 from adapters.slab_file import write_slab_file
 from adapters.slab_memory import one_after_another
 from adapters.sources.base import Source
@@ -100,7 +100,7 @@ def _folder(text: str) -> Path | None:
 def _ref(text: str) -> AdapterRef:
     folder = _folder(text)
     if folder is not None:
-        return AdapterRef("local", str(folder))
+        return AdapterRef("local", local_name(str(folder)))
     if text.startswith(("local:", "/", "./", "../", "~")):
         raise AdapterError("not_found", f"there is no folder {text.removeprefix('local:')}")
     return parse_ref(text, default_source="hub")
@@ -139,7 +139,7 @@ def _sources(ref: AdapterRef) -> dict[RefSource, Source]:
     """Whoever types a command may read what it names."""
     place = ref.name.partition("/")[0]
     return open_sources(
-        roots=[Path(ref.name).parent] if ref.source == "local" else [],
+        roots=[Path(path_of_local(ref.name)).parent] if ref.source == "local" else [],
         s3_buckets=[place] if ref.source == "s3" else [],
         https_hosts=[place] if ref.source == "https" else [],
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adapters.errors import AdapterError
-from adapters.ref import parse_ref
+from adapters.ref import local_name, parse_ref
 from launcher.demo import EXAMPLES, adapter_paths, model_path
 from launcher.demo.recipe import BASE_NAME
 from launcher.options import OptionError, Values, path_of
@@ -89,13 +89,14 @@ def resolve_alias(text: str) -> tuple[str, Path | None]:
     if not equals or not name or not reference:
         raise OptionError(f"--adapter must be NAME=REF, got {text!r}")
     path = path_of(reference.removeprefix("local:"), f"--adapter {name}")
+    root = None
     if reference.startswith(("local:", "/", "./", "../", "~")) or os.path.isdir(path):
         folder = path.absolute()
         if not os.path.isdir(folder):
             raise OptionError(f"--adapter {name}: there is no folder {folder}")
-        return f"{name}=local:{folder}", folder
+        text, root = f"{name}=local:{local_name(str(folder))}", folder
     try:
-        parse_ref(reference, default_source="hub")
+        parse_ref(text.partition("=")[2], default_source="hub")
     except AdapterError as error:
         raise OptionError(f"--adapter {name}: {error.message}") from error
-    return text, None
+    return text, root

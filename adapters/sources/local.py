@@ -11,18 +11,17 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
-from adapters.adapter_files import is_relevant
+from adapters.adapter_files import is_relevant, is_unsafe
 from adapters.disk import copy_bytes
 from adapters.errors import AdapterChanged, AdapterError
-from adapters.ref import AdapterRef, told_name
+from adapters.ref import AdapterRef, path_of_local, told_name
 from adapters.violations import Findings, invalid, shown
 
 MAX_ENTRIES = 10_000
 _CHANGED_RETRY_S = 1.0
-# A loop of links, a file among the parents, a socket, a directory.
-_OF_KIND = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
+# A loop of links, a file among the parents, a socket.
+_OF_KIND = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 # Errors of the disk that is written to, which the caller knows how to name.
 _OF_TARGET = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -49,12 +48,12 @@ class LocalSource:
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
         source = self._folder(ref) / name
-        with self._open(source, ref) as file:
-            before = os.fstat(file.fileno())
+        with self._open(source, ref) as fd:
+            before = os.fstat(fd)
             with (folder / name).open("xb", buffering=0) as target:
                 # A byte more than there should be tells that the file has grown.
-                copied = copy_bytes(file.fileno(), target.fileno(), before.st_size + 1)
-            after = os.fstat(file.fileno())
+                copied = copy_bytes(fd, target.fileno(), before.st_size + 1)
+            after = os.fstat(fd)
         try:
             if copied != before.st_size or _identity(before) != _identity(after):
                 raise _changed(ref)
@@ -68,16 +67,18 @@ class LocalSource:
         if not self._roots:
             raise AdapterError("forbidden", "local adapters are not enabled: no root is configured")
         name = shown(told_name(ref))
-        beneath = False
+        beneath = leads_away = False
         for root in self._roots:
-            found = Path(os.path.realpath(root / ref.name))
+            path = root / path_of_local(ref.name)
+            found = Path(os.path.realpath(path))
             if not found.is_relative_to(root):
+                leads_away |= os.path.lexists(path)
                 continue
             beneath = True
             with _source_errors(ref):
                 if found.is_dir():
                     return found
-        if beneath:
+        if beneath and not leads_away:
             raise AdapterError("not_found", f"no adapter folder {name} under the roots")
         raise AdapterError("forbidden", f"{name} does not lie under an allowed root")
 
@@ -89,29 +90,34 @@ class LocalSource:
                 if count >= MAX_ENTRIES:
                     message = f"the folder has more than {MAX_ENTRIES} entries"
                     raise invalid("too_many_files", told_name(ref), message)
-                if is_relevant(entry.name):
-                    with findings.gathered(), self._open(folder / entry.name, ref) as file:
-                        files[entry.name] = os.fstat(file.fileno())
+                if is_unsafe(entry.name):  # never opened, whatever it is
+                    files[entry.name] = entry.stat(follow_symlinks=False)
+                elif is_relevant(entry.name):
+                    with findings.gathered(), self._open(folder / entry.name, ref) as fd:
+                        files[entry.name] = os.fstat(fd)
         findings.raise_if_any()
         return files
 
     @contextmanager
-    def _open(self, path: Path, ref: AdapterRef) -> Iterator[BinaryIO]:
+    def _open(self, path: Path, ref: AdapterRef) -> Iterator[int]:
+        """Its file descriptor, of a regular file."""
         with _source_errors(ref):
             real = Path(os.path.realpath(path))
             root = next((root for root in self._roots if real.is_relative_to(root)), None)
             if root is None:
                 message = f"{path.name} is a link to a place outside the allowed roots"
                 raise invalid("escaping_link", path.name, message)
-            with _open_beneath(root, real.relative_to(root)) as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            fd = _open_beneath(root, real.relative_to(root))
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
                     message = f"{path.name} is not a regular file"
                     raise invalid("not_a_file", path.name, message)
-                yield file
+                yield fd
+            finally:
+                os.close(fd)
 
 
-@contextmanager
-def _open_beneath(root: Path, relative: Path) -> Iterator[BinaryIO]:
+def _open_beneath(root: Path, relative: Path) -> int:
     """Opens for reading without following a link in any part, nor waiting for a FIFO's writer."""
     directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -121,11 +127,9 @@ def _open_beneath(root: Path, relative: Path) -> Iterator[BinaryIO]:
             os.close(directory)
             directory = child
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(relative.name, flags, dir_fd=directory)
+        return os.open(relative.name, flags, dir_fd=directory)
     finally:
         os.close(directory)
-    with os.fdopen(fd, "rb", buffering=0) as file:
-        yield file
 
 
 @contextmanager

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from adapters.disk import copy_bytes
-from adapters.ref import AdapterRef
+from adapters.judge import judge_folder
+from adapters.ref import AdapterRef, local_name
 from adapters.sources.local import LocalSource
+from adapters.validate import AdapterLimits
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal
 
@@ -164,6 +166,42 @@ def test_what_is_not_a_file(kind: str, root: Path, monkeypatch: pytest.MonkeyPat
     error = refusal(lambda: LocalSource([root]).resolve(ref("team/a"), None))
     assert error is not None
     assert [violation.code for violation in error.violations] == ["not_a_file"]
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "adapter_config.json", "tokenizer.json"])
+def test_a_folder_in_place_of_a_file_leaves_nothing_open(name: str, root: Path) -> None:
+    path = root / "team/a" / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    source, before = LocalSource([root]), len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        assert code(source, "team/a") == "invalid"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_pickles_beside_weights_are_not_looked_at(root: Path) -> None:
+    folder = root / "team" / "a"
+    (folder / "optimizer.pt").symlink_to("/nowhere/optimizer.pt")
+    (folder / "training_args.bin").symlink_to("/etc/passwd")
+    (folder / "global_step5.pt").mkdir()
+    (folder / "scheduler.pkl").write_bytes(b"")
+    assert code(LocalSource([root]), "team/a") == ""
+    assert judge_folder(folder, BASE, AdapterLimits()).manifest.digest
+
+
+@pytest.mark.parametrize("name", ["my adapter", "ädäpter", "a:b", "a#b", "a@b", "100%"])
+def test_folders_of_any_name(name: str, root: Path) -> None:
+    (root / "team" / "a").rename(root / name)
+    assert code(LocalSource([root]), local_name(name)) == ""
+
+
+def test_a_link_away_is_told_as_one_whatever_the_other_roots_hold(
+    root: Path, tmp_path: Path
+) -> None:
+    (root / "escape").symlink_to(tmp_path / "outside" / "secret")
+    source = LocalSource([root, root / "team" / "a"])
+    assert code(source, "escape") == "forbidden"
+    assert code(source, "none") == "not_found"
 
 
 def test_a_changed_folder_is_another_revision(root: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from adapters.ref import parse_ref, path_of_local
 from launcher import config
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError
@@ -24,6 +25,22 @@ def test_a_folder_becomes_a_local_adapter_and_its_own_root(tmp_path: Path, prefi
     folder = tmp_path / "pirate"
     folder.mkdir()
     assert resolve_alias(f"p={prefix}{folder}") == (f"p=local:{folder}", folder)
+
+
+@pytest.mark.parametrize("name", ["my adapter", "josé", "a:b", "a@b", "50%20"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    text, root = resolve_alias(f"p={folder}")
+    ref = parse_ref(text.removeprefix("p="))
+    assert (path_of_local(ref.name), root) == (str(folder), folder)
+
+
+@pytest.mark.parametrize("name", ["a..b", "a\nb"])
+def test_but_for_what_no_reference_can_say(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(OptionError, match="no part is empty"):
+        resolve_alias(f"p={tmp_path / name}")
 
 
 def test_a_hub_name_stays(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 It does not look at tensors (`validate`) and does not match modules (`targeting`).
 """
 
+import json
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,6 +34,7 @@ _MAX_LAYERS_PATTERNS = 64
 # PEFT's defaults, for keys that a config leaves out.
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
+_Number = TypeVar("_Number", int, float)
 
 
 class PeftConfig(msgspec.Struct, frozen=True):
@@ -102,7 +105,8 @@ def _check_features(raw: dict[str, Any], findings: Findings) -> None:
             continue
         if key in REFUSED:
             if not _is_one_of(value, REFUSED[key]):
-                message = f"{key}={shown(value)} changes the maths and is not supported"
+                allowed = " or ".join(json.dumps(item) for item in REFUSED[key])
+                message = f"{key}={shown(value)} changes the maths; expected {allowed}"
                 findings.add("unsupported_feature", key, message)
         elif not _is_one_of(value, UNUSED_VALUES):
             message = f"unknown key {shown(key)} is set to {shown(value)}; it may change the maths"
@@ -134,8 +138,8 @@ def _read(reader: "_Reader") -> PeftConfig:
         use_rslora=reader.flag("use_rslora"),
         target_modules=reader.modules("target_modules"),
         exclude_modules=reader.modules("exclude_modules"),
-        rank_pattern=tuple((k, reader.rank(k, v)) for k, v in reader.pairs("rank_pattern")),
-        alpha_pattern=tuple((k, reader.alpha(k, v)) for k, v in reader.pairs("alpha_pattern")),
+        rank_pattern=reader.pairs("rank_pattern", reader.rank),
+        alpha_pattern=reader.pairs("alpha_pattern", reader.alpha),
         layers_to_transform=reader.layers("layers_to_transform"),
         layers_pattern=reader.names("layers_pattern", _MAX_LAYERS_PATTERNS),
         fan_in_fan_out=reader.flag("fan_in_fan_out"),
@@ -163,9 +167,8 @@ class _Reader:
         self._findings = findings
 
     def refuse(self, key: str, reason: str) -> None:
-        """key: of the config, or a pattern that a tenant wrote."""
-        told = key if key.isascii() and key.isprintable() else shown(key)
-        self._findings.add("bad_value", key, f"{told}: {reason}")
+        """key: of the config, with the pattern within it."""
+        self._findings.add("bad_value", key, f"{key}: {reason}")
 
     def text(self, key: str) -> str:
         value = self.raw.get(key)
@@ -220,20 +223,23 @@ class _Reader:
                 return ()
         return tuple(sorted(set(items)))
 
-    def pairs(self, key: str) -> list[tuple[str, Any]]:
+    def pairs(
+        self, key: str, read: Callable[[str, object], _Number]
+    ) -> tuple[tuple[str, _Number], ...]:
+        """Patterns and what `read` makes of their values."""
         value = self.raw.get(key)
         if value is None:
-            return []
+            return ()
         if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
             self.refuse(
                 key, f"expected an object of at most {MAX_PATTERNS} keys, got {shown(value)}"
             )
-            return []
+            return ()
         for pattern in value:
             if not _is_name(pattern):
                 self.refuse(key, f"expected patterns in ASCII, got {shown(pattern)}")
-                return []
-        return list(value.items())
+                return ()
+        return tuple((each, read(f"{key}[{shown(each)}]", of)) for each, of in value.items())
 
     def layers(self, key: str) -> int | tuple[int, ...] | None:
         """None when unset or empty: PEFT then transforms every layer."""

@@ -236,7 +236,9 @@ def _unknown(name: str, base: BaseSpec) -> tuple[str, str, str]:
         return "layer_out_of_range", name, message
     if found:
         return "unknown_module", name, f"{name}: the base model has no module {found['path']}"
-    return "unknown_tensor", name, f"{name}: not a tensor of plain LoRA on this base model"
+    expected = "expected names such as base_model.model.MODULE.lora_A.weight"
+    message = f"{name}: not a tensor of plain LoRA on this base model; {expected}"
+    return "unknown_tensor", name, message
 
 
 def _is_comparable(module: _Module, tensor: TensorInfo, base: BaseSpec, findings: Findings) -> bool:

@@ -203,7 +203,7 @@ class Generation:
         if task.sampling.prompt_logprobs is not None:
             tokens = await self.model.long_texts.run(
                 _SIZE_OF_SCORED * len(prompt.ids),
-                lambda: prompt_tokens(self.model, prompt.ids, event.prompt_logprobs),
+                lambda: prompt_tokens(self.model, prompt.text, prompt.ids, event.prompt_logprobs),
             )
         info = PromptInfo(
             task.index, prompt.text, len(prompt.ids), event.cached_tokens or 0, tokens

@@ -1,5 +1,6 @@
 """OpenAI's `/v1/completions`: request bodies and answers. Pure."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -192,7 +193,9 @@ class CompletionsFormatter:
         indexes = range(
             info.prompt_index * self._options.n, (info.prompt_index + 1) * self._options.n
         )
-        return b"".join([self._chunk(index, info.text, info.tokens, None) for index in indexes])
+        chunks = [self._chunk(index, info.text, info.tokens, None) for index in indexes]
+        self._offsets |= dict.fromkeys(indexes, len(info.text))
+        return b"".join(chunks)
 
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
@@ -226,10 +229,10 @@ class CompletionsFormatter:
         return encode(self._completion(choices, usage_of(prompts, num_tokens)))
 
     def _choice(self, index: int, info: PromptInfo, result: ChoiceResult) -> CompletionChoice:
-        text, tokens = result.text, result.tokens
+        text, told = result.text, [(0, result.tokens)]
         if self._options.echo:
-            text, tokens = info.text + text, info.tokens + tokens
-        logprobs = _logprobs(tokens, 0) if self._options.logprobs else None
+            text, told = info.text + text, [(0, info.tokens), (len(info.text), result.tokens)]
+        logprobs = _logprobs(told) if self._options.logprobs else None
         return CompletionChoice(index, text, logprobs, finish_reason(result.finish))
 
     def _chunk(
@@ -242,7 +245,7 @@ class CompletionsFormatter:
         logprobs = None
         if self._options.logprobs:
             offset = self._offsets.get(index, 0)
-            logprobs = _logprobs(tokens, offset)
+            logprobs = _logprobs([(offset, tokens)])
             self._offsets[index] = offset + sum(len(token.text) for token in tokens)
         reason = None if finish is None else finish_reason(finish)
         choice = CompletionChoice(index, text, logprobs, reason)
@@ -263,11 +266,13 @@ class CompletionsFormatter:
         )
 
 
-def _logprobs(tokens: Sequence[TextToken], offset: int) -> Logprobs:
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.text)
+def _logprobs(told: Sequence[tuple[int, Sequence[TextToken]]]) -> Logprobs:
+    """told: where in the choice's text each run of tokens begins, and its tokens."""
+    offsets: list[int] = []
+    for offset, run in told:
+        lengths = [len(token.text) for token in run]
+        offsets += itertools.accumulate(lengths[:-1], initial=offset) if run else ()
+    tokens = [token for _, run in told for token in run]
     return Logprobs(
         tokens=[token.token for token in tokens],
         token_logprobs=[_logprob(token) for token in tokens],

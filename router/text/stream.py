@@ -173,15 +173,23 @@ def text_token(
 
 
 def prompt_tokens(
-    vocabulary: Vocabulary, ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None
+    vocabulary: Vocabulary,
+    text: str,
+    ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob] | None,
 ) -> tuple[TextToken, ...]:
-    """A prompt's tokens for PromptInfo, with their text as part of the prompt."""
+    """A prompt's tokens for PromptInfo, with their part of its text."""
     detokenizer = Detokenizer()
-    tokens = []
+    tokens, begin = [], 0
     for i, token_id in enumerate(ids):
-        text = detokenizer.push(vocabulary.token_bytes(token_id))
+        part = detokenizer.push(vocabulary.token_bytes(token_id))
         if i == len(ids) - 1:
-            text += detokenizer.flush()
+            part += detokenizer.flush()
+        spelled = vocabulary.token_text(token_id) if vocabulary.is_special(token_id) else part
+        # A text may spell special tokens out, and lacks the space that some tokenizers put before.
+        found = (one for one in (spelled, part.removeprefix(" ")) if text.startswith(one, begin))
+        part = next(found, part)
+        begin += len(part)
         logprob = logprobs[i] if logprobs is not None and i < len(logprobs) else None
-        tokens.append(text_token(vocabulary, token_id, text, logprob))
+        tokens.append(text_token(vocabulary, token_id, part, logprob))
     return tuple(tokens)

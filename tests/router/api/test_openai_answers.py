@@ -71,6 +71,20 @@ def test_echo() -> None:
     assert offsets == choice["logprobs"]["text_offset"]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_follows_a_prompt_is_told_from_its_end(streamed: bool) -> None:
+    """Whatever its tokens' texts are together."""
+    prompt = msgspec.structs.replace(PROMPT, text="  Say")
+    formatter = completions(logprobs=0, echo=True, stream=streamed)
+    if streamed:
+        formatter.prompt(prompt)
+        told = json.loads(formatter.chunk(events()[0]).removeprefix(b"data: "))
+    else:
+        told = json.loads(formatter.whole([result()], [prompt]))
+    offsets = told["choices"][0]["logprobs"]["text_offset"]
+    assert offsets[0 if streamed else len(prompt.tokens)] == len("  Say")
+
+
 def test_the_prompt_alone() -> None:
     """`max_tokens` 0 with `echo`: logprobs of the prompt, as evaluation harnesses ask for them."""
     wanted: dict[str, Any] = {"logprobs": 0, "echo": True, "max_tokens": 0}

@@ -163,13 +163,27 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
 def test_a_prompt_that_ends_inside_a_character() -> None:
     """Where its tokens stand in the text is reckoned by theirs."""
     ids = MODEL.encode("ab🙂", add_special_tokens=False)[:-1]
-    text = "".join(token.text for token in prompt_tokens(MODEL, ids, None))
-    assert text == MODEL.decode(ids) == "ab�"
+    decoded = MODEL.decode(ids)
+    text = "".join(token.text for token in prompt_tokens(MODEL, decoded, ids, None))
+    assert text == decoded == "ab�"
 
 
 def test_prompt_tokens() -> None:
     ids = MODEL.encode("the 🙂", add_special_tokens=True)
     logprobs = [TokenLogprob(i, None if n == 0 else -1.0) for n, i in enumerate(ids)]
-    tokens = prompt_tokens(MODEL, ids, logprobs)
+    tokens = prompt_tokens(MODEL, "the 🙂", ids, logprobs)
     assert "".join(token.text for token in tokens) == "the 🙂"
     assert (tokens[0].token, tokens[0].logprob, tokens[1].logprob) == ("<s>", None, -1.0)
+
+
+@pytest.mark.parametrize("text", ["a</s>b<s>c", "<s>a", "</s></s>", "a</s", "the 🙂</s>"])
+def test_prompts_that_spell_special_tokens_out(text: str) -> None:
+    ids = MODEL.encode(text, add_special_tokens=True)
+    tokens = prompt_tokens(MODEL, text, ids, None)
+    assert "".join(token.text for token in tokens) == text
+
+
+def test_a_tokenizer_that_puts_a_space_before_the_text() -> None:
+    ids = MODEL.encode(" the cat", add_special_tokens=False)
+    tokens = prompt_tokens(MODEL, "the cat", ids, None)
+    assert "".join(token.text for token in tokens) == "the cat"

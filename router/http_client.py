@@ -1,5 +1,9 @@
-"""HTTP asked under uvloop, by what an operator configured alone: no proxy, no netrc."""
+"""HTTP asked under uvloop, by what an operator configured alone: no proxy, no netrc.
 
+Whom it trusts over TLS is whom OpenSSL does: the system's authorities, or those of SSL_CERT_FILE.
+"""
+
+import ssl
 from collections.abc import Mapping
 
 import httpx
@@ -18,7 +22,7 @@ def http_client(
         base_url=base_url,
         headers=headers,
         timeout=timeout_s,
-        transport=_Transport(trust_env=False, limits=limits),
+        transport=_Transport(ssl.create_default_context(), limits=limits),
         trust_env=False,
     )
 

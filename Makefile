@@ -19,9 +19,10 @@ lint: setup-dev
 	$(BIN)/mypy
 
 # A file's tests share servers, so files are what the processes take, in order: else the longest, of few
-# tests, come last, and one process has nothing to do.
+# tests, come last, and one process has nothing to do. Tests of servers wait for a quarter of their time:
+# two cores have work for three processes.
 unit: setup-dev $(CLIENTS)/.ready programs
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
 # Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
 chaos: setup-dev programs

@@ -69,6 +69,11 @@ def _check_headers(request: Request, max_bytes: int) -> None:
         raise RequestError(
             "media_type", f"content-encoding {encoding[:100]!r} is not supported: send plain"
         )
+    coding = ", ".join(request.headers.getlist("transfer-encoding")).strip().lower()
+    if coding not in ("", "chunked"):
+        raise RequestError(
+            "media_type", f"transfer-encoding {coding[:100]!r} is not supported: send plain"
+        )
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
         raise RequestError(

@@ -140,6 +140,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) != 1 and (hosts or self.parser.get_http_version() != "1.0"):
             raise _BadHost
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False  # it knows no 1xx answers (RFC 9110 section 10.1.1)
         super().on_headers_complete()
         self._ends = not self.cycle.keep_alive
         self.cycle.keep_alive = True  # until its body has come, however early its answer

@@ -57,8 +57,10 @@ _TABLE: dict[Cause, _Row] = {
     "quarantined": _Row(500, _SERVER, "request_quarantined", "request_quarantined"),
     "internal": _Row(500, _SERVER, "internal_error", "generation"),
 }
-# OpenAI's clients try every 5xx again unless they are told not to.
-_NO_RETRY: dict[Cause, dict[str, str]] = {"quarantined": {"x-should-retry": "false"}}
+# OpenAI's clients try every 409 and 5xx again unless they are told not to.
+_NO_RETRY: frozenset[Cause] = frozenset(("quarantined", "conflict", "idempotency_conflict"))
+# What opens the door (RFC 9110 section 11.6.1).
+_CHALLENGE = {"www-authenticate": "Bearer"}
 # Causes for which a Retry-After is sent even when nobody knew how long.
 _RETRY_AFTER_S: dict[Cause, float] = {"overloaded": 1.0, "rate_limited": 1.0, "unavailable": 2.0}
 
@@ -158,19 +160,18 @@ def error_object(error: RequestError, dialect: Dialect) -> LoraxError | OpenAIEr
 
 def error_answer(error: RequestError, dialect: Dialect) -> ErrorAnswer:
     """The response to a request that fails before its first byte."""
-    headers = {
-        **error.headers,
-        **_NO_RETRY.get(error.cause, {}),
-        "content-type": "application/json",
-    }
+    status = status_of(error.cause, dialect)
+    headers = {**error.headers, "content-type": "application/json"}
+    if status == 401:
+        headers |= _CHALLENGE
     retry_after_s = error.retry_after_s
     if retry_after_s is None:
         retry_after_s = _RETRY_AFTER_S.get(error.cause)
     if retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
-    return ErrorAnswer(
-        status_of(error.cause, dialect), headers, msgspec.json.encode(error_object(error, dialect))
-    )
+    elif error.cause in _NO_RETRY:
+        headers["x-should-retry"] = "false"
+    return ErrorAnswer(status, headers, msgspec.json.encode(error_object(error, dialect)))
 
 
 def error_table(dialect: Dialect) -> dict[int, tuple[str, ...]]:

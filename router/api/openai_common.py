@@ -247,6 +247,8 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
     if name in ("tool_choice", "function_call"):
         # Tools to choose from are refused by their own name.
         return value in ("auto", "none")
+    if name == "best_of":
+        return bool(value == 1 and not isinstance(value, bool))
     if name == "reasoning_effort":
         return bool(value == "none")
     return bool(value in ([], "", ["text"]))

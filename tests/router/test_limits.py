@@ -371,6 +371,34 @@ async def test_a_line_end_behind_a_body_costs_no_answer(tmp_path: Path) -> None:
         writer.close()
 
 
+@pytest.mark.parametrize(
+    ("version", "offer", "status"),
+    [
+        ("HTTP/1.1", "expect: 100-continue", b"HTTP/1.1 100 "),
+        ("HTTP/1.0", "expect: 100-continue", b"HTTP/1.1 200 "),  # it knows no 1xx
+        ("HTTP/1.1", "transfer-encoding: gzip, chunked", b"HTTP/1.1 415 "),
+        ("HTTP/1.1", "transfer-encoding: chunked", b"HTTP/1.1 200 "),
+    ],
+)
+async def test_what_is_answered_first(
+    router: Running, version: str, offer: str, status: bytes
+) -> None:
+    body = json.dumps(BODY).encode()
+    head = f"POST /v1/completions {version}\r\nhost: x\r\nconnection: close\r\n{offer}\r\n"
+    if "chunked" in offer:
+        data = f"{head}\r\n{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+    else:
+        data = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body[:1]
+    url = router.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(data)
+    if version == "HTTP/1.0":
+        writer.write(body[1:])
+    async with asyncio.timeout(10):
+        assert (await reader.readline()).startswith(status)
+    writer.close()
+
+
 @pytest.mark.parametrize("cut", [0, 40, 120, 170])
 async def test_an_offer_of_http2_is_ignored(router: Running, cut: int) -> None:
     """As Java's HttpClient makes it with every request to a plain address."""

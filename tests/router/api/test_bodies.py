@@ -627,6 +627,13 @@ def test_a_choice_among_no_tools_asks_for_nothing(choice: str) -> None:
         call_of(CHAT, tool_choice=choice, tools=[{"type": "function", "function": {"name": "f"}}])
 
 
+def test_the_best_of_one_asks_for_nothing() -> None:
+    assert call_of(CHAT, best_of=1) == call_of(CHAT)
+    for other in (2, True, "1"):
+        with pytest.raises(RequestError, match="`best_of` is not supported yet"):
+            call_of(CHAT, best_of=other)
+
+
 def test_answers_may_be_sent_back_with_all_that_they_had() -> None:
     refused = {"role": "assistant", "content": None, "refusal": "I will not."}
     more: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -121,7 +122,9 @@ class Dispatcher:
         except FAILURES as error:
             raise request_error(error, call.api) from error
         limits, choices = self._limits, call.best_of * len(prompts)
-        inbox = Inbox(limits.max_stream_buffer * choices, limits.max_stream_buffer_bytes)
+        # The reader of a whole answer is this process, which reads as soon as it can.
+        most = limits.max_stream_buffer * choices if call.stream else sys.maxsize
+        inbox = Inbox(most, limits.max_stream_buffer_bytes)
         self._inboxes.add(inbox)
         held.callback(self._inboxes.discard, inbox)
         context = RunContext(

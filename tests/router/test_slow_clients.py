@@ -309,6 +309,30 @@ async def test_an_answer_that_is_not_read(
         assert (await cut(router)).keys() == {"not_read"}
 
 
+async def test_who_waits_for_a_whole_answer_is_no_slow_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the router lags behind its worker: here it takes up nothing for a while."""
+    worker, take, delayed = talker(), Inbox.take, list[int]()
+
+    async def late(self: Inbox) -> list[tuple[int, TokenEvent]]:
+        if not delayed:
+            await worker.until(lambda: len(worker.finished) == CHOICES)
+        events = await take(self)
+        delayed.append(len(events))
+        return events
+
+    monkeypatch.setattr(Inbox, "take", late)
+    async with (
+        running_worker(worker),
+        running_router(tmp_path, worker, max_stream_buffer=1) as router,
+    ):
+        body = {"model": BASE_NAME, "prompt": "x", "max_tokens": 450, "n": CHOICES}
+        answer = await router.client.post("/v1/completions", json=body)
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["x" * 450] * CHOICES
+    assert delayed[0] > CHOICES
+
+
 @pytest.mark.usefixtures("small_buffers")
 async def test_an_unread_end_of_an_answer_keeps_no_connection(
     tmp_path: Path, secure: dict[str, Any]

@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import ssl
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
+from adapters.authorities import trusted_context
 from launcher.options import MAX_PORT, OptionError
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -34,13 +34,11 @@ def connect(url: str, admin_key: str) -> httpx.Client:
         raise OptionError(f"--url must be {HTTP_URL}, got {url[:200]!r}")
     if not admin_key.isascii():
         raise OptionError("the admin key must be ASCII, as it is sent in a header")
-    # As OpenSSL trusts: the system's authorities, or those of SSL_CERT_FILE.
-    trusted = ssl.create_default_context()
     return httpx.Client(
         base_url=url,
         headers=bearer(admin_key),
         timeout=TIMEOUT_S,
-        verify=trusted,
+        verify=trusted_context(),
         trust_env=False,
     )
 

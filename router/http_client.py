@@ -1,12 +1,10 @@
-"""HTTP asked under uvloop, by what an operator configured alone: no proxy, no netrc.
+"""HTTP asked under uvloop, by what an operator configured alone: no proxy, no netrc."""
 
-Whom it trusts over TLS is whom OpenSSL does: the system's authorities, or those of SSL_CERT_FILE.
-"""
-
-import ssl
 from collections.abc import Mapping
 
 import httpx
+
+from adapters.authorities import trusted_context
 
 _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)
 
@@ -22,7 +20,7 @@ def http_client(
         base_url=base_url,
         headers=headers,
         timeout=timeout_s,
-        transport=_Transport(ssl.create_default_context(), limits=limits),
+        transport=_Transport(trusted_context(), limits=limits),
         trust_env=False,
     )
 

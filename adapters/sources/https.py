@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import certifi
 import httpx
 
+from adapters.authorities import trusted_context
 from adapters.errors import AdapterError
 from adapters.peft_format import CONFIG_FILE
 from adapters.ref import AdapterRef, told_name
@@ -61,7 +61,7 @@ class HttpsSource:
         self._lookup = lookup
         self._clock = clock
         self._client = httpx.Client(
-            verify=certificates or _certificates(),
+            verify=certificates or trusted_context(),
             timeout=timeout_s,
             trust_env=False,
             follow_redirects=False,
@@ -190,13 +190,6 @@ def _is_public(text: str) -> bool:
         if inner is not None or address in _TRANSLATED:
             return False
     return address.is_global and not address.is_multicast
-
-
-def _certificates() -> ssl.SSLContext:
-    """The system's (`SSL_CERT_FILE` holds) and certifi's, for machines that have none."""
-    context = ssl.create_default_context()
-    context.load_verify_locations(certifi.where())
-    return context
 
 
 def _check(answer: httpx.Response, ref: AdapterRef) -> None:

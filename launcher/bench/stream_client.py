@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from adapters.authorities import trusted_context
 from launcher.bench.answers import Answer
 from launcher.bench.sse import EventReader
 
@@ -108,7 +109,7 @@ def retry_after_s(text: str, now: float) -> float | None:
 @cache
 def _tls() -> ssl.SSLContext:
     """One for all connections: making one takes longer than a token."""
-    return ssl.create_default_context()
+    return trusted_context()
 
 
 async def open_stream(url: str, body: bytes, headers: dict[str, str]) -> StreamProtocol:

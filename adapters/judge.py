@@ -135,10 +135,8 @@ def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]
     for entry in sorted(entries_of(folder), key=lambda entry: entry.name):
         if not is_relevant(entry.name):
             continue
-        if is_unsafe(entry.name):  # never opened, whatever it is
-            listing[entry.name] = 0
-            continue
-        size = _regular_bytes(entry)
+        # A pickle is never opened, whatever it is.
+        size = 0 if is_unsafe(entry.name) else _regular_bytes(entry)
         listing[entry.name] = size or 0
         if size is None:
             unreadable.add(entry.name)

@@ -14,9 +14,9 @@ MAX_REF_CHARS = 1024
 MAX_TOKEN_CHARS = 4096
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_SEGMENT = r"[A-Za-z0-9._+=,~-]{1,255}"
-_QUOTED = r"(?:[A-Za-z0-9._+=,~-]|%[0-9A-F]{2}){1,255}"
-_UNQUOTED = "/._+=,~-"
+_PLAIN = "A-Za-z0-9._+=,~-"
+_SEGMENT = rf"[{_PLAIN}]{{1,255}}"
+_QUOTED = rf"(?:[{_PLAIN}]|%[0-9A-F]{{2}}){{1,255}}"
 _HOST = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?(?::[1-9][0-9]{0,4})?"
 _BUCKET = r"[a-z0-9][a-z0-9.-]{2,62}"
 _NAMES: dict[RefSource, re.Pattern[str]] = {
@@ -82,7 +82,7 @@ def format_ref(ref: AdapterRef) -> str:
 
 def local_name(path: str) -> str:
     """How a reference names this folder."""
-    return quote(path, safe=_UNQUOTED, errors="surrogateescape")
+    return quote(path, safe="/._+=,~-", errors="surrogateescape")
 
 
 def path_of_local(name: str) -> str:
@@ -172,7 +172,7 @@ def _fault(source: RefSource, name: str) -> str:
             return "there is no prefix after the bucket"
     if source == "local":
         return (
-            "a folder's path has A-Za-z0-9._+=,~- between its '/'; other characters are written as "
+            f"a folder's path has {_PLAIN} between its '/'; other characters are written as "
             "in URLs (%20); no part is empty or '.', none has '..'"
         )
     return f"not the name of an adapter for source {source!r}"

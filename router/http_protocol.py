@@ -138,9 +138,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         _stop(self._head_timer)
         self._head_timer = None
         hosts = [value for name, value in self.headers if name == b"host"]
-        if len(hosts) != 1 and (hosts or self.parser.get_http_version() != "1.0"):
+        is_old = self.parser.get_http_version() == "1.0"
+        if len(hosts) != 1 and (hosts or not is_old):
             raise _BadHost
-        if self.parser.get_http_version() == "1.0":
+        if is_old:
             self.expect_100_continue = False  # it knows no 1xx answers (RFC 9110 section 10.1.1)
         super().on_headers_complete()
         self._ends = not self.cycle.keep_alive

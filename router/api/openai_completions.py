@@ -229,10 +229,10 @@ class CompletionsFormatter:
         return encode(self._completion(choices, usage_of(prompts, num_tokens)))
 
     def _choice(self, index: int, info: PromptInfo, result: ChoiceResult) -> CompletionChoice:
-        text, told = result.text, [(0, result.tokens)]
-        if self._options.echo:
-            text, told = info.text + text, [(0, info.tokens), (len(info.text), result.tokens)]
-        logprobs = _logprobs(told) if self._options.logprobs else None
+        before, prompt = (info.text, info.tokens) if self._options.echo else ("", ())
+        text, tokens = before + result.text, (*prompt, *result.tokens)
+        offsets = _offsets(prompt, 0) + _offsets(result.tokens, len(before))
+        logprobs = _logprobs(tokens, offsets) if self._options.logprobs else None
         return CompletionChoice(index, text, logprobs, finish_reason(result.finish))
 
     def _chunk(
@@ -245,7 +245,7 @@ class CompletionsFormatter:
         logprobs = None
         if self._options.logprobs:
             offset = self._offsets.get(index, 0)
-            logprobs = _logprobs([(offset, tokens)])
+            logprobs = _logprobs(tokens, _offsets(tokens, offset))
             self._offsets[index] = offset + sum(len(token.text) for token in tokens)
         reason = None if finish is None else finish_reason(finish)
         choice = CompletionChoice(index, text, logprobs, reason)
@@ -266,13 +266,12 @@ class CompletionsFormatter:
         )
 
 
-def _logprobs(told: Sequence[tuple[int, Sequence[TextToken]]]) -> Logprobs:
-    """told: where in the choice's text each run of tokens begins, and its tokens."""
-    offsets: list[int] = []
-    for offset, run in told:
-        lengths = [len(token.text) for token in run]
-        offsets += itertools.accumulate(lengths[:-1], initial=offset) if run else ()
-    tokens = [token for _, run in told for token in run]
+def _offsets(tokens: Sequence[TextToken], begin: int) -> list[int]:
+    """Where in the choice's text each token begins. begin: the first."""
+    return [*itertools.accumulate((len(token.text) for token in tokens), initial=begin)][:-1]
+
+
+def _logprobs(tokens: Sequence[TextToken], offsets: list[int]) -> Logprobs:
     return Logprobs(
         tokens=[token.token for token in tokens],
         token_logprobs=[_logprob(token) for token in tokens],

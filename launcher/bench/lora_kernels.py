@@ -30,6 +30,7 @@ from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import shrink
 from server.kernels.silu import silu_mul
 from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
+from server.kernels.stack import allocate_stack, stack_rows
 from server.kernels.table import LoraTable
 from server.kernels.workspace import allocate_workspace
 from server.model.products import Products
@@ -130,9 +131,10 @@ class Step:
         self.side = torch.cuda.Stream()
         # Of few rows products have their LoRA on the way.
         self.few = configs.skinny_lora(batch)
-        self.arrivals = torch.zeros(len(weights), dtype=torch.int32, device="cuda")
+        self.stack = allocate_stack(batch, len(weights), DTYPE, "cuda")
 
     def base(self) -> None:
+        self._begin()
         for index in range(len(self.weights)):
             self._gemm(index)
             self._take_up(index, None)
@@ -146,17 +148,18 @@ class Step:
     def with_lora(self, adapters: Adapters) -> None:
         """As `server.model.ops_cuda` does in a captured step of decodes."""
         if self.few is not None:
-            self.arrivals.zero_()
+            stack_rows(self.slots, self.stack, adapters.table)
+            self._begin()
             for index in range(len(self.weights)):
                 self._product_with_lora(index, adapters, self.few)
                 self._take_up(index, None)
             return
         route(self.slots, self.segments, adapters.table)
+        self._begin()
         main = torch.cuda.current_stream()
         for index in range(len(self.weights)):
             self.side.wait_stream(main)
-            # The first follows the routing itself, which in a step ends before x is begun.
-            self._shrink(index, adapters, after_input=index > 0)
+            self._shrink(index, adapters, after_input=True)
             self._expand(index, adapters, self.deltas[index % len(SITES)], False)
             with torch.cuda.stream(self.side):
                 self._gemm(index, beside_lora=True)
@@ -165,7 +168,7 @@ class Step:
 
     def _product_with_lora(self, index: int, adapters: Adapters, config: SkinnyLoraConfig) -> None:
         k, widths = SITES[index % len(SITES)]
-        lora = SkinnyLora(adapters.table, index, self.slots, widths, self.workspace, self.arrivals)
+        lora = SkinnyLora(adapters.table, index, self.slots, widths, self.workspace, self.stack)
         out = self.outputs[index % len(SITES)]
         skinny_product_lora(self.inputs[k], self.weights[index], None, out, config, lora)
 
@@ -189,6 +192,11 @@ class Step:
         config = self.configs.expand("decode", self.batch)
         context = (adapters.table, index, self.segments, self.workspace, config)
         expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
+
+    def _begin(self) -> None:
+        """A step's first norm: what the first product reads early was written before it."""
+        early = self.configs.programmatic_launch
+        add_norm(self.outputs[1], None, self.hidden, self.norm, 1e-6, programmatic_launch=early)
 
     def _take_up(self, index: int, table: LoraTable | None) -> None:
         site = index % len(SITES)

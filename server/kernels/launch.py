@@ -33,3 +33,15 @@ def load_first(ptr: tl.tensor, PDL: tl.constexpr) -> Any:
     """The first thing that a kernel reads of what the ones before wrote: waits for them."""
     wait(PDL)
     return tl.load(ptr)
+
+
+@triton.jit
+def still_to_come(values: tl.tensor, PDL: tl.constexpr) -> Any:
+    """values, of 16 bits, here where they are needed: a compiler that saw that tensor cores take
+    them would bring them to shared memory where they were asked for, and wait for them there."""
+    if PDL and values.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
+        )
+    else:
+        return values

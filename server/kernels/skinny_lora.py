@@ -16,15 +16,14 @@ from server.kernels.configs import SkinnyLoraConfig
 from server.kernels.launch import let_next_start, wait
 from server.kernels.skinny import check_product, rows_at_once
 from server.kernels.skinny_block import load_weights, store_product, weigh
-from server.kernels.skinny_lora_block import (
-    add_low_rank,
-    load_first_b,
-    load_projections,
-    projection_of,
-    shrink_all,
-)
+from server.kernels.skinny_lora_block import projection_of, shrink_all
+from server.kernels.stack import Stack
+from server.kernels.stack_block import add_low_rank, load_ahead, stack_of
 from server.kernels.table import LoraTable
 from server.kernels.workspace import Workspace
+
+# Of any value: one compiled kernel serves all.
+_NUMBERS = ["rows", "most_rows", "site", "num_sites", "w0", "w1", "w2", "programs", "span"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,8 @@ class SkinnyLora:
     """What a product adds to each row: `scale B (A x)` of its adapter at a site.
 
     slots: int32 `[rows]`, -1 = no adapter. widths: output features of the site's projections.
-    workspace: its planes take `A x`, by batch row. arrivals: int32 `[table.num_sites]`, of
-    which the site's is 0 before the launch and not after it: by it the product's programs know that
-    `A x` is there.
+    workspace: its planes take `A x`, by batch row. stack: of these slots; a site's product can run
+    once after `stack_rows`.
     """
 
     table: LoraTable
@@ -42,7 +40,7 @@ class SkinnyLora:
     slots: torch.Tensor
     widths: tuple[int, ...]
     workspace: Workspace
-    arrivals: torch.Tensor
+    stack: Stack
 
 
 def skinny_product_lora(
@@ -56,8 +54,8 @@ def skinny_product_lora(
     """As `skinny_product`, and `out += scale * B (A x)`; a row without an adapter, and a projection
     that its adapter leaves alone, as if LoRA were not there.
 
-    Table and slots were complete when the kernel before this one began. Raises ValueError on a
-    mismatch.
+    Table, slots and stack were complete when the kernel before this one began. Raises ValueError on
+    a mismatch.
     """
     check_product(x, weight, bias, out)
     (rows, features), n = x.shape, len(weight)
@@ -65,7 +63,7 @@ def skinny_product_lora(
     widths = _check_lora(x, lora, n, shrinking)
     even = features % config.block_k == 0
     blocks = sum(triton.cdiv(width, config.block_n) for width in widths)
-    table, planes = lora.table, lora.workspace.planes
+    table, planes, stack = lora.table, lora.workspace.planes, lora.stack
     _skinny_lora_kernel[(shrinking.programs + blocks,)](
         x,
         weight,
@@ -77,7 +75,8 @@ def skinny_product_lora(
         out.stride(0),
         lora.slots,
         planes,
-        lora.arrivals,
+        stack.tensors,
+        stack.rows,
         (table.words, table.ints, table.floats),
         lora.site,
         table.num_sites,
@@ -135,13 +134,14 @@ def _check_lora(
         raise ValueError(f"a workspace of {of}, x is {x.dtype} {list(x.shape)}")
     if workspace.max_split < shrinking.splits:
         raise ValueError(f"{shrinking.splits} splits, a workspace of {workspace.max_split}")
-    if lora.arrivals.shape != (lora.table.num_sites,) or lora.arrivals.dtype != torch.int32:
-        raise ValueError(f"arrivals are {lora.arrivals.dtype} {list(lora.arrivals.shape)}")
+    if lora.stack.rows < len(x) or len(lora.stack.arrivals) != lora.table.num_sites:
+        of = f"{lora.stack.rows} rows and {len(lora.stack.arrivals)} sites"
+        raise ValueError(f"a stack of {of}, {len(x)} rows and {lora.table.num_sites} sites")
     return padded_widths(lora.widths, features)
 
 
 @triton.jit(
-    do_not_specialize=["rows", "site", "num_sites", "w0", "w1", "w2", "programs", "span"],
+    do_not_specialize=_NUMBERS,
     do_not_specialize_on_alignment=["slots_ptr"],
 )
 def _skinny_lora_kernel(
@@ -155,7 +155,8 @@ def _skinny_lora_kernel(
     stride_out: tl.tensor,
     slots_ptr: tl.tensor,
     planes_ptr: tl.tensor,
-    arrivals_ptr: tl.tensor,
+    stack: tl.tuple,
+    most_rows: tl.tensor,
     table: tl.tuple,
     site: tl.tensor,
     num_sites: tl.tensor,
@@ -182,25 +183,24 @@ def _skinny_lora_kernel(
     let_next_start(PDL)
     m = tl.arange(0, BLOCK_M)
     of_x = (x_ptr + m * stride_x, m < rows, in_features)
-    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
-    low = (planes_ptr + m * stride_low, stride_plane, arrivals_ptr + site)
-    records = (table, site, num_sites)
+    low = (planes_ptr + m * stride_low, stride_plane, stack[0] + site)
     if tl.program_id(0) < programs:
+        slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
         shrink_all(
-            of_x, slots, records, low, programs, span,
+            of_x, slots, (table, site, num_sites), low, programs, span,
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLITS, STAGES, PRECISION, PDL,
         )  # fmt: skip
     else:
         p, col, begin, width = projection_of(tl.program_id(0) - programs, w0, w1, w2, BLOCK_N)
-        n, end = begin + col, begin + width
-        of_out = (weight_ptr, n, end, in_features)
+        of_out = (weight_ptr, begin + col, begin + width, in_features)
+        its = stack_of(stack, 3 * site + p, most_rows, rows, BLOCK_M)
+        of_b = (weight_ptr, col, width)
         first = load_weights(of_out, tl.arange(0, BLOCK_K), EVEN)
-        b = load_projections(slots, records, p, weight_ptr)
-        first_b = load_first_b(b, col, width)
+        ahead = load_ahead(its, of_b, EVEN)
         wait(PDL)
         acc = weigh(
             first, of_out, of_x, 0, in_features,
             BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION,
         )  # fmt: skip
-        acc = add_low_rank(acc, b, first_b, low, col, width, programs, SPLITS)
-        store_product((out_ptr + m * stride_out, m < rows, bias_ptr), acc, n, end, BIAS)
+        acc = add_low_rank(acc, ahead, its, of_b, low, programs, EVEN, SPLITS, PRECISION, PDL)
+        store_product((out_ptr + m * stride_out, m < rows, bias_ptr), acc, *of_out[1:3], BIAS)

@@ -11,21 +11,9 @@ import triton
 import triton.language as tl
 
 from server.kernels.launch import wait
-from server.kernels.low_rank import in_eights
-from server.kernels.record import a_at, b_at, ranks_at, record_of, scales_at, total_rank_at
+from server.kernels.record import a_at, record_of, total_rank_at
 from server.kernels.skinny_block import load_weights, weigh
-
-
-@triton.constexpr_function
-def first_ranks(block_m: int) -> int:
-    """Ranks of B that are asked for while registers hold what the product needs."""
-    return 64 if block_m == 1 else 16
-
-
-@triton.constexpr_function
-def ranks_at_once(block_m: int) -> int:
-    """Of those that come after the product."""
-    return 64 if block_m == 1 else 32
+from server.kernels.stack import seen_before
 
 
 @triton.jit
@@ -50,7 +38,7 @@ def shrink_all(
     table, site, num_sites = records
     record = record_of(slots, site, num_sites)
     ranks = tl.load(total_rank_at(table[1], record), mask=slots >= 0, other=0)
-    ranks = tl.where(_seen_before(slots, BLOCK_M), 0, ranks)
+    ranks = tl.where(seen_before(slots), 0, ranks)
     addresses = tl.load(a_at(table[0], record))
     blocks = tl.cdiv(ranks, BLOCK_N)
     ends = tl.cumsum(blocks, axis=0)
@@ -76,115 +64,6 @@ def shrink_all(
     wait(PDL)
     tl.debug_barrier()  # of all threads' stores, before one of them tells
     tl.atomic_add(low[2], 1, sem="release")
-
-
-@triton.jit
-def _seen_before(slots: tl.tensor, BLOCK_M: tl.constexpr) -> Any:
-    """Whether an earlier row has the same."""
-    m = tl.arange(0, BLOCK_M)
-    same = (slots[:, None] == slots[None, :]) & (m[None, :] < m[:, None])
-    return tl.max(same.to(tl.int32), axis=1) > 0
-
-
-@triton.jit
-def load_projections(
-    slots: tl.tensor,
-    records: tl.tuple,
-    p: tl.tensor,
-    weight_ptr: tl.tensor,
-) -> tuple[Any, Any, Any, Any]:
-    """Of each row's projection p: rank (0 without an adapter), first rank, scale, address of B, of
-    the type of weight_ptr."""
-    table, site, num_sites = records
-    record = record_of(slots, site, num_sites)
-    ranks_ptr = ranks_at(table[1], record)
-    rank = tl.load(ranks_ptr + p, mask=slots >= 0, other=0)
-    first = tl.where(p > 0, tl.load(ranks_ptr), 0) + tl.where(p > 1, tl.load(ranks_ptr + 1), 0)
-    scale = tl.load(scales_at(table[2], record) + p)
-    address = tl.load(b_at(table[0], record) + p)
-    kind: tl.constexpr = tl.pointer_type(weight_ptr.dtype.element_ty)
-    return rank, first, scale, tl.multiple_of(address.to(kind), 16)
-
-
-@triton.jit
-def load_first_b(b: tl.tuple, col: tl.tensor, width: tl.tensor) -> Any:
-    """B's first ranks, which are of use where all ranks are multiples of 8: asked for before they
-    are needed."""
-    return _load_b((b[3], in_eights(b[0])), col, width, 0, first_ranks(b[0].shape[0]))
-
-
-@triton.jit
-def add_low_rank(
-    acc: tl.tensor,
-    b: tl.tuple,
-    first_b: tl.tensor,
-    low: tl.tuple,
-    col: tl.tensor,
-    width: tl.tensor,
-    programs: tl.tensor,
-    SPLITS: tl.constexpr,
-) -> Any:
-    """`acc + scale * B (A x)`, float32 `[BLOCK_N, BLOCK_M]`; acc itself, at once, where no row's
-    adapter touches the projection."""
-    rank, first, scale, b_ptr = b
-    if tl.max(rank) > 0:
-        while tl.atomic_add(low[2], 0, sem="acquire") < programs:
-            pass
-        its_low = (low[0] + first, low[1])
-        if tl.max(rank % 8) == 0:
-            even = in_eights(rank)
-            FIRST: tl.constexpr = first_ranks(rank.shape[0])
-            delta = _times(first_b, its_low, even, 0, SPLITS)
-            delta += _low_rank((b_ptr, even), its_low, col, width, FIRST, SPLITS)
-        else:
-            delta = _low_rank((b_ptr, rank), its_low, col, width, 0, SPLITS)
-        acc += tl.trans(scale[:, None] * delta)
-    return acc
-
-
-@triton.jit
-def _low_rank(
-    b: tl.tuple,
-    low: tl.tuple,
-    col: tl.tensor,
-    width: tl.tensor,
-    FIRST: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> Any:
-    """Of ranks from FIRST on, `[BLOCK_M, BLOCK_N]`."""
-    delta = tl.zeros((b[1].shape[0], col.shape[0]), tl.float32)
-    RANKS: tl.constexpr = ranks_at_once(b[1].shape[0])
-    for begin in tl.range(FIRST, tl.max(b[1]), RANKS):
-        delta += _times(_load_b(b, col, width, begin, RANKS), low, b[1], begin, SPLITS)
-    return delta
-
-
-@triton.jit
-def _load_b(
-    b: tl.tuple, col: tl.tensor, width: tl.tensor, begin: tl.tensor, RANKS: tl.constexpr
-) -> Any:
-    """`[BLOCK_M, BLOCK_N, RANKS]`: of each row's adapter."""
-    b_ptr, rank = b[0][:, None, None], b[1][:, None, None]
-    r = (begin + tl.arange(0, RANKS))[None, None, :]
-    n = col[None, :, None]
-    return tl.load(b_ptr + n * rank + r, mask=(r < rank) & (n < width), other=0.0)
-
-
-@triton.jit
-def _times(
-    weights: tl.tensor,
-    low: tl.tuple,
-    rank: tl.tensor,
-    begin: tl.tensor,
-    SPLITS: tl.constexpr,
-) -> Any:
-    """`[BLOCK_M, BLOCK_N]`. `A x` is new in this very launch: not from a cache of before."""
-    r = (begin + tl.arange(0, weights.shape[2]))[None, :]
-    at, live = low[0][:, None] + r, r < rank[:, None]
-    total = tl.zeros(at.shape, tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(at + split * low[1], mask=live, other=0.0, cache_modifier=".cg")
-    return tl.sum(weights.to(tl.float32) * total[:, None, :], axis=2)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import torch
 from server.kernels.configs import Phase, SkinnyLoraConfig
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.segments import Segments
+from server.kernels.stack import Stack
 from server.kernels.workspace import Workspace
 
 # Up to so many tokens the widest product's delta costs less beside it than expanded by the
@@ -18,14 +19,22 @@ MIXED_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
+class OnTheWay:
+    """How products of few tokens have their LoRA on the way."""
+
+    config: SkinnyLoraConfig
+    stack: Stack
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceLora:
     """Adapters of a batch, routed on the device by slots, int32 `[tokens]`.
 
     phase: of its launch parameters; "prefill": what takes up products does more of LoRA.
     model_sites: whether one of them changes the embedding or the head. decodes: every token is a
     decode, whose attention adds a delta. captured: of a graph, where decodes come after prompts.
-    few: how products of so few tokens have their LoRA on the way; None: kernels beside them have
-    it. down: where the activation leaves what shrink would of its result; None: shrink does it.
+    few: of so few tokens that products have it on the way; None: kernels beside them have it.
+    down: where the activation leaves what shrink would of its result; None: shrink does it.
     """
 
     slots: torch.Tensor
@@ -35,7 +44,7 @@ class DeviceLora:
     model_sites: bool
     decodes: bool
     captured: bool
-    few: SkinnyLoraConfig | None
+    few: OnTheWay | None
     down: Workspace | None = None
 
 

@@ -21,12 +21,13 @@ from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
+from server.kernels.stack import Stack, allocate_stack, stack_rows
 from server.kernels.table import RANK_BLOCKS
 from server.kernels.workspace import Workspace, allocate_workspace
 from server.model import device_lora
 from server.model.attention_cuda import Attention, PagedAttention
 from server.model.config import ModelConfig
-from server.model.device_lora import DeviceLora, Product
+from server.model.device_lora import DeviceLora, OnTheWay, Product
 from server.model.lora import AdapterTable, any_adapter
 from server.model.ops import KVCache, StepLayout
 from server.model.products import Products
@@ -70,7 +71,6 @@ class CudaOps:
         self._configs: KernelConfigs = load_configs(self.device)
         self.products = Products(self._configs)
         self._side = torch.cuda.Stream(self.device)
-        self._arrivals = torch.zeros(table.sites.num_sites, dtype=torch.int32, device=self.device)
         inv_freq = inverse_frequencies(model.rope, model.head_dim, self.device)
         places = torch.arange(max_context, device=self.device)
         angles = cos_sin(places, inv_freq, model.rope.attention_factor)
@@ -118,7 +118,7 @@ class CudaOps:
     def route(self, lora: DeviceLora) -> None:
         """Again, as its slots are now; in a captured step at its beginning."""
         if lora.few is not None:
-            self._arrivals.zero_()
+            stack_rows(lora.slots, lora.few.stack, self.table.device_table)
         if lora.few is None or lora.model_sites:
             route(lora.slots, lora.segments, self.table.device_table)
 
@@ -140,8 +140,14 @@ class CudaOps:
         shared = device_lora.shares_tiles(rows)
         segments = allocate_segments(rows, tile_rows, known, self.device, shared=shared)
         workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
-        few = self._configs.skinny_lora(rows)
+        few = self._on_the_way(rows)
         return DeviceLora(slots, segments, workspace, phase, model_sites, decodes, captured, few)
+
+    def _on_the_way(self, rows: int) -> OnTheWay | None:
+        config, sites = self._configs.skinny_lora(rows), self.table.sites.num_sites
+        if config is None:
+            return None
+        return OnTheWay(config, allocate_stack(rows, sites, self.cache.k.dtype, self.device))
 
     # ---- operations
 
@@ -172,7 +178,8 @@ class CudaOps:
             return Product(self.products.linear(x, weight, bias, out))
         y = x.new_empty(len(x), len(weight)) if out is None else out
         if lora.few is not None:
-            skinny_product_lora(x, weight, bias, y, lora.few, self._skinny_lora(lora, site))
+            on_the_way = self._skinny_lora(lora, site, lora.few.stack)
+            skinny_product_lora(x, weight, bias, y, lora.few.config, on_the_way)
             return Product(y)
         kind = LAYER_SITES[site % len(LAYER_SITES)]
         shrunk, delta = lora.down if kind == "down" else None, None
@@ -199,9 +206,9 @@ class CudaOps:
         shrunk = lora.down if kind == "gate_up" else None
         return Product(y, lora=later, phase=lora.phase, shrunk=shrunk)
 
-    def _skinny_lora(self, lora: DeviceLora, site: int) -> SkinnyLora:
+    def _skinny_lora(self, lora: DeviceLora, site: int, stack: Stack) -> SkinnyLora:
         table, widths = self.table.device_table, self.table.sites.widths(site)
-        return SkinnyLora(table, site, lora.slots, widths, lora.workspace, self._arrivals)
+        return SkinnyLora(table, site, lora.slots, widths, lora.workspace, stack)
 
     @contextmanager
     def _fork(self, phase: Phase) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:

@@ -39,6 +39,7 @@ from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.skinny import MAX_ROWS, skinny_product
 from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
+from server.kernels.stack import allocate_stack, stack_rows
 from server.kernels.table import RANK_BLOCKS, LoraTable
 from server.kernels.workspace import allocate_workspace
 
@@ -125,8 +126,9 @@ def products(configs: KernelConfigs) -> None:
         if of_lora is not None:
             table, slots = LoraTable(2, 8, CPU), torch.zeros(rows, dtype=torch.int32)
             workspace = allocate_workspace(rows, DTYPE, CPU, of_lora.lora_splits)
-            arrivals = torch.zeros(2, dtype=torch.int32)
-            lora = SkinnyLora(table, 0, slots, (n - 600, 300, 300), workspace, arrivals)
+            stack = allocate_stack(rows, 2, DTYPE, CPU)
+            stack_rows(slots, stack, table)
+            lora = SkinnyLora(table, 0, slots, (n - 600, 300, 300), workspace, stack)
             out = torch.zeros(rows, n, dtype=DTYPE)
             skinny_product_lora(x, weight, bias, out, of_lora, lora)
 

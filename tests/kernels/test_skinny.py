@@ -13,6 +13,7 @@ from server.kernels.configs import SkinnyConfig, SkinnyLoraConfig, load_configs,
 from server.kernels.reference import lora_reference
 from server.kernels.skinny import MAX_ROWS, skinny_product
 from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
+from server.kernels.stack import allocate_stack, stack_rows
 from server.kernels.workspace import allocate_workspace
 from tests.kernels.batches import NUM_SITES, SITE, Adapters, assert_close, interpreted
 
@@ -60,9 +61,13 @@ def make_lora(adapters: Adapters, slots: Sequence[int], widths: tuple[int, ...])
     device, dtype = adapters.device, adapters.dtype
     workspace = allocate_workspace(len(slots), dtype, device, 8)
     workspace.planes.fill_(float("nan"))
-    arrivals = torch.zeros(NUM_SITES, dtype=torch.int32, device=device)
+    stack = allocate_stack(len(slots), NUM_SITES, dtype, device)
     of_rows = torch.tensor([*slots], dtype=torch.int32, device=device)
-    return SkinnyLora(adapters.table, SITE, of_rows, widths, workspace, arrivals)
+    return SkinnyLora(adapters.table, SITE, of_rows, widths, workspace, stack)
+
+
+def stack_anew(lora: SkinnyLora) -> None:
+    stack_rows(lora.slots, lora.stack, lora.table)
 
 
 def check_lora(
@@ -85,7 +90,8 @@ def check_lora(
     bias, out = (torch.empty(*n, dtype=dtype, device=device) for n in ((total,), (rows, total)))
     for _ in range(2):
         x = torch.randn(rows, features).to(dtype).to(device)
-        out.fill_(float("nan")), bias.normal_(), lora.arrivals.zero_()
+        stack_anew(lora)
+        out.fill_(float("nan")), bias.normal_()
         skinny_product_lora(x, weight, bias, out, config, lora)
         base = x.float() @ weight.float().T + bias.float()
         assert_close(out, lora_reference(base, x, slots, adapters.weights, widths), dtype)
@@ -197,7 +203,8 @@ def test_lora_of_a_chain_in_a_graph(rows: int) -> None:
 
     def step(early: bool) -> None:
         launched = replace(config, programmatic_launch=early)
-        first.arrivals.zero_()
+        stack_anew(first)
+        y.zero_()  # products read the stack before the kernel before them has ended
         for weight, lora in zip(weights, sites, strict=True):
             skinny_product_lora(x, weight, None, y, launched, lora)
             add_norm(y, None, hidden, norm, 1e-5, programmatic_launch=early)
@@ -266,7 +273,8 @@ def test_what_lora_of_it_refuses() -> None:
         (replace(lora, workspace=few), "a workspace of 1 rows"),
         (replace(lora, workspace=half), "rows of torch.float16, x is torch.float32"),
         (replace(lora, workspace=one_split), "2 splits, a workspace of 1"),
-        (replace(lora, arrivals=lora.arrivals[1:]), "arrivals are"),
+        (replace(lora, stack=allocate_stack(1, NUM_SITES, x.dtype, device)), "a stack of 1 rows"),
+        (replace(lora, stack=allocate_stack(2, 1, x.dtype, device)), "and 1 sites"),
     ]
     for wrong, message in refused:
         with pytest.raises(ValueError, match=message):

@@ -42,9 +42,9 @@ def plan(values: Mapping[str, Values]) -> Plan:
             aliases.append(f"{name}=local:{path}")
             roots.append(path)
     for text in _texts(values["adapters"]):
-        alias, root = resolve_alias(text)
+        alias, of_alias = resolve_alias(text)
         aliases.append(alias)
-        roots.extend([root] if root else [])
+        roots.extend(of_alias)
     model = str(model_path()) if is_demo else values["model"]
     roots_value = tuple(dict.fromkeys(roots))
     shared = with_demo_name({**values, "model": model, "adapter_roots": roots_value})
@@ -83,20 +83,28 @@ def _texts(value: Values) -> Sequence[str]:
     return [str(item) for item in value] if isinstance(value, tuple) else []
 
 
-def resolve_alias(text: str) -> tuple[str, Path | None]:
-    """`NAME=REF`, a path made `local:`, and the root that allows it alone. Raises OptionError."""
+def resolve_alias(text: str) -> tuple[str, tuple[Path, ...]]:
+    """`NAME=REF`, a path made `local:`, and the roots that allow it alone. Raises OptionError."""
     name, equals, reference = text.partition("=")
     if not equals or not name or not reference:
         raise OptionError(f"--adapter must be NAME=REF, got {text!r}")
     path = path_of(reference.removeprefix("local:"), f"--adapter {name}")
-    root = None
+    roots: tuple[Path, ...] = ()
     if reference.startswith(("local:", "/", "./", "../", "~")) or os.path.isdir(path):
         folder = path.absolute()
         if not os.path.isdir(folder):
             raise OptionError(f"--adapter {name}: there is no folder {folder}")
-        text, root = f"{name}=local:{local_name(str(folder))}", folder
+        text, roots = f"{name}=local:{local_name(str(folder))}", (folder, *_linked_from(folder))
     try:
         parse_ref(text.partition("=")[2], default_source="hub")
     except AdapterError as error:
         raise OptionError(f"--adapter {name}: {error.message}") from error
-    return text, root
+    return text, roots
+
+
+def _linked_from(folder: Path) -> list[Path]:
+    """Where the files of a snapshot in a Hub cache lie (`models--…/snapshots/<commit>` has links
+    to `models--…/blobs`)."""
+    real = Path(os.path.realpath(folder))
+    blobs = real.parents[1] / "blobs" if real.parent.name == "snapshots" else None
+    return [blobs] if blobs is not None and blobs.is_dir() else []

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from adapters.errors import AdapterError
 from adapters.ref import parse_ref, path_of_local
+from adapters.sources.local import LocalSource
 from launcher import config
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError
@@ -24,16 +26,46 @@ def planned(*argv: str) -> Plan:
 def test_a_folder_becomes_a_local_adapter_and_its_own_root(tmp_path: Path, prefix: str) -> None:
     folder = tmp_path / "pirate"
     folder.mkdir()
-    assert resolve_alias(f"p={prefix}{folder}") == (f"p=local:{folder}", folder)
+    assert resolve_alias(f"p={prefix}{folder}") == (f"p=local:{folder}", (folder,))
 
 
 @pytest.mark.parametrize("name", ["my adapter", "josé", "a:b", "a@b", "50%20"])
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
-    text, root = resolve_alias(f"p={folder}")
+    text, roots = resolve_alias(f"p={folder}")
     ref = parse_ref(text.removeprefix("p="))
-    assert (path_of_local(ref.name), root) == (str(folder), folder)
+    assert (path_of_local(ref.name), roots) == (str(folder), (folder,))
+
+
+@pytest.mark.parametrize("by", ["its path", "a link to it"])
+def test_a_snapshot_in_a_hub_cache_is_allowed_with_its_blobs(tmp_path: Path, by: str) -> None:
+    cache = tmp_path / "models--org--pirate"
+    snapshot, blobs = cache / "snapshots" / "c0ffee", cache / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    (blobs / "abc").write_text("{}")
+    (snapshot / "adapter_config.json").symlink_to("../../blobs/abc")
+    (tmp_path / "secret").write_text("no")
+    (snapshot / "adapter_model.safetensors").symlink_to(tmp_path / "secret")
+    named = snapshot
+    if by == "a link to it":
+        named = tmp_path / "pirate"
+        named.symlink_to(snapshot)
+    text, roots = resolve_alias(f"p={named}")
+    source, ref = LocalSource(roots), parse_ref(text.removeprefix("p="))
+    with pytest.raises(
+        AdapterError, match="adapter_model.safetensors is a link to a place outside"
+    ):
+        source.list_files(ref, None)
+    (snapshot / "adapter_model.safetensors").unlink()
+    assert source.list_files(ref, None) == {"adapter_config.json": 2}
+
+
+def test_a_folder_that_is_only_called_as_a_caches_is_brings_no_other_root(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots" / "pirate"
+    folder.mkdir(parents=True)
+    assert resolve_alias(f"p={folder}")[1] == (folder,)
 
 
 @pytest.mark.parametrize("name", ["a..b", "a\nb"])
@@ -44,8 +76,8 @@ def test_but_for_what_no_reference_can_say(tmp_path: Path, name: str) -> None:
 
 
 def test_a_hub_name_stays(tmp_path: Path) -> None:
-    assert resolve_alias("p=hub:org/name@main") == ("p=hub:org/name@main", None)
-    assert resolve_alias("p=org/name") == ("p=org/name", None)
+    assert resolve_alias("p=hub:org/name@main") == ("p=hub:org/name@main", ())
+    assert resolve_alias("p=org/name") == ("p=org/name", ())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from launcher.bench.errors import BenchError
 from launcher.bench.grid import copy_bandwidth
 from server.kernels.add_norm import add_norm
-from server.kernels.configs import KernelConfigs, SkinnyLoraConfig, load_configs
+from server.kernels.configs import KernelConfigs, load_configs
 from server.kernels.decode_attention import (
     DecodeBatchView,
     DecodeItems,
@@ -30,9 +30,10 @@ from server.kernels.segments import allocate_segments, route
 from server.kernels.shrink import shrink
 from server.kernels.silu import silu_mul
 from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
-from server.kernels.stack import allocate_stack, stack_rows
+from server.kernels.stack import stack_rows
 from server.kernels.table import LoraTable
 from server.kernels.workspace import allocate_workspace
+from server.model.device_lora import OnTheWay, on_the_way
 from server.model.products import Products
 
 LAYERS = 32
@@ -130,8 +131,7 @@ class Step:
         self.attention = _Attention(batch)
         self.side = torch.cuda.Stream()
         # Of few rows products have their LoRA on the way.
-        self.few = configs.skinny_lora(batch)
-        self.stack = allocate_stack(batch, len(weights), DTYPE, "cuda")
+        self.few = on_the_way(configs, batch, len(weights), DTYPE, torch.device("cuda"))
 
     def base(self) -> None:
         self._begin()
@@ -148,7 +148,7 @@ class Step:
     def with_lora(self, adapters: Adapters) -> None:
         """As `server.model.ops_cuda` does in a captured step of decodes."""
         if self.few is not None:
-            stack_rows(self.slots, self.stack, adapters.table)
+            stack_rows(self.slots, self.few.stack, adapters.table)
             self._begin()
             for index in range(len(self.weights)):
                 self._product_with_lora(index, adapters, self.few)
@@ -166,11 +166,11 @@ class Step:
             main.wait_stream(self.side)
             self._take_up(index, adapters.table)
 
-    def _product_with_lora(self, index: int, adapters: Adapters, config: SkinnyLoraConfig) -> None:
+    def _product_with_lora(self, index: int, adapters: Adapters, few: OnTheWay) -> None:
         k, widths = SITES[index % len(SITES)]
-        lora = SkinnyLora(adapters.table, index, self.slots, widths, self.workspace, self.stack)
+        lora = SkinnyLora(adapters.table, index, self.slots, widths, self.workspace, few.stack)
         out = self.outputs[index % len(SITES)]
-        skinny_product_lora(self.inputs[k], self.weights[index], None, out, config, lora)
+        skinny_product_lora(self.inputs[k], self.weights[index], None, out, few.config, lora)
 
     def assign(self, distinct: int) -> None:
         """Spread the batch's rows over adapters 0 .. distinct-1."""

@@ -134,9 +134,7 @@ def _check_lora(
         raise ValueError(f"a workspace of {of}, x is {x.dtype} {list(x.shape)}")
     if workspace.max_split < shrinking.splits:
         raise ValueError(f"{shrinking.splits} splits, a workspace of {workspace.max_split}")
-    if lora.stack.rows < len(x) or len(lora.stack.arrivals) != lora.table.num_sites:
-        of = f"{lora.stack.rows} rows and {len(lora.stack.arrivals)} sites"
-        raise ValueError(f"a stack of {of}, {len(x)} rows and {lora.table.num_sites} sites")
+    lora.stack.check_fits(len(x), lora.table.num_sites)
     return padded_widths(lora.widths, features)
 
 

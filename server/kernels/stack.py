@@ -51,6 +51,12 @@ class Stack:
         of_eights, of_rows = (self.starts, self.ranks, self.left), (self.spans, self.scales)
         return (self.arrivals, *of_eights, *of_rows, self.counts)
 
+    def check_fits(self, rows: int, num_sites: int) -> None:
+        """Raises ValueError for a batch, or a table, that it is not for."""
+        if not 0 < rows <= self.rows or len(self.arrivals) != num_sites:
+            of = f"{self.rows} rows and {len(self.arrivals)} sites"
+            raise ValueError(f"a stack of {of}, {rows} rows and {num_sites} sites")
+
 
 def allocate_stack(
     rows: int, num_sites: int, dtype: torch.dtype, device: torch.device | str
@@ -84,9 +90,7 @@ def stack_rows(slots: torch.Tensor, stack: Stack, table: LoraTable) -> None:
     rows = len(slots)
     if slots.dtype != torch.int32 or slots.dim() != 1 or not slots.is_contiguous():
         raise ValueError(f"slots must be contiguous int32, got {slots.dtype} {list(slots.shape)}")
-    if not 0 < rows <= stack.rows or len(stack.arrivals) != table.num_sites:
-        of = f"{stack.rows} rows and {len(stack.arrivals)} sites"
-        raise ValueError(f"a stack of {of}, {rows} rows and {table.num_sites} sites")
+    stack.check_fits(rows, table.num_sites)
     _stack_kernel[(table.num_sites,)](
         slots,
         rows,
@@ -121,20 +125,20 @@ def _stack_kernel(
     record = record_of(slots, site, num_sites)
     arrivals_ptr, starts_ptr, ranks_ptr, left_ptr, spans_ptr, scales_ptr, counts_ptr = stack
     tl.store(arrivals_ptr + site, 0)
+    same, seen = slots[:, None] == slots[None, :], seen_before(slots)
     first = tl.zeros((BLOCK_M,), tl.int32)
     for p in tl.static_range(_PROJECTIONS):
         its = site * _PROJECTIONS + p
         rank = tl.load(ranks_at(table[1], record) + p, mask=slots >= 0, other=0)
         address = tl.load(b_at(table[0], record) + p, mask=slots >= 0, other=0)
         scale = tl.load(scales_at(table[2], record) + p, mask=slots >= 0, other=0.0)
-        of_each = tl.where(seen_before(slots), 0, tl.cdiv(rank, 8))
+        of_each = tl.where(seen, 0, tl.cdiv(rank, 8))
         ends = tl.cumsum(of_each, axis=0)
         begins = ends - of_each
         count = tl.sum(of_each)
         odd = tl.max(tl.where(rank > 0, rank | first, 0) % 8) > 0
         tl.store(counts_ptr + its * 2, tl.where(odd, 0, count))
         tl.store(counts_ptr + its * 2 + 1, tl.where(odd, count, 0))
-        same = slots[:, None] == slots[None, :]
         begin = tl.min(tl.where(same, begins[None, :], 1 << 30), axis=1) * 8
         span_ptr = spans_ptr + its * 3 * most_rows + m
         tl.store(span_ptr, begin, mask=m < rows)

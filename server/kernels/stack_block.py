@@ -19,14 +19,8 @@ from server.kernels.stack import EIGHTS_OF_ROW
 @triton.constexpr_function
 def ranks_ahead(block_m: int) -> int:
     """Ranks of the stack that are asked for before the product, twice: as many as there are
-    registers for beside what it needs."""
+    registers for beside what it needs. Twice as many at once come after it."""
     return 64 if block_m == 1 else 128
-
-
-@triton.constexpr_function
-def ranks_at_once(block_m: int) -> int:
-    """Of those that come after it."""
-    return 128 if block_m == 1 else 256
 
 
 @triton.jit
@@ -80,14 +74,14 @@ def add_low_rank(
         while tl.atomic_add(low[2], 0, sem="acquire") < programs:
             pass
         AHEAD: tl.constexpr = ranks_ahead(stack[3].shape[0])
-        LATER: tl.constexpr = ranks_at_once(stack[3].shape[0])
+        LATER: tl.constexpr = 2 * AHEAD
         if eights > 0:
             its_low = _load_low(low, stack, 0, AHEAD, SPLITS, True)
             acc = _add(acc, still_to_come(ahead[0], PDL), its_low, PRECISION)
         if eights * 8 > AHEAD:
             its_low = _load_low(low, stack, AHEAD, AHEAD, SPLITS, True)
             acc = _add(acc, still_to_come(ahead[1], PDL), its_low, PRECISION)
-        for begin in tl.range(2 * AHEAD, eights * 8, LATER, num_stages=1):
+        for begin in tl.range(LATER, eights * 8, LATER, num_stages=1):
             b = _load_b(stack, of_b, eights, begin, LATER, EVEN, True)
             acc = _add(acc, b, _load_low(low, stack, begin, LATER, SPLITS, True), PRECISION)
         for begin in tl.range(0, odd * 8, 16, num_stages=1):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from server.kernels.configs import Phase, SkinnyLoraConfig
+from server.kernels.configs import KernelConfigs, Phase, SkinnyLoraConfig
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.segments import Segments
-from server.kernels.stack import Stack
+from server.kernels.stack import Stack, allocate_stack
 from server.kernels.workspace import Workspace
 
 # Up to so many tokens the widest product's delta costs less beside it than expanded by the
@@ -24,6 +24,16 @@ class OnTheWay:
 
     config: SkinnyLoraConfig
     stack: Stack
+
+
+def on_the_way(
+    configs: KernelConfigs, rows: int, num_sites: int, dtype: torch.dtype, device: torch.device
+) -> OnTheWay | None:
+    """None: of too many rows."""
+    config = configs.skinny_lora(rows)
+    if config is None:
+        return None
+    return OnTheWay(config, allocate_stack(rows, num_sites, dtype, device))
 
 
 @dataclass(frozen=True, slots=True)

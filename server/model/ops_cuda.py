@@ -21,13 +21,13 @@ from server.kernels.shrink import gather_embedding, shrink
 from server.kernels.silu import silu_mul
 from server.kernels.silu_lora import silu_mul_lora
 from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
-from server.kernels.stack import Stack, allocate_stack, stack_rows
+from server.kernels.stack import Stack, stack_rows
 from server.kernels.table import RANK_BLOCKS
 from server.kernels.workspace import Workspace, allocate_workspace
 from server.model import device_lora
 from server.model.attention_cuda import Attention, PagedAttention
 from server.model.config import ModelConfig
-from server.model.device_lora import DeviceLora, OnTheWay, Product
+from server.model.device_lora import DeviceLora, Product
 from server.model.lora import AdapterTable, any_adapter
 from server.model.ops import KVCache, StepLayout
 from server.model.products import Products
@@ -140,14 +140,9 @@ class CudaOps:
         shared = device_lora.shares_tiles(rows)
         segments = allocate_segments(rows, tile_rows, known, self.device, shared=shared)
         workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
-        few = self._on_the_way(rows)
+        sites, dtype = self.table.sites.num_sites, self.cache.k.dtype
+        few = device_lora.on_the_way(self._configs, rows, sites, dtype, self.device)
         return DeviceLora(slots, segments, workspace, phase, model_sites, decodes, captured, few)
-
-    def _on_the_way(self, rows: int) -> OnTheWay | None:
-        config, sites = self._configs.skinny_lora(rows), self.table.sites.num_sites
-        if config is None:
-            return None
-        return OnTheWay(config, allocate_stack(rows, sites, self.cache.k.dtype, self.device))
 
     # ---- operations
 

@@ -44,7 +44,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
     embedding_digests: `embed_tokens` and `lm_head` -> `adapters.floats.float_digest` of the base's
         weights; an adapter that brings an equal copy of them, as PEFT saves it, is then accepted.
-    num_tokens: ids that the base's tokenizer knows (highest + 1); None = not known.
+    tokens: text -> id, all that the base's tokenizer knows; None = not known.
     """
 
     digest: str
@@ -55,7 +55,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     layer_modules: dict[str, ModuleShape]
     model_modules: dict[str, ModuleShape]
     embedding_digests: dict[str, str] = {}
-    num_tokens: int | None = None
+    tokens: dict[str, int] | None = None
 
     @property
     def is_inferred(self) -> bool:

@@ -2,10 +2,10 @@
 written with; added tokens are refused. Pure.
 
 Text is tokenised with the base's tokenizer, so an adapter may bring its own only if it has the
-same ids. Trainers save it with every adapter; most of these files say nothing new.
+same tokens. Trainers save it with every adapter; most of these files say nothing new.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ TOKENIZER_FILES: dict[str, int] = {
 
 class _AddedToken(msgspec.Struct):
     id: int
+    content: str = ""
 
 
 class _Model(msgspec.Struct):
@@ -54,14 +55,24 @@ def read_tokenizer_files(
     config = _object(files, "tokenizer_config.json", findings)
     listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict):
-        ids = [int(key) for key in listed if key.isascii() and key.isdigit() and len(key) < 10]
-        _check_ids("tokenizer_config.json", ids, base, findings)
+        by_id = [
+            (token["content"], int(key))
+            for key, token in listed.items()
+            if key.isascii() and key.isdigit() and len(key) < 10
+            if isinstance(token, dict) and isinstance(token.get("content"), str)
+        ]
+        _check_tokens("tokenizer_config.json", by_id, base, findings)
     added = _object(files, "added_tokens.json", findings)
-    _check_ids("added_tokens.json", [i for i in added.values() if type(i) is int], base, findings)
+    by_text = [(text, i) for text, i in added.items() if type(i) is int]
+    _check_tokens("added_tokens.json", by_text, base, findings)
     if "tokenizer.json" in files:
         _check_tokenizer(files["tokenizer.json"], base, findings)
     source = _chat_template(files.get("chat_template.jinja"), config, findings)
-    return None if source is None else AdapterTemplate(source, _special_tokens(config, findings))
+    if source is None:
+        return None
+    special = _special_tokens(config, findings)
+    _check_named(source, special, base, findings)
+    return AdapterTemplate(source, special)
 
 
 def _object(files: Mapping[str, bytes], name: str, findings: Findings) -> dict[str, Any]:
@@ -87,21 +98,49 @@ def _check_tokenizer(data: bytes, base: BaseSpec, findings: Findings) -> None:
         findings.add("bad_tokenizer_file", "tokenizer.json", message)
         return
     vocab = tokenizer.model.vocab
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    ids += [token.id for token in tokenizer.added_tokens or ()]
-    _check_ids("tokenizer.json", ids, base, findings)
-    if base.num_tokens is not None and max(ids, default=-1) + 1 < base.num_tokens:
-        message = f"tokenizer.json knows {max(ids, default=-1) + 1} ids, expected {base.num_tokens}"
+    by_text = vocab.items() if isinstance(vocab, dict) else ((t[0], i) for i, t in enumerate(vocab))
+    tokens = [*by_text, *((token.content, token.id) for token in tokenizer.added_tokens or ())]
+    _check_tokens("tokenizer.json", tokens, base, findings)
+    size = max((i for _, i in tokens), default=-1) + 1
+    if base.tokens and size < _size(base):
+        message = f"tokenizer.json knows {size} ids, expected {_size(base)}"
         findings.add("other_tokenizer", "tokenizer.json", message)
 
 
-def _check_ids(name: str, ids: list[int], base: BaseSpec, findings: Findings) -> None:
-    """A base that was inferred may have no known vocabulary; then there is nothing to compare."""
-    known = base.num_tokens if base.num_tokens is not None else base.vocab_size
-    new = sorted({token for token in ids if token >= known}) if known else []
+def _size(base: BaseSpec) -> int:
+    """Ids below it are the base's. One that was inferred may have no known vocabulary: 0."""
+    return max(base.tokens.values()) + 1 if base.tokens else base.vocab_size
+
+
+def _check_tokens(
+    name: str, tokens: Sequence[tuple[str, int]], base: BaseSpec, findings: Findings
+) -> None:
+    """Each is one of the base's: by its id and, where the base's are known, by its text."""
+    size = _size(base)
+    new = sorted({i for _, i in tokens if i >= size}) if size else []
     if new:
-        message = f"{name} adds tokens to the base's {known}: ids {shown(new[:8])}"
+        message = f"{name} adds tokens to the base's {size}: ids {shown(new[:8])}"
         findings.add("added_tokens", name, message)
+        return
+    known = base.tokens or {}
+    others = [(i, text) for text, i in tokens if known and known.get(text) != i]
+    if others:
+        message = f"{name} has other tokens than the base: {shown(sorted(others)[:4])}"
+        findings.add("other_tokenizer", name, message)
+
+
+def _check_named(
+    source: str, special: Mapping[str, str | None], base: BaseSpec, findings: Findings
+) -> None:
+    """What the template writes are tokens."""
+    new = {
+        text
+        for name, text in special.items()
+        if base.tokens and text and text not in base.tokens and (name in source or text in source)
+    }
+    if new:
+        message = f"the chat template has tokens that the base has not: {shown(sorted(new)[:4])}"
+        findings.add("added_tokens", "tokenizer_config.json", message)
 
 
 def _chat_template(

@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from adapters.base import BaseSpec
 from adapters.floats import float_digest
-from server.model.card import TOKENIZER_FILE
+from server.model.base_tokenizer import TOKENIZER_FILE, read_tokenizer
 from server.model.checkpoint import (
     CheckpointError,
     Shard,
     base_digest,
     read_config,
-    read_optional_json,
     read_shards,
 )
 from server.model.config import base_spec
@@ -42,8 +40,7 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
             f"{folder}: config.json ties lm_head to embed_tokens, but the weights hold a different"
             f" {_LM_HEAD}; set tie_word_embeddings to false to use it, or remove it"
         )
-    num_tokens = _num_tokens(read_optional_json(folder / TOKENIZER_FILE))
-    return base_spec(config, base_digest(folder), names, digests, num_tokens)
+    return base_spec(config, base_digest(folder), names, digests, _tokens(folder))
 
 
 def _digest(shards: Mapping[str, Shard], name: str) -> str:
@@ -57,13 +54,9 @@ def _digest(shards: Mapping[str, Shard], name: str) -> str:
         return float_digest([(raw, tensor.dtype)])
 
 
-def _num_tokens(tokenizer: Mapping[str, Any]) -> int | None:
-    """Highest id + 1 of a tokenizer.json; None when it has none."""
-    model = tokenizer.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    added = tokenizer.get("added_tokens")
-    listed = range(len(vocab)) if isinstance(vocab, list) else ()
-    ids = list(vocab.values()) if isinstance(vocab, dict) else listed
-    tokens = [t.get("id") for t in added if isinstance(t, dict)] if isinstance(added, list) else []
-    highest = max((i for i in (*ids, *tokens) if isinstance(i, int)), default=-1)
-    return highest + 1 if highest >= 0 else None
+def _tokens(folder: Path) -> dict[str, int] | None:
+    if not (folder / TOKENIZER_FILE).exists():
+        return None
+    tokenizer, _ = read_tokenizer(folder)
+    vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return vocab

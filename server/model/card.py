@@ -1,33 +1,22 @@
 """The model card: all that a router needs of a base model, read from its folder. No torch."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import tokenizers
 
 from adapters.special_tokens import special_tokens
+from server.model.base_tokenizer import read_tokenizer, special_token_settings
 from server.model.checkpoint import (
     GENERATION_FILE,
     CheckpointError,
     base_digest,
     read_config,
-    read_json,
     read_optional_json,
+    read_text,
 )
 from server.protocol import ModelCard
 
-TOKENIZER_FILE = "tokenizer.json"
-_MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
-_SAMPLING_KEYS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-)
+_ABOVE_ZERO = {"top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1e3}
+_FROM_ZERO = {"temperature": 1e4, "top_k": 2.0**31 - 1, "min_p": 1.0}
 
 
 def model_card(
@@ -46,13 +35,12 @@ def model_card(
     Raises CheckpointError when the model or its tokenizer cannot be served.
     """
     config = read_config(folder)
-    settings = read_optional_json(folder / "tokenizer_config.json")
     return ModelCard(
         base_digest=base_digest(folder),
         names=names,
-        tokenizer_json=_tokenizer(folder),
-        chat_template=_chat_template(folder, settings),
-        special_tokens=_special_tokens(folder, settings),
+        tokenizer_json=read_tokenizer(folder)[1],
+        chat_template=_chat_template(folder),
+        special_tokens=_special_tokens(folder),
         eos_token_ids=config.eos_token_ids,
         vocab_size=config.vocab_size,
         max_context=min(max_context or config.max_context, config.max_context),
@@ -60,66 +48,46 @@ def model_card(
         device=device,
         max_lora_rank=max_lora_rank,
         created=created,
-        sampling_defaults=_sampling_defaults(read_optional_json(folder / GENERATION_FILE)),
+        sampling_defaults=_sampling_defaults(folder),
     )
 
 
-def _read_text(path: Path, limit: int) -> str:
-    try:
-        if path.stat().st_size > limit:
-            raise CheckpointError(f"{path}: larger than {limit} bytes")
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
-
-
-def _tokenizer(folder: Path) -> str:
-    path = folder / TOKENIZER_FILE
-    if not path.exists():
-        raise CheckpointError(
-            f"{folder} has no {TOKENIZER_FILE}; a tokenizer of another form (tokenizer.model) is"
-            " not supported: convert it with transformers' AutoTokenizer and save_pretrained"
-        )
-    text = _read_text(path, _MAX_TOKENIZER_BYTES)
-    try:
-        # Some are read, and then fail at any letter: no vocabulary, and no unknown token.
-        tokenizers.Tokenizer.from_str(text).encode("a", add_special_tokens=False)
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(
-            f"{path}: tokenizers {tokenizers.__version__} cannot use it ({error})"
-        ) from None
-    return text
-
-
-def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Newest form first: chat_template.jinja, chat_template.json, tokenizer_config.json."""
+def _chat_template(folder: Path) -> str | None:
+    """Of chat_template.jinja, tokenizer_config.json or, which is a processor's, chat_template.json:
+    of the first that has one."""
     jinja = folder / "chat_template.jinja"
     if jinja.exists():
-        return _read_text(jinja, _MAX_TEMPLATE_BYTES)
-    own_file = folder / "chat_template.json"
-    value = (read_json(own_file) if own_file.exists() else settings).get("chat_template")
-    if isinstance(value, list):  # several named templates
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+        return read_text(jinja, _MAX_TEMPLATE_BYTES)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        value = read_optional_json(folder / name).get("chat_template")
+        if isinstance(value, list):  # several named templates
+            value = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        if isinstance(value, dict):
+            value = value.get("default")
+        if isinstance(value, str):
+            return value
+    return None
 
 
-def _special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    older = read_optional_json(folder / "special_tokens_map.json")
-    try:
-        tokens = special_tokens(older) | special_tokens(settings)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
+def _special_tokens(folder: Path) -> dict[str, str]:
+    tokens = special_tokens(special_token_settings(folder))
     return {name: text for name, text in tokens.items() if text is not None}
 
 
-def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+def _sampling_defaults(folder: Path) -> dict[str, float]:
     """What the model's authors advise; only where they advise sampling at all."""
+    generation = read_optional_json(folder / GENERATION_FILE)
     if not generation.get("do_sample", False):
         return {}
-    values = {key: generation.get(key) for key in _SAMPLING_KEYS}
-    return {
-        key: float(value)
-        for key, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    advice = {}
+    for key, most in (_ABOVE_ZERO | _FROM_ZERO).items():
+        value = generation.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if key == "top_k" and value == -1:  # all tokens, as in other engines
+            value = 0
+        if not 0 <= value <= most or (value == 0 and key in _ABOVE_ZERO):
+            expected = f"{'more than' if key in _ABOVE_ZERO else 'at least'} 0, at most {most:g}"
+            raise CheckpointError(f"{folder / GENERATION_FILE}: {key} must be {expected}: {value}")
+        advice[key] = float(value)
+    return advice

@@ -68,6 +68,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_text(path: Path, limit: int) -> str:
+    """A text of at most so many bytes. Raises CheckpointError with the file's name."""
+    try:
+        if path.stat().st_size > limit:
+            raise CheckpointError(f"{path}: larger than {limit} bytes")
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+
+
 def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 

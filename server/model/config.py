@@ -89,7 +89,7 @@ def base_spec(
     digest: str,
     names: tuple[str, ...],
     embedding_digests: Mapping[str, str] | None = None,
-    num_tokens: int | None = None,
+    tokens: dict[str, int] | None = None,
 ) -> BaseSpec:
     """The module table that adapters for this model are validated against."""
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -114,7 +114,7 @@ def base_spec(
             "lm_head": ModuleShape("lm_head", hidden, config.vocab_size),
         },
         embedding_digests=dict(embedding_digests or {}),
-        num_tokens=num_tokens,
+        tokens=tokens,
     )
 
 
@@ -213,7 +213,7 @@ def _eos(
     if value is None:
         value = fields.config.get("eos_token_id", default)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
+    if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         fields.refuse(f"eos_token_id must be ids below {vocab_size}, got {value!r}")
         return ()
     return tuple(dict.fromkeys(ids))

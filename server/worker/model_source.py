@@ -4,6 +4,7 @@ Only safetensors, JSON and tokenizer files are downloaded; a branch or tag is pi
 """
 
 import logging
+import os
 import re
 import threading
 from collections.abc import Iterable
@@ -43,6 +44,7 @@ METADATA_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     INDEX_FILE,
@@ -92,7 +94,9 @@ def _folder_names(folder: Path) -> tuple[str, ...]:
     resolved = folder.resolve()
     snapshot = _SNAPSHOT.search(str(resolved)) or _SNAPSHOT.search(str(folder))
     hub_id = [f"{snapshot[1]}/{snapshot[2]}"] if snapshot else []
-    return tuple(dict.fromkeys([*hub_id, resolved.name]))
+    # A link is called by its own name as well as by what it leads to.
+    own = Path(os.path.abspath(folder)).name
+    return tuple(dict.fromkeys([*hub_id, own, resolved.name]))
 
 
 def _download(repo: str, revision: str | None) -> tuple[Path, str]:

@@ -237,8 +237,8 @@ def _files() -> dict[str, tuple[Spoil, set[str]]]:
 
 
 def _tokenizers(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
-    size = base.num_tokens or base.vocab_size
-    vocab = {f"t{i}": i for i in range(size)}
+    vocab = base.tokens or {f"t{i}": i for i in range(base.vocab_size)}
+    size = max(vocab.values()) + 1
     more = json.dumps({"model": {"vocab": vocab | {"new": size}}})
     listed = json.dumps({"model": {"vocab": vocab}, "added_tokens": [{"id": size, "content": "x"}]})
     decoder = json.dumps({"added_tokens_decoder": {str(size): {"content": "<pad>"}}})

@@ -17,7 +17,7 @@ from tests.adapter_folders import small_base
 from tests.adapters.refusals import refusal
 
 BASE = small_base()
-KNOWN = msgspec.structs.replace(BASE, num_tokens=60)
+KNOWN = msgspec.structs.replace(BASE, tokens={f"t{index}": index for index in range(60)})
 
 
 def read(files: dict[str, Any], known: bool = False) -> tuple[AdapterTemplate | None, list[str]]:
@@ -31,7 +31,8 @@ def read(files: dict[str, Any], known: bool = False) -> tuple[AdapterTemplate | 
 
 def tokenizer(size: int, *added: int) -> dict[str, Any]:
     vocab = {f"t{index}": index for index in range(size)}
-    return {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": [{"id": i} for i in added]}
+    listed = [{"id": i, "content": f"t{i}"} for i in added]
+    return {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": listed}
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,8 @@ def tokenizer(size: int, *added: int) -> dict[str, Any]:
         ({"tokenizer.json": tokenizer(58, 58, 59)}, True),
         ({"added_tokens.json": {"<a>": 63}}, False),
         ({"added_tokens.json": {}}, True),
-        ({"tokenizer_config.json": {"added_tokens_decoder": {"59": {"content": "x"}}}}, True),
-        ({"tokenizer.json": {"model": {"vocab": [["a", -1.0]] * 60}}}, True),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"59": {"content": "t59"}}}}, True),
+        ({"tokenizer.json": {"model": {"vocab": [[f"t{i}", -1.0] for i in range(60)]}}}, True),
         ({"tokenizer.json": {"model": {"type": "BPE", "vocab": {}}, "added_tokens": None}}, False),
     ],
 )
@@ -59,7 +60,30 @@ def test_accepted(files: dict[str, Any], known: bool) -> None:
         ({"tokenizer.json": tokenizer(60, 60)}, "added_tokens"),
         ({"tokenizer.json": tokenizer(59)}, "other_tokenizer"),
         ({"added_tokens.json": {"<a>": 60}}, "added_tokens"),
-        ({"tokenizer_config.json": {"added_tokens_decoder": {"60": {}}}}, "added_tokens"),
+        (
+            {"tokenizer_config.json": {"added_tokens_decoder": {"60": {"content": "x"}}}},
+            "added_tokens",
+        ),
+        (
+            {"tokenizer_config.json": {"added_tokens_decoder": {"59": {"content": "x"}}}},
+            "other_tokenizer",
+        ),
+        (
+            {"tokenizer.json": {"model": {"vocab": {f"u{i}": i for i in range(60)}}}},
+            "other_tokenizer",
+        ),
+        ({"added_tokens.json": {"<a>": 59}}, "other_tokenizer"),
+        (
+            {
+                "chat_template.jinja": b"{{ eos_token }}",
+                "tokenizer_config.json": {"eos_token": "<e>"},
+            },
+            "added_tokens",
+        ),
+        (
+            {"tokenizer_config.json": {"eos_token": "<e>", "chat_template": "<e>"}},
+            "added_tokens",
+        ),
         ({"tokenizer.json": {"model": {"vocab": {"a": "b"}}}}, "bad_tokenizer_file"),
         ({"tokenizer.json": {"model": {"vocab": {"a": 10**30}}}}, "added_tokens"),
         ({"tokenizer.json": {"model": {"vocab": [["a", -1.0]] * 61}}}, "added_tokens"),
@@ -113,6 +137,11 @@ def test_special_tokens_are_those_of_transformers(settings: dict[str, Any], tmp_
     assert template is not None
     assert codes == []
     assert {k: v for k, v in template.special_tokens.items() if v is not None} == theirs
+
+
+def test_special_tokens_that_a_template_does_not_write() -> None:
+    settings = {"pad_token": "<p>", "eos_token": "t2", "chat_template": "{{ eos_token }}"}
+    assert read({"tokenizer_config.json": settings}, known=True)[1] == []
 
 
 def test_special_tokens_of_a_template_only() -> None:

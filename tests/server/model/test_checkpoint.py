@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from adapters.floats import float_digest
 from server.model.base_facts import read_base_spec
@@ -219,9 +220,10 @@ def test_card(folder: Path) -> None:
     edit_json(folder / "generation_config.json", do_sample=True, temperature=0.6, top_k=20, n=3)
     found = card(folder)
     assert found.base_digest == base_digest(folder)
-    assert found.tokenizer_json == NO_WORDS
+    words = Tokenizer.from_str(found.tokenizer_json).get_vocab()
+    assert words == {"<s>": 0, "old": 1, "<unk>": 2}
     assert found.chat_template == "config"
-    assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert found.special_tokens == {"bos_token": "<s>", "eos_token": "old", "unk_token": "<unk>"}
     assert found.eos_token_ids == (2,)
     assert (found.vocab_size, found.max_context) == (97, 256)
     assert found.sampling_defaults == {"temperature": 0.6, "top_k": 20.0}
@@ -230,7 +232,8 @@ def test_card(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", image_token="<image>", unk_token=None, **extra)
     assert card(folder).special_tokens == {
         "bos_token": "<s>",
-        "eos_token": "</s>",
+        "eos_token": "old",
+        "unk_token": "<unk>",
         "sep_token": "<sep>",
         "image_token": "<image>",
         "call": "<call>",
@@ -239,6 +242,8 @@ def test_card(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", chat_template=named)
     assert card(folder).chat_template == "d"
     (folder / "chat_template.json").write_text('{"chat_template": "json"}')
+    assert card(folder).chat_template == "d"
+    edit_json(folder / "tokenizer_config.json", chat_template=None)
     assert card(folder).chat_template == "json"
     (folder / "chat_template.jinja").write_text("jinja")
     assert card(folder).chat_template == "jinja"
@@ -248,6 +253,25 @@ def test_a_special_token_that_is_none_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(NO_WORDS)
     edit_json(folder / "tokenizer_config.json", eos_token=["</s>"])
     with pytest.raises(CheckpointError, match=r"special token 'eos_token'.*\['</s>'\]"):
+        card(folder)
+
+
+@pytest.mark.parametrize(
+    ("advice", "says"),
+    [
+        ({"top_p": 0.0}, "top_p must be more than 0, at most 1: 0.0"),
+        ({"min_p": 2}, "min_p must be at least 0, at most 1: 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be more than 0"),
+        ({"top_k": 10**40}, "top_k must be at least 0"),
+        ({"temperature": float("nan")}, "temperature must be at least 0"),
+    ],
+)
+def test_advice_by_which_nothing_could_be_drawn(
+    folder: Path, advice: dict[str, float], says: str
+) -> None:
+    (folder / "tokenizer.json").write_text(NO_WORDS)
+    edit_json(folder / "generation_config.json", do_sample=True, **advice)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {says}"):
         card(folder)
 
 
@@ -277,7 +301,7 @@ def test_base_facts(folder: Path, tmp_path: Path) -> None:
     """An embedding that PEFT saves beside an adapter is known as the base's own, in any dtype."""
     base = read_base_spec(folder, ("demo", "org/demo"))
     assert (base.digest, base.names) == (base_digest(folder), ("demo", "org/demo"))
-    assert base.num_tokens is None
+    assert base.tokens is None
     for short, name in (
         ("embed_tokens", "model.embed_tokens.weight"),
         ("lm_head", "lm_head.weight"),
@@ -288,18 +312,3 @@ def test_base_facts(folder: Path, tmp_path: Path) -> None:
     assert base.embedding_digests["embed_tokens"] != base.embedding_digests["lm_head"]
     tied = read_base_spec(save_model(make_model("llama-biases-tied"), tmp_path / "tied"), ())
     assert tied.embedding_digests["embed_tokens"] == tied.embedding_digests["lm_head"]
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "expected"),
-    [
-        ({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9}]}, 10),
-        ({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}}, 2),
-        ({"model": {}}, None),
-        ({"model": {"vocab": 5}, "added_tokens": 5}, None),
-        ({"model": 5, "added_tokens": {"id": 5}}, None),
-    ],
-)
-def test_number_of_tokens(folder: Path, tokenizer: dict[str, Any], expected: int | None) -> None:
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert read_base_spec(folder, ()).num_tokens == expected

@@ -179,6 +179,9 @@ def test_folders(tmp_path: Path) -> None:
     plain = write_model(tmp_path / "llama")
     found = find_model(str(plain), None)
     assert (found.path, found.names[0], found.revision) == (plain, "llama", None)
+    link = tmp_path / "llama-3"
+    link.symlink_to(plain)
+    assert find_model(f"{link}/", None).names == ("llama-3", "llama")
     with pytest.raises(ModelError, match="--revision"):
         find_model(str(plain), "main")
     with pytest.raises(ModelError, match="no folder"):

@@ -1,0 +1,122 @@
+"""The base's tokenizer, as transformers makes it of its files. No torch.
+
+`tokenizer.json` need not know every token: others are listed, or only named, in the files beside it
+(transformers 5, `TokenizersBackend`).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Tokenizer
+
+from adapters.special_tokens import special_tokens
+from server.model.checkpoint import CheckpointError, read_optional_json, read_text
+
+TOKENIZER_FILE = "tokenizer.json"
+_MAX_TOKENIZER_BYTES = 64 << 20
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
+    """The tokenizer, and itself as JSON. Raises CheckpointError when it cannot be used."""
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no {TOKENIZER_FILE}; a tokenizer of another form (tokenizer.model) is"
+            " not supported: convert it with transformers' AutoTokenizer and save_pretrained"
+        )
+    text = read_text(path, _MAX_TOKENIZER_BYTES)
+    missing = _Missing(folder)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+        added = list(missing.tokens(tokenizer))
+        if added:
+            tokenizer.add_tokens(added)
+            text = tokenizer.to_str()
+        # Some are read, and then fail at any letter: no vocabulary, and no unknown token.
+        tokenizer.encode("a", add_special_tokens=False)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(
+            f"{path}: tokenizers {tokenizers.__version__} cannot use it ({error})"
+        ) from None
+    return tokenizer, text
+
+
+def special_token_settings(folder: Path) -> dict[str, Any]:
+    """`tokenizer_config.json`. Where it lists no added tokens it is of an older form, and
+    `special_tokens_map.json` comes before it."""
+    settings = read_optional_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in settings:
+        return settings
+    return settings | read_optional_json(folder / "special_tokens_map.json")
+
+
+class _Missing:
+    """Tokens of the files beside a folder's tokenizer.json."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._settings = special_token_settings(folder)
+        try:
+            named = special_tokens(self._settings).values()
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        self._named = {text for text in named if text}
+
+    def tokens(self, tokenizer: Tokenizer) -> Iterator[AddedToken]:
+        """Those that the tokenizer does not have, or has otherwise, in the order of their ids; then
+        those that are only named."""
+        known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        seen = set(known)
+        for token in self._listed():
+            if repr(known.get(token.content)) != repr(token):
+                token.special = token.special or token.content in self._named
+                seen.add(token.content)
+                yield token
+        for token in self._only_named():
+            if token.content not in seen:
+                seen.add(token.content)
+                yield token
+
+    def _listed(self) -> list[AddedToken]:
+        listed = self._settings.get("added_tokens_decoder")
+        if isinstance(listed, dict):
+            by_id = {key: _token(value, special=False) for key, value in listed.items()}
+        elif "added_tokens_decoder" in self._settings:
+            raise CheckpointError(f"{self._folder}: added_tokens_decoder is no object")
+        else:
+            of_file = read_optional_json(self._folder / "added_tokens.json")
+            by_id = {at: self._plain(text) for text, at in of_file.items()}
+        try:
+            return [by_id[at] for at in sorted(by_id, key=int)]
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{self._folder}: ids of added tokens: {error}") from None
+
+    def _plain(self, text: str) -> AddedToken:
+        special = text in self._named
+        return AddedToken(text, normalized=not special, special=special)
+
+    def _only_named(self) -> Iterator[AddedToken]:
+        extra = self._settings.get("extra_special_tokens")
+        values = self._settings | (extra if isinstance(extra, dict) else {})
+        for name in special_tokens(self._settings):
+            if values[name]:
+                yield _token(values[name], special=True)
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            listed = self._settings.get(key)
+            for value in listed if isinstance(listed, list) else ():
+                yield _token(value, special=True)
+
+
+def _token(value: str | Mapping[str, Any], *, special: bool) -> AddedToken:
+    """value: a text, or an object with `content`. Raises CheckpointError for anything else."""
+    if isinstance(value, str):
+        return AddedToken(value, special=special)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise CheckpointError(f"an added token is neither text nor has content: {str(value)[:100]}")
+    flags = {name: bool(value[name]) for name in _FLAGS if name in value}
+    return AddedToken(value["content"], **({"special": special} | flags))

@@ -40,7 +40,8 @@ ENDPOINTS = listing(
     table(
         {"port": NAME, "path": TEXT, "interval": DURATION},
         {"scheme": {"enum": ["http", "https"]}}
-        | {"tlsConfig": table({"insecureSkipVerify": {"type": "boolean"}})},
+        | {"tlsConfig": table({"insecureSkipVerify": {"type": "boolean"}})}
+        | {"relabelings": listing(table({"targetLabel": TEXT, "replacement": TEXT}))},
     )
 )
 RULE = table(

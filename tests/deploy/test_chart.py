@@ -4,7 +4,9 @@ import base64
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import helm_python as helm
 import jsonschema
@@ -41,6 +43,23 @@ NEEDED: Object = {
     "secrets": {"adminKey": {"name": "admin"}},
 }
 
+# Names that YAML would read as numbers, truths or nothing, unless they are quoted.
+ODD: Object = {
+    "pools": [{"name": "no"}, {"name": "on"}, {"name": "null"}],
+    "worker": {"podLabels": {"odd": "true"}, "hubCacheClaim": "7"},
+    "router": {"tlsSecretName": "0123"},
+    "secrets": {
+        "workers": {"name": "123", "key": "1"},
+        "adminKey": {"name": "1e3", "key": "no"},
+        "redis": {"key": "on"},
+        "s3": {"name": "5", "accessKeyId": "1", "secretAccessKey": "2", "sessionToken": "3"},
+    },
+    "redis": {"mode": "bundled"},
+    "serviceAccounts": {"router": {"name": "123"}, "worker": {"name": "0"}},
+    "ingress": {"enabled": True, "className": "on", "hosts": ["h"], "tlsSecretName": "0123"},
+    "monitoring": {"dashboards": {"enabled": True, "label": "on"}},
+}
+
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -65,6 +84,56 @@ def test_objects_are_valid(name: str, version: str) -> None:
             jsonschema.validate(thing, schema)
         else:
             kubernetes_validate.validate(thing, version, strict=True)
+
+
+def scalars(value: Any) -> Iterator[Any]:
+    """Values and keys, of everything below."""
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for below in value.values() if isinstance(value, dict) else value:
+            yield from scalars(below)
+    else:
+        yield value
+
+
+def test_names_that_yaml_would_read_otherwise_stay_names() -> None:
+    found = objects_of(render(merged(NEEDED, ODD)))
+    for thing in found:
+        kubernetes_validate.validate(thing, KUBERNETES[-1], strict=True)
+        assert None not in scalars(thing)
+    told = {value for thing in found for value in scalars(thing) if isinstance(value, str)}
+    assert {"123", "1e3", "0123", "0", "1", "2", "3", "5", "7", "no", "on"} <= told
+    pools = [
+        thing["spec"]["template"]["metadata"]["labels"].get("loraplex/pool")
+        for thing in of_kind(found, "StatefulSet")
+    ]
+    assert {"no", "on", "null"} <= set(pools)
+    accounts = {thing["metadata"]["name"] for thing in of_kind(found, "ServiceAccount")}
+    assert accounts == {spec.get("serviceAccountName") for _, spec in pods(found)} - {None}
+    (ingress,) = of_kind(found, "Ingress")
+    assert ingress["spec"]["ingressClassName"] == "on"
+    assert [tls["secretName"] for tls in ingress["spec"]["tls"]] == ["0123"]
+
+
+def test_an_operator_has_the_last_word_on_the_ingress() -> None:
+    key, kept = (f"nginx.ingress.kubernetes.io/proxy-{name}" for name in ("body-size", "buffering"))
+    change = {"ingress": {"enabled": True, "hosts": ["h"], "annotations": {key: "8m"}}}
+    rendered = render(merged(NEEDED, change))
+    (ingress,) = of_kind(objects_of(rendered), "Ingress")
+    assert ingress["metadata"]["annotations"][key] == "8m"
+    assert ingress["metadata"]["annotations"][kept] == "off"
+    assert rendered["loraplex/templates/ingress.yaml"].count(key) == 1
+
+
+@pytest.mark.parametrize("component", ["router", "worker"])
+def test_labels_of_pods_cannot_hide_them_from_their_selectors(component: str) -> None:
+    lost = dict.fromkeys(("app.kubernetes.io/component", "loraplex/pool", "team"), "x")
+    found = objects_of(render(merged(NEEDED, {component: {"podLabels": lost}})))
+    (owner,) = of_kind(found, {"router": "Deployment", "worker": "StatefulSet"}[component])
+    labels = owner["spec"]["template"]["metadata"]["labels"]
+    assert owner["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert labels["team"] == "x"
 
 
 def test_the_validators_can_fail() -> None:
@@ -181,10 +250,18 @@ def test_dashboards_and_rules_are_the_files() -> None:
     for name, path in files.items():
         assert json.loads(carried[name]) == json.loads(path.read_text())
         assert len(carried[name]) < 900_000, "a ConfigMap holds 1 MiB"
-    rules = {o["metadata"]["name"]: o["spec"] for o in of_kind(objects("fleet"), "PrometheusRule")}
-    assert list(rules.values()) == [
+    made = [o["spec"] for o in of_kind(objects("fleet"), "PrometheusRule")]
+    (written,) = [
         yaml.safe_load(path.read_text()) for path in sorted((CHART / "rules").glob("*.yaml"))
     ]
+    adapted = set()
+    for group, given in zip(made[0]["groups"], written["groups"], strict=True):
+        for rule, as_written in zip(group["rules"], given["rules"], strict=True):
+            if rule != as_written:
+                adapted.add(rule["alert"])
+                assert rule | {"expr": as_written["expr"]} == as_written
+    assert adapted == {"LoraplexNoReadyWorker", "LoraplexWorkerDisconnected"}
+    assert len(made) == 1
 
 
 def test_the_notes_have_a_request_that_can_be_pasted() -> None:

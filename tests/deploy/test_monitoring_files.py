@@ -13,6 +13,7 @@ from launcher.metrics_doc import router_meters, worker_meters
 from launcher.monitoring import dashboards
 from launcher.monitoring.dashboards import BOARDS
 from launcher.monitoring.panels import Board, Panel
+from tests.deploy.chart import case, merged, objects_of, of_kind, render
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/loraplex"
@@ -125,6 +126,12 @@ def test_runbooks_name_panels_that_are_there() -> None:
             assert title in titles, (path.name, title)
 
 
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
+def test_releases_in_a_namespace_do_not_hide_each_other(rule: dict[str, Any]) -> None:
+    for labels in re.findall(r"\bby \(([^)]*)\)", rule["expr"]):
+        assert {"service", "instance", "worker"} & set(labels.split(", ")), labels
+
+
 def promtool(*arguments: str, text: bytes = b"") -> None:
     done = subprocess.run(
         ["promtool", *arguments], input=text, capture_output=True, cwd=Path(__file__).parent
@@ -141,6 +148,51 @@ def test_every_alert_fires_on_what_it_is_for() -> None:
     promtool("test", "rules", str(tests))
     tested = set(re.findall(r"alertname: (\w+)", tests.read_text()))
     assert tested == {alert["alert"] for alert in alerts()}
+
+
+NONE_READY, DISCONNECTED = "LoraplexNoReadyWorker", "LoraplexWorkerDisconnected"
+# (case, its routers' Service, workers not connected, workers ready, what fires)
+MISSING: list[tuple[str, str, int, int, set[str]]] = [
+    ("small", "demo-loraplex-router", 0, 1, set()),
+    ("small", "demo-loraplex-router", 1, 0, {NONE_READY, DISCONNECTED}),
+    ("small", "", 1, 0, {NONE_READY, DISCONNECTED}),  # scraped by other means
+    ("fleet", "demo-loraplex-router", 12, 6, set()),
+    ("fleet", "demo-loraplex-router", 13, 5, {DISCONNECTED}),
+    ("hpa", "lora-router", 8, 2, set()),
+    ("hpa", "lora-router", 9, 1, {DISCONNECTED}),
+    ("hpa", "lora-router", 10, 0, {NONE_READY, DISCONNECTED}),
+    ("scale-to-zero", "demo-loraplex-router", 6, 0, set()),
+    ("hpa", "other", 10, 0, set()),
+]
+
+
+@pytest.mark.parametrize(("name", "service", "gone", "ready", "firing"), MISSING)
+def test_room_to_grow_is_no_loss(
+    name: str, service: str, gone: int, ready: int, firing: set[str], tmp_path: Path
+) -> None:
+    values = merged(case(name), {"monitoring": {"prometheusRule": {"enabled": True}}})
+    (rule,) = of_kind(objects_of(render(values)), "PrometheusRule")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
+    labels = f'namespace="serving",service="{service}"'
+    test = {
+        "interval": "1m",
+        "input_series": [
+            {"series": f'loraplex_workers{{{labels},state="disconnected"}}', "values": f"{gone}x9"},
+            {"series": f"loraplex_workers_ready{{{labels}}}", "values": f"{ready}x9"},
+        ],
+        "promql_expr_test": [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertname!~".*Absent",alertstate="firing"})',
+                "eval_time": "9m",
+                "exp_samples": [
+                    {"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(firing)
+                ],
+            }
+        ],
+    }
+    run = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [test]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(run))
+    promtool("test", "rules", str(tmp_path / "test.yaml"))
 
 
 @pytest.mark.parametrize("meters", [router_meters, worker_meters])

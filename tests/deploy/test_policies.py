@@ -10,7 +10,18 @@ from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, build, check_variabl
 from launcher.options import PREFIX
 from router.config import RouterConfig
 from server.config import WorkerConfig
-from tests.deploy.chart import CASES, CHART, Object, objects, of_kind, pods
+from tests.deploy.chart import (
+    CASES,
+    CHART,
+    Object,
+    merged,
+    objects,
+    objects_of,
+    of_kind,
+    pods,
+    render,
+)
+from tests.deploy.chart import case as values_of
 
 CREDENTIALS = "/etc/loraplex/credentials/"
 LIVE, READY = "/health/live", "/health/ready"
@@ -255,10 +266,45 @@ def test_policies_cover_every_pod_that_stays() -> None:
             assert rule["from"], "a fleet's pods are not open to everyone"
 
 
-def test_routers_may_reach_redis_and_the_collector() -> None:
-    router, _ = of_kind(objects("fleet"), "NetworkPolicy")
-    ports = {port["port"] for rule in router["spec"]["egress"] for port in rule["ports"]}
-    assert {26379, 6379, 4318} <= ports
+# (of Redis, where routers may go for it)
+REDIS: list[tuple[str, set[int]]] = [
+    ("redis+sentinel://loraplex@s0:26379,s1:26380/main", {26379, 26380, 6379}),
+    ("redis+sentinel://s0,s1:5000/main", {26379, 5000, 6379}),
+    ("redis://host/0", {6379}),
+    ("redis://host:7000/0?socket_timeout=1", {7000}),
+    ("rediss://[fd00:1::2]:6380/0", {6380}),
+    ("rediss://user@[fd00:1::2]/0", {6379}),
+]
+COLLECTORS: list[tuple[str, set[int]]] = [
+    ("", set()),
+    ("http://collector.monitoring:4318", {4318}),
+    ("http://collector.monitoring", {80}),
+    ("http://collector/v1:9/traces", {80}),
+    ("https://collector.example.com/v1/traces", {443}),
+    ("http://[fd00:1::2]:4318", {4318}),
+    ("https://[fd00:1::2]", {443}),
+]
+
+
+def egress_of_router(change: Object) -> set[int]:
+    """Ports, but for those that workers may go to as well, and the workers' own."""
+    closed: Object = {"networkPolicy": {"enabled": True, "egressPorts": []}}
+    found = objects_of(render(merged(merged(values_of("small"), closed), change)))
+    router, *_ = of_kind(found, "NetworkPolicy")
+    return {port["port"] for rule in router["spec"]["egress"] for port in rule["ports"]} - {
+        53,
+        8090,
+    }
+
+
+@pytest.mark.parametrize(("url", "ports"), REDIS)
+def test_routers_may_reach_redis(url: str, ports: set[int]) -> None:
+    assert egress_of_router({"redis": {"mode": "external", "url": url}}) == ports
+
+
+@pytest.mark.parametrize(("endpoint", "ports"), COLLECTORS)
+def test_routers_may_reach_the_collector(endpoint: str, ports: set[int]) -> None:
+    assert egress_of_router({"tracing": {"endpoint": endpoint}}) == ports
 
 
 def test_memory_limits_hold_the_host_arena() -> None:

@@ -59,6 +59,11 @@ UNFIT: list[tuple[str, Object, str]] = [
     ("scale-to-zero", {"router": {"options": {"worker-wait-s": 9}}}, "at least 60, got 9"),
     ("hpa", {"worker": {"autoscaling": {"minReplicas": 0}}}, "an HPA keeps at least one"),
     ("hpa", {"worker": {"autoscaling": {"minReplicas": 9}}}, "is above autoscaling.maxReplicas"),
+    (
+        "small",
+        {"router": {"autoscaling": {"enabled": True, "minReplicas": 9}}},
+        "router: autoscaling.minReplicas (9) is above autoscaling.maxReplicas (8)",
+    ),
     ("hpa", {"worker": {"maxReplicas": 5}}, "routers look for maxReplicas (5) only"),
     ("small", {"router": {"options": {"auth": "keys"}}}, "callers need keys"),
     ("small", {"router": {"options": {"auth": "keys"}}}, "callers need keys"),

@@ -85,12 +85,12 @@
 {{- with .root.Values.secrets.s3 }}
 {{- if .name }}
 - name: AWS_ACCESS_KEY_ID
-  valueFrom: { secretKeyRef: { name: {{ .name }}, key: {{ .accessKeyId }} } }
+  valueFrom: { secretKeyRef: { name: {{ .name | quote }}, key: {{ .accessKeyId | quote }} } }
 - name: AWS_SECRET_ACCESS_KEY
-  valueFrom: { secretKeyRef: { name: {{ .name }}, key: {{ .secretAccessKey }} } }
+  valueFrom: { secretKeyRef: { name: {{ .name | quote }}, key: {{ .secretAccessKey | quote }} } }
 {{- with .sessionToken }}
 - name: AWS_SESSION_TOKEN
-  valueFrom: { secretKeyRef: { name: {{ $.root.Values.secrets.s3.name }}, key: {{ . }} } }
+  valueFrom: { secretKeyRef: { name: {{ $.root.Values.secrets.s3.name | quote }}, key: {{ . | quote }} } }
 {{- end }}
 {{- end }}
 {{- end }}

@@ -58,7 +58,7 @@ app.kubernetes.io/part-of: loraplex
 {{/* dict: root, pool */}}
 {{- define "loraplex.pool.selector" -}}
 {{ include "loraplex.selector" (dict "root" .root "component" "worker") }}
-loraplex/pool: {{ .pool.name }}
+loraplex/pool: {{ .pool.name | quote }}
 {{- end -}}
 
 {{/* dict: root, image */}}

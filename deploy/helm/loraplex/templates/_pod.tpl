@@ -48,7 +48,7 @@ seccompProfile:
     {{- $name := include "loraplex.secret" (dict "root" $.root "purpose" .) }}
     {{- if $name }}
       - secret:
-          name: {{ $name }}
+          name: {{ $name | quote }}
           items:
             - { key: {{ $secret.key | quote }}, path: {{ . | quote }} }
     {{- end }}

@@ -3,6 +3,9 @@
 {{- define "loraplex.validate" -}}
 {{- include "loraplex.validate.needed" . -}}
 {{- include "loraplex.validate.times" (dict "root" . "of" .Values.router "where" "router") -}}
+{{- if .Values.router.autoscaling.enabled -}}
+{{- include "loraplex.validate.bounds" (dict "scaling" .Values.router.autoscaling "where" "router") -}}
+{{- end -}}
 {{- include "loraplex.validate.names" . -}}
 {{- $fewest := 0 -}}
 {{- range $given := .Values.pools -}}
@@ -74,6 +77,13 @@
 {{- end -}}
 {{- end -}}
 
+{{/* dict: scaling, where */}}
+{{- define "loraplex.validate.bounds" -}}
+{{- if gt (int .scaling.minReplicas) (int .scaling.maxReplicas) -}}
+{{- fail (printf "%s: autoscaling.minReplicas (%d) is above autoscaling.maxReplicas (%d)" .where (int .scaling.minReplicas) (int .scaling.maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* dict: root, pool, where */}}
 {{- define "loraplex.validate.scaling" -}}
 {{- $scaling := .pool.autoscaling -}}
@@ -83,9 +93,7 @@
 {{- fail (printf "%s: replicas is %d, but routers look for maxReplicas (%d) only" .where (int .pool.replicas) $most) -}}
 {{- end -}}
 {{- else -}}
-{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) -}}
-{{- fail (printf "%s: autoscaling.minReplicas (%d) is above autoscaling.maxReplicas (%d)" .where (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
-{{- end -}}
+{{- include "loraplex.validate.bounds" (dict "scaling" $scaling "where" .where) -}}
 {{- if gt (int $scaling.maxReplicas) $most -}}
 {{- fail (printf "%s: autoscaling.maxReplicas is %d, but routers look for maxReplicas (%d) only" .where (int $scaling.maxReplicas) $most) -}}
 {{- end -}}

@@ -9,6 +9,8 @@ from server.protocol import ErrorCode, GenerateRequest, SamplingParams
 MAX_TOP_LOGPROBS = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+# What no float32 holds would be infinite on the device, and its adapter be blamed for that.
+_LARGEST_BIAS = 1e6
 # Prompt logprobs travel in one event, which must fit a frame.
 MAX_PROMPT_LOGPROBS = 400_000
 _INT32_MAX = 2**31 - 1
@@ -77,8 +79,9 @@ def bad_sampling(sampling: SamplingParams) -> str | None:
     for name in ("top_p", "typical_p"):
         if getattr(sampling, name) == 0:
             return f"{name}: expected more than 0"
-    if not all(math.isfinite(bias) for bias in sampling.logit_bias.values()):
-        return "logit_bias: expected finite values"
+    for bias in sampling.logit_bias.values():
+        if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
+            return f"logit_bias: expected {-_LARGEST_BIAS} to {_LARGEST_BIAS}, got {bias}"
     return None
 
 

@@ -49,7 +49,8 @@ class EngineListener(Protocol):
         ...
 
     def engine_has_work(self) -> bool:
-        """It owes a step: there is work, and nothing that it waits for from us."""
+        """It owes a StepOutput: there are sequences. With all of them waiting for adapters it
+        still sends one now and then, so one that hangs cannot hide behind what it waits for."""
         ...
 
 
@@ -144,12 +145,12 @@ class EngineSupervisor:
         try:
             while True:
                 frame = await engine.receive()
-                if isinstance(frame, Alive):
+                if isinstance(frame, StepOutput):
+                    watch.progressed(time.monotonic(), frame.step_s)
+                else:  # adapters come and go while a step hangs
                     watch.heard(time.monotonic())
-                    continue
-                step_s = frame.step_s if isinstance(frame, StepOutput) else 0.0
-                watch.progressed(time.monotonic(), step_s)
-                self._listener.engine_frame(frame)
+                if not isinstance(frame, Alive):
+                    self._listener.engine_frame(frame)
         finally:
             watcher.cancel()
 

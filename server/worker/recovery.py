@@ -33,30 +33,36 @@ FROZEN_S = 10.0
 # Suspiciously long for a step, unless its predecessors were almost as long.
 LONG_STEP_S = 5.0
 _LONGER = 8.0
+# From step to step: prompts may be hundreds of decodes apart; one odd step must not excuse all.
+_FADING = 0.995
+# A loop that has sequences but no step says so every second, or every other if messages wake it.
+LEAST_LIMIT_S = 3.0
 
 
 class StallWatch:
     """Is an engine standing still? A process without a sign of life, or a step without an end.
 
-    limit_s: longest time without progress while there is work. Progress is a step, or the moment
-    when work came to an idle engine. A suspicion is cheap and comes early, a verdict is not and
-    comes late: a long prefill on a slow device is neither.
+    limit_s: longest time without progress while there is work; at least LEAST_LIMIT_S. Progress is
+    a step, the loop's word that it waits for adapters, or the moment when work came to an idle
+    engine. A suspicion is cheap and comes early, a verdict is not and comes late: a long prefill on
+    a slow device is neither.
     """
 
     def __init__(self, limit_s: float, now: float) -> None:
         self._limit_s = limit_s
         self._heard_at = now
         self._since: float | None = None
-        self._longest_s = 0.0
+        self._longest_s = 0.0  # of steps, fading
 
     def heard(self, now: float) -> None:
-        """Any sign of life."""
+        """Any sign of life: what the loop does beside a step says nothing of that step."""
         self._heard_at = now
 
     def progressed(self, now: float, step_s: float = 0.0) -> None:
-        """step_s: what a step took, 0 for anything else that the loop said."""
+        """step_s: what a step took, 0 if the loop had none to make."""
         self._heard_at = self._since = now
-        self._longest_s = max(self._longest_s, step_s)
+        if step_s:
+            self._longest_s = max(step_s, _FADING * self._longest_s)
 
     def restart(self, now: float) -> None:
         """The watcher itself stood still: what it missed says nothing."""
@@ -64,14 +70,14 @@ class StallWatch:
         self._since = None if self._since is None else now
 
     def verdict(self, now: float, has_work: bool) -> Verdict:
-        """To be asked regularly. has_work: the engine could go on without anything from us."""
+        """To be asked regularly. has_work: there are sequences, if only such as wait."""
         if not has_work:
             self._since = None
         elif self._since is None:
             self._since = now
         stuck_s = 0.0 if self._since is None else now - self._since
         silent_s = now - self._heard_at
-        if stuck_s > self._limit_s or silent_s > min(FROZEN_S, self._limit_s):
+        if stuck_s > max(self._limit_s, LEAST_LIMIT_S) or silent_s > min(FROZEN_S, self._limit_s):
             return "stalled"
         if silent_s > SILENT_S or stuck_s > max(LONG_STEP_S, _LONGER * self._longest_s):
             return "suspect"

@@ -320,7 +320,7 @@ class Worker:
         self._broadcast_status()
 
     def engine_has_work(self) -> bool:
-        return len(self._table) > 0 and not len(self._staging)
+        return len(self._table) > 0
 
     def to_engine(self, frame: ToEngine) -> None:
         if self._supervisor is not None:

@@ -32,6 +32,8 @@ HUGE = 2**62
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {5: NAN}),
         ("logit_bias", {5: INF}),
+        ("logit_bias", {5: 1.0, 6: 1e39}),
+        ("logit_bias", {5: -1e39}),
         ("temperature", -0.1),
         ("temperature", NAN),
         ("temperature", INF),

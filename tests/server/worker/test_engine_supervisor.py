@@ -1,7 +1,9 @@
-"""Engines that do not start: said to be the reason at first, and later tried again."""
+"""Engines that do not start, or stand still: said to be the reason at first, and replaced later."""
 
 import asyncio
+import itertools
 import os
+import time
 from collections.abc import Callable
 from typing import cast
 from unittest.mock import Mock
@@ -10,8 +12,18 @@ import psutil
 import pytest
 
 from server.config import EngineConfig
-from server.engine.messages import Alive, EngineReady, FromEngine
-from server.worker import engine_supervisor, tether
+from server.engine.messages import (
+    AdapterPlaced,
+    AdapterSettled,
+    Alive,
+    EngineReady,
+    EngineStats,
+    FromEngine,
+    NeedSlab,
+    SlabReleased,
+    StepOutput,
+)
+from server.worker import engine_supervisor, recovery, tether
 from server.worker.engine_process import EngineDied, EngineProcess, start_engine
 from server.worker.engine_supervisor import EngineListener, EngineStartError, EngineSupervisor
 from server.worker.recovery import Backoff
@@ -62,16 +74,63 @@ class Freezing(Silent):
         return Alive()
 
 
+class HungStep(Silent):
+    """It steps for a while; then a step hangs, and its loop goes on to see to adapters."""
+
+    def __init__(self, steps_for_s: float) -> None:
+        super().__init__()
+        self._hangs_at = time.monotonic() + steps_for_s
+        beside: list[FromEngine] = [SlabReleased("a"), NeedSlab("b")]
+        beside += [AdapterPlaced("c", ()), AdapterSettled(1)]
+        self._beside = itertools.cycle(beside)
+        self._began = False
+        self.hung = False
+        self.killed = asyncio.Event()
+
+    async def receive(self) -> FromEngine:
+        await asyncio.sleep(0)
+        if self.killed.is_set():
+            raise EngineDied("killed by SIGKILL")
+        if not self._began:
+            self._began = True
+            return EngineReady(0, 0, 0, 0, 0, 0, "", "")
+        self.hung = time.monotonic() > self._hangs_at
+        return next(self._beside) if self.hung else StepOutput(1, (), EngineStats(), 0.0, 0)
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+class Working:
+    """A listener with sequences in the engine."""
+
+    def __init__(self) -> None:
+        self.frames = set[type[FromEngine]]()
+
+    def engine_ready(self, ready: EngineReady) -> None: ...
+
+    def engine_frame(self, frame: FromEngine) -> None:
+        self.frames.add(type(frame))
+
+    def engine_lost(self, reason: str) -> None: ...
+
+    def engine_suspected(self, suspected: bool) -> None: ...
+
+    def engine_has_work(self) -> bool:
+        return True
+
+
 def supervising(
     start: Callable[[], Silent],
     listener: EngineListener,
     start_timeout_s: float = 30.0,
     start_silence_s: float = 30.0,
+    step_timeout_s: float = 60.0,
 ) -> EngineSupervisor:
     async def begin() -> EngineProcess:
         return cast(EngineProcess, start())
 
-    return EngineSupervisor(begin, listener, 60.0, start_timeout_s, start_silence_s)
+    return EngineSupervisor(begin, listener, step_timeout_s, start_timeout_s, start_silence_s)
 
 
 async def test_an_engine_that_is_never_ready_is_ended() -> None:
@@ -106,6 +165,21 @@ async def test_an_engine_that_freezes_while_it_starts_is_started_again(
     reason = "it gave no sign of life for 0.01 s while it started"
     assert listener.engine_lost.call_args_list[1].args == (reason,)
     assert reason in caplog.text
+
+
+async def test_a_hung_step_is_seen_behind_adapters_that_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_supervisor, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(recovery, "LEAST_LIMIT_S", 0.0)
+    engine, listener = HungStep(steps_for_s=0.5), Working()
+    supervisor = supervising(lambda: engine, listener, step_timeout_s=0.2)
+    running = asyncio.create_task(supervisor.run())
+    await asyncio.wait_for(engine.killed.wait(), 20)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert engine.hung, "it was killed while it made steps"
+    assert listener.frames == {StepOutput, SlabReleased, NeedSlab, AdapterPlaced, AdapterSettled}
 
 
 async def test_a_machine_without_processes_for_a_while_costs_no_worker(

@@ -113,6 +113,31 @@ def test_a_long_prefill_is_no_stall_where_steps_are_long() -> None:
     assert alive(watch, 33, has_work=True) == "suspect"
 
 
+def test_one_long_step_excuses_later_ones_for_a_while() -> None:
+    watch = StallWatch(120, 0)
+    watch.progressed(0, step_s=20)
+    watch.progressed(0, step_s=0.01)
+    assert alive(watch, 100, has_work=True) == "well"
+    for _ in range(1000):
+        watch.progressed(100, step_s=0.01)
+    assert alive(watch, 106, has_work=True) == "suspect"
+
+
+def test_a_loop_that_waits_forgets_no_long_step() -> None:
+    watch = StallWatch(120, 0)
+    watch.progressed(0, step_s=4)
+    for now in range(1000):
+        watch.progressed(now)
+    assert alive(watch, 999 + 30, has_work=True) == "well"
+
+
+def test_a_loop_that_waits_is_heard_in_time_however_low_the_limit() -> None:
+    watch = StallWatch(1, 0)
+    watch.progressed(0)
+    assert alive(watch, 2, has_work=True) == "well"
+    assert alive(watch, 3.1, has_work=True) == "stalled"
+
+
 def test_a_watcher_that_stood_still_itself_judges_nobody() -> None:
     watch = StallWatch(120, 0)
     watch.progressed(0)

@@ -150,7 +150,7 @@ def test_what_nobody_foresaw_ends_the_waiters_and_is_tried_again(tiers: Tiers, j
         tiers.live.add(key)
         tiers.jobs_until_failure = jobs if key == 1 else None
         settle(tiers)
-        assert not len(tiers.staging), "it would never be found to stand still"
+        assert not len(tiers.staging), "its task is left behind"
     assert [tiers.events[key][-1].message for key in (1, 2)] == [UNFORESEEN, None]
     assert answered(tiers, 2, "c")
 
@@ -232,18 +232,39 @@ class Connection:
     number = 1
 
 
+def worker_over(tiers: Tiers, supervisor: Supervisor) -> Worker:
+    card = ModelCard("0" * 64, ("m",), "{}", None, {}, (2,), 100, 64, "float32", "cpu", 8)
+    service = cast(AdapterService, None)  # loads nothing here
+    worker = Worker(8, "w", card, service, tiers.tier, tiers.orders, WorkerMetrics())
+    worker.attach(cast(EngineSupervisor, supervisor))
+    worker.state = "ready"
+    return worker
+
+
+def test_an_engine_that_asked_for_a_slab_still_owes_a_step(tiers: Tiers) -> None:
+    """What it holds may be what that slab waits for: were it excused, its hang would last."""
+    tiers.store(A, 1)
+    tiers.saved.add(A)
+    supervisor = Supervisor()
+    worker = worker_over(tiers, supervisor)
+    assert not worker.engine_has_work()
+    connection = cast(RouterConnection, Connection())
+    tiers.do(lambda: worker.router_frame(connection, make_request([5, 6], 4, A)))
+    tiers.do(lambda: worker.engine_frame(NeedSlab(A)))
+    assert not [f for f in supervisor.frames if isinstance(f, SlabStaged)], "it is on its way"
+    assert worker.engine_has_work()
+    tiers.do(lambda: worker.engine_lost("it is over"))
+    assert not worker.engine_has_work()
+
+
 def test_the_worker_hands_over_what_a_sequence_will_miss(tiers: Tiers) -> None:
     for digest in (A, B):
         tiers.store(digest, 1)
         tiers.saved.add(digest)
         tiers.do(lambda digest=digest: tiers.tier.prefetch(digest))  # type: ignore[misc]
     settle(tiers)
-    card = ModelCard("0" * 64, ("m",), "{}", None, {}, (2,), 100, 64, "float32", "cpu", 8)
-    service = cast(AdapterService, None)  # loads nothing here
-    worker = Worker(8, "w", card, service, tiers.tier, tiers.orders, WorkerMetrics())
     supervisor = Supervisor()
-    worker.attach(cast(EngineSupervisor, supervisor))
-    worker.state = "ready"
+    worker = worker_over(tiers, supervisor)
     connection = cast(RouterConnection, Connection())
     for number, adapter in enumerate((A, A, None, B)):
         worker.router_frame(connection, make_request([5, 6], 4, adapter, request_id=str(number)))

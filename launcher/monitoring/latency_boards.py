@@ -21,7 +21,8 @@ def _share_below(histogram: str, seconds: str) -> str:
 
 def _burn(record: str) -> tuple[Query, ...]:
     return tuple(
-        Query(f"loraplex:{record}:burn_rate{window}", window) for window in ("5m", "1h", "6h")
+        Query(f"loraplex:{record}:burn_rate{window}", f"{{{{service}}}} {window}")
+        for window in ("5m", "1h", "6h")
     )
 
 

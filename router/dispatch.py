@@ -21,12 +21,12 @@ from router.generation_run import Generation, PromptTask
 from router.inbox import Inbox
 from router.metrics import RouterMetrics
 from router.policy.guards import Outcome
-from router.policy.queue_limits import QueueFull
+from router.policy.queue_limits import Promise, QueueFull
 from router.prompts import Prompt, build_prompts, resolve_sampling
 from router.request_log import note_call
 from router.request_meter import RequestMeter
 from router.rollout import sticky_value
-from router.sequence_run import Retries, RunContext, fingerprint
+from router.sequence_run import BYTES_A_TOKEN, Retries, RunContext, fingerprint
 from router.served import ServedAdapter
 from router.tenancy.metering import Charge
 from router.tenancy.quota import UNSTATED_TOKENS
@@ -104,13 +104,14 @@ class Dispatcher:
     async def _start(self, call: GenerationCall, charge: Charge, held: ExitStack) -> Generation:
         loop = asyncio.get_running_loop()
         started = loop.time()
+        deadline = started + self._limits.request_timeout_s
         try:
-            async with self._until(started + self._limits.request_timeout_s):
+            async with self._until(deadline):
                 model = self._base.require()
                 self._fleet.check_ready()
                 # Before any work is done for it: to refuse must be cheap.
                 charge.check()
-                self._check_room(call.tenant, max(1, len(call.prompts)) * call.best_of)
+                self._check_room(call.tenant, max(1, len(call.prompts)) * call.best_of, 0)
                 adapter = await self._resolve(call, charge)
                 if adapter is not None:
                     held.callback(self._use.hold(adapter))
@@ -118,7 +119,8 @@ class Dispatcher:
             call = _with_ranking(call)
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
             self._check_quarantine(adapter, prompts, samplings)
-            self._check_room(call.tenant, len(prompts) * call.best_of)
+            room = self._take_room(call, prompts, deadline)
+            held.callback(self._fleet.queue.release, room)
         except FAILURES as error:
             raise request_error(error, call.api) from error
         limits, choices = self._limits, call.best_of * len(prompts)
@@ -134,7 +136,7 @@ class Dispatcher:
             retries=self._retries,
             adapter=adapter,
             forget_adapter=partial(self._catalog.forget, call.adapter),
-            deadline=started + self._limits.request_timeout_s,
+            deadline=room.deadline,
             charge=charge,
             tenant=call.tenant,
             weight=call.weight,
@@ -191,13 +193,27 @@ class Dispatcher:
             if quarantine.holds(fingerprint(digest, prompt.ids, sampling), now):
                 raise RequestQuarantined
 
-    def _check_room(self, tenant: str, sequences: int) -> None:
+    def _take_room(
+        self, call: GenerationCall, prompts: Sequence[Prompt], deadline: float
+    ) -> Promise:
+        """For all its sequences or none, before anything is charged. Raises as `_check_room`."""
+        count = len(prompts) * call.best_of
+        nbytes = BYTES_A_TOKEN * call.best_of * sum(len(prompt.ids) for prompt in prompts)
+        self._check_room(call.tenant, count, nbytes)
+        return self._fleet.queue.promise(call.tenant, count, nbytes, deadline)
+
+    def _check_room(self, tenant: str, sequences: int, nbytes: int) -> None:
         """Raises QueueFull; RequestError for more than the queue could ever hold."""
         queue = self._fleet.queue
-        most = queue.room.limits.most_at_once
+        limits = queue.room.limits
+        most, most_bytes = limits.most_at_once, limits.most_bytes_at_once
         if sequences > most:
             raise RequestError("invalid", f"at most {most} sequences a request, got {sequences}")
-        queue.check_room(tenant, sequences, 0, asyncio.get_running_loop().time())
+        if nbytes > most_bytes:
+            raise RequestError(
+                "invalid", f"at most {most_bytes} bytes of prompts a request, got {nbytes}"
+            )
+        queue.check_room(tenant, sequences, nbytes, asyncio.get_running_loop().time())
 
     async def _build_prompts(
         self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None

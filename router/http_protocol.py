@@ -9,7 +9,7 @@ import json
 import uuid
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.front_door import Cut, Deadlines, FrontDoor
 from router.http_parser import PlainHttpParser
@@ -65,6 +65,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_too_large = False
         self._discarded_bytes = 0
         self._ends = False  # with the request that is being read
+        self._begun: RequestResponseCycle | None = None  # the latest whose turn has come
         self._head_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
@@ -99,6 +100,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if isinstance(exc, TimeoutError):  # what it did not read the kernel held (TCP_USER_TIMEOUT)
             self._metrics.connections_cut.labels("not_read").inc()
         self.parser.close()
+        # uvicorn tells the request that was read last; an earlier one may be in its answer.
+        if self._begun is not None and not self._begun.response_complete:
+            self._begun.disconnected = True
+            self._begun.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -191,6 +196,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._stopping:
             self._end_soon()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._begun = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _end_soon(self) -> None:
         """An answer that began before the stop did not say that its connection would end."""

@@ -53,17 +53,27 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
     body: bytes | None = None
 
 
+class _Ask(msgspec.Struct, frozen=True):
+    """What a body says of how it wants to be answered."""
+
+    stream: bool | None = None
+
+
+_read_ask = msgspec.json.Decoder(_Ask).decode
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Record).decode
 
 
 class _Flight:
-    """A request that runs here. done: its answer, or None when its like has to try for itself."""
+    """A request that runs here. done: its answer, or None when its like has to try for itself.
 
-    def __init__(self, mark: bytes) -> None:
+    streams: it asks for a stream; known from the start, for its first token may be long in coming.
+    """
+
+    def __init__(self, mark: bytes, streams: bool) -> None:
         self.mark = mark
+        self.streams = streams
         self.done: asyncio.Future[_Record | None] = asyncio.get_running_loop().create_future()
-        self.streams = False
 
 
 class Idempotency:
@@ -109,7 +119,8 @@ class Idempotency:
             record = await self._follow(request, flight, mark)
             if record is not None:
                 return _replay(record)
-        return await self._lead(name, mark, _with_body(request, body), run)
+        flight = _Flight(mark, _asks_for_stream(request.url.path, body))
+        return await self._lead(name, flight, _with_body(request, body), run)
 
     async def _follow(self, request: Request, flight: _Flight, mark: bytes) -> _Record | None:
         _check_mark(flight.mark, mark)
@@ -117,8 +128,9 @@ class Idempotency:
             raise _running()
         return await until_disconnect(request, asyncio.shield(flight.done))
 
-    async def _lead(self, name: str, mark: bytes, request: Request, run: Run) -> Response:
-        flight = self._flights[name] = _Flight(mark)
+    async def _lead(self, name: str, flight: _Flight, request: Request, run: Run) -> Response:
+        self._flights[name] = flight
+        mark = flight.mark
         try:
             claim = _encode(_Record(mark, "running", self._owner))
             known = await self._claim(name, claim)
@@ -134,7 +146,6 @@ class Idempotency:
             await self._settle(name, claim, flight, renewing, None)
             raise
         if isinstance(response, EventStream):
-            flight.streams = True
             finish = self._finisher(name, claim, flight, renewing)
             return _Watched(response, finish)
         await self._settle(name, claim, flight, renewing, _record_of(response, mark, self._owner))
@@ -261,6 +272,16 @@ def _name(authorization: str, key: str) -> str:
     """One caller's keys mean nothing to another; neither shows in the store."""
     digest = hashlib.sha256(f"{authorization}\0{key}".encode("utf-8", "surrogateescape"))
     return f"idempotency:{digest.hexdigest()}"
+
+
+def _asks_for_stream(path: str, body: bytes) -> bool:
+    """As the APIs tell it: LoRAX's two routes have it in their names, others in the body."""
+    if path in ("/generate", "/generate_stream"):
+        return path == "/generate_stream"
+    try:
+        return bool(_read_ask(body).stream)
+    except (msgspec.MsgspecError, RecursionError):  # it will be refused
+        return False
 
 
 def _with_body(request: Request, body: bytes) -> Request:

@@ -38,7 +38,7 @@ _RESUME_PRIORITY = -(1 << 16)
 _BUSY_DELAY_S = 0.05
 _LONGEST_BUSY_DELAY_S = 1.0
 # Of a sequence that waits: a list's entry and a Python int.
-_BYTES_A_TOKEN = 36
+BYTES_A_TOKEN = 36
 
 
 class Retries:
@@ -159,7 +159,7 @@ class SequenceRun:
             wish=self._wish,
             prompt_tokens=len(request.prompt_ids),
             max_tokens=request.sampling.max_tokens,
-            nbytes=_BYTES_A_TOKEN * len(request.prompt_ids),
+            nbytes=BYTES_A_TOKEN * len(request.prompt_ids),
             priority=request.priority + (0 if self._bill is None else _RESUME_PRIORITY),
             deadline=self._context.deadline,
             weight=self._context.weight,

@@ -4,7 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 # A tenant may hold so many times the room that is left (Choudhury and Hahne, Dynamic Queue Length
-# Thresholds, 1998): alone it gets eight ninths, and whoever comes next always finds some.
+# Thresholds, 1998): alone it gets eight ninths, and whoever comes next finds some. A request of who
+# has nothing waiting may take all that is left: no wait would make its share larger.
 _SHARE_OF_FREE = 8
 
 
@@ -28,57 +29,83 @@ class QueueLimits:
 
     @property
     def most_at_once(self) -> int:
-        """Sequences that could ever wait for one request."""
+        """Sequences that could ever wait for one request; an idle server takes so many."""
         return min(self.count, self.tenant_count or self.count)
+
+    @property
+    def most_bytes_at_once(self) -> int:
+        """Of their prompts, likewise."""
+        return min(self.nbytes, self.tenant_nbytes or self.nbytes)
 
 
 @dataclass(slots=True)
 class Held:
     """What waits now."""
 
-    count: int = 0
-    nbytes: int = 0
+    count: int
+    nbytes: int
 
     def add(self, count: int, nbytes: int) -> None:
         self.count += count
         self.nbytes += nbytes
 
 
+@dataclass(slots=True)
+class Promise(Held):
+    """Room for sequences of one request that have yet to come."""
+
+    tenant: str
+    deadline: float
+
+
 class QueueRoom:
-    """What waits, in all and of each tenant, against the limits."""
+    """What waits and what was booked, in all and of each tenant, against the limits.
+
+    held: what waits.
+    """
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
-        self.held = Held()
-        self._tenants: defaultdict[str, Held] = defaultdict(Held)
+        self.held = Held(0, 0)
+        self._taken = Held(0, 0)
+        self._tenants: defaultdict[str, Held] = defaultdict(lambda: Held(0, 0))
 
     def add(self, tenant: str, nbytes: int) -> None:
         self.held.add(1, nbytes)
-        self._tenants[tenant].add(1, nbytes)
+        self.book(tenant, 1, nbytes)
 
     def remove(self, tenant: str, nbytes: int) -> None:
         self.held.add(-1, -nbytes)
+        self.book(tenant, -1, -nbytes)
+
+    def book(self, tenant: str, count: int, nbytes: int) -> None:
+        """Room that others do not get, though nothing waits in it; less than 0 gives it back."""
+        self._taken.add(count, nbytes)
         own = self._tenants[tenant]
-        own.add(-1, -nbytes)
+        own.add(count, nbytes)
         if not own.count:
             del self._tenants[tenant]
 
     def of(self, tenant: str) -> Held:
-        return self._tenants.get(tenant) or Held()
+        return self._tenants.get(tenant) or Held(0, 0)
 
     def refusal(self, tenant: str, count: int, nbytes: int) -> tuple[str, int] | None:
         """Why `count` more sequences of `nbytes` in all do not fit, and how many are in the way."""
-        limits, held, own = self.limits, self.held, self.of(tenant)
+        limits, held, own = self.limits, self._taken, self.of(tenant)
         if held.count + count > limits.count:
             return f"the queue is full: {held.count} sequences are waiting", held.count
         if held.nbytes + nbytes > limits.nbytes:
             return f"the queue is full: {held.nbytes} bytes of prompts are waiting", held.count
-        if _over(own.count, count, limits.count - held.count, limits.tenant_count):
+        if _over(own.count, count, 1, limits.count - held.count, limits.tenant_count):
             return f"your share of the queue is full: {own.count} sequences are waiting", own.count
-        if _over(own.nbytes, nbytes, limits.nbytes - held.nbytes, limits.tenant_nbytes):
+        one = nbytes // count
+        if _over(own.nbytes, nbytes, one, limits.nbytes - held.nbytes, limits.tenant_nbytes):
             return f"your share of the queue is full: {own.nbytes} bytes of prompts", own.count
         return None
 
 
-def _over(own: int, more: int, free: int, limit: int | None) -> bool:
-    return own > _SHARE_OF_FREE * free or (limit is not None and own + more > limit)
+def _over(own: int, more: int, one: int, free: int, limit: int | None) -> bool:
+    """Of who has `own` waiting; by the share that the last of `more` would find, `one` by one."""
+    before = more - one
+    over_share = own > 0 and own + before > _SHARE_OF_FREE * (free - before)
+    return over_share or (limit is not None and own + more > limit)

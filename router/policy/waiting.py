@@ -17,7 +17,7 @@ from router.policy.cost import OUTPUT_PRICE, PROMPT_PRICE, Bill, Flow, OutputEst
 from router.policy.drain import DrainRate
 from router.policy.fairness import Account, FairOrder
 from router.policy.placement import Wish
-from router.policy.queue_limits import QueueFull, QueueLimits, QueueRoom
+from router.policy.queue_limits import Promise, QueueFull, QueueLimits, QueueRoom
 from router.policy.shares import TenantShares
 
 T = TypeVar("T")
@@ -158,6 +158,7 @@ class WaitingQueue(Generic[T]):
         self._estimate = OutputEstimate()
         self._bands: dict[int, _Band[T]] = {}
         self._entries: dict[int, Waiting[T]] = {}
+        self._promises: dict[tuple[str, float], Promise] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._next_ticket = 0
         self._aged_at = 0.0
@@ -175,9 +176,41 @@ class WaitingQueue(Generic[T]):
             message, in_the_way = refusal
             raise QueueFull(message, self.drain.retry_after_s(in_the_way, now))
 
+    def promise(self, tenant: str, count: int, nbytes: int, deadline: float) -> Promise:
+        """Keeps room for the sequences of one request: they are not checked when they come.
+
+        They are known by the deadline of what this returns, which is no other request's. To be
+        released when the request ends.
+        """
+        while (tenant, deadline) in self._promises:
+            deadline = math.nextafter(deadline, math.inf)
+        promise = self._promises[tenant, deadline] = Promise(count, nbytes, tenant, deadline)
+        self.room.book(tenant, count, nbytes)
+        return promise
+
+    def release(self, promise: Promise) -> None:
+        """What is left of it, if anything is, is others' again."""
+        if promise.count:
+            del self._promises[promise.tenant, promise.deadline]
+            self.room.book(promise.tenant, -promise.count, -promise.nbytes)
+            promise.count = 0
+
+    def _redeem(self, entry: Waiting[T]) -> bool:
+        """Whether room was promised to it, which it has to take now."""
+        if entry.deadline is None:
+            return False
+        promise = self._promises.get((entry.tenant, entry.deadline))
+        if promise is None:
+            return False
+        promise.add(-1, -entry.nbytes)
+        self.room.book(entry.tenant, -1, -entry.nbytes)
+        if not promise.count:
+            del self._promises[entry.tenant, entry.deadline]
+        return True
+
     def push(self, entry: Waiting[T], now: float) -> int:
         """Adds at the end of its flow. Returns a ticket. Raises QueueFull."""
-        if entry.bill is None:
+        if entry.bill is None and not self._redeem(entry):
             self.check_room(entry.tenant, 1, entry.nbytes, now)
         ticket = self._next_ticket
         self._next_ticket += 1

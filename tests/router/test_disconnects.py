@@ -1,6 +1,8 @@
 """A client that leaves takes its work with it, at every stage, streamed or not."""
 
 import asyncio
+import json
+import logging
 import socket
 from pathlib import Path
 
@@ -79,6 +81,38 @@ async def test_leaving_in_the_middle_of_a_stream(router: Running, worker: FakeWo
                 break
     await worker.until(lambda: len(worker.aborts) == 1)
     await router.until_idle()
+
+
+async def test_leaving_with_another_request_behind_a_stream(
+    router: Running, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is a departure like others: nothing is logged as a fault."""
+    left = asyncio.Event()
+    worker.script = lambda request: [*ids_of("a long answer" * 30), EOS]
+
+    async def before_token(
+        worker: FakeWorker, request: GenerateRequest, index: int
+    ) -> ErrorCode | None:
+        """A few tokens after it has left show that; the rest never comes."""
+        if index == 3:
+            await left.wait()
+        if index > 300:
+            await asyncio.Event().wait()
+        return None
+
+    worker.before_token = before_token
+    body = json.dumps({**BODY, "max_tokens": 400, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    url = router.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(head + body + b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+    async with asyncio.timeout(10):
+        await reader.readuntil(b"data: ")
+    writer.transport.abort()
+    left.set()
+    await worker.until(lambda: len(worker.aborts) == 1)
+    await router.until_idle()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_leaving_aborts_every_choice(router: Running, worker: FakeWorker) -> None:

@@ -307,3 +307,43 @@ async def test_a_blocked_key_is_not_answered_with_what_is_kept(
         assert blocked.status_code == 200
         assert (await ask(router, mine)).status_code in (401, 403)
         assert len(worker.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**BODY, "stream": True}),
+        ("/", {"inputs": "x", "stream": True}),
+        ("/generate_stream", {"inputs": "x"}),
+    ],
+)
+async def test_a_stream_without_a_token_is_not_waited_for(
+    router: Running, worker: FakeWorker, path: str, body: dict[str, Any]
+) -> None:
+    gate = gated(worker)
+
+    async def post() -> httpx.Response:
+        return await router.client.post(path, json=body, headers=KEY)
+
+    asking = asyncio.create_task(post())
+    await worker.until(lambda: bool(worker.requests))
+    again = await asyncio.wait_for(post(), 5)
+    assert (again.status_code, again.headers["retry-after"]) == (409, "1")
+    gate.set()
+    assert (await asking).status_code == 200
+    assert len(worker.requests) == 1
+
+
+async def test_a_field_that_a_route_does_not_know_makes_no_stream(
+    router: Running, worker: FakeWorker
+) -> None:
+    gate = gated(worker)
+    body = {"inputs": "x", "stream": True}
+    asking = [
+        asyncio.create_task(router.client.post("/generate", json=body, headers=KEY))
+        for _ in range(2)
+    ]
+    await worker.until(lambda: bool(worker.requests))
+    gate.set()
+    assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200, 200]
+    assert len(worker.requests) == 1

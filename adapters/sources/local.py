@@ -148,7 +148,8 @@ def _source_errors(ref: AdapterRef) -> Iterator[None]:
             raise invalid(
                 "not_a_file", told_name(ref), f"{name} has a file of a wrong kind"
             ) from None
-        message = f"local adapter {name} cannot be read now"
+        why = os.strerror(error.errno) if error.errno else type(error).__name__
+        message = f"local adapter {name} cannot be read now: {why}"
         raise AdapterError("unavailable", message, (), _CHANGED_RETRY_S) from error
 
 

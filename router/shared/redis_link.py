@@ -51,6 +51,7 @@ class RedisLink:
         self.timeout_s = timeout_s
         self._ping = f"{prefix}:ping"
         self._tripped = asyncio.Event()
+        self._fault = ""
 
     async def call(self, work: Callable[[], Awaitable[T]], least_s: float = 0.0) -> T:
         """least_s: that it may take in any case. Raises StoreDown."""
@@ -76,13 +77,17 @@ class RedisLink:
             await bounded(self.client.aclose(), _SOCKET_TIMEOUT_S)
 
     async def _until_back(self) -> None:
-        delay = _FIRST_DELAY_S
+        delay, told = _FIRST_DELAY_S, self._fault
         while True:
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             try:
                 await bounded(_awaited(self._write), max(self.timeout_s, delay / 2))
                 return
-            except (RedisError, OSError, TimeoutError):
+            except (RedisError, OSError, TimeoutError) as error:
+                fault = _kind(error)
+                if fault != told:
+                    logger.warning("Redis is still not back (%s)", fault)
+                told = fault
                 delay = min(2 * delay, _LONGEST_DELAY_S)
 
     async def _write(self) -> None:
@@ -93,9 +98,15 @@ class RedisLink:
         if not self.is_up:
             return
         self.is_up = False
-        # Of the error only its kind: messages may hold addresses and credentials.
-        logger.warning("Redis does not answer (%s); going on without it", type(error).__name__)
+        self._fault = _kind(error)
+        logger.warning("Redis does not answer (%s); going on without it", self._fault)
         self._tripped.set()
+
+
+def _kind(error: BaseException) -> str:
+    """Of the error only that: messages may hold addresses and credentials. What kept a connection
+    from being made stands behind one of the library's own."""
+    return type(error.__cause__ or error).__name__
 
 
 async def _awaited(work: Callable[[], Awaitable[T]]) -> T:

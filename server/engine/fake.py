@@ -30,7 +30,7 @@ class ContractError(AssertionError):
     """A plan or copy that no executor could carry out correctly."""
 
 
-class CertifyOptions(msgspec.Struct, frozen=True):
+class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """eos_percent: how often a token is the first end-of-sequence id (0 = never).
 
     step_s: seconds that a step takes. copy_polls: calls of `poll_copies` until a copy is usable.

@@ -153,7 +153,11 @@ def _certifying(text: str, config: EngineConfig, arena: memoryview) -> Certifyin
         "vocab_size": model.get("vocab_size", 512),
         "eos_token_ids": eos if isinstance(eos, list) else [2 if eos is None else eos],
     }
-    options = msgspec.convert({**defaults, **json.loads(given or "{}")}, CertifyOptions)
+    try:
+        asked = msgspec.json.decode(given or "{}", type=dict[str, Any])
+        options = msgspec.convert({**defaults, **asked}, CertifyOptions)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--executor: {error} in {given!r}") from None
     num_pages = max(1, config.kv_memory // (config.page_size * _CERTIFY_TOKEN_BYTES))
     context = config.max_context or model.get("max_position_embeddings", 2048)
     limits = ExecutorLimits(

@@ -31,7 +31,9 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     config = read_config(folder)
     tied = config.tie_word_embeddings
     shards = {name: shard for shard in read_shards(folder) for name in shard.tensors}
-    tensors = (_EMBED,) if tied and _LM_HEAD not in shards else (_EMBED, _LM_HEAD)
+    tensors: tuple[str, ...] = (_EMBED, _LM_HEAD)
+    if tied:  # one table, under either name or under both
+        tensors = tuple(name for name in tensors if name in shards) or (_EMBED,)
     with ThreadPoolExecutor(len(tensors)) as threads:  # seconds each, at the start
         found = tuple(threads.map(partial(_digest, shards), tensors))
     digests = {"embed_tokens": found[0], "lm_head": found[-1]}

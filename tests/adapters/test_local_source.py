@@ -257,3 +257,16 @@ def test_too_many_entries(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = refusal(lambda: LocalSource([root]).resolve(ref("team/a"), None))
     assert error is not None
     assert [violation.code for violation in error.violations] == ["too_many_files"]
+
+
+def test_why_a_folder_cannot_be_read_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", too_many)
+    error = refusal(lambda: LocalSource([root]).resolve(ref("team/a"), None))
+    assert error is not None
+    assert (error.code, error.message) == (
+        "unavailable",
+        "local adapter 'a' cannot be read now: Too many open files",
+    )

@@ -106,7 +106,10 @@ def test_takes_vocabulary_and_context_from_the_model(tmp_path: Path) -> None:
     [
         (msgspec.structs.replace(CONFIG, host_arena_bytes=ARENA_BYTES + 1), "certify", "arena"),
         (CONFIG, "magic", "expected torch or certify"),
-        (CONFIG, "certify:{", "JSONDecodeError"),
+        (CONFIG, "certify:{", "--executor: Input data was truncated"),
+        (CONFIG, "certify:[1]", "--executor: Expected `object`"),
+        (CONFIG, 'certify:{"step_s": "x"}', "--executor: Expected `float`"),
+        (CONFIG, 'certify:{"nope": 1}', "unknown field `nope`"),
     ],
 )
 def test_says_why_it_cannot_start(config: EngineConfig, executor: str, word: str) -> None:

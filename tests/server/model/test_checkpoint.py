@@ -91,6 +91,18 @@ def test_missing_unexpected_and_wrong_at_once(folder: Path) -> None:
     assert "inv_freq" not in text
 
 
+def test_tied_head_may_be_stored_alone(tmp_path: Path) -> None:
+    folder = save_model(make_model("llama-biases-tied"), tmp_path)
+    before = read_base_spec(folder, ()).embedding_digests
+    stored = load_file(folder / "model.safetensors")
+    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    assert read_base_spec(folder, ()).embedding_digests == before
+    weights = load_weights(folder, read_config(folder), torch.float32, CPU)
+    assert weights.lm_head is weights.embed
+    assert torch.equal(weights.embed, stored["lm_head.weight"].float())
+
+
 def test_tied_head_may_be_stored_too(tmp_path: Path) -> None:
     folder = save_model(make_model("llama-biases-tied"), tmp_path)
     alone = read_base_spec(folder, ()).embedding_digests

@@ -200,13 +200,15 @@ class Scheduler:
         self._now = now
         self._expire(now)
         self._make_room(now)
+        self.pages.begin_plan()
         batch = Batch(self._step + 1, self.limits.max_step_tokens, self._freed_rows)
         running = list(self._running)
         for sequence in running:  # first the streams that go on
             if sequence.num_wanted == 1 and self._can_run(sequence) and self._grow(batch, sequence):
                 batch.add(sequence)
-        for sequence in running:
-            if batch.budget and sequence.num_wanted > 1 and self._can_run(sequence):
+        for sequence in (s for s in running if s.num_wanted > 1 and self._can_run(s)):
+            self._admit(batch, sequence.order.priority)  # between two chunks: nothing is cut
+            if batch.budget:
                 batch.add(sequence)
         self._admit(batch)
         self._ask()
@@ -260,12 +262,12 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, batch: Batch) -> None:
+    def _admit(self, batch: Batch, priority: float = float("inf")) -> None:
+        """Who goes before all of `priority`."""
         if any(s.leaving for s in self._departing):
             return
-        self.pages.begin_plan()
         for sequence in list(self._waiting):
-            if not batch.budget or not self._free_rows:
+            if not batch.budget or not self._free_rows or sequence.order.priority >= priority:
                 return
             if self.loads.holds_back(sequence):
                 continue

@@ -46,6 +46,21 @@ def test_lower_priority_value_then_arrival_goes_first() -> None:
     assert order == [keys[2], keys[0], keys[1]]
 
 
+def test_who_goes_before_a_long_prompt_goes_between_its_chunks() -> None:
+    harness = Harness(limits(max_step_tokens=8))
+    long = harness.submit(make_request(list(range(5, 35)), 1, priority=1))
+    harness.cycle()
+    like, urgent = (harness.submit(make_request([p, 6, 7], 1, priority=p)) for p in (1, 0))
+    harness.cycle()
+    assert harness.events.get(urgent)
+    assert [s.num_new for s in harness.plans[-1].slices] == [3, 5]
+    while not harness.events.get(long):
+        assert not harness.events.get(like)
+        harness.cycle()
+    harness.run()
+    harness.assert_at_rest()
+
+
 def test_rows_never_outnumber_the_token_budget() -> None:
     harness = Harness(limits(max_rows=4, max_step_tokens=2))
     for i in range(4):

@@ -56,10 +56,9 @@ def read_tokenizer_files(
     listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict):
         by_id = [
-            (token["content"], int(key))
+            (_content(token), int(key))
             for key, token in listed.items()
             if key.isascii() and key.isdigit() and len(key) < 10
-            if isinstance(token, dict) and isinstance(token.get("content"), str)
         ]
         _check_tokens("tokenizer_config.json", by_id, base, findings)
     added = _object(files, "added_tokens.json", findings)
@@ -73,6 +72,12 @@ def read_tokenizer_files(
     special = _special_tokens(config, findings)
     _check_named(source, special, base, findings)
     return AdapterTemplate(source, special)
+
+
+def _content(token: object) -> str:
+    """Of an entry that is no token nothing, which is no token of the base's."""
+    content = token.get("content") if isinstance(token, dict) else None
+    return content if isinstance(content, str) else ""
 
 
 def _object(files: Mapping[str, bytes], name: str, findings: Findings) -> dict[str, Any]:
@@ -116,16 +121,16 @@ def _check_tokens(
     name: str, tokens: Sequence[tuple[str, int]], base: BaseSpec, findings: Findings
 ) -> None:
     """Each is one of the base's: by its id and, where the base's are known, by its text."""
-    size = _size(base)
-    new = sorted({i for _, i in tokens if i >= size}) if size else []
+    known = base.tokens
+    others = [(text, i) for text, i in tokens if known.get(text) != i] if known else tokens
+    size = _size(base) if others else 0
+    new = sorted({i for _, i in others if i >= size}) if size else []
     if new:
         message = f"{name} adds tokens to the base's {size}: ids {shown(new[:8])}"
         findings.add("added_tokens", name, message)
-        return
-    known = base.tokens or {}
-    others = [(i, text) for text, i in tokens if known and known.get(text) != i]
-    if others:
-        message = f"{name} has other tokens than the base: {shown(sorted(others)[:4])}"
+    elif known and others:
+        told = sorted((i, text) for text, i in others)[:4]
+        message = f"{name} has other tokens than the base: {shown(told)}"
         findings.add("other_tokenizer", name, message)
 
 

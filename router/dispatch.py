@@ -119,7 +119,7 @@ class Dispatcher:
             call = _with_ranking(call)
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
             self._check_quarantine(adapter, prompts, samplings)
-            room = self._take_room(call, prompts, deadline)
+            room = self._take_room(call, prompts)
             held.callback(self._fleet.queue.release, room)
         except FAILURES as error:
             raise request_error(error, call.api) from error
@@ -136,8 +136,9 @@ class Dispatcher:
             retries=self._retries,
             adapter=adapter,
             forget_adapter=partial(self._catalog.forget, call.adapter),
-            deadline=room.deadline,
+            deadline=deadline,
             charge=charge,
+            room=room,
             tenant=call.tenant,
             weight=call.weight,
             salt="" if self._limits.share_prefixes else call.tenant,
@@ -193,14 +194,12 @@ class Dispatcher:
             if quarantine.holds(fingerprint(digest, prompt.ids, sampling), now):
                 raise RequestQuarantined
 
-    def _take_room(
-        self, call: GenerationCall, prompts: Sequence[Prompt], deadline: float
-    ) -> Promise:
+    def _take_room(self, call: GenerationCall, prompts: Sequence[Prompt]) -> Promise:
         """For all its sequences or none, before anything is charged. Raises as `_check_room`."""
         count = len(prompts) * call.best_of
         nbytes = BYTES_A_TOKEN * call.best_of * sum(len(prompt.ids) for prompt in prompts)
         self._check_room(call.tenant, count, nbytes)
-        return self._fleet.queue.promise(call.tenant, count, nbytes, deadline)
+        return self._fleet.queue.promise(call.tenant, count, nbytes)
 
     def _check_room(self, tenant: str, sequences: int, nbytes: int) -> None:
         """Raises QueueFull; RequestError for more than the queue could ever hold."""

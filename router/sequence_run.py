@@ -23,6 +23,7 @@ from router.policy.attempts import Attempts, Quarantine, RetryBudget
 from router.policy.cost import Bill
 from router.policy.placement import Wish
 from router.policy.prefixes import prefix_keys
+from router.policy.queue_limits import Promise
 from router.policy.waiting import Waiting
 from router.served import ServedAdapter, changed, has_changed, home_key
 from router.tenancy.metering import Charge
@@ -66,7 +67,7 @@ class RunContext(msgspec.Struct, frozen=True):
     forget_adapter: to be called when a worker does not admit what the catalog says.
     tenant: whose request it is; "" = nobody's. weight: of its tenant. salt: whose cached prefixes
     it may use.
-    charge: counts what it uses.
+    charge: counts what it uses. room: in the queue, for all of them.
     """
 
     fleet: Fleet
@@ -77,6 +78,7 @@ class RunContext(msgspec.Struct, frozen=True):
     forget_adapter: Callable[[], None]
     deadline: float
     charge: Charge
+    room: Promise | None = None
     tenant: str = ""
     weight: float = 1.0
     salt: str = ""
@@ -164,6 +166,7 @@ class SequenceRun:
             deadline=self._context.deadline,
             weight=self._context.weight,
             bill=self._bill,
+            promise=self._context.room,
         )
 
     def _make_wish(self) -> Wish:

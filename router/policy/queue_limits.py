@@ -55,7 +55,6 @@ class Promise(Held):
     """Room for sequences of one request that have yet to come."""
 
     tenant: str
-    deadline: float
 
 
 class QueueRoom:

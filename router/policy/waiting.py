@@ -38,6 +38,7 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
     nbytes: memory that it holds while it waits. priority: lower goes first. deadline: on the clock
     of `now`, or None. weight: of its tenant's share, more than 0; the tenant's latest one holds.
     bill: of one that was taken before; it pays nothing more, and no limit holds it up.
+    promise: of room for its request.
     """
 
     payload: T
@@ -50,6 +51,7 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
     deadline: float | None = None
     weight: float = 1.0
     bill: Bill | None = None
+    promise: Promise | None = None
 
     @property
     def flow(self) -> Flow:
@@ -158,7 +160,6 @@ class WaitingQueue(Generic[T]):
         self._estimate = OutputEstimate()
         self._bands: dict[int, _Band[T]] = {}
         self._entries: dict[int, Waiting[T]] = {}
-        self._promises: dict[tuple[str, float], Promise] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._next_ticket = 0
         self._aged_at = 0.0
@@ -176,42 +177,27 @@ class WaitingQueue(Generic[T]):
             message, in_the_way = refusal
             raise QueueFull(message, self.drain.retry_after_s(in_the_way, now))
 
-    def promise(self, tenant: str, count: int, nbytes: int, deadline: float) -> Promise:
-        """Keeps room for the sequences of one request: they are not checked when they come.
-
-        They are known by the deadline of what this returns, which is no other request's. To be
-        released when the request ends.
-        """
-        while (tenant, deadline) in self._promises:
-            deadline = math.nextafter(deadline, math.inf)
-        promise = self._promises[tenant, deadline] = Promise(count, nbytes, tenant, deadline)
+    def promise(self, tenant: str, count: int, nbytes: int) -> Promise:
+        """Keeps room for the sequences of one request, which are not checked when they come with
+        it. To be released when the request ends."""
         self.room.book(tenant, count, nbytes)
-        return promise
+        return Promise(count, nbytes, tenant)
 
     def release(self, promise: Promise) -> None:
         """What is left of it, if anything is, is others' again."""
-        if promise.count:
-            del self._promises[promise.tenant, promise.deadline]
-            self.room.book(promise.tenant, -promise.count, -promise.nbytes)
-            promise.count = 0
+        self._redeem(promise, promise.count, promise.nbytes)
 
-    def _redeem(self, entry: Waiting[T]) -> bool:
-        """Whether room was promised to it, which it has to take now."""
-        if entry.deadline is None:
-            return False
-        promise = self._promises.get((entry.tenant, entry.deadline))
-        if promise is None:
-            return False
-        promise.add(-1, -entry.nbytes)
-        self.room.book(entry.tenant, -1, -entry.nbytes)
-        if not promise.count:
-            del self._promises[entry.tenant, entry.deadline]
-        return True
+    def _redeem(self, promise: Promise, count: int, nbytes: int) -> None:
+        promise.add(-count, -nbytes)
+        self.room.book(promise.tenant, -count, -nbytes)
 
     def push(self, entry: Waiting[T], now: float) -> int:
         """Adds at the end of its flow. Returns a ticket. Raises QueueFull."""
-        if entry.bill is None and not self._redeem(entry):
-            self.check_room(entry.tenant, 1, entry.nbytes, now)
+        if entry.bill is None:
+            if entry.promise is not None and entry.promise.count:
+                self._redeem(entry.promise, 1, entry.nbytes)
+            else:
+                self.check_room(entry.tenant, 1, entry.nbytes, now)
         ticket = self._next_ticket
         self._next_ticket += 1
         self._entries[ticket] = entry

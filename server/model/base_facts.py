@@ -12,16 +12,16 @@ from adapters.base import BaseSpec
 from adapters.floats import float_digest
 from server.model.base_tokenizer import TOKENIZER_FILE, read_tokenizer
 from server.model.checkpoint import (
+    LM_HEAD,
     CheckpointError,
     Shard,
     base_digest,
     read_config,
     read_shards,
+    tables,
 )
 from server.model.config import base_spec
 
-_EMBED = "model.embed_tokens.weight"
-_LM_HEAD = "lm_head.weight"
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -31,16 +31,14 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     config = read_config(folder)
     tied = config.tie_word_embeddings
     shards = {name: shard for shard in read_shards(folder) for name in shard.tensors}
-    tensors: tuple[str, ...] = (_EMBED, _LM_HEAD)
-    if tied:  # one table, under either name or under both
-        tensors = tuple(name for name in tensors if name in shards) or (_EMBED,)
+    tensors = tables(shards, config)
     with ThreadPoolExecutor(len(tensors)) as threads:  # seconds each, at the start
         found = tuple(threads.map(partial(_digest, shards), tensors))
     digests = {"embed_tokens": found[0], "lm_head": found[-1]}
     if tied and found[-1] != found[0]:
         raise CheckpointError(
             f"{folder}: config.json ties lm_head to embed_tokens, but the weights hold a different"
-            f" {_LM_HEAD}; set tie_word_embeddings to false to use it, or remove it"
+            f" {LM_HEAD}; set tie_word_embeddings to false to use it, or remove it"
         )
     return base_spec(config, base_digest(folder), names, digests, _tokens(folder))
 

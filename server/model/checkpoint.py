@@ -8,6 +8,7 @@ import json
 import math
 import operator
 import os
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+EMBED = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 
 _MAX_JSON_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
@@ -66,6 +69,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     return value
+
+
+def tables(stored: Container[str], config: ModelConfig) -> tuple[str, ...]:
+    """Names of the embedding and the head, the embedding first. Tied they are one table, which is
+    stored under its own name, as the head (safetensors' `save_model`), or as both."""
+    if not config.tie_word_embeddings:
+        return (EMBED, LM_HEAD)
+    return tuple(name for name in (EMBED, LM_HEAD) if name in stored) or (EMBED,)
 
 
 def read_text(path: Path, limit: int) -> str:

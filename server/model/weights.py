@@ -1,6 +1,6 @@
 """A model's weights on the device: packed as the decoder multiplies them, read from safetensors."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from server.model.checkpoint import CheckpointError, Shard, read_shards
+from server.model.checkpoint import EMBED, LM_HEAD, CheckpointError, Shard, read_shards, tables
 from server.model.config import ModelConfig
 
-_EMBED = "model.embed_tokens.weight"
-_LM_HEAD = "lm_head.weight"
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 # Derived from the configuration; old checkpoints carry them along.
 _DERIVED = "rotary_emb.inv_freq"
@@ -53,11 +51,11 @@ class ModelWeights:
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this model must hold, and its shape."""
     shapes: dict[str, tuple[int, ...]] = {
-        _EMBED: (config.vocab_size, config.hidden_size),
+        EMBED: (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
     }
     if not config.tie_word_embeddings:
-        shapes[_LM_HEAD] = (config.vocab_size, config.hidden_size)
+        shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
     layer = dict(_layer_tensors(config))
     for index in range(config.num_layers):
         shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
@@ -75,12 +73,13 @@ def load_weights(
     """Read the checkpoint, cast to `dtype`. Raises CheckpointError with everything that is missing,
     unexpected or of another shape."""
     shards = read_shards(folder)
-    _check(folder, shards, config)
+    embedding = tables({name for shard in shards for name in shard.tensors}, config)[0]
+    _check(folder, shards, config, embedding)
     with torch.inference_mode():
         source = _Source(shards, dtype, device)
-        embed = source.get(_embedding(source, config))
+        embed = source.get(embedding)
         layers = tuple(_load_layer(source, config, i) for i in range(config.num_layers))
-        lm_head = embed if config.tie_word_embeddings else source.get(_LM_HEAD)
+        lm_head = embed if config.tie_word_embeddings else source.get(LM_HEAD)
         return ModelWeights(embed, layers, source.get("model.norm.weight"), lm_head)
 
 
@@ -106,11 +105,11 @@ def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
         yield "self_attn.k_norm.weight", (config.head_dim,)
 
 
-def _check(folder: Path, shards: tuple[Shard, ...], config: ModelConfig) -> None:
+def _check(folder: Path, shards: tuple[Shard, ...], config: ModelConfig, embedding: str) -> None:
     stored = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     expected = expected_tensors(config)
-    expected[_embedding(stored, config)] = expected.pop(_EMBED)
-    ignored = {_LM_HEAD} if config.tie_word_embeddings else set()
+    expected[embedding] = expected.pop(EMBED)
+    ignored = {LM_HEAD} if config.tie_word_embeddings else set()
     missing = [name for name in expected if name not in stored]
     unexpected = [
         name
@@ -133,12 +132,6 @@ def _check(folder: Path, shards: tuple[Shard, ...], config: ModelConfig) -> None
         raise CheckpointError(f"{folder}: tensors do not fit config.json: {'; '.join(problems)}")
 
 
-def _embedding(stored: Container[str], config: ModelConfig) -> str:
-    """Where the table lies: tied, it may be stored as the head alone (`save_model` does so)."""
-    is_head = config.tie_word_embeddings and _EMBED not in stored and _LM_HEAD in stored
-    return _LM_HEAD if is_head else _EMBED
-
-
 class _Source:
     """Tensors by name out of memory-mapped shards."""
 
@@ -153,9 +146,6 @@ class _Source:
             }
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"cannot read the weights: {error}") from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shard_of
 
     def _mapped(self, name: str) -> torch.Tensor:
         path = self._shard_of[name]

@@ -60,6 +60,7 @@ def test_accepted(files: dict[str, Any], known: bool) -> None:
         ({"tokenizer.json": tokenizer(60, 60)}, "added_tokens"),
         ({"tokenizer.json": tokenizer(59)}, "other_tokenizer"),
         ({"added_tokens.json": {"<a>": 60}}, "added_tokens"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"60": {}}}}, "added_tokens"),
         (
             {"tokenizer_config.json": {"added_tokens_decoder": {"60": {"content": "x"}}}},
             "added_tokens",

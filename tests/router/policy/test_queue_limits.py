@@ -3,14 +3,14 @@
 import pytest
 
 from router.policy.placement import Wish
-from router.policy.queue_limits import QueueFull, QueueLimits
+from router.policy.queue_limits import Promise, QueueFull, QueueLimits
 from router.policy.waiting import Waiting, WaitingQueue
 
 
 def push(
-    queue: WaitingQueue[None], tenant: str = "", nbytes: int = 0, deadline: float | None = None
+    queue: WaitingQueue[None], tenant: str = "", nbytes: int = 0, promise: Promise | None = None
 ) -> int:
-    return queue.push(Waiting(None, tenant, Wish(""), 1, 1, nbytes, deadline=deadline), 0.0)
+    return queue.push(Waiting(None, tenant, Wish(""), 1, 1, nbytes, promise=promise), 0.0)
 
 
 def with_waiting(count: int, nbytes: int) -> WaitingQueue[None]:
@@ -53,28 +53,28 @@ def test_an_idle_queue_takes_what_it_promises(limits: QueueLimits, most: int) ->
     queue = WaitingQueue[None](limits)
     assert limits.most_at_once == most
     queue.check_room("t", most, 0, 0.0)
-    queue.promise("t", most, 0, 9.0)
+    promise = queue.promise("t", most, 0)
     for _ in range(most):
-        push(queue, "t", deadline=9.0)
+        push(queue, "t", promise=promise)
     assert len(queue) == most
 
 
 def test_promised_room_is_nobody_elses() -> None:
     queue = WaitingQueue[None](QueueLimits(4, 100))
-    queue.promise("t", 3, 90, 9.0)
+    promise = queue.promise("t", 3, 90)
     assert queue.room.held.count == 0  # nothing waits
     push(queue, "u")
     with pytest.raises(QueueFull, match="4 sequences"):
         push(queue, "u")
-    push(queue, "t", nbytes=30, deadline=9.0)
+    push(queue, "t", nbytes=30, promise=promise)
     with pytest.raises(QueueFull, match="4 sequences"):
-        push(queue, "t", deadline=8.0)  # of another request
+        push(queue, "t")  # of another request
 
 
 def test_what_is_left_of_a_promise_is_given_back() -> None:
     queue = WaitingQueue[None](QueueLimits(4, 100))
-    promise = queue.promise("t", 3, 90, 9.0)
-    first = push(queue, "t", nbytes=30, deadline=9.0)
+    promise = queue.promise("t", 3, 90)
+    first = push(queue, "t", nbytes=30, promise=promise)
     for _ in range(2):
         queue.release(promise)
     queue.check_room("u", 3, 70, 0.0)
@@ -84,12 +84,12 @@ def test_what_is_left_of_a_promise_is_given_back() -> None:
 
 def test_requests_that_come_at_once_keep_their_own_room() -> None:
     queue = WaitingQueue[None](QueueLimits(4, 100))
-    gone, one = (queue.promise("t", 2, 10, 9.0) for _ in range(2))
+    gone, one = (queue.promise("t", 2, 10) for _ in range(2))
     queue.release(gone)
     for _ in range(2):
         push(queue, "u")
     for _ in range(2):
-        push(queue, "t", nbytes=5, deadline=one.deadline)
-    again = queue.promise("t", 1, 0, one.deadline)
+        push(queue, "t", nbytes=5, promise=one)
+    again = queue.promise("t", 1, 0)
     queue.release(one)  # it has ended, after all of it was taken
-    push(queue, "t", deadline=again.deadline)
+    push(queue, "t", promise=again)

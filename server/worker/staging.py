@@ -37,10 +37,6 @@ class Staging:
         self._held: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def __len__(self) -> int:
-        """Slabs that the engine waits for."""
-        return len(self._tasks)
-
     def push(self, digest: str) -> bool:
         """Hand it over unasked, if it lies in host memory; after the Submit of a sequence that
         needs it, or the engine gives it back. Whether the engine has it now, or will be answered.

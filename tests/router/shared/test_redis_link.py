@@ -1,6 +1,8 @@
 """A link that was lost comes back."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -14,43 +16,38 @@ async def fails() -> None:
     raise OSError
 
 
-async def test_for_who_may_write_its_prefix_alone() -> None:
+@asynccontextmanager
+async def lost_link(password: str) -> AsyncIterator[RedisLink]:
+    """Of a user who may write the prefix alone, and whose password is `pw`; it was lost once."""
     async with running_redis() as server:
         await server.command("ACL", "SETUSER", "lx", "on", ">pw", "~fleet:*", "+@all")
-        url = server.url.replace("://", "://lx@")
-        link = RedisLink(url, 5.0, "pw", prefix="fleet")
+        link = RedisLink(server.url.replace("://", "://lx@"), 5.0, password, prefix="fleet")
         running = asyncio.create_task(link.run())
         try:
             with pytest.raises(StoreDown):
                 await link.call(fails)
-
-            async def back() -> bool:
-                return link.is_up
-
-            await poll(back)
+            yield link
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             await link.close()
+
+
+async def test_for_who_may_write_its_prefix_alone() -> None:
+    async with lost_link("pw") as link:
+
+        async def back() -> bool:
+            return link.is_up
+
+        await poll(back)
 
 
 async def test_each_reason_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    async with running_redis() as server:
-        await server.command("ACL", "SETUSER", "lx", "on", ">pw", "~fleet:*", "+@all")
-        url = server.url.replace("://", "://lx@")
-        link = RedisLink(url, 5.0, "other", prefix="fleet")
-        running = asyncio.create_task(link.run())
-        try:
-            with pytest.raises(StoreDown):
-                await link.call(fails)
+    async with lost_link("other"):
 
-            async def told() -> bool:
-                return "still not back (AuthenticationError)" in caplog.text
+        async def told() -> bool:
+            return "still not back (AuthenticationError)" in caplog.text
 
-            await poll(told)
-            assert "does not answer (OSError)" in caplog.text
-            assert caplog.text.count("still not back") == 1
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            await link.close()
+        await poll(told)
+        assert "does not answer (OSError)" in caplog.text
+        assert caplog.text.count("still not back") == 1

@@ -150,7 +150,7 @@ def test_what_nobody_foresaw_ends_the_waiters_and_is_tried_again(tiers: Tiers, j
         tiers.live.add(key)
         tiers.jobs_until_failure = jobs if key == 1 else None
         settle(tiers)
-        assert not len(tiers.staging), "its task is left behind"
+        assert not len(tiers.staging._tasks), "its task is left behind"
     assert [tiers.events[key][-1].message for key in (1, 2)] == [UNFORESEEN, None]
     assert answered(tiers, 2, "c")
 
@@ -163,7 +163,7 @@ def test_a_task_of_the_last_engine_leaves_the_next_ones_alone(tiers: Tiers) -> N
     tiers.restart_engine()  # its task has not noticed
     tiers.do(lambda: tiers.staging.need("c"))
     tiers.turns(3)
-    assert len(tiers.staging) == 1
+    assert len(tiers.staging._tasks) == 1
     settle(tiers)
 
 

@@ -341,7 +341,7 @@ class TiersMachine(RuleBasedStateMachine):
                 "device": loads.arena.ready,
                 "on its way to the device": loads.loading,
                 "told": list(tiers.told),
-                "staging": len(tiers.staging),
+                "staging": len(tiers.staging._tasks),
                 "orders": self.unanswered(),
             }
         )
@@ -356,7 +356,7 @@ class TiersMachine(RuleBasedStateMachine):
         return not (
             tiers.live
             or tiers.threads.jobs
-            or len(tiers.staging)
+            or len(tiers.staging._tasks)
             or tiers.told
             or engine.pipe.inbox
             or engine.pipe.outbox

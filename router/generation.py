@@ -136,6 +136,8 @@ class GenerationCall(msgspec.Struct, frozen=True):
     adapter: None = the base. sampling.max_tokens is not yet resolved: see max_tokens.
     max_tokens: None = all that fits. n: choices to return a prompt; best_of >= n: to generate.
     stop: stop strings. include_stop: keep them in the text (LoRAX does, OpenAI does not).
+    skip_special_tokens: leave special tokens out of the text. spaces_between_special_tokens: as in
+    vLLM; without effect where they are left out.
     truncate: keep only the last so many prompt tokens.
     template_vars: what the caller adds to the chat template's variables.
     tenant: whose request it is, by its key; "" = nobody's, when callers need no key.
@@ -159,6 +161,8 @@ class GenerationCall(msgspec.Struct, frozen=True):
     truncate: int | None = None
     user: str | None = None
     template_vars: dict[str, Any] = {}
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
@@ -184,7 +188,8 @@ class TextEvent(msgspec.Struct, frozen=True):
     """New text of one choice. Text that may still become part of a stop string is held back.
 
     The event with `finish` is the choice's last. tokens: empty unless logprobs were asked for.
-    num_tokens: generated since the event before, whether or not `tokens` lists them.
+    num_tokens: generated since the event before, whether or not `tokens` lists them. token_ids:
+    their ids.
     """
 
     prompt_index: int
@@ -193,10 +198,14 @@ class TextEvent(msgspec.Struct, frozen=True):
     tokens: tuple[TextToken, ...]
     finish: FinishReason | None = None
     num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
 
 
 class ChoiceResult(msgspec.Struct, frozen=True):
-    """A whole choice. sum_logprob: over generated tokens, when logprobs were asked for."""
+    """A whole choice. sum_logprob: over generated tokens, when logprobs were asked for.
+
+    token_ids: of all generated tokens, the one that ended the choice included.
+    """
 
     prompt_index: int
     choice: int
@@ -205,6 +214,7 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     finish: FinishReason
     generated_tokens: int
     sum_logprob: float | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class PromptInfo(msgspec.Struct, frozen=True):

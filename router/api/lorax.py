@@ -64,7 +64,7 @@ _NEUTRAL = {
     **dict.fromkeys(("n", "num_beams", "length_penalty"), 1),
     **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens", "no_repeat_ngram_size"), 0),
     "top_n_tokens": 0,
-    "skip_special_tokens": True,
+    **dict.fromkeys(("skip_special_tokens", "add_special_tokens"), True),
 }
 
 
@@ -72,7 +72,8 @@ class LoraxParameters(msgspec.Struct, frozen=True):
     """Every field may be null or absent. Neither sampling field set: greedy.
 
     adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
-    merged_adapters: not beside an adapter_id.
+    merged_adapters: not beside an adapter_id. add_special_tokens: around `inputs`; true unless told
+    otherwise.
     """
 
     adapter_id: str | None = None
@@ -100,6 +101,7 @@ class LoraxParameters(msgspec.Struct, frozen=True):
     apply_chat_template: bool | None = None
     seed: Annotated[int, Meta(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
 
 
 class LoraxBody(msgspec.Struct, frozen=True):
@@ -151,6 +153,7 @@ def parse(
         echo=False,
         stream=stream,
         seed=given.seed,
+        add_special_tokens=given.add_special_tokens is not False,
         truncate=given.truncate,
     )
     options = LoraxOptions(

@@ -47,7 +47,8 @@ _BROKEN_CHARACTER = "�"
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """max_completion_tokens: max_tokens under its newer name; without both, all that fits.
 
-    chat_template_kwargs: further variables of the chat template.
+    chat_template_kwargs: further variables of the chat template. add_special_tokens: around the
+    rendered text, for a template that does not write them.
     """
 
     messages: list[Message]
@@ -56,6 +57,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: NonNegative | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
@@ -173,7 +175,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ChatRequ
         echo=False,
         stream=bool(request.stream),
         seed=seed_of(request),
-        add_special_tokens=False,  # the template writes them
+        add_special_tokens=bool(request.add_special_tokens),
         user=request.user,
         template_vars=request.chat_template_kwargs or {},
     )

@@ -45,7 +45,8 @@ _UNSUPPORTED = ("suffix", "response_format", "tools", "tool_choice")
 class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
     """prompt: a text, a list of texts, token ids, or a list of lists of token ids.
 
-    max_tokens: 0 wants the prompt alone, with `echo`.
+    max_tokens: 0 wants the prompt alone, with `echo`. add_special_tokens: around texts; true unless
+    told otherwise.
     """
 
     prompt: str | list[str | NonNegative | list[NonNegative]]
@@ -53,6 +54,7 @@ class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
     best_of: Positive | None = None
     echo: bool | None = None
     logprobs: NonNegative | None = None
+    add_special_tokens: bool | None = None
 
 
 class CompletionsOptions(msgspec.Struct, frozen=True):
@@ -132,6 +134,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Completi
         echo=bool(request.echo),
         stream=bool(request.stream),
         seed=seed_of(request),
+        add_special_tokens=request.add_special_tokens is not False,
         user=request.user,
     )
     options = CompletionsOptions(

@@ -53,6 +53,7 @@ class TextModel:
         )
         self._facts = read_facts(card.tokenizer_json)
         self._anchor = self._find_anchor()
+        self._prefix = self._find_prefix()
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
         self._template: ChatTemplate | None = None
@@ -86,20 +87,25 @@ class TextModel:
             )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text.
+
+        add_special_tokens: with the tokens that the tokenizer puts around a text. Those before it
+        are left out where the text begins with them: a rendered chat has its BOS already.
+        """
         # Of the library's ways to encode, the batched ones alone release the interpreter's lock.
         batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = batch[0].ids
-        return ids
+        return ids[self._repeated(ids) :] if add_special_tokens else ids
 
     def spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
         """Tokens of a text with the characters that they cover, as `/tokenize` lists them."""
         batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         encoding = batch[0]
-        return [
+        spans = [
             TokenSpan(i, text[start:stop] or self.token_text(i), start, stop)
             for i, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
+        return spans[self._repeated(encoding.ids) :] if add_special_tokens else spans
 
     def render_chat(
         self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None
@@ -178,6 +184,18 @@ class TextModel:
         if self._facts.byte_level and all(c in BYTE_OF_CHAR for c in token):
             return bytes(BYTE_OF_CHAR[c] for c in token)
         return None
+
+    def _repeated(self, ids: Sequence[int]) -> int:
+        """How many of the tokens that were put before a text the text itself begins with: all of
+        them, or 0."""
+        size = len(self._prefix)
+        return size if tuple(ids[size : 2 * size]) == self._prefix else 0
+
+    def _find_prefix(self) -> tuple[int, ...]:
+        """What the tokenizer puts before every text, if anything."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        added = encoding.special_tokens_mask
+        return tuple(encoding.ids[: added.index(0)]) if 0 in added else ()
 
     def _find_anchor(self) -> list[int]:
         """A token that is one plain letter, whatever stands beside it."""

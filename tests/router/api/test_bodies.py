@@ -342,6 +342,7 @@ ASKED: dict[str, Any] = {
     **dict.fromkeys(("do_sample", "ignore_eos_token", "return_full_text", "watermark"), True),
     **dict.fromkeys(("details", "decoder_input_details", "apply_chat_template"), True),
     "merged_adapters": {"ids": ["a"], "weights": [1]},
+    "add_special_tokens": False,
     "stop": ["a"],
     "response_format": {"type": "json_object"},
 }
@@ -508,6 +509,13 @@ def test_only_hub_tokens_are_lent_to_the_hub(bearer: str | None, token: str | No
 def test_the_base_has_names(name: str) -> None:
     assert call_of(GENERATE, adapter_id=name).adapter is None
     assert call_of(COMPLETIONS, model=name).adapter is None
+
+
+@pytest.mark.parametrize("path", MINIMAL)
+@pytest.mark.parametrize("told", [True, False])
+def test_special_tokens_around_a_text_are_as_told(path: str, told: bool) -> None:
+    assert call_of(path).add_special_tokens is (path != CHAT)
+    assert call_of(path, add_special_tokens=told).add_special_tokens is told
 
 
 # OpenAI

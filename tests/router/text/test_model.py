@@ -5,13 +5,14 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from msgspec.structs import replace
+from tokenizers import Tokenizer, processors
 
 from router.generation import RequestError
 from router.text.detokenizer import Detokenizer
 from router.text.model import TextModel
 from router.text.tokenizer_json import read_facts
-from tests.router.text.small_models import KINDS, card, text_model
+from tests.router.text.small_models import KINDS, SPECIALS, card, text_model
 
 TEXTS = st.text(alphabet="abc the,.\n🙂好ü ", max_size=40)
 
@@ -25,6 +26,35 @@ def plain_ids(kind: str) -> st.SearchStrategy[list[int]]:
 def streamed(model: TextModel, ids: list[int]) -> str:
     detokenizer = Detokenizer()
     return "".join(detokenizer.push(model.token_bytes(i)) for i in ids) + detokenizer.flush()
+
+
+# What a tokenizer puts around a text, a text, and the tokens that become of it.
+FRAMES = {
+    "a text": ("<s> $A", "a", "<s> a"),
+    "a text that has it": ("<s> $A", "<s>a", "<s> a"),
+    "twice by its caller": ("<s> $A", "<s><s>a", "<s> <s> a"),
+    "another token": ("<s> $A", "<|user|><s>a", "<s> <|user|> <s> a"),
+    "a space before it": ("<s> $A", " <s>a", "<s> Ġ <s> a"),
+    "two tokens": ("<s> <|user|> $A", "<s><|user|>a", "<s> <|user|> a"),
+    "one of two tokens": ("<s> <|user|> $A", "<s>a", "<s> <|user|> <s> a"),
+    "around": ("<s> $A </s>", "<s>a</s>", "<s> a </s> </s>"),
+    "after": ("$A </s>", "</s>a", "</s> a </s>"),
+    "nothing": ("$A", "<s>a", "<s> a"),
+    "no text": ("<s> $A", "", "<s>"),
+    "itself alone": ("<s> $A", "<s>", "<s>"),
+}
+
+
+@pytest.mark.parametrize(("frame", "text", "expected"), FRAMES.values(), ids=FRAMES)
+def test_what_a_text_begins_with_is_not_put_before_it(frame: str, text: str, expected: str) -> None:
+    library = KINDS["byte_level"]()
+    library.post_processor = processors.TemplateProcessing(
+        single=frame, special_tokens=list(zip(SPECIALS, range(3), strict=True))
+    )
+    model = TextModel(replace(card("byte_level"), tokenizer_json=library.to_str()))
+    ids = [library.token_to_id(token) for token in expected.split()]
+    assert model.encode(text, add_special_tokens=True) == ids
+    assert [span.id for span in model.spans(text, add_special_tokens=True)] == ids
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,12 +1,11 @@
-"""What OpenAI's completions and chat routes share: sampling fields, usage, checks. Pure."""
+"""What bodies of OpenAI's completions and chat routes share: fields and their checks. Pure."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
-from router.api.answers import completed
 from router.api.body import decode_body, require
 from router.api.fields import (
     NonNegative,
@@ -22,14 +21,8 @@ from router.api.fields import (
     temperature_of,
 )
 from router.api.formatter import ApiLimits
-from router.generation import (
-    BASE_PLACEHOLDERS,
-    AdapterChoice,
-    AnswerHead,
-    FinishReason,
-    PromptInfo,
-    RequestError,
-)
+from router.api.openai_answer import UsageIn
+from router.generation import BASE_PLACEHOLDERS, AdapterChoice, RequestError
 from server.protocol import SamplingParams
 
 # Fields that change nothing about the text, whatever they say.
@@ -37,11 +30,6 @@ _HARMLESS = frozenset(
     ("metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls")
     + ("prompt_cache_key", "prompt_cache_retention", "prediction", "moderation")
 )
-
-
-OpenAIFinish = Literal["stop", "length"]
-# Which chunks of a stream tell the counts.
-UsageIn = Literal["none", "last", "each"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -87,19 +75,6 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 B = TypeVar("B", bound=OpenAIBody)
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """completion_tokens: of all choices, those that best_of dropped included."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
 
 
 def decode_openai(body: bytes, kind: type[B], unsupported: Sequence[str]) -> B:
@@ -195,35 +170,6 @@ def sampling_of(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-
-
-def usage_of(prompts: Sequence[PromptInfo], completion_tokens: int) -> Usage:
-    prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
-    return Usage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(sum(prompt.cached_tokens for prompt in prompts)),
-    )
-
-
-def usage_so_far(
-    wanted: UsageIn, prompts: Sequence[PromptInfo], completion_tokens: int
-) -> Usage | None | UnsetType:
-    """`usage` of the chunks before the last: null when only the last will have it."""
-    if wanted == "each":
-        return usage_of(prompts, completion_tokens)
-    return None if wanted == "last" else UNSET
-
-
-def fingerprint(head: AnswerHead) -> str:
-    """Changes when the weights do, the base's or the adapter's."""
-    return f"fp_{head.base_digest[:10]}{(head.adapter_digest or '')[:10]}"
-
-
-def finish_reason(finish: FinishReason) -> OpenAIFinish:
-    """Raises RequestError (incomplete)."""
-    return "length" if completed(finish) == "length" else "stop"
 
 
 def _check_lists(request: OpenAIBody, limits: ApiLimits) -> None:

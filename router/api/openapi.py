@@ -38,8 +38,10 @@ from router.api.models import (
     TokenizeBody,
     TokenObject,
 )
-from router.api.openai_chat import ChatBody, ChatChunk, ChatCompletion
-from router.api.openai_completions import Completion, CompletionsBody
+from router.api.openai_chat import ChatBody
+from router.api.openai_chat_answer import ChatChunk, ChatCompletion
+from router.api.openai_completions import CompletionsBody
+from router.api.openai_completions_answer import Completion
 from router.api.rollouts import AdapterHistory, DigestBody, RolloutBody, RolloutObject
 
 _REF = "#/components/schemas/{name}"

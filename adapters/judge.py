@@ -248,4 +248,5 @@ def _manifest(
         dtype="+".join(sorted({tensor.dtype for tensor in tensors})),
         chat_template=template.source if template else None,
         special_tokens=template.special_tokens if template else None,
+        coverage=adapter.coverage,
     )

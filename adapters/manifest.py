@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from adapters.base import SiteKind
+from adapters.coverage import Coverage
 
 SlabDtype = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[SlabDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -34,6 +35,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     chat_template: the adapter's own template, if it brings one.
     content_digest: of a merged adapter, sha256 hex over its config and weights; else "".
     special_tokens: of its template; None = it has none, or was judged before they were kept.
+    coverage: which targeted modules have weights; None = it was judged before this was kept.
     """
 
     digest: str
@@ -45,6 +47,24 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     chat_template: str | None = None
     content_digest: str = ""
     special_tokens: dict[str, str | None] | None = None
+    coverage: Coverage | None = None
+
+    @property
+    def partial(self) -> Coverage | None:
+        """Its coverage, if targeted modules are missing in its weights."""
+        return self.coverage if self.coverage is not None and self.coverage.is_partial else None
+
+    def with_coverage(self, coverage: Coverage) -> "AdapterManifest":
+        """For one that was judged before it was kept; what is known already stays."""
+        if self.coverage is not None:
+            return self
+        return msgspec.structs.replace(self, coverage=coverage)
+
+    def of_merge(self, digest: str, coverage: Coverage) -> "AdapterManifest":
+        """What a merge has made. digest: of its recipe. coverage: of its members together."""
+        return msgspec.structs.replace(
+            self, digest=digest, content_digest=self.digest, coverage=coverage
+        )
 
     @property
     def template(self) -> AdapterTemplate | None:

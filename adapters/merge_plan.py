@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from adapters.base import BaseSpec, ModuleShape, module_path
+from adapters.coverage import Coverage, coverage_of
 from adapters.errors import AdapterError
 from adapters.layout import room_problem
 from adapters.merge_recipe import MergeRecipe
@@ -109,6 +110,13 @@ def merged_config(modules: Sequence[MergedModule], base: BaseSpec) -> dict[str, 
         "bias": "none",
         "init_lora_weights": True,
     }
+
+
+def merged_coverage(members: Sequence[LoraTensors]) -> Coverage:
+    """What a member targets and no member has weights of is missing from their merge."""
+    present = {site for member in members for site in member.sites}
+    missing = {site for member in members for site in member.missing}
+    return coverage_of(present, missing - present)
 
 
 def _check_size(plan: MergePlan, base: BaseSpec, limits: AdapterLimits) -> None:

@@ -15,19 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from adapters.adapter_files import fetched_bytes, small_files
 from adapters.base import BaseSpec
 from adapters.content import Contents
 from adapters.content_check import ContentCheck, DigestCheck, SealCheck
+from adapters.coverage import Coverage
 from adapters.disk import disk_errors, mark_used, publish_file
 from adapters.errors import AdapterChanged, AdapterError
 from adapters.judge import Judged, check_small, is_intact, judge_folder, rejudge
 from adapters.layout import make_layout
 from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype, SlabLayout
 from adapters.merge_job import MergeJob, write_job
-from adapters.merge_plan import plan_merge
+from adapters.merge_plan import merged_coverage, plan_merge
 from adapters.merge_recipe import MergeRecipe
 from adapters.quota import Quota
 from adapters.recent import Recent
@@ -93,7 +92,7 @@ class AdapterStore:
         self._admissions: SingleFlight[AdapterRef, AdapterManifest]
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
         self._judged: Recent[str, Judged] = Recent(_MAX_JUDGED)
-        self._allowed: Recent[str, bool] = Recent(_MAX_ALLOWED)
+        self._allowed: Recent[str, Coverage] = Recent(_MAX_ALLOWED)
         self._judging = threading.BoundedSemaphore(judging)
         self._merges: SingleFlight[str, AdapterManifest]
         self._merges = SingleFlight(clock, _MERGE_FAILURE_TTL_S)
@@ -263,10 +262,7 @@ class AdapterStore:
             write_job(folder, job, [self._contents.path(member.digest) for member in members])
             run(folder)
             judged = judge_folder(folder, self._base, self._limits)
-            made = judged.manifest
-            manifest = msgspec.structs.replace(
-                made, digest=recipe.digest, content_digest=made.digest
-            )
+            manifest = judged.manifest.of_merge(recipe.digest, merged_coverage(tensors))
             self._keep(folder, judged._replace(manifest=manifest))
         return manifest
 
@@ -320,7 +316,7 @@ class AdapterStore:
     def _keep(self, folder: Path, judged: Judged) -> None:
         self._contents.keep(folder, judged.manifest)
         self._judged.put(judged.manifest.digest, judged)
-        self._allowed.put(judged.manifest.digest, True)
+        self._allowed.put(judged.manifest.digest, judged.tensors.coverage)
 
     def _recall(self, ref: AdapterRef) -> AdapterManifest | None:
         """What is known of a pinned reference, if it is not too large by the limits of today."""
@@ -336,15 +332,19 @@ class AdapterStore:
         judged instead. If the limits were changed, they refuse that too.
         """
         with self._contents.held(digest) as manifest:
-            if manifest is not None and self._allowed.get(digest) is None:
+            if manifest is None:
+                return None
+            coverage = self._allowed.get(digest)
+            if coverage is None:
                 try:
-                    rejudge(self._contents.path(digest), self._base, self._limits)
+                    folder = self._contents.path(digest)
+                    coverage = rejudge(folder, self._base, self._limits).coverage
                 except AdapterError as error:
                     log.warning("stored adapter %.12s is given up: %s", digest, error)
                     self._contents.give_up(digest)
                     return None
-                self._allowed.put(digest, True)
-            return manifest
+                self._allowed.put(digest, coverage)
+            return manifest.with_coverage(coverage)
 
     def _intact(self, manifest: AdapterManifest) -> LoraTensors:
         """The tensors of stored content, which is given up if the disk has changed it."""

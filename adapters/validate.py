@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from adapters.base import BaseSpec, ModuleShape, module_path, names_base
+from adapters.coverage import Coverage, Site, coverage_of
 from adapters.header import FLOAT_DTYPES, TensorInfo
 from adapters.manifest import SlabDtype
 from adapters.peft_format import PeftConfig
@@ -78,11 +79,22 @@ class LoraTensors(msgspec.Struct, frozen=True):
 
     base_copies: module -> the base's own weights, saved beside the adapter; to be compared with
     `BaseSpec.embedding_digests` before the adapter is served, and otherwise not used.
+    missing: targeted modules without tensors; they stay as the base has them.
     """
 
     config: PeftConfig
     modules: tuple[ModuleLora, ...]
     base_copies: tuple[tuple[str, TensorInfo], ...] = ()
+    missing: tuple[Site, ...] = ()
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The targeted modules that have tensors."""
+        return tuple((module.layer, module.module) for module in self.modules)
+
+    @property
+    def coverage(self) -> Coverage:
+        return coverage_of(self.sites, self.missing)
 
 
 class _Module(msgspec.Struct, frozen=True):
@@ -125,6 +137,7 @@ def place_tensors(
     config = matcher.config
     targeted = _targeted(matcher, base)
     modules: list[ModuleLora] = []
+    missing: list[Site] = []
     for path, module in table.items():
         pair = sides.get(path, {})
         if pair and path not in targeted:
@@ -132,10 +145,12 @@ def place_tensors(
             findings.add("untargeted_tensor", next(iter(pair.values())).name, message)
         elif pair:
             modules += _pair(module, pair, config, matcher, limits, findings)
-        elif path in targeted and not config.starts_at_zero:
+        elif path in targeted and config.starts_at_zero:
+            missing.append((module.layer, module.name))
+        elif path in targeted:
             message = f"{path} is targeted, has no tensors, and its initial values are random"
             findings.add("missing_tensor", path, message)
-    return LoraTensors(config, tuple(modules), tuple(copies))
+    return LoraTensors(config, tuple(modules), tuple(copies), tuple(missing))
 
 
 def check_config(

@@ -150,6 +150,7 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
         parser.add_argument(
             "--allow-other-base", action="store_true", help="accept one that names another base"
         )
+    check.add_argument("--json", action="store_true", help="for programs")
     for parser in (pull, pack):
         parser.add_argument(
             "--cache-dir",

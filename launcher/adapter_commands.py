@@ -23,6 +23,7 @@ from adapters.sources.enabled import open_sources
 from adapters.store import AdapterStore
 from adapters.validate import WEIGHTS_FILE, AdapterLimits
 from adapters.violations import Findings
+from launcher.adapter_report import Report
 from launcher.demo import model_path
 from launcher.demo.recipe import BASE_NAME
 from launcher.options import OptionError
@@ -64,10 +65,15 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
     except AdapterError as error:
         if not error.violations:
             raise
-        _print_violations(arguments.ref, error)
-        return 1
-    _print_manifest(arguments.ref, manifest, copies)
-    return 0
+        return _report(arguments, Report(arguments.ref, None, violations=error.violations), 1)
+    return _report(arguments, Report(arguments.ref, manifest, copies), 0)
+
+
+def _report(arguments: argparse.Namespace, report: Report, code: int) -> int:
+    """Writes it; the exit code."""
+    for_programs: bool = getattr(arguments, "json", False)
+    sys.stdout.write(report.written(for_programs=for_programs))
+    return code
 
 
 def _check_out(path: Path) -> None:
@@ -163,25 +169,3 @@ def _pack(
 
 def _say_stage(stage: str) -> None:
     sys.stderr.write(f"{stage} ...\n")
-
-
-def _print_violations(text: str, error: AdapterError) -> None:
-    count = len(error.violations)
-    sys.stdout.write(f"{text} cannot be served: {count} reason{'s' if count > 1 else ''}\n")
-    for violation in error.violations:
-        sys.stdout.write(f"  {violation.code} at {violation.where}: {violation.message}\n")
-
-
-def _print_manifest(text: str, manifest: AdapterManifest, copies: Sequence[str]) -> None:
-    """copies: modules of the base whose weights came along, without a base to compare them with."""
-    sys.stdout.write(
-        f"{text} can be served\n"
-        f"  digest   {manifest.digest}\n"
-        f"  base     {manifest.base or '(names none)'}\n"
-        f"  ranks    {', '.join(map(str, manifest.ranks))}\n"
-        f"  targets  {', '.join(manifest.targets)}\n"
-        f"  bytes    {manifest.nbytes:,} ({manifest.dtype})\n"
-    )
-    if copies:
-        named = f"the base's {', '.join(sorted(set(copies)))}"
-        sys.stdout.write(f"  copies   of {named}: not compared; --base MODEL does that\n")

@@ -190,6 +190,7 @@ def _text(arguments: argparse.Namespace, told: list[Any]) -> str:
     for one in told:
         adapters += one["data"] if one["object"] == "list" else [one]
     notes = [f"{_named(a)}: {a['error']}" for a in adapters if a["error"]]
+    notes += [f"{_named(a)}: {a['partial']['message']}" for a in adapters if a.get("partial")]
     notes += [problem for one in told for problem in one.get("file_errors", [])]
     for one in adapters:
         if one.get("rollout"):

@@ -27,6 +27,7 @@ from router.api.adapters import (
     rollout_wish,
 )
 from router.api.body import decode_body, require
+from router.api.partial import partial_note
 from router.api.rollouts import AdapterHistory, change_objects, parse_digest, rollout_object
 from router.generation import Secret
 from router.http_body import BodyLimits, read_json_body
@@ -140,9 +141,9 @@ class AdapterRoutes:
         ref = parse_target(body.lora_path, "lora_path", source)
         wish = Wish(name, ref, "api", replace=body.load_inplace, by=who(request))
         await self._admin.register(wish)
-        await self._admin.load(name)
+        loaded = await self._admin.load(name)
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
-        return PlainTextResponse(text)
+        return PlainTextResponse(text + partial_note(loaded))
 
     async def unload_lora(self, request: Request) -> Response:
         body, _ = decode_body(await read_json_body(request, self._body_limits), UnloadLoraBody)

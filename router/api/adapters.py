@@ -10,6 +10,7 @@ from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, RefSource, format_ref, is_name, parse_ref
 from router.adapter_wish import RolloutWish
 from router.api.body import decode_body, require
+from router.api.partial import PartialObject, partial_object
 from router.api.rollouts import (
     ChangeObject,
     RolloutBody,
@@ -99,6 +100,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     """A registered adapter. digest, ranks, targets, nbytes: once it was resolved.
 
     tenant: whose name it is; null = the fleet's.
+    partial: null = every module that its config targets has weights.
     resident_on, loading_on: ids of workers. running: requests of this router. last_used: Unix
     seconds. history: oldest first.
     """
@@ -116,6 +118,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     ranks: list[int] | None = None
     targets: list[str] | None = None
     nbytes: int | None = None
+    partial: PartialObject | None = None
     running: int = 0
     last_used: float | None = None
     history: list[ChangeObject] = []
@@ -259,6 +262,7 @@ def adapter_object(
         ranks=None if manifest is None else list(manifest.ranks),
         targets=None if manifest is None else list(manifest.targets),
         nbytes=None if manifest is None else manifest.nbytes,
+        partial=partial_object(registration),
         running=running,
         last_used=last_used,
         history=change_objects(registration),

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 from adapters.ref import format_ref
+from router.api.partial import PartialObject, partial_object
 from router.api.rollouts import RolloutObject, rollout_object
 from router.registration import Registration
 from server.protocol import AdapterPlace, ModelCard, TierStage, WorkerPicture, WorkerStatus
@@ -92,7 +93,7 @@ class WorkerObject(msgspec.Struct, frozen=True):
 class RegisteredObject(msgspec.Struct, frozen=True):
     """A registered adapter; `GET /v1/adapters` tells more of it, `…/rollout` what was measured.
 
-    tenant: null = the fleet's.
+    tenant: null = the fleet's. partial: null = all that its config targets has weights.
     """
 
     name: str
@@ -105,6 +106,7 @@ class RegisteredObject(msgspec.Struct, frozen=True):
     error: str | None
     tenant: str | None = None
     rollout: RolloutObject | None = None
+    partial: PartialObject | None = None
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
@@ -164,6 +166,7 @@ def _registered(registration: Registration) -> RegisteredObject:
         error=registration.error,
         tenant=registration.tenant or None,
         rollout=rollout_object(registration),
+        partial=partial_object(registration),
     )
 
 

@@ -155,7 +155,7 @@ addEventListener("keydown", (event) => {
 
 function escape() {
   if (playground.running) playground.stop();
-  else if (fleetView.picked) fleetView.pick(fleetView.picked);
+  else if (fleetView.picked ?? fleetView.pickedName) fleetView.pick(fleetView.picked, fleetView.pickedName);
 }
 
 const wanted = location.hash.slice(1).split("?")[0];

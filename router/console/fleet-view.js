@@ -89,16 +89,21 @@ export class FleetView {
     const wanted = this.filter.value.trim().toLowerCase();
     const all = adapterRows(fleet, this.names, this.sizes);
     const shown = all.filter((row) => row.title.toLowerCase().includes(wanted) || row.digest?.startsWith(wanted));
-    for (const row of shown) row.selected = row.digest !== null && row.digest === this.picked;
+    for (const row of shown) row.selected = this.isPicked(row);
     const nothing = all.length ? `No adapter has “${this.filter.value}” in its name.` : "No adapter is registered or loaded yet. Name one in a request, or register it.";
     this.list.show(shown, nothing);
     this.card.show(this.chosen(fleet));
     setText(byId("adapters-count"), shown.length === all.length ? digits(all.length) : `${digits(shown.length)} of ${digits(all.length)}`);
   }
 
+  /** By its content; by its name while that is not known. */
+  isPicked({ digest, title }) {
+    return this.picked === null ? title === this.pickedName : digest === this.picked;
+  }
+
   /** The registered adapter that was chosen, also by one of its versions. */
   chosen(fleet) {
-    if (this.picked === null) return null;
+    if (this.picked === null) return fleet.adapters.find((adapter) => spelled(adapter) === this.pickedName) ?? null;
     const means = ({ digest, rollout }) =>
       digest === this.picked || (rollout?.versions ?? []).some((version) => version.digest === this.picked);
     const found = fleet.adapters.filter(means);
@@ -183,6 +188,7 @@ function row(adapter, found, names, sizes) {
   if (adapter.ranks?.length) detail.push(`rank ${ranks(adapter.ranks)}`);
   const size = sizes.get(adapter.digest) ?? adapter.nbytes;
   if (size) detail.push(bytes(size));
+  if (adapter.partial) detail.push(partialText(adapter.partial));
   detail.push(adapter.error ?? whereText(found));
   const [badge, tone] = badgeOf(adapter, found);
   return {
@@ -200,9 +206,16 @@ function badgeOf(adapter, found) {
   if (adapter.error) return ["error", "bad"];
   if (adapter.state === "unloading" || adapter.state === "unloaded") return [adapter.state, ""];
   if (adapter.rollout) return rolloutBadge(adapter.rollout);
+  if (adapter.partial && !found?.loading && !found?.running) return ["partial", "warn"];
   if (found?.loading) return ["loading", "busy"];
   if (found?.running) return [`${digits(found.running)} active`, "busy"];
   return adapter.pinned || found?.pinned ? ["pinned", ""] : ["", ""];
+}
+
+/** Of an adapter of which targeted modules are missing. */
+function partialText({ modules, targeted_modules, layers, targeted_layers }) {
+  if (layers < targeted_layers) return `${digits(layers)} of ${plural(targeted_layers, "layer")}`;
+  return `${digits(modules)} of ${plural(targeted_modules, "module")}`;
 }
 
 function ranks(all) {

@@ -18,6 +18,8 @@ export class RolloutCard {
     this.node = byId("adapter-card");
     this.title = h("h3");
     this.state = h("span", { class: "badge" });
+    this.problem = h("p", { class: "card-note", "data-tone": "bad" });
+    this.partial = h("p", { class: "card-note", "data-tone": "warn" });
     this.shares = h("div", { class: "shares", role: "img" });
     this.wanted = h("div", { class: "shares wanted", "aria-hidden": "true" });
     this.versions = h("ul", { class: "versions" });
@@ -26,6 +28,8 @@ export class RolloutCard {
     this.history = h("ol", { class: "history" });
     this.node.append(
       h("div", { class: "card-head" }, this.title, this.state),
+      this.problem,
+      this.partial,
       this.rollout,
       h("h4", {}, "History"),
       this.history,
@@ -67,9 +71,16 @@ export class RolloutCard {
     const [badge, tone] = rollout ? rolloutBadge(rollout) : ["no rollout", ""];
     setText(this.state, badge);
     this.state.dataset.tone = tone;
+    this.note(this.problem, adapter.error ?? "");
+    this.note(this.partial, adapter.partial?.message ?? "");
     this.rollout.hidden = !rollout;
     if (rollout) this.drawRollout(rollout, told?.rollout ?? null);
     this.drawHistory(told?.history ?? []);
+  }
+
+  note(node, text) {
+    node.hidden = !text;
+    setText(node, text && `${text[0].toUpperCase()}${text.slice(1)}`);
   }
 
   drawRollout(rollout, told) {

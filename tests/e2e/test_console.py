@@ -412,6 +412,40 @@ def test_a_rollout_from_its_begin_to_its_end(operator: Operator, opener: Opener)
     opener.complaints = [c for c in opener.complaints if "status of 409" not in c]
 
 
+def test_what_is_missing_or_wrong_is_told(operator: Operator, opener: Opener) -> None:
+    """In the list in short, and in full on the card of what was chosen, by its name if need be."""
+    partial = {"modules": 8, "targeted_modules": 24, "layers": 2, "targeted_layers": 6}
+    words = "partial: 8 of 24 targeted modules have weights, 16 are missing; 2 of 6 layers: 0-1"
+    why = "nowhere/there has no adapter_config.json; " * 4
+
+    def change(route: Route) -> None:
+        answer = route.fetch(headers={**route.request.headers, "accept": "application/json"})
+        told = answer.json()
+        for adapter in told["adapters"]:
+            if adapter["name"] == "json":
+                adapter["partial"] = {**partial, "message": words}
+            if adapter["name"] == "sql":
+                adapter["error"], adapter["digest"] = why, None
+        body = f"event: fleet\ndata: {msgspec.json.encode(told).decode()}\n\n"
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page = opener.open()
+    page.route("**/v1/fleet", change)
+    page.reload()
+    rows = page.get_by_role("option")
+    partly = rows.filter(has_text=re.compile("^json"))
+    expect(partly).to_contain_text("2 of 6 layers")
+    expect(partly.locator(".badge")).to_have_text("partial")
+    failed = rows.filter(has_text=re.compile("^sql"))
+    expect(failed.locator(".badge")).to_have_text("error")
+    failed.click()
+    card = page.locator("#adapter-card")
+    expect(card).to_contain_text(why.capitalize().strip())
+    expect(page.locator("#adapters .row[aria-selected=true]")).to_have_count(1)
+    page.keyboard.press("Escape")
+    expect(card).to_be_hidden()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_rollout_is_accessible(operator: Operator, opener: Opener, scheme: Any) -> None:
     """Pages close before the name is deleted."""

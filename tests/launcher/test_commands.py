@@ -49,6 +49,22 @@ def test_check_of_a_good_adapter(
         assert BASE_NAME in out
 
 
+def test_check_tells_what_is_missing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
+) -> None:
+    folder = str(write_adapter(tmp_path / "cut", base(), layers=[0]))
+    code, out, _ = run(capsys, "adapter", "check", folder, "--base", model)
+    words = "partial: 2 of 4 targeted modules have weights, 2 are missing; 1 of 2 layers: 0"
+    assert (code, f"\n  {words}\n" in out) == (0, True)
+    code, out, _ = run(capsys, "adapter", "check", folder, "--base", model, "--json")
+    told = json.loads(out)
+    assert (code, told["can_be_served"], told["partial"]["message"]) == (0, True, words)
+    assert (told["partial"]["modules"], told["partial"]["targeted_layers"]) == (2, 2)
+    whole = str(write_adapter(tmp_path / "whole", base()))
+    _, out, _ = run(capsys, "adapter", "check", whole, "--json")
+    assert json.loads(out)["partial"] is None
+
+
 def test_check_tells_of_copies_that_were_not_compared(
     capsys: pytest.CaptureFixture[str], adapter: Path, model: str
 ) -> None:
@@ -74,6 +90,10 @@ def test_check_lists_all_violations(
     assert code == 1
     assert "use_dora" in out
     assert "wrong_base" in out
+    code, told, _ = run(capsys, "adapter", "check", str(adapter), "--base", model, "--json")
+    assert (code, json.loads(told)["can_be_served"]) == (1, False)
+    codes = {violation["code"] for violation in json.loads(told)["violations"]}
+    assert codes == {"unsupported_feature", "wrong_base"}
     code, out, _ = run(
         capsys, "adapter", "check", str(adapter), "--base", model, "--allow-other-base"
     )

@@ -1,6 +1,7 @@
 """Loads on threads: what is here does not wait behind what has to be fetched."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from adapters.coverage import coverage_of
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
 from adapters.store import AdapterStore
@@ -76,3 +78,25 @@ async def test_a_source_that_stalls_holds_up_no_other(store: Store, tmp_path: Pa
         store.gate.set()
         names = {(await asyncio.wait_for(states.get(), 30)).load_id for _ in range(2)}
         assert names == {"stalled", "other"}
+
+
+async def test_a_partial_adapter_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under however many names and however often it comes."""
+    cut = make_manifest("cut", coverage=coverage_of([(0, "q_proj")], [(1, "q_proj")]))
+
+    class Here(Store):
+        def recall(self, ref: AdapterRef) -> AdapterManifest | None:
+            return make_manifest("whole") if ref.name == "whole" else cut
+
+    states: asyncio.Queue[AdapterState] = asyncio.Queue()
+    caplog.set_level(logging.WARNING)
+    with ThreadPoolExecutor(1) as disk:
+        merger = Merger(AdapterStore(tmp_path, small_base(), {}), timeout_s=1.0)
+        service = AdapterService(Here(), {"local": disk}, disk, merger, WorkerMetrics())
+        for name in ("whole", "secret/cut", "cut", "cut"):
+            service.load(AdapterLoad(name, AdapterRef("local", name)), states.put_nowait)
+            assert (await asyncio.wait_for(states.get(), 30)).stage == "ready"
+    (line,) = caplog.messages
+    assert line.startswith(f"adapter {cut.digest[:12]} (cut) is partial: 1 of 2 targeted modules")

@@ -1,0 +1,65 @@
+"""What `loraplex adapter check|pull|pack` say of an adapter: for people, or as JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from adapters.errors import Violation
+from adapters.manifest import AdapterManifest
+from launcher.router_client import as_json
+from router.api.partial import partial_of
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One adapter. manifest: None = it cannot be served, for every one of `violations`.
+
+    copies: modules of the base whose weights came along, without a base to compare them with.
+    """
+
+    ref: str
+    manifest: AdapterManifest | None
+    copies: Sequence[str] = ()
+    violations: Sequence[Violation] = ()
+
+    def written(self, *, for_programs: bool) -> str:
+        if for_programs:
+            return as_json([self._table()])
+        return self._refusal() if self.manifest is None else self._text(self.manifest)
+
+    def _table(self) -> dict[str, Any]:
+        can_be_served = self.manifest is not None
+        table: dict[str, Any] = {"ref": self.ref, "can_be_served": can_be_served}
+        table["violations"] = msgspec.to_builtins(self.violations)
+        if self.manifest is not None:
+            names = ("digest", "base", "ranks", "targets", "nbytes", "dtype")
+            table |= {name: getattr(self.manifest, name) for name in names}
+            partial = msgspec.to_builtins(partial_of(self.manifest))
+            table |= {"partial": partial, "not_compared": _sorted(self.copies)}
+        return table
+
+    def _refusal(self) -> str:
+        count = len(self.violations)
+        lines = [f"{self.ref} cannot be served: {count} reason{'s' if count > 1 else ''}"]
+        lines += [f"  {v.code} at {v.where}: {v.message}" for v in self.violations]
+        return "".join(f"{line}\n" for line in lines)
+
+    def _text(self, manifest: AdapterManifest) -> str:
+        lines = [
+            f"{self.ref} can be served",
+            f"  digest   {manifest.digest}",
+            f"  base     {manifest.base or '(names none)'}",
+            f"  ranks    {', '.join(map(str, manifest.ranks))}",
+            f"  targets  {', '.join(manifest.targets)}",
+            f"  bytes    {manifest.nbytes:,} ({manifest.dtype})",
+        ]
+        if manifest.partial is not None:
+            lines.append(f"  {manifest.partial.text}")
+        if self.copies:
+            named = f"the base's {', '.join(_sorted(self.copies))}"
+            lines.append(f"  copies   of {named}: not compared; --base MODEL does that")
+        return "".join(f"{line}\n" for line in lines)
+
+
+def _sorted(names: Sequence[str]) -> list[str]:
+    return sorted(set(names))

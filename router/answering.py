@@ -91,7 +91,7 @@ class Answerer:
             adapter=adapter,
             tenant=caller.tenant,
             weight=caller.weight,
-            priority=caller.priority,
+            priority=caller.priority + call.priority,
         )
 
 

@@ -141,7 +141,7 @@ class Dispatcher:
             room=room,
             tenant=call.tenant,
             weight=call.weight,
-            salt="" if self._limits.share_prefixes else call.tenant,
+            salt=_salt(call, self._limits.share_prefixes),
         )
         head = _head(call, charge.request_id, model, adapter)
         counted_as = "" if adapter is None else adapter.counted_as
@@ -265,6 +265,12 @@ def _with_ranking(call: GenerationCall) -> GenerationCall:
         return call
     sampling = msgspec.structs.replace(call.sampling, logprobs=0)
     return msgspec.structs.replace(call, sampling=sampling)
+
+
+def _salt(call: GenerationCall, share_prefixes: bool) -> str:
+    """Whose cached prefixes it may use. No tenant's name has a colon."""
+    tenant = "" if share_prefixes else call.tenant
+    return f"{tenant}:{call.cache_salt}" if call.cache_salt else tenant
 
 
 def _seed(call: GenerationCall, prompt_index: int, seed: int) -> int:

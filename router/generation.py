@@ -4,6 +4,7 @@
 dispatch and text modules do the rest and know no API.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,8 @@ from adapters.ref import AdapterRef
 from server.protocol import SamplingParams
 
 Api = Literal["lorax", "completions", "chat"]
+# What is left of a prompt that is cut.
+PromptEnd = Literal["first", "last"]
 # What clients made for servers of one model send as `model` when their user gave none.
 BASE_PLACEHOLDERS = ("", "dummy", "tgi")
 # eos: the model ended; stop: a stop string or stop token id of the caller's.
@@ -138,10 +141,13 @@ class GenerationCall(msgspec.Struct, frozen=True):
     stop: stop strings. include_stop: keep them in the text (LoRAX does, OpenAI does not).
     skip_special_tokens: leave special tokens out of the text. spaces_between_special_tokens: as in
     vLLM; without effect where they are left out.
-    truncate: keep only the last so many prompt tokens.
+    truncate: keep so many prompt tokens alone, the first or the last (truncate_keeps); -1 = as many
+    as fit.
     template_vars: what the caller adds to the chat template's variables.
     tenant: whose request it is, by its key; "" = nobody's, when callers need no key.
-    weight, priority: of its tenant and key, for the queue; see Waiting.
+    weight, priority: of its tenant and key, for the queue; see Waiting. Until its caller is known,
+    priority says how far behind the caller's own it asks to stand.
+    cache_salt: shares cached prefixes with its like alone; "" = with its tenant's.
     """
 
     api: Api
@@ -150,19 +156,21 @@ class GenerationCall(msgspec.Struct, frozen=True):
     adapter: AdapterChoice | MergedChoice | None
     sampling: SamplingParams
     max_tokens: int | None
-    n: int
-    best_of: int
-    stop: tuple[str, ...]
-    include_stop: bool
-    echo: bool
-    stream: bool
-    seed: int | None
+    n: int = 1
+    best_of: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    echo: bool = False
+    stream: bool = False
+    seed: int | None = None
     add_special_tokens: bool = True
     truncate: int | None = None
+    truncate_keeps: PromptEnd = "last"
     user: str | None = None
     template_vars: dict[str, Any] = {}
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    cache_salt: str = ""
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
@@ -172,7 +180,7 @@ class TextToken(msgspec.Struct, frozen=True):
     """One generated or prompt token. text: what it adds to the text ("" inside a UTF-8 sequence).
 
     token: the token's own text, whatever its neighbours. top: (id, token text, logprob).
-    raw: its bytes where they are no UTF-8 by themselves, else None.
+    raw: its bytes where they are no UTF-8 by themselves, else None. rank: see TokenLogprob.
     """
 
     token_id: int
@@ -182,6 +190,7 @@ class TextToken(msgspec.Struct, frozen=True):
     special: bool
     top: tuple[tuple[int, str, float], ...] = ()
     raw: bytes | None = None
+    rank: int | None = None
 
 
 class TextEvent(msgspec.Struct, frozen=True):
@@ -218,13 +227,17 @@ class ChoiceResult(msgspec.Struct, frozen=True):
 
 
 class PromptInfo(msgspec.Struct, frozen=True):
-    """Known before the first token. tokens: with logprobs when prompt logprobs were asked for."""
+    """Known before the first token. tokens: with logprobs when prompt logprobs were asked for.
+
+    token_ids: as the model read them.
+    """
 
     prompt_index: int
     text: str
     num_tokens: int
     cached_tokens: int = 0
     tokens: tuple[TextToken, ...] = ()
+    token_ids: Sequence[int] = ()
 
 
 class AnswerHead(msgspec.Struct, frozen=True):

@@ -206,7 +206,8 @@ class Generation:
                 lambda: prompt_tokens(self.model, prompt.text, prompt.ids, event.prompt_logprobs),
             )
         info = PromptInfo(
-            task.index, prompt.text, len(prompt.ids), event.cached_tokens or 0, tokens
+            *(task.index, prompt.text, len(prompt.ids), event.cached_tokens or 0, tokens),
+            token_ids=prompt.ids,
         )
         self.prompts.append(info)
         return info

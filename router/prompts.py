@@ -90,21 +90,32 @@ def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> P
     if isinstance(prompt, str):
         return _encode(call, model, prompt, _PARAM[call.api])
     _check_ids(prompt, model, "prompt")
-    return _checked(call, Prompt(model.decode(prompt), prompt), "prompt")
+    return _checked(call, model, Prompt(model.decode(prompt), prompt), "prompt")
 
 
 def _encode(call: GenerationCall, model: TextModel, text: str, param: str) -> Prompt:
     if call.truncate is None:
         model.check_size(text, param)
-    return _checked(call, Prompt(text, model.encode(text, call.add_special_tokens)), param)
+    ids = model.encode(text, call.add_special_tokens)
+    return _checked(call, model, Prompt(text, ids), param)
 
 
-def _checked(call: GenerationCall, prompt: Prompt, param: str) -> Prompt:
-    if call.truncate is not None and len(prompt.ids) > call.truncate:
-        prompt = Prompt(prompt.text, prompt.ids[-call.truncate :])
+def _checked(call: GenerationCall, model: TextModel, prompt: Prompt, param: str) -> Prompt:
+    prompt = _truncated(call, model, prompt)
     if not prompt.ids:
         raise RequestError("invalid", "expected a prompt of at least one token", param=param)
     return prompt
+
+
+def _truncated(call: GenerationCall, model: TextModel, prompt: Prompt) -> Prompt:
+    """What is told of the prompt again (`echo`) is what is left of it."""
+    most = call.truncate
+    if most == -1:
+        most = max(1, model.card.max_context - (1 if call.max_tokens is None else call.max_tokens))
+    if most is None or len(prompt.ids) <= most:
+        return prompt
+    ids = prompt.ids[:most] if call.truncate_keeps == "first" else prompt.ids[-most:]
+    return Prompt(model.decode(ids) if call.echo else prompt.text, ids)
 
 
 def _check_ids(ids: "Sequence[int] | dict[int, float]", model: TextModel, param: str) -> None:

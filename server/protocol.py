@@ -182,11 +182,15 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="wh"):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """logprob: None only for a prompt's first token. top: (id, logprob), most likely first."""
+    """logprob: None only for a prompt's first token. top: (id, logprob), most likely first.
+
+    rank: of a prompt's token, 1 = no token of the vocabulary is likelier; None where not counted.
+    """
 
     token_id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):

@@ -168,8 +168,8 @@ def text_token(
     if logprob is not None and logprob.top:
         top = tuple((i, vocabulary.token_text(i), value) for i, value in logprob.top)
     raw = vocabulary.token_bytes(token_id) if "�" in own else None
-    value = logprob.logprob if logprob is not None else None
-    return TextToken(token_id, text, own, value, vocabulary.is_special(token_id), top, raw)
+    value, rank = (None, None) if logprob is None else (logprob.logprob, logprob.rank)
+    return TextToken(token_id, text, own, value, vocabulary.is_special(token_id), top, raw, rank)
 
 
 def prompt_tokens(

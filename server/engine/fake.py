@@ -234,7 +234,7 @@ class CertifyingExecutor:
             ((token_id + i) % self.limits.vocab_size, best - i)
             for i in range(min(count, self.limits.vocab_size))
         )
-        return TokenLogprob(token_id, best, top)
+        return TokenLogprob(token_id, best, top, rank=1)
 
     def _check_inputs(self, row: _Row, piece: SeqSlice, end: int) -> None:
         _check(piece.num_new > 0, "an empty slice")

@@ -84,7 +84,10 @@ def _prompt(prompt: PromptLogprobs) -> list[TokenLogprob]:
     chosen = [value for part in prompt.parts for value in part.chosen.tolist()]
     ids = [row for part in prompt.parts for row in part.top_ids.tolist()]
     top = [row for part in prompt.parts for row in part.top.tolist()]
+    ranks = [
+        rank for part in prompt.parts if part.ranks is not None for rank in part.ranks.tolist()
+    ]
     return [
-        TokenLogprob(token, value, tuple(zip(i, t, strict=True)))
-        for token, value, i, t in zip(token_ids, chosen, ids, top, strict=True)
+        TokenLogprob(token, value, tuple(zip(i, t, strict=True)), rank)
+        for token, value, i, t, rank in zip(token_ids, chosen, ids, top, ranks, strict=True)
     ]

@@ -1,7 +1,7 @@
 """Draws the tokens of a step's rows, and the logprobs that requests asked for."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from server.model.memory import LOGITS_ROWS
 from server.model.results import HostLogprobs, PromptLogprobs
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
-from server.model.sampling import Logprobs, logprobs
+from server.model.sampling import Logprobs, logprobs, ranks
 from server.model.transfers import to_device, to_host
 
 # Places of tokens in the batch, int64 `[n]`, ascending -> their logits `[n, vocab]`.
@@ -95,9 +95,12 @@ class Sampler:
         for offset in range(0, piece.predicted, LOGITS_ROWS):
             end = min(offset + LOGITS_ROWS, piece.predicted)
             logits = logits_of(np.arange(piece.begin + offset, piece.begin + end)).float()
-            parts.append(_logprobs_to_host(logprobs(logits, targets[offset:end], count)))
+            ids = targets[offset:end]
+            found = replace(logprobs(logits, ids, count), ranks=ranks(logits, ids))
+            parts.append(_logprobs_to_host(found))
         return PromptLogprobs(piece.place, to_host(targets), tuple(parts))
 
 
 def _logprobs_to_host(values: Logprobs) -> Logprobs:
-    return Logprobs(*(to_host(t) for t in (values.chosen, values.top_ids, values.top)))
+    chosen, top_ids, top = map(to_host, (values.chosen, values.top_ids, values.top))
+    return Logprobs(chosen, top_ids, top, None if values.ranks is None else to_host(values.ranks))

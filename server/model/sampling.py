@@ -96,11 +96,15 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the raw logits. chosen: float32 `[rows]`; top_ids, top: `[rows, n]`, most likely first."""
+    """Of the raw logits. chosen: float32 `[rows]`; top_ids, top: `[rows, n]`, most likely first.
+
+    ranks: of the chosen, int64 `[rows]`, where they are counted.
+    """
 
     chosen: torch.Tensor
     top_ids: torch.Tensor
     top: torch.Tensor
+    ranks: torch.Tensor | None = None
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
@@ -120,6 +124,11 @@ def logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> Logprob
     scores = logits.log_softmax(dim=-1)
     best = scores.topk(min(top, scores.shape[1]), dim=-1)
     return Logprobs(scores.gather(1, token_ids[:, None]).squeeze(1), best.indices, best.values)
+
+
+def ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """1 + the number of likelier tokens, int64 `[rows]`. Arguments as of `logprobs`."""
+    return (logits > logits.gather(1, token_ids[:, None])).sum(dim=-1) + 1
 
 
 def apply_history(logits: torch.Tensor, history: History) -> None:

@@ -257,6 +257,8 @@ def test_prompt_logprobs_across_chunks(driver: Driver) -> None:
         stream = Stream(driver, row, ids, sampling=sampling)
         generate(driver, [stream], 1, chunk)
         assert [p.token_id for p in stream.prompt_logprobs] == ids[1:]
+        for p in stream.prompt_logprobs:
+            assert (p.rank == 1) == (p.logprob == p.top[0][1])
         found.append([p.logprob for p in stream.prompt_logprobs])
         stream.free()
     for other in found[1:]:

@@ -51,6 +51,12 @@ def assert_parity(model: PreTrainedModel | PeftModel, adapter: str | None, strea
     for place, found in enumerate(stream.prompt_logprobs):
         assert found.token_id == stream.tokens[place + 1]
         assert found.logprob == pytest.approx(expected[place, found.token_id].item(), abs=tolerance)
+        value = expected[place, found.token_id].item()
+        least, most = (
+            1 + int((expected[place] > value + shift).sum()) for shift in (tolerance, -tolerance)
+        )
+        assert found.rank is not None
+        assert least <= found.rank <= most
         best = expected[place].topk(2)
         assert [v for _, v in found.top] == pytest.approx(best.values.tolist(), abs=tolerance)
     assert len(stream.logprobs) == len(stream.output)

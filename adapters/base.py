@@ -1,6 +1,5 @@
 """The base model as an adapter sees it: which modules exist, and their shapes. Pure."""
 
-import re
 from typing import Literal
 
 import msgspec
@@ -18,8 +17,6 @@ SITE_PROJECTIONS: dict[SiteKind, tuple[str, ...]] = {
 }
 LAYER_SITES: tuple[SiteKind, ...] = ("qkv", "o", "gate_up", "down")
 MODEL_SITES: tuple[SiteKind, ...] = ("embed_tokens", "lm_head")
-
-_HUB_CACHE = re.compile(r"models--(?:[^/]+--)?(?P<name>[^/]+?)(?=/|$)")
 
 
 class ModuleShape(msgspec.Struct, frozen=True):
@@ -39,7 +36,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     """What adapters are validated against.
 
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
-    names: every value of `base_model_name_or_path` that means this base.
+    names: what it is called; `adapters.base_names` tells which other names mean the same.
     layer_modules: short name (`q_proj`, …) -> shape; the same in every layer.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
     embedding_digests: `embed_tokens` and `lm_head` -> `adapters.floats.float_digest` of the base's
@@ -60,19 +57,3 @@ class BaseSpec(msgspec.Struct, frozen=True):
     @property
     def is_inferred(self) -> bool:
         return not self.digest
-
-
-def names_base(name: str, base: BaseSpec) -> bool:
-    """Whether a config's `base_model_name_or_path` means this base.
-
-    It does when it is one of the base's names or ends in the same component (folders, mirrors and
-    Hub caches keep a model's own name). A config that names none leaves it to the shapes.
-    """
-    return not name or any(
-        name == known or _last_component(name) == _last_component(known) for known in base.names
-    )
-
-
-def _last_component(name: str) -> str:
-    cached = _HUB_CACHE.search(name)
-    return (cached["name"] if cached else name.rstrip("/").rpartition("/")[2]).lower()

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from adapters.base import BaseSpec, ModuleShape, module_path, names_base
+from adapters.base import BaseSpec, ModuleShape, module_path
+from adapters.base_names import names_base, normal_name
 from adapters.coverage import Coverage, Site, coverage_of
 from adapters.header import FLOAT_DTYPES, TensorInfo
 from adapters.manifest import SlabDtype
@@ -176,12 +177,14 @@ def check_config(
 def check_base_name(
     trained_for: str, base: BaseSpec, limits: AdapterLimits, findings: Findings
 ) -> None:
-    if limits.allow_other_base or names_base(trained_for, base):
+    if limits.allow_other_base or names_base(trained_for, base.names):
         return
     known = " or ".join(map(shown, base.names)) or "unnamed"
+    unnamed = "" if normal_name(trained_for) else ", a path that does not end in a model's name"
     message = (
-        f"the adapter was trained for {shown(trained_for)}, this base model is {known}; if they "
-        "are the same, --model-name gives the base another name; --allow-other-base takes any"
+        f"the adapter was trained for {shown(trained_for)}{unnamed}; this base model is {known}. "
+        "If both are the same model, --model-name adds the adapter's spelling to the base's names; "
+        "--allow-other-base takes any name"
     )
     findings.add("wrong_base", "base_model_name_or_path", message)
 

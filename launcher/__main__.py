@@ -117,7 +117,9 @@ def _parser() -> Parser:
     bench = commands.add_parser("bench", help="measure", description=bench_commands.ABOUT)
     bench_commands.add_commands(bench.add_subparsers(metavar="ACTION", required=True))
     bench.set_defaults(command=_bench)
-    info = commands.add_parser("info", help="what this machine can do, and why not")
+    info = commands.add_parser("info", help="what this machine can do, and why not; or a model")
+    info.add_argument("model", metavar="MODEL", nargs="?", help="Hub id or folder: what it is")
+    info.add_argument("--revision", metavar="REV", help="branch, tag or commit of MODEL")
     info.add_argument("--json", action="store_true", help="for programs")
     info.set_defaults(command=_info)
     return parser
@@ -178,12 +180,14 @@ def _version() -> str:
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.processes import ChildFailed
     from launcher.serve import serve
+    from server.model.checkpoint import CheckpointError
     from server.worker.address import AddressError
+    from server.worker.model_source import ModelError
 
     options = config.serve_options()
     try:
         serve(config.resolve(options, arguments, environ, optional=("model",)), environ)
-    except (AddressError, ChildFailed) as error:
+    except (AddressError, CheckpointError, ChildFailed, ModelError) as error:
         fail(str(error), 1)
 
 
@@ -289,8 +293,26 @@ def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.info import gather, to_json, to_text
 
+    if arguments.model is not None:
+        _model_info(arguments)
+        return
+    if arguments.revision is not None:
+        raise OptionError("--revision is of a MODEL: name one")
     facts = gather()
     sys.stdout.write(to_json(facts) if arguments.json else to_text(facts))
+
+
+def _model_info(arguments: argparse.Namespace) -> None:
+    from launcher.model_info import describe
+    from server.model.checkpoint import CheckpointError
+    from server.worker.model_source import ModelError
+
+    log_to_stderr(logging.WARNING)
+    try:
+        facts = describe(arguments.model, arguments.revision)
+    except (CheckpointError, ModelError) as error:
+        fail(str(error), 1)
+    sys.stdout.write(facts.written(for_programs=arguments.json))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from router.config import RouterConfig
 from router.tenancy.tenancy import needs_keys
 from server.config import WorkerConfig
 from server.worker.address import open_listener
+from server.worker.model_source import check_model
 
 POLL_INTERVAL_S = 0.1
 STOP_MARGIN_S = 10.0
@@ -136,10 +137,13 @@ def warn_if_open(config: RouterConfig, say: Callable[[str], None]) -> None:
 
 
 def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
-    """Blocks until stopped. Raises OptionError, AddressError, ChildFailed, KeyboardInterrupt."""
+    """Blocks until stopped. Raises OptionError, AddressError, ChildFailed, KeyboardInterrupt; of a
+    model that cannot be served ModelError or CheckpointError, before anything is started."""
     chosen = plan(values)
     check_router(chosen.router)
     check_worker(chosen.worker)
+    with_tensors = chosen.worker.executor == "torch"
+    check_model(chosen.worker.model, chosen.worker.revision, with_tensors=with_tensors)
     warn_if_open(chosen.router, say)
     if not asyncio.run(_run(chosen, environ)):
         raise KeyboardInterrupt

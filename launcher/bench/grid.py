@@ -14,7 +14,7 @@ from launcher.bench.offline import GREEDY, Load, OfflineEngine, Sizes, token_byt
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig, base_spec
 from server.model.lora import DTYPES
-from server.model.weights import expected_tensors
+from server.model.tensor_table import expected_tensors
 from server.protocol import SamplingParams
 
 # Of the shorter of the two runs whose difference is a step's time.

@@ -19,9 +19,10 @@ import torch
 
 from adapters.base import BaseSpec
 from launcher.bench.made_tokenizer import tokenizer_json
-from server.model.checkpoint import CONFIG_FILE, INDEX_FILE, read_config
+from server.model.checkpoint import read_config
 from server.model.config import base_spec
-from server.model.weights import expected_tensors
+from server.model.model_files import CONFIG_FILE, INDEX_FILE
+from server.model.tensor_table import expected_tensors
 
 # How safetensors spells them. In eight bits an adapter takes half the disk; it is packed as ever.
 STORED = {

@@ -15,11 +15,16 @@ from typing import Any
 
 from adapters.header import DTYPE_BYTES
 from server.model.config import ModelConfig
+from server.model.model_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    files_of,
+    what_it_is,
+    without_weights,
+)
 
-CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 EMBED = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
@@ -34,6 +39,14 @@ _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
 
 class CheckpointError(Exception):
     """The folder cannot be served as a base model; the message says what to do."""
+
+
+class UnservedError(CheckpointError):
+    """Its `config.json` is of a model that cannot be served. reason: without the folder's name."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: larger than {_MAX_JSON_BYTES} bytes")
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path.parent} has no {path.name}; expected a model folder as on the Hugging Face Hub"
-        ) from None
+        raise CheckpointError(f"{path.parent} {what_it_is(path.parent)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
@@ -100,11 +111,10 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         return ModelConfig.from_json(config, generation)
     except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from None
+        raise UnservedError(folder / CONFIG_FILE, str(error)) from None
     except (TypeError, AttributeError, OverflowError) as error:
-        raise CheckpointError(
-            f"{folder / CONFIG_FILE}: an entry of another type or size than expected ({error})"
-        ) from None
+        reason = f"an entry of another type or size than expected ({error})"
+        raise UnservedError(folder / CONFIG_FILE, reason) from None
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:
@@ -152,7 +162,7 @@ def _shard_names(folder: Path) -> list[str]:
     elif (folder / WEIGHTS_FILE).exists():
         names = [WEIGHTS_FILE]
     else:
-        raise CheckpointError(_no_weights(folder))
+        raise CheckpointError(f"{folder} {without_weights(files_of(folder), str(folder))}")
     outside = [n for n in names if Path(n).name != n or not n.endswith(".safetensors")]
     if outside:
         raise CheckpointError(f"{folder / INDEX_FILE}: not a safetensors file of it: {outside}")
@@ -160,16 +170,6 @@ def _shard_names(folder: Path) -> list[str]:
     if missing:
         raise CheckpointError(f"{folder}: shards named by the index are missing: {missing}")
     return names
-
-
-def _no_weights(folder: Path) -> str:
-    found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
-    if found:
-        return (
-            f"{folder} has only {', '.join(found[:4])}, which can run code when opened and are"
-            " never read; convert the model to safetensors (save_pretrained writes them)"
-        )
-    return f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}"
 
 
 def _read_shard(path: Path) -> Shard:

@@ -4,22 +4,17 @@ A key that would change the maths and is not implemented is refused by name; not
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from adapters.base import BaseSpec, ModuleShape
 from server.model.config_fields import Fields
+from server.model.families import Family, other_family, other_forms
 from server.model.rope_config import RopeConfig, read_rope
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
-
-ARCHITECTURES: dict[str, Family] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+# transformers' names of one function.
+_SILU = ("silu", "swish")
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -28,12 +23,16 @@ _REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+_EXTRA_LAYERS = "num_nextn_predict_layers"
 _MISTRAL_WINDOW = 4096
 _QWEN_WINDOW_LAYERS = 28
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """A decoder of the Llama kind. windows: per layer, the attention window in tokens or None."""
+    """A decoder of the Llama kind. windows: per layer, the attention window in tokens or None.
+
+    extra_layers: stored beyond the last, to predict further tokens; they are not computed.
+    """
 
     family: Family
     vocab_size: int
@@ -54,6 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_context: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    extra_layers: int = 0
 
     @classmethod
     def from_json(
@@ -61,8 +61,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
     ) -> "ModelConfig":
         """Read `config.json` (and `generation_config.json`, whose end-of-sequence ids win).
 
-        Raises ValueError with every unsupported or malformed key at once.
+        Raises ValueError: of a model of another type with that alone, else with every unsupported
+        or malformed key at once, what matters most first.
         """
+        reason = other_family(config)
+        if reason is not None:
+            raise ValueError(reason)
         fields = Fields(config)
         result = _read(fields, generation or {})
         if fields.problems:
@@ -120,18 +124,20 @@ def base_spec(
 
 def _read(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     config = fields.config
-    family = _family(fields)
+    family: Family = config["model_type"]
+    for reason in other_forms(config, family):
+        fields.refuse(reason)
+    _refuse_other_maths(fields)
+    before = len(fields.problems)
     sizes = {key: fields.positive(key) for key in _REQUIRED}
     heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
     kv_heads = fields.positive("num_key_value_heads", 8 if family == "mistral" else heads)
-    if heads % kv_heads:
-        fields.refuse(f"{heads} attention heads do not divide among {kv_heads} key-value heads")
     head_dim = fields.positive(
         "head_dim", 128 if family == "qwen3" else max(sizes["hidden_size"] // heads, 1)
     )
-    if head_dim % 2:
-        fields.refuse(f"head_dim must be even, got {head_dim}")
-    _refuse_other_maths(fields)
+    is_sound = len(fields.problems) == before
+    if is_sound:  # else what follows would follow from what is wrong already
+        _check_heads(fields, heads, kv_heads, head_dim)
     rope, max_context = read_rope(fields, sizes["max_position_embeddings"])
     attention_bias = bool(config.get("attention_bias", False))
     return ModelConfig(
@@ -150,36 +156,27 @@ def _read(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family == "qwen3",
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        windows=_windows(fields, family, layers),
+        windows=_windows(fields, family, layers) if is_sound else (),
         max_context=max_context,
-        eos_token_ids=_eos(fields, family, generation, sizes["vocab_size"]),
+        eos_token_ids=_eos(fields, family, generation, sizes["vocab_size"]) if is_sound else (),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        extra_layers=fields.positive(_EXTRA_LAYERS) if config.get(_EXTRA_LAYERS) else 0,
     )
 
 
-def _family(fields: Fields) -> Family:
-    model_type = fields.config.get("model_type")
-    architectures = fields.config.get("architectures") or []
-    for architecture, family in ARCHITECTURES.items():
-        if family == model_type:
-            if architectures and architecture not in architectures:
-                fields.refuse(f"architectures must name {architecture}, got {architectures}")
-            return family
-    known = ", ".join(ARCHITECTURES.values())
-    fields.refuse(f"model_type must be one of {known}; got {model_type!r}")
-    return "llama"
+def _check_heads(fields: Fields, heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads % kv_heads:
+        fields.refuse(f"{heads} attention heads do not divide among {kv_heads} key-value heads")
+    if head_dim % 2:
+        fields.refuse(f"head_dim must be even, got {head_dim}")
 
 
 def _refuse_other_maths(fields: Fields) -> None:
     config = fields.config
-    if config.get("hidden_act", "silu") != "silu":
+    if config.get("hidden_act", "silu") not in _SILU:
         fields.refuse(f"hidden_act must be 'silu', got {config['hidden_act']!r}")
-    if config.get("quantization_config"):
-        fields.refuse("quantization_config: quantised checkpoints are not supported")
     if config.get("is_causal", True) is not True:
         fields.refuse(f"is_causal must be true, got {config['is_causal']!r}")
-    if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
-        fields.refuse("auto_map: the model needs code of its own, which is never run")
 
 
 def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
@@ -190,7 +187,7 @@ def _windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, .
     if family == "llama" or (qwen and not config.get("use_sliding_window", False)):
         return full
     window = config.get("sliding_window", _MISTRAL_WINDOW)
-    if window is None:
+    if window is None or (type(window) is int and window == 0):
         return full
     if not isinstance(window, int) or window <= 0:
         fields.refuse(f"sliding_window must be a positive integer, got {window!r}")

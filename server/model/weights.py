@@ -1,6 +1,6 @@
 """A model's weights on the device: packed as the decoder multiplies them, read from safetensors."""
 
-from collections.abc import Iterator
+import logging
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -8,13 +8,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from server.model.checkpoint import EMBED, LM_HEAD, CheckpointError, Shard, read_shards, tables
+from server.model.checkpoint import LM_HEAD, CheckpointError, Shard, read_shards, tables
 from server.model.config import ModelConfig
+from server.model.tensor_table import check_tensors, expected_tensors, kinds
 
-_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-# Derived from the configuration; old checkpoints carry them along.
-_DERIVED = "rotary_emb.inv_freq"
-_MAX_LISTED = 8
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +46,6 @@ class ModelWeights:
     lm_head: torch.Tensor
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this model must hold, and its shape."""
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBED: (config.vocab_size, config.hidden_size),
-        "model.norm.weight": (config.hidden_size,),
-    }
-    if not config.tie_word_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-    layer = dict(_layer_tensors(config))
-    for index in range(config.num_layers):
-        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
-    return shapes
-
-
 def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """What they take on the device."""
     return sum(prod(shape) for shape in expected_tensors(config).values()) * dtype.itemsize
@@ -73,63 +57,16 @@ def load_weights(
     """Read the checkpoint, cast to `dtype`. Raises CheckpointError with everything that is missing,
     unexpected or of another shape."""
     shards = read_shards(folder)
+    left_out = check_tensors(folder, shards, config)
+    if left_out:
+        log.info("%d stored tensors change no token and are left out: %s", *kinds(left_out))
     embedding = tables({name for shard in shards for name in shard.tensors}, config)[0]
-    _check(folder, shards, config, embedding)
     with torch.inference_mode():
         source = _Source(shards, dtype, device)
         embed = source.get(embedding)
         layers = tuple(_load_layer(source, config, i) for i in range(config.num_layers))
         lm_head = embed if config.tie_word_embeddings else source.get(LM_HEAD)
         return ModelWeights(embed, layers, source.get("model.norm.weight"), lm_head)
-
-
-def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    linears = (
-        ("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, config.q_size, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
-    for name, rows, columns, bias in linears:
-        yield f"{name}.weight", (rows, columns)
-        if bias:
-            yield f"{name}.bias", (rows,)
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)
-
-
-def _check(folder: Path, shards: tuple[Shard, ...], config: ModelConfig, embedding: str) -> None:
-    stored = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
-    expected = expected_tensors(config)
-    expected[embedding] = expected.pop(EMBED)
-    ignored = {LM_HEAD} if config.tie_word_embeddings else set()
-    missing = [name for name in expected if name not in stored]
-    unexpected = [
-        name
-        for name in stored
-        if name not in expected and name not in ignored and not name.endswith(_DERIVED)
-    ]
-    wrong = [
-        f"{name} (expected {list(shape)}, got {stored[name].dtype} {list(stored[name].shape)})"
-        for name, shape in expected.items()
-        if name in stored
-        and (stored[name].shape != shape or stored[name].dtype not in _FLOAT_DTYPES)
-    ]
-    problems = [
-        f"{len(names)} {kind}: {', '.join(names[:_MAX_LISTED])}"
-        f"{', …' if len(names) > _MAX_LISTED else ''}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("wrong", wrong))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(f"{folder}: tensors do not fit config.json: {'; '.join(problems)}")
 
 
 class _Source:

@@ -7,8 +7,9 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,13 +32,21 @@ from huggingface_hub.hf_api import ModelInfo
 # The HTTP library that huggingface_hub itself uses; its name has changed between releases.
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
+from server.model.checkpoint import UnservedError, read_config
+from server.model.config import ModelConfig
+from server.model.model_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    without_config,
+    without_weights,
+)
+from server.model.tensor_table import check_folder
+
 log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 5.0
 DOWNLOADS = 8
-INDEX_FILE = "model.safetensors.index.json"
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "config.json"
 METADATA_FILES = (
     CONFIG_FILE,
     "generation_config.json",
@@ -72,21 +81,54 @@ class _Index(msgspec.Struct):
 
 
 def find_model(text: str, revision: str | None) -> ModelFolder:
-    """A folder that exists, or else a Hub id. Blocks while downloading. Raises ModelError."""
-    folder = Path(text).expanduser()
-    if folder.is_dir():
+    """A folder that exists, or else a Hub id. Blocks while downloading. Raises ModelError.
+
+    A model of the Hub whose configuration cannot be served is refused before its weights come.
+    """
+    folder = local_folder(text)
+    if folder is not None:
         if revision is not None:
             raise ModelError(f"--revision is for models of the Hub; {text} is a folder")
         return ModelFolder(folder, _folder_names(folder), None)
+    with _explained(text, revision):
+        path, commit = _download(text, revision)
+    return ModelFolder(path, (text,), commit)
+
+
+def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -> ModelConfig:
+    """What a model is, from its configuration: the sentence that a worker would refuse it with.
+
+    with_tensors: of a folder, that its weights fit, too; of the Hub only small files come.
+    Raises ModelError, CheckpointError.
+    """
+    folder = local_folder(text)
+    if folder is not None:
+        return check_folder(folder, with_tensors=with_tensors)
+    with _explained(text, revision):
+        return read_config(_config_folder(text, revision))
+
+
+def local_folder(text: str) -> Path | None:
+    """The folder that is meant; None = a Hub id is. Raises ModelError for what is neither."""
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ModelError(f"{text} is a file; a model is a folder with config.json and safetensors")
     if text.startswith(("/", ".", "~")) or text.count("/") > 1:
         raise ModelError(f"there is no folder {text}")
+    return None
+
+
+@contextmanager
+def _explained(text: str, revision: str | None) -> Iterator[None]:
+    """Errors of the Hub inside are raised as ModelError."""
     try:
-        path, commit = _download(text, revision)
+        yield
     except HFValidationError as error:
         raise ModelError(f"{text!r} is neither a folder nor a Hub id (org/name)") from error
     except (HfHubHTTPError, OSError, httpx.HTTPError) as error:
         raise ModelError(_explain(text, revision, error)) from error
-    return ModelFolder(path, (text,), commit)
 
 
 def _folder_names(folder: Path) -> tuple[str, ...]:
@@ -99,9 +141,28 @@ def _folder_names(folder: Path) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*hub_id, own, resolved.name]))
 
 
-def _download(repo: str, revision: str | None) -> tuple[Path, str]:
+def _config_folder(repo: str, revision: str | None) -> Path:
+    """Where the configuration lies, once it is known that it can be served."""
     # The library keeps what a branch meant, and finds it again when the Hub cannot be reached.
-    folder = Path(hf_hub_download(repo, CONFIG_FILE, revision=revision)).parent
+    try:
+        folder = Path(hf_hub_download(repo, CONFIG_FILE, revision=revision)).parent
+    except RemoteEntryNotFoundError:
+        raise ModelError(f"{repo} {without_config(_files(repo, revision), repo)}") from None
+    try:
+        read_config(folder)
+    except UnservedError as error:
+        raise ModelError(f"{repo}: {error.reason}") from error
+    return folder
+
+
+def _files(repo: str, revision: str | None) -> list[str]:
+    """Names of the files at a repository's root."""
+    siblings = HfApi().model_info(repo, revision=revision).siblings or ()
+    return [sibling.rfilename for sibling in siblings if "/" not in sibling.rfilename]
+
+
+def _download(repo: str, revision: str | None) -> tuple[Path, str]:
+    folder = _config_folder(repo, revision)
     commit = folder.name
     try:
         info = HfApi().model_info(repo, revision=commit, files_metadata=True)
@@ -126,6 +187,9 @@ def _wanted_files(repo: str, commit: str, info: ModelInfo) -> list[str]:
         shards = _shards(repo, index.read_bytes())
     else:
         shards = [WEIGHTS_FILE]
+    if shards == [WEIGHTS_FILE] and WEIGHTS_FILE not in present:
+        here = [name for name in present if "/" not in name]
+        raise ModelError(f"{repo} {without_weights(here, repo)}")
     absent = [shard for shard in shards if shard not in present]
     if absent or not shards:
         raise ModelError(
@@ -159,8 +223,6 @@ def _explain(repo: str, revision: str | None, error: Exception) -> str:
             f"{repo} is no folder here and no model on the Hub that this machine may see "
             "(a private one needs HF_TOKEN)"
         )
-    if isinstance(error, RemoteEntryNotFoundError):
-        return f"{repo} has no {CONFIG_FILE}: it is not a model that transformers could load"
     if isinstance(error, OfflineModeIsEnabled | httpx.TransportError | LocalEntryNotFoundError):
         return (
             f"{repo} is no folder here and was not downloaded before, and the Hub cannot be "

@@ -21,7 +21,8 @@ from server.engine.residency import AdapterArena
 from server.engine.shared_memory import HostMemory
 from server.model.base_facts import read_base_spec
 from server.model.card import model_card
-from server.model.checkpoint import CheckpointError, read_config
+from server.model.checkpoint import CheckpointError
+from server.model.tensor_table import check_folder
 from server.protocol import ModelCard
 from server.worker.adapter_orders import AdapterOrders
 from server.worker.adapter_service import AdapterService
@@ -86,10 +87,7 @@ def prepare(config: WorkerConfig) -> Prepared:
 def _device(config: WorkerConfig) -> ChosenDevice:
     if config.executor != "torch":
         return ChosenDevice("cpu", True)
-    device = choose_device(config.device, cuda_devices(), torch_build())
-    if device.note is not None:
-        log.warning("%s", device.note)
-    return device
+    return choose_device(config.device, cuda_devices(), torch_build())
 
 
 def _cores() -> int:
@@ -103,7 +101,9 @@ def _host_bytes() -> int:
 
 def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> Prepared:
     names = tuple(dict.fromkeys([*config.model_names, *model.names]))
-    model_config = read_config(model.path)
+    model_config = check_folder(model.path, with_tensors=config.executor == "torch")
+    if device.note is not None:
+        log.warning("%s", device.note)
     base = read_base_spec(model.path, names)
     dtype = choose_dtype(config.dtype, device.kind, model_config.dtype, device.has_bfloat16)
     engine = _engine_config(config, device, model, base, dtype)

@@ -28,7 +28,7 @@ def read(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfi
 
 
 def refusal(**changes: Any) -> str:
-    with pytest.raises(ValueError, match="not supported") as caught:
+    with pytest.raises(ValueError, match=r"not supported|not served|no model_type") as caught:
         read(**changes)
     return str(caught.value)
 
@@ -132,6 +132,7 @@ def test_windows() -> None:
     assert read(**mistral, sliding_window=100).windows == (100, 100)
     assert read(**mistral, sliding_window=512).windows == (None, None)
     assert read(**mistral, sliding_window=None).windows == (None, None)
+    assert read(**mistral, sliding_window=0).windows == (None, None)
     assert read(**mistral, max_position_embeddings=9999).windows == (4096, 4096)
     qwen: dict[str, Any] = {
         "model_type": "qwen2",
@@ -139,6 +140,7 @@ def test_windows() -> None:
         "sliding_window": 64,
     }
     assert read(**qwen).windows == (None, None)
+    assert read(**{**qwen, "sliding_window": 0}, use_sliding_window=True).windows == (None, None)
     assert read(**qwen, use_sliding_window=True, max_window_layers=1).windows == (None, 64)
     kinds = ["sliding_attention", "full_attention"]
     assert read(**qwen, use_sliding_window=True, layer_types=kinds).windows == (64, None)
@@ -183,6 +185,7 @@ def test_refused_by_name(changes: dict[str, Any], words: str) -> None:
 
 def test_what_says_the_usual_changes_nothing() -> None:
     assert read(is_causal=True, hidden_act="silu", quantization_config=None) == read()
+    assert read(hidden_act="swish", architectures=["LLaMAForCausalLM"]) == read()
 
 
 def test_every_problem_at_once() -> None:

@@ -159,18 +159,32 @@ def test_without_the_hub_an_earlier_download_is_used(hub: Hub, tmp_path: Path) -
 
 
 def test_what_fails_is_said_in_a_sentence(hub: Hub, tmp_path: Path) -> None:
-    hub.repositories["org/pickle"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    config = model_files(tmp_path / "model")["config.json"]
+    hub.repositories["org/pickle"] = {"config.json": config, "pytorch_model.bin": b"x"}
     hub.gated.add("org/gated")
     home = tmp_path / "home"
     hub.repositories["org/data"] = {"data.csv": b"x"}
     index = b'{"weight_map": {"a": "\xff"}}'
-    hub.repositories["org/index"] = {"config.json": b"{}", "model.safetensors.index.json": index}
-    assert "no safetensors" in find(hub, home, "org/pickle")
+    hub.repositories["org/index"] = {"config.json": config, "model.safetensors.index.json": index}
+    hub.repositories["org/lora"] = {"adapter_config.json": b"{}", "adapter_model.safetensors": b""}
+    hub.repositories["org/gguf"] = {"config.json": config, "q4.gguf": b"", "README.md": b""}
+    assert "has only pytorch_model.bin" in find(hub, home, "org/pickle")
+    assert "org/lora is a LoRA adapter, not a base model" in find(hub, home, "org/lora")
+    assert "org/gguf has its weights in GGUF (q4.gguf)" in find(hub, home, "org/gguf")
     assert "no config.json" in find(hub, home, "org/data")
     assert "index.json cannot be read" in find(hub, home, "org/index")
     assert "no model on the Hub" in find(hub, home, "org/absent")
     assert "is gated" in find(hub, home, "org/gated")
     assert "no revision 'v9'" in find(hub, home, "org/pickle", "v9")
+
+
+def test_what_is_not_served_is_said_before_weights_come(hub: Hub, tmp_path: Path) -> None:
+    other = b'{"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"}'
+    hub.repositories["org/gemma"] = {"config.json": other, "model.safetensors": b"x"}
+    said = find(hub, tmp_path / "home", "org/gemma")
+    served = "served are llama, mistral, qwen2 and qwen3"
+    assert said == f"org/gemma: model type 'gemma2' is not served; {served}"
+    assert hub.fetched == ["config.json"]
 
 
 def test_folders(tmp_path: Path) -> None:
@@ -186,3 +200,6 @@ def test_folders(tmp_path: Path) -> None:
         find_model(str(plain), "main")
     with pytest.raises(ModelError, match="no folder"):
         find_model(str(tmp_path / "absent"), None)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelError, match=r"model\.gguf is a file; a model is a folder"):
+        find_model(str(tmp_path / "model.gguf"), None)

@@ -1,0 +1,219 @@
+"""What is said of a base model that cannot be served: the one reason that matters, first.
+
+The tables are of the shapes that models on the Hub have; none of them is complete.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.__main__ import main
+from server.model.checkpoint import CheckpointError
+from server.model.config import ModelConfig
+from server.model.tensor_table import check_folder
+from tests.server.model.hub_models import make_model, save_model
+from tests.server.model.test_config import LLAMA
+
+SERVED = "served are llama, mistral, qwen2 and qwen3"
+ROPE = {"rope_theta": 1e6, "rope_type": "default"}
+TEXT = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
+
+# Of another type: whatever else they say, that is the reason.
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_head": 12, "n_layer": 12},
+    "gpt_neox": {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.25, "hidden_act": "gelu"},
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "quantization_config": {"quant_method": "mxfp4"},
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0},
+    },
+    "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
+    "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
+    "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
+    "gemma": {"architectures": ["GemmaForCausalLM"], "head_dim": 256, "hidden_act": "gelu"},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 50.0,
+    },
+    "gemma3": {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": TEXT},
+    "phi": {"architectures": ["PhiForCausalLM"], "partial_rotary_factor": 0.4},
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+        "rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]},
+    },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
+    "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 60},
+    "qwen2_5_vl": {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {**TEXT, "layer_types": ["linear_attention", "full_attention"]},
+    },
+    "falcon": {"architectures": ["FalconForCausalLM"], "multi_query": True, "alibi": False},
+    "chatglm": {
+        "architectures": ["ChatGLMModel"],
+        "auto_map": {"AutoModel": "modeling_chatglm.ChatGLMForConditionalGeneration"},
+        "padded_vocab_size": 65024,
+    },
+    "mamba": {"architectures": ["MambaForCausalLM"], "state_size": 16},
+    "deepseek_v2": {"architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 512},
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "quantization_config": {"quant_method": "fp8"},
+        "num_nextn_predict_layers": 1,
+    },
+    "cohere": {"architectures": ["CohereForCausalLM"], "logit_scale": 0.0625},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], **TEXT},
+    "stablelm": {"architectures": ["StableLmForCausalLM"], "partial_rotary_factor": 0.25},
+    "starcoder2": {"architectures": ["Starcoder2ForCausalLM"], "sliding_window": 4096},
+    "nemotron_h": {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*"},
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_of_another_type_that_alone_is_said(model_type: str) -> None:
+    with pytest.raises(ValueError, match="not served") as caught:
+        ModelConfig.from_json({"model_type": model_type, **OTHERS[model_type]})
+    assert str(caught.value) == f"model type {model_type!r} is not served; {SERVED}"
+
+
+# Of a served type: the reason that comes first.
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "classifier": (
+        {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "bad"}},
+        "architectures: 'LlamaForSequenceClassification' is no model that writes text",
+    ),
+    "embeddings": (
+        {"model_type": "mistral", "architectures": ["MistralModel"]},
+        "architectures: 'MistralModel' is no model that writes text; served is MistralForCausalLM",
+    ),
+    "awq": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
+        "quantization_config: quantised weights ('awq') are not served",
+    ),
+    "gptq": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "desc_act": False}},
+        "quantization_config: quantised weights ('gptq')",
+    ),
+    "fp8": (
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        "quantization_config: quantised weights ('fp8')",
+    ),
+    "bitsandbytes": (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "quantization_config: quantised weights ('bitsandbytes')",
+    ),
+    "mlx": ({"quantization": {"group_size": 64, "bits": 4}}, "quantization: quantised weights"),
+    "code": (
+        {"auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}},
+        "auto_map: the model needs code of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_of_another_form_that_comes_first(form: str) -> None:
+    changes, reason = FORMS[form]
+    broken = {**LLAMA, "rms_norm_eps": 0, **changes}
+    with pytest.raises(ValueError, match="not supported") as caught:
+        ModelConfig.from_json(broken)
+    first, *others = str(caught.value).removeprefix("this model is not supported: ").split("; ")
+    assert f"{first}; {'; '.join(others)}".startswith(reason)
+    assert others[-1] == "rms_norm_eps must be a positive number, got 0"
+
+
+@pytest.mark.parametrize("gone", ["hidden_size", "vocab_size", "num_attention_heads"])
+def test_nothing_is_said_that_only_follows(gone: str) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != gone}
+    with pytest.raises(ValueError, match="not supported") as caught:
+        ModelConfig.from_json({**config, "eos_token_id": 7})
+    reason = f"{gone} must be a positive integer, got None"
+    assert str(caught.value) == f"this model is not supported: {reason}"
+
+
+ADAPTER = '{"base_model_name_or_path": "org/base"}'
+FOLDERS: dict[str, tuple[dict[str, str], str]] = {
+    "empty": ({}, "is empty: it has no config.json"),
+    "an adapter": ({"adapter_config.json": ADAPTER}, "is a LoRA adapter, not a base model: serve"),
+    "its base": ({"adapter_config.json": ADAPTER}, "serve its base model (org/base) and give"),
+    "a broken adapter": ({"adapter_config.json": "[]"}, "is a LoRA adapter, not a base model"),
+    "an adapter beside a config": (
+        {"config.json": "LLAMA", "adapter_config.json": ADAPTER},
+        "is a LoRA adapter",
+    ),
+    "gguf": ({"model.Q4_K_M.gguf": ""}, "has its weights in GGUF (model.Q4_K_M.gguf)"),
+    "pickle": ({"config.json": "LLAMA", "pytorch_model.bin": ""}, "has only pytorch_model.bin"),
+    "no weights": ({"config.json": "LLAMA", "training_args.bin": ""}, "has neither model.safete"),
+    "other name": (
+        {"config.json": "LLAMA", "weights.safetensors": ""},
+        "has weights.safetensors, but neither",
+    ),
+    "maker's": ({"params.json": "{}", "consolidated.00.pth": ""}, "in its maker's own format"),
+    "diffusers": ({"model_index.json": "{}"}, "is a pipeline of diffusers"),
+    "checkpoints": (
+        {f"checkpoint-{step}/config.json": "{}" for step in (500, 1500, 1000)},
+        "has no config.json; did you mean FOLDER/checkpoint-1500 or FOLDER/checkpoint-1000 or",
+    ),
+    "checkpoints of an adapter": (
+        {f"checkpoint-{step}/adapter_config.json": "{}" for step in (90, 100)},
+        "is no base model; it holds LoRA adapters: checkpoint-100, checkpoint-90",
+    ),
+    "text": ({"notes.txt": ""}, "has no config.json; expected a model folder"),
+    "another type before another format": (
+        {"config.json": '{"model_type": "gpt2"}', "pytorch_model.bin": ""},
+        "config.json: model type 'gpt2' is not served",
+    ),
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(LLAMA) if text == "LLAMA" else text)
+    return folder
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_folders(kind: str, tmp_path: Path) -> None:
+    files, reason = FOLDERS[kind]
+    folder = write(tmp_path / "it", files)
+    with pytest.raises(CheckpointError) as caught:
+        check_folder(folder)
+    assert reason.replace("FOLDER", str(folder)) in str(caught.value)
+    assert str(caught.value).startswith(str(folder))
+
+
+def test_quantised_tensors_are_named_before_what_they_lack(tmp_path: Path) -> None:
+    folder = save_model(make_model("llama2"), tmp_path / "model")
+    weights = folder / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data.replace(b"up_proj.weight", b"up_pro.qweight"))
+    with pytest.raises(CheckpointError, match=r"quantised weights \(model.*qweight\) are not"):
+        check_folder(folder)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["info"], ["worker", "--port", "0"]])
+@pytest.mark.parametrize("kind", ["empty", "another type before another format"])
+def test_every_command_says_the_same_and_nothing_before(
+    command: list[str], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, reason = FOLDERS[kind]
+    folder = write(tmp_path / "it", files)
+    with pytest.raises(SystemExit) as end:
+        main([*command, str(folder)])
+    assert end.value.code == 1
+    out, err = capsys.readouterr()
+    (line,) = (out + err).splitlines()
+    assert line.startswith(f"loraplex: {folder}")
+    assert reason in line
+
+
+def test_info_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", "demo"])
+    assert "demo can be served\n  family      llama\n" in capsys.readouterr().out
+    main(["info", "demo", "--json"])
+    assert json.loads(capsys.readouterr().out)["layers"] == 6

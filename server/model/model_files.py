@@ -36,7 +36,7 @@ _STEP = re.compile(r"checkpoint-(?P<step>[0-9]{1,12})")
 def what_it_is(folder: Path) -> str:
     """Of a folder without `config.json`."""
     names = files_of(folder)
-    if not names:
+    if not names and folder.is_dir():
         return f"is empty: it has no {CONFIG_FILE}; {_EXPECTED}"
     return without_config(names, str(folder), _trained_for(folder))
 

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from adapters.base import SiteKind
+from adapters.chat.conversation import DEFAULT_TEMPLATE
 from adapters.coverage import Coverage
 
 SlabDtype = Literal["float32", "float16", "bfloat16"]
@@ -21,6 +22,11 @@ class AdapterTemplate(msgspec.Struct, frozen=True):
 
     source: str
     special_tokens: dict[str, str | None]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """By name."""
+        return {DEFAULT_TEMPLATE: self.source}
 
 
 class AdapterManifest(msgspec.Struct, frozen=True, gc=False):

@@ -6,7 +6,7 @@ from typing import Any
 from adapters.violations import shown
 
 _KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_USUAL = frozenset(f"{kind}_token" for kind in _KINDS)
+USUAL_TOKENS = frozenset(f"{kind}_token" for kind in _KINDS)
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
@@ -17,7 +17,7 @@ def special_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
     named = {
         key: value
         for key, value in settings.items()
-        if key in _USUAL or (key.endswith("_token") and isinstance(value, str))
+        if key in USUAL_TOKENS or (key.endswith("_token") and isinstance(value, str))
     }
     extra = settings.get("extra_special_tokens")
     if isinstance(extra, dict):  # a list has no names

@@ -24,6 +24,7 @@ from adapters.store import AdapterStore
 from adapters.validate import WEIGHTS_FILE, AdapterLimits
 from adapters.violations import Findings
 from launcher.adapter_report import Report
+from launcher.adapter_templates import template_forms
 from launcher.demo import model_path
 from launcher.demo.recipe import BASE_NAME
 from launcher.options import OptionError
@@ -66,7 +67,8 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
         if not error.violations:
             raise
         return _report(arguments, Report(arguments.ref, None, violations=error.violations), 1)
-    return _report(arguments, Report(arguments.ref, manifest, copies), 0)
+    templates = template_forms(manifest.template)
+    return _report(arguments, Report(arguments.ref, manifest, copies, templates=templates), 0)
 
 
 def _report(arguments: argparse.Namespace, report: Report, code: int) -> int:

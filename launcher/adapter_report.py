@@ -1,10 +1,11 @@
 """What `loraplex adapter check|pull|pack` say of an adapter: for people, or as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from adapters.chat.conversation import MessageForm
 from adapters.errors import Violation
 from adapters.manifest import AdapterManifest
 from launcher.router_client import as_json
@@ -15,12 +16,14 @@ class Report(msgspec.Struct, frozen=True):
     """One adapter. manifest: None = it cannot be served, for every one of `violations`.
 
     copies: modules of the base whose weights came along, without a base to compare them with.
+    templates: how its chat templates read messages, or why they cannot be used.
     """
 
     ref: str
     manifest: AdapterManifest | None
     copies: Sequence[str] = ()
     violations: Sequence[Violation] = ()
+    templates: Mapping[str, MessageForm | str] = {}
 
     def written(self, *, for_programs: bool) -> str:
         if for_programs:
@@ -36,6 +39,7 @@ class Report(msgspec.Struct, frozen=True):
             table |= {name: getattr(self.manifest, name) for name in names}
             partial = msgspec.to_builtins(partial_of(self.manifest))
             table |= {"partial": partial, "not_compared": _sorted(self.copies)}
+            table["chat_templates"] = msgspec.to_builtins(self.templates)
         return table
 
     def _refusal(self) -> str:
@@ -58,6 +62,7 @@ class Report(msgspec.Struct, frozen=True):
         if self.copies:
             named = f"the base's {', '.join(_sorted(self.copies))}"
             lines.append(f"  copies   of {named}: not compared; --base MODEL does that")
+        lines += [f"  template {name}: {form}" for name, form in self.templates.items()]
         return "".join(f"{line}\n" for line in lines)
 
 

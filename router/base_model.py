@@ -87,8 +87,10 @@ class BaseModel:
         self._limits = limits_from(self._config, self._names(card), card.sampling_defaults)
         told = (card.names[0], card.base_digest[:12], card.max_context)
         logger.info("serving %s (%s), contexts of up to %d tokens", *told)
-        if text.template_fault is not None:
-            logger.warning("%s cannot chat: %s", card.names[0], text.template_fault)
+        for name, fault in text.templates.faults.items():
+            logger.warning("%s cannot chat by its template %s: %s", card.names[0], name, fault)
+        for name, form in text.templates.forms.items():
+            logger.info("its chat template %s reads %s", name, form)
         return None
 
     def is_named(self, name: str) -> bool:

@@ -119,7 +119,7 @@ class FleetWatch:
         return FleetObject(
             time=time.time(),
             version=VERSION,
-            base=None if text is None else base_object(text.card, text.can_chat),
+            base=None if text is None else base_object(text.card, bool(text.templates)),
             router=RouterObject(
                 queue=len(queue),
                 max_queue=queue.room.limits.count,

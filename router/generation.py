@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from adapters.chat.conversation import TemplateOptions
 from adapters.errors import Violation
 from adapters.merge_recipe import MergeStrategy, SignMethod
 from adapters.ref import AdapterRef
@@ -143,7 +144,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     vLLM; without effect where they are left out.
     truncate: keep so many prompt tokens alone, the first or the last (truncate_keeps); -1 = as many
     as fit.
-    template_vars: what the caller adds to the chat template's variables.
+    template: how messages are rendered.
     tenant: whose request it is, by its key; "" = nobody's, when callers need no key.
     weight, priority: of its tenant and key, for the queue; see Waiting. Until its caller is known,
     priority says how far behind the caller's own it asks to stand.
@@ -167,7 +168,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     truncate: int | None = None
     truncate_keeps: PromptEnd = "last"
     user: str | None = None
-    template_vars: dict[str, Any] = {}
+    template: TemplateOptions = TemplateOptions()
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     cache_salt: str = ""

@@ -4,14 +4,16 @@ Runs on the event loop; long texts are rendered and encoded in threads.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from adapters.chat.conversation import TemplateFault, TemplateOptions, choose_template
 from adapters.manifest import AdapterTemplate
 from router.generation import GenerationCall, RequestError
-from router.text.chat import TemplateFault
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
+from router.text.templates import template_error
 from server.protocol import SamplingParams
 
 
@@ -33,7 +35,7 @@ async def build_prompts(
     Raises RequestError (template_error, context_length, invalid, unsupported).
     """
     if call.messages is not None:
-        text = await _render(call, model, template, sandbox)
+        text = await render_messages(call.messages, call.template, model, template, sandbox)
         return await model.long_texts.run(
             len(text), lambda: [_encode(call, model, text, "messages")]
         )
@@ -66,24 +68,27 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
 _PARAM = {"lorax": "inputs", "completions": "prompt", "chat": "messages"}
 
 
-async def _render(
-    call: GenerationCall,
+async def render_messages(
+    messages: list[dict[str, Any]],
+    options: TemplateOptions,
     model: TextModel,
     template: AdapterTemplate | None,
     sandbox: TemplateSandbox,
 ) -> str:
-    messages = call.messages or []
+    """The prompt's text by the adapter's template, or else the base's.
+
+    Raises RequestError (template_error, unsupported, invalid).
+    """
     if template is None:
-        size = len(repr((messages, call.template_vars)))
-        return await model.long_texts.run(
-            size, lambda: model.render_chat(messages, call.template_vars)
-        )
+        size = len(repr((messages, options)))
+        return await model.long_texts.run(size, lambda: model.templates.render(messages, options))
     tokens = {**model.card.special_tokens, **template.special_tokens}
     known = {name: text for name, text in tokens.items() if text is not None}
     try:
-        return await sandbox.render(template.source, known, messages, call.template_vars)
+        source = template.sources[choose_template(template.sources, options.template)]
+        return await sandbox.render(source, known, messages, options)
     except TemplateFault as fault:
-        raise RequestError("template_error", str(fault), param="messages") from fault
+        raise template_error(fault) from fault
 
 
 def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> Prompt:

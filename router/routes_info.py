@@ -78,6 +78,7 @@ class InfoRoutes:
             workers=len(self._service.fleet.clients),
             adapters=await self._names_for_anyone(request),
             version=VERSION,
+            message_forms=self._service.base.require().templates.forms,
         )
         return json_response(info)
 

@@ -131,7 +131,9 @@ class WorkerClient:
             if refusal is not None:
                 raise CardError(refusal)
             self.session = WorkerSession(socket, hello, self._listener.worker_changed)
-            self.card = msgspec.structs.replace(card, tokenizer_json="", chat_template=None)
+            self.card = msgspec.structs.replace(
+                card, tokenizer_json="", chat_template=None, named_templates={}
+            )
             self.problem = None
             self._was_there = True
             logger.info("worker %s: connected to %s", self.url, hello.worker_id)

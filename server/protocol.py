@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from adapters.chat.conversation import DEFAULT_TEMPLATE, MessageForm
 from adapters.errors import AdapterErrorCode, Violation
 from adapters.manifest import AdapterManifest
 from adapters.merge_recipe import MergeRecipe
@@ -344,6 +345,8 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     names: what `model` may say for the base itself; the first is shown.
     tokenizer_json: the tokenizer's file, whole. chat_template: Jinja source, or None.
+    named_templates: those that are not the default, by name. message_forms: how each template
+    reads messages, the default by the name `default`; those left out cannot be used.
     special_tokens: `bos_token` and the like, by all names that the template may use.
     max_context: prompt and output together.
     """
@@ -361,6 +364,14 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_lora_rank: int
     created: int = 0
     sampling_defaults: dict[str, float] = {}
+    named_templates: dict[str, str] = {}
+    message_forms: dict[str, MessageForm] = {}
+
+    @property
+    def all_templates(self) -> dict[str, str]:
+        """Sources of all chat templates by name."""
+        default = {} if self.chat_template is None else {DEFAULT_TEMPLATE: self.chat_template}
+        return default | self.named_templates
 
 
 RouterFrame = (

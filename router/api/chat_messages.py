@@ -1,11 +1,11 @@
-"""Chat messages as callers send them, and as templates want them. Pure."""
+"""Chat messages as callers send them. Pure."""
 
-import contextlib
 from typing import Any, Literal
 
 import msgspec
 
-from router.api.body import check_size, decode_plain, require
+from adapters.chat.conversation import REASONING
+from router.api.body import check_size, require
 from router.generation import RequestError
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -32,8 +32,9 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """content may be null only beside tool calls or a refusal of the assistant's.
+    """content may be null only beside the assistant's tool calls, reasoning or refusal.
 
+    reasoning_content, reasoning, thinking: one thing by the names that servers have for it.
     Fields that are not here are ignored: clients send answers back with all that they had.
     """
 
@@ -43,52 +44,69 @@ class Message(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
     refusal: str | None = None
 
 
 def to_template(messages: list[Message]) -> list[dict[str, Any]]:
-    """Plain dicts as chat templates expect them; null fields left out. Raises RequestError."""
+    """Plain dicts as `adapters.chat.conversation.shaped` takes them; null fields are left out.
+
+    Raises RequestError.
+    """
     check_size("".join(_spelled_arguments(messages)).encode())
     return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _plain(message: Message, where: str) -> dict[str, Any]:
-    # Templates know the older name of the role.
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _content(message, where)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    plain: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
+    for name in ("name", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
             plain[name] = value
+    reasoning = _reasoning(message, where)
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
     if message.tool_calls:
-        require(role == "assistant", "only the assistant calls tools", f"{where}.tool_calls")
+        is_assistant = message.role == "assistant"
+        require(is_assistant, "only the assistant calls tools", f"{where}.tool_calls")
         plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return plain
 
 
-def _content(message: Message, where: str) -> str:
+def _reasoning(message: Message, where: str) -> str | None:
+    found = [(name, value) for name in REASONING if (value := getattr(message, name)) is not None]
+    for name, value in found[1:]:
+        require(value == found[0][1], f"contradicts `{found[0][0]}`", f"{where}.{name}")
+    return found[0][1] if found else None
+
+
+def _content(message: Message, where: str) -> str | list[dict[str, Any]] | None:
     content = message.content
-    if content is None and message.role == "assistant" and message.refusal is not None:
-        return message.refusal
     if content is None:
-        allowed = message.role == "assistant" and message.tool_calls
-        require(allowed, "expected a text or a list of text parts", f"{where}.content")
+        is_assistant = message.role == "assistant"
+        if is_assistant and message.refusal is not None:
+            return message.refusal
+        if is_assistant and message.tool_calls:
+            return None
+        stands_alone = is_assistant and _reasoning(message, where) is not None
+        require(stands_alone, "expected a text or a list of text parts", f"{where}.content")
         return ""
     if isinstance(content, str):
         return content
-    texts = []
-    for i, part in enumerate(content):
-        param = f"{where}.content[{i}]"
-        if part.type != "text":
-            raise RequestError(
-                "unsupported",
-                f"`{param}`: content of type {part.type[:40]!r} is not supported: send text",
-                param=param,
-            )
-        require(part.text is not None, "expected `text`", param)
-        texts.append(part.text or "")
-    require(texts, "expected at least one part", f"{where}.content")
-    return "\n".join(texts)
+    require(content, "expected at least one part", f"{where}.content")
+    return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+
+
+def _part(part: ContentPart, param: str) -> dict[str, Any]:
+    if part.type != "text":
+        raise RequestError(
+            "unsupported",
+            f"`{param}`: content of type {part.type[:40]!r} is not supported: send text",
+            param=param,
+        )
+    require(part.text is not None, "expected `text`", param)
+    return {"type": "text", "text": part.text}
 
 
 def _spelled_arguments(messages: list[Message]) -> list[str]:
@@ -98,10 +116,6 @@ def _spelled_arguments(messages: list[Message]) -> list[str]:
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
-    """Templates print arguments as JSON, so they get the object that the text spells, if any."""
-    arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
-        with contextlib.suppress(RequestError):
-            arguments = decode_plain(arguments.encode())
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": call.type, "id": call.id, "function": function}
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    ids = {} if call.id is None else {"id": call.id}
+    return {"type": call.type, **ids, "function": function}

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from adapters.chat.conversation import MessageForm
 from router.api.body import decode_body
 
 # Characters of a text. Its tokens take several hundred times as many bytes of memory.
@@ -28,7 +29,10 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Info(msgspec.Struct, frozen=True):
-    """LoRAX's fields where they mean something here, and ours."""
+    """LoRAX's fields where they mean something here, and ours.
+
+    message_forms: how the base's chat templates read messages, by their names.
+    """
 
     model_id: str
     model_sha: str
@@ -45,6 +49,7 @@ class Info(msgspec.Struct, frozen=True):
     workers: int
     adapters: list[str]
     version: str
+    message_forms: dict[str, MessageForm]
     model_pipeline_tag: Literal["text-generation"] = "text-generation"
     sha: str | None = None
     docker_label: str | None = None

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from adapters.chat.conversation import TemplateOptions
 from router.api.body import require
 from router.api.chat_messages import Message, to_template
 from router.api.fields import NonNegative, Positive
@@ -29,8 +30,10 @@ _UNSUPPORTED = (
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """max_completion_tokens: max_tokens under its newer name; without both, all that fits.
 
-    chat_template_kwargs: further variables of the chat template. add_special_tokens: around the
-    rendered text, for a template that does not write them.
+    Extensions: add_generation_prompt: begin the assistant's answer; true unless the final message
+    is continued. continue_final_message: go on within it. chat_template: a name of the model's
+    template list. chat_template_kwargs: further variables of the template. add_special_tokens:
+    around the rendered text, for a template that does not write them.
     """
 
     messages: list[Message]
@@ -38,6 +41,10 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NonNegative | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
 
@@ -83,10 +90,25 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ChatRequ
         seed=seed_of(request),
         add_special_tokens=bool(request.add_special_tokens),
         user=request.user,
-        template_vars=request.chat_template_kwargs or {},
+        template=_template_options(request),
     )
     options = ChatOptions(n, sampling.logprobs is not None, usage_wanted(request))
     return ChatRequest(call, options)
+
+
+def _template_options(request: ChatBody) -> TemplateOptions:
+    """Raises RequestError."""
+    continues = bool(request.continue_final_message)
+    begins = request.add_generation_prompt
+    message = "must be false beside `continue_final_message`"
+    require(not (continues and begins), message, "add_generation_prompt")
+    return TemplateOptions(
+        add_generation_prompt=not continues if begins is None else begins,
+        continue_final_message=continues,
+        documents=request.documents,
+        template=request.chat_template,
+        variables=request.chat_template_kwargs or {},
+    )
 
 
 def _max_tokens(request: ChatBody) -> int | None:

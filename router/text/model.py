@@ -5,14 +5,13 @@ Thread-safe: encoding lets go of the interpreter, so long prompts belong in a th
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
 from router.generation import RequestError
-from router.text.chat import ChatTemplate, TemplateFault
 from router.text.long_texts import LongTexts
+from router.text.templates import BaseTemplates
 from router.text.tokenizer_json import BYTE_OF_CHAR, read_facts
 from server.protocol import ModelCard
 
@@ -30,10 +29,9 @@ class TokenSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextModel:
-    """The text side of one base model. It is the streams' Vocabulary. long_texts: where work on it
-    is done that may take long.
+    """The text side of one base model. It is the streams' Vocabulary.
 
-    template_fault: why the chat template cannot be used, which costs chats alone.
+    long_texts: where work on it is done that may take long. templates: of chats.
     Raises ValueError when the card's tokenizer cannot be read.
     """
 
@@ -56,17 +54,7 @@ class TextModel:
         self._prefix = self._find_prefix()
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
-        self._template: ChatTemplate | None = None
-        self.template_fault: str | None = None
-        if card.chat_template is not None:
-            try:
-                self._template = ChatTemplate(card.chat_template, card.special_tokens)
-            except TemplateFault as fault:
-                self.template_fault = str(fault)
-
-    @property
-    def can_chat(self) -> bool:
-        return self._template is not None
+        self.templates = BaseTemplates(card)
 
     # Text to ids
 
@@ -106,24 +94,6 @@ class TextModel:
             for i, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
         return spans[self._repeated(encoding.ids) :] if add_special_tokens else spans
-
-    def render_chat(
-        self, messages: Sequence[dict[str, Any]], variables: dict[str, Any] | None = None
-    ) -> str:
-        """The base's template over messages, up to where the answer begins.
-
-        Raises RequestError (template_error, unsupported).
-        """
-        if self.template_fault is not None:
-            raise RequestError("template_error", self.template_fault, param="messages")
-        if self._template is None:
-            raise RequestError(
-                "unsupported", f"{self.card.names[0]} has no chat template: use /v1/completions"
-            )
-        try:
-            return self._template.render(messages, variables or {})
-        except TemplateFault as fault:
-            raise RequestError("template_error", str(fault), param="messages") from fault
 
     # Ids to text
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from adapters.chat.conversation import MessageForm, TemplateFault, TemplateOptions
+from adapters.chat.template import MAX_OUTPUT_CHARS
 from router.generation import RequestError
-from router.text.chat import MAX_OUTPUT_CHARS, TemplateFault
 from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, Job, Outcome
 
 START_TIMEOUT_S = 30.0
@@ -44,14 +45,24 @@ class TemplateSandbox:
         source: str,
         special_tokens: dict[str, str],
         messages: Sequence[dict[str, Any]],
-        variables: dict[str, Any],
+        options: TemplateOptions,
     ) -> str:
-        """As `ChatTemplate(source, special_tokens).render(messages, variables)`.
+        """As `ChatTemplate(source, special_tokens).render(messages, options)`.
 
         Raises TemplateFault; RequestError (unavailable) when no process can be started.
         """
-        frame = _frame(Job(source, special_tokens, list(messages), variables))
-        encoded = source.encode("utf-8", "replace")
+        outcome = await self._do(Job(source, special_tokens, list(messages), options))
+        return outcome.text or ""
+
+    async def form(self, source: str, special_tokens: dict[str, str]) -> MessageForm:
+        """As `ChatTemplate(source, special_tokens).form`. Raises as `render`."""
+        outcome = await self._do(Job(source, special_tokens, None, TemplateOptions()))
+        return outcome.form or MessageForm()
+
+    async def _do(self, job: Job) -> Outcome:
+        """Raises as `render`."""
+        frame = _frame(job)
+        encoded = job.source.encode("utf-8", "replace")
         key, size = hashlib.sha256(encoded).digest(), len(frame) - len(encoded)
         async with self._slots:
             self._check_refused(key, size)
@@ -66,9 +77,9 @@ class TemplateSandbox:
                 ) from None
             finally:
                 self._idle.append(renderer)
-        if outcome.text is None:
-            raise TemplateFault(outcome.fault or "the adapter's chat template failed")
-        return outcome.text
+        if outcome.fault is not None:
+            raise TemplateFault(outcome.fault, outcome.cause, outcome.param)
+        return outcome
 
     async def close(self) -> None:
         """Ends the processes."""

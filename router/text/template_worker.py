@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from router.text.chat import ChatTemplate, TemplateFault
+from adapters.chat.conversation import FaultCause, MessageForm, TemplateFault, TemplateOptions
+from adapters.chat.template import ChatTemplate
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 512 << 20
@@ -22,19 +23,22 @@ _Templates = OrderedDict[tuple[str, tuple[tuple[str, str], ...]], ChatTemplate]
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """Render `source` over messages."""
+    """Render `source` over messages; with messages None say in which form it reads them."""
 
     source: str
     special_tokens: dict[str, str]
-    messages: list[dict[str, Any]]
-    variables: dict[str, Any]
+    messages: list[dict[str, Any]] | None
+    options: TemplateOptions
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """text, or why there is none."""
+    """text or form, or why there is none: fault, with its cause and field."""
 
-    text: str | None
+    text: str | None = None
+    form: MessageForm | None = None
     fault: str | None = None
+    cause: FaultCause = "template_error"
+    param: str = "messages"
 
 
 def main() -> None:
@@ -55,7 +59,8 @@ def _warm_up() -> None:
     """Python, Jinja and the C library load parts when first used; later no file can be opened."""
     usual = "{{ 'a\\n' | tojson }}{{ strftime_now('%d %b %Y') }}{{ messages | length }}"
     for source in (usual, "{{ 1 / 0 }}", "{% if %}", "{{ '\\ud800' }}"):
-        _render(OrderedDict(), Job(source, {}, [{"role": "user", "content": "ü"}], {}))
+        messages = [{"role": "user", "content": "ü"}]
+        _render(OrderedDict(), Job(source, {}, messages, TemplateOptions()))
 
 
 def _limit_self() -> None:
@@ -77,11 +82,14 @@ def _render(templates: _Templates, job: Job) -> Outcome:
             template = templates[key] = ChatTemplate(job.source, job.special_tokens)
             if len(templates) > _KEPT_TEMPLATES:
                 templates.popitem(last=False)
-        return Outcome(template.render(job.messages, job.variables))
+        if job.messages is None:
+            return Outcome(form=template.form)
+        return Outcome(template.render(job.messages, job.options))
     except TemplateFault as fault:
-        return Outcome(None, str(fault))
+        return Outcome(fault=str(fault), cause=fault.cause, param=fault.param)
     except OSError as error:
-        return Outcome(None, f"the chat template asked for what is out of reach: {error.strerror}")
+        why = f"the chat template asked for what is out of reach: {error.strerror}"
+        return Outcome(fault=why)
 
 
 def _read() -> bytes | None:

@@ -1,7 +1,18 @@
 """The model card: all that a router needs of a base model, read from its folder. No torch."""
 
+import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 
+from adapters.chat.conversation import (
+    DEFAULT_TEMPLATE,
+    TEMPLATE_FILE,
+    TEMPLATE_FOLDER,
+    MessageForm,
+    TemplateFault,
+    listed_templates,
+)
+from adapters.chat.template import ChatTemplate
 from adapters.special_tokens import special_tokens
 from server.model.base_tokenizer import read_tokenizer, special_token_settings
 from server.model.checkpoint import (
@@ -34,13 +45,14 @@ def model_card(
     max_context: the worker's limit, where it is less than the model's. created: Unix seconds.
     Raises CheckpointError when the model or its tokenizer cannot be served.
     """
-    config = read_config(folder)
+    config, (_, tokenizer_json) = read_config(folder), read_tokenizer(folder)
+    templates, special_tokens = _chat_templates(folder), _special_tokens(folder)
     return ModelCard(
         base_digest=base_digest(folder),
         names=names,
-        tokenizer_json=read_tokenizer(folder)[1],
-        chat_template=_chat_template(folder),
-        special_tokens=_special_tokens(folder),
+        tokenizer_json=tokenizer_json,
+        chat_template=templates.get(DEFAULT_TEMPLATE),
+        special_tokens=special_tokens,
         eos_token_ids=config.eos_token_ids,
         vocab_size=config.vocab_size,
         max_context=min(max_context or config.max_context, config.max_context),
@@ -49,24 +61,33 @@ def model_card(
         max_lora_rank=max_lora_rank,
         created=created,
         sampling_defaults=_sampling_defaults(folder),
+        named_templates={n: text for n, text in templates.items() if n != DEFAULT_TEMPLATE},
+        message_forms=_message_forms(templates, special_tokens),
     )
 
 
-def _chat_template(folder: Path) -> str | None:
-    """Of chat_template.jinja, tokenizer_config.json or, which is a processor's, chat_template.json:
-    of the first that has one."""
-    jinja = folder / "chat_template.jinja"
-    if jinja.exists():
-        return read_text(jinja, _MAX_TEMPLATE_BYTES)
+def _chat_templates(folder: Path) -> dict[str, str]:
+    """By name. Files of their own come first, as in transformers; then tokenizer_config.json, and
+    chat_template.json, which is a processor's: the first that has any."""
+    files = {DEFAULT_TEMPLATE: folder / TEMPLATE_FILE}
+    files |= {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    found = {
+        name: read_text(path, _MAX_TEMPLATE_BYTES) for name, path in files.items() if path.exists()
+    }
     for name in ("tokenizer_config.json", "chat_template.json"):
-        value = read_optional_json(folder / name).get("chat_template")
-        if isinstance(value, list):  # several named templates
-            value = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        if isinstance(value, dict):
-            value = value.get("default")
-        if isinstance(value, str):
-            return value
-    return None
+        found = found or listed_templates(read_optional_json(folder / name).get("chat_template"))
+    return found
+
+
+def _message_forms(
+    templates: Mapping[str, str], special_tokens: dict[str, str]
+) -> dict[str, MessageForm]:
+    """Of those that can be used: a router tells what is wrong with the others."""
+    forms = {}
+    for name, source in templates.items():
+        with contextlib.suppress(TemplateFault):
+            forms[name] = ChatTemplate(source, special_tokens).form
+    return forms
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import msgspec
 from huggingface_hub import HfApi, constants, hf_hub_download
@@ -32,6 +32,7 @@ from huggingface_hub.hf_api import ModelInfo
 # The HTTP library that huggingface_hub itself uses; its name has changed between releases.
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
+from adapters.chat.conversation import TEMPLATE_FILE, TEMPLATE_FOLDER
 from server.model.checkpoint import UnservedError, read_config
 from server.model.config import ModelConfig
 from server.model.model_files import (
@@ -54,7 +55,7 @@ METADATA_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "chat_template.json",
     INDEX_FILE,
 )
@@ -182,6 +183,7 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str]:
 def _wanted_files(repo: str, commit: str, info: ModelInfo) -> list[str]:
     present = {sibling.rfilename for sibling in info.siblings or ()}
     wanted = [name for name in METADATA_FILES if name in present]
+    wanted += sorted(name for name in present if PurePath(name).match(f"{TEMPLATE_FOLDER}/*.jinja"))
     if INDEX_FILE in present:
         index = Path(hf_hub_download(repo, INDEX_FILE, revision=commit))
         shards = _shards(repo, index.read_bytes())

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.text.chat import MAX_TEMPLATE_CHARS
+from adapters.chat.template import MAX_TEMPLATE_CHARS
 from server.protocol import (
     PROTOCOL_VERSION,
     ErrorCode,

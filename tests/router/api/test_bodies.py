@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.chat.conversation import TemplateOptions
 from adapters.ref import AdapterRef
 from router.api import lorax, openai_chat, openai_completions
 from router.api.body import MAX_PARTS, MAX_VALUES, decode_body
@@ -184,7 +185,17 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"functions": [{"name": "f"}]}, "functions"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
     (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-    (CHAT, {"chat_template": "{{ x }}"}, "chat_template"),
+    (CHAT, {"chat_template": 1}, "chat_template"),
+    (CHAT, {"documents": "x"}, "documents"),
+    (CHAT, {"documents": ["x"]}, "documents[0]"),
+    (CHAT, {"continue_final_message": "content"}, "continue_final_message"),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "x", "reasoning": "a", "thinking": "b"}]},
+        "messages[0].reasoning",
+    ),
+    (CHAT, {"messages": [{"role": "user", "thinking": "x"}]}, "messages[0].content"),
 ]
 
 BAD_BYTES: dict[str, bytes] = {
@@ -613,18 +624,44 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
         response_format={"type": "text"},
         parallel_tool_calls=False,
     )
-    function = {"name": "f", "arguments": {}}
+    function = {"name": "f", "arguments": "{}"}
     assert call.messages == [
-        {"role": "system", "content": "a\na"},
+        {"role": "developer", "content": [{"type": "text", "text": "a"}] * 2},
         {"role": "user", "content": "b", "name": "Ann"},
         {
             "role": "assistant",
-            "content": "",
+            "content": None,
             "tool_calls": [{"type": "function", "id": "1", "function": function}],
         },
         {"role": "tool", "content": "c", "tool_call_id": "1"},
     ]
-    assert call.template_vars == {"enable_thinking": False}
+    assert call.template == TemplateOptions(variables={"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("fields", "begins", "continues"),
+    [
+        ({}, True, False),
+        ({"add_generation_prompt": True, "continue_final_message": False}, True, False),
+        ({"add_generation_prompt": False}, False, False),
+        ({"continue_final_message": True}, False, True),
+        ({"continue_final_message": True, "add_generation_prompt": False}, False, True),
+    ],
+)
+def test_how_a_prompt_ends(fields: dict[str, bool], begins: bool, continues: bool) -> None:
+    template = call_of(CHAT, **fields).template
+    assert (template.add_generation_prompt, template.continue_final_message) == (begins, continues)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_several_names(name: str) -> None:
+    said = {"role": "assistant", "content": "b", name: "c"}
+    expected = {"role": "assistant", "content": "b", "reasoning_content": "c"}
+    assert call_of(CHAT, messages=[said]).messages == [expected]
+    same = {"reasoning_content": "c", "reasoning": "c", "thinking": "c"}
+    assert call_of(CHAT, messages=[said | same]).messages == [expected]
+    alone = {"role": "assistant", "content": None, name: "c"}
+    assert call_of(CHAT, messages=[alone]).messages == [expected | {"content": ""}]
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
@@ -661,7 +698,7 @@ def test_answers_may_be_sent_back_with_all_that_they_had() -> None:
     assert call.messages == [
         {"role": "assistant", "content": "I will not."},
         {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "d"},
+        {"role": "user", "content": [{"type": "text", "text": "d"}]},
     ]
 
 
@@ -676,12 +713,6 @@ def test_unknown_stream_options_are_named() -> None:
 def _tool_call(arguments: str) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     return [{"role": "assistant", "tool_calls": [call]}]
-
-
-@pytest.mark.parametrize("text", ["[1]", "no JSON", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 99])
-def test_tool_arguments_that_are_no_json_object_stay_text(text: str) -> None:
-    messages = call_of(CHAT, messages=_tool_call(text)).messages or []
-    assert messages[0]["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_tool_arguments_are_bounded_together() -> None:

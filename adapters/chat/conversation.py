@@ -1,0 +1,196 @@
+"""Messages as a chat template reads them, and what a caller says of how they are rendered. Pure."""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from adapters.strict_json import StrictJsonError, decode_object
+
+Message = dict[str, Any]
+FaultCause = Literal["template_error", "unsupported", "invalid"]
+NoContent = Literal["absent", "null", "empty"]
+# Other servers' names of an assistant's reasoning. What callers send has the first.
+REASONING: tuple[str, ...] = ("reasoning_content", "thinking", "reasoning")
+DEFAULT_TEMPLATE = "default"
+TOOL_TEMPLATE = "tool_use"
+# Where transformers keeps the default and the others, `NAME.jinja`.
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+# What a template gets by other ways than the caller's variables.
+_RESERVED = {
+    "messages": "`messages`",
+    "tools": "`tools`",
+    "documents": "`documents`",
+    "add_generation_prompt": "`add_generation_prompt`",
+    "continue_final_message": "`continue_final_message`",
+    "chat_template": "`chat_template`",
+}
+
+
+class TemplateFault(Exception):
+    """A template that cannot be compiled, or that refuses or cannot render these messages.
+
+    cause, param: what a caller is told: why, and of which field.
+    """
+
+    def __init__(
+        self, message: str, cause: FaultCause = "template_error", param: str = "messages"
+    ) -> None:
+        super().__init__(message)
+        self.cause: FaultCause = cause
+        self.param = param
+
+
+class MessageForm(msgspec.Struct, frozen=True):
+    """In which form a template reads messages; where it does not care, as transformers gives them.
+
+    lists: roles whose content may be a list of parts; elsewhere the texts are joined by line
+    breaks. only_lists: roles whose content may not be text; a text becomes one part.
+    no_content: what stands for null content beside tool calls. empty_text: an empty text there is
+    read, too; else it is null. arguments: of tool calls, an object or its JSON text.
+    developer: the role is known; else it is `system`. reasoning: the name that it is read by.
+    """
+
+    lists: tuple[str, ...] = ()
+    only_lists: tuple[str, ...] = ()
+    no_content: NoContent = "absent"
+    empty_text: bool = True
+    arguments: Literal["object", "text"] = "object"
+    developer: bool = False
+    reasoning: str | None = None
+
+    def __str__(self) -> str:
+        """In words, for a person."""
+        content = "text"
+        if self.lists:
+            content += f", or lists of parts ({', '.join(self.lists)})"
+        if self.only_lists:
+            content += f", lists alone ({', '.join(self.only_lists)})"
+        return (
+            f"content as {content}; beside tool calls {self.no_content}; arguments as "
+            f"{self.arguments}; developer {'kept' if self.developer else 'as system'}; "
+            f"reasoning {'as ' + self.reasoning if self.reasoning else 'not read'}"
+        )
+
+
+class TemplateOptions(msgspec.Struct, frozen=True):
+    """What a caller says of how its messages are rendered.
+
+    continue_final_message: the prompt ends within the last message, right after its text.
+    documents: None = none. template: a name of the template list; None = by transformers' rule.
+    variables: further ones of the template.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    documents: list[dict[str, Any]] | None = None
+    template: str | None = None
+    variables: dict[str, Any] = {}
+
+
+DEFAULT_OPTIONS = TemplateOptions()
+
+
+def shaped(messages: Collection[Mapping[str, Any]], form: MessageForm) -> list[Message]:
+    """messages: `role`, `content` (text, parts of type `text`, or None) and, where there are any,
+    `name`, `tool_call_id`, `tool_calls` (arguments as text or object) and `reasoning_content`."""
+    return [_shaped(message, form) for message in messages]
+
+
+def listed_templates(value: object) -> dict[str, str]:
+    """By name, of a `chat_template` in JSON: one source, a list of {name, template}, or an object.
+
+    What is none of these is left out.
+    """
+    if isinstance(value, str):
+        return {DEFAULT_TEMPLATE: value}
+    if isinstance(value, dict):
+        named = list(value.items())
+    else:
+        entries = value if isinstance(value, list) else []
+        named = [(t.get("name"), t.get("template")) for t in entries if isinstance(t, dict)]
+    return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
+
+
+def choose_template(names: Collection[str], asked: str | None, has_tools: bool = False) -> str:
+    """The name of the template to use, as transformers chooses. Raises TemplateFault."""
+    known = ", ".join(sorted(names))
+    if asked is not None:
+        if asked in names:
+            return asked
+        message = f"`chat_template`: expected the name of a template ({known}), and no source"
+        raise TemplateFault(message, "unsupported", "chat_template")
+    if has_tools and TOOL_TEMPLATE in names:
+        return TOOL_TEMPLATE
+    if DEFAULT_TEMPLATE in names:
+        return DEFAULT_TEMPLATE
+    message = f"`chat_template`: there is no default; name one of {known}"
+    raise TemplateFault(message, "invalid", "chat_template")
+
+
+def check_variables(variables: Collection[str], special_tokens: Collection[str]) -> None:
+    """Refuses names that a template gets from elsewhere. Raises TemplateFault."""
+    for name in variables:
+        instead = _RESERVED.get(name)
+        if instead is not None or name in special_tokens:
+            hint = f"use the field {instead}" if instead else "it is the tokenizer's own"
+            param = f"chat_template_kwargs.{name}"
+            raise TemplateFault(f"`{param}`: cannot be replaced; {hint}", "invalid", param)
+
+
+def _shaped(message: Mapping[str, Any], form: MessageForm) -> Message:
+    role = message["role"]
+    if role == "developer" and not form.developer:
+        role = "system"
+    plain: Message = {"role": role}
+    content, calls = message["content"], message.get("tool_calls")
+    if calls and (content is None or (content == "" and not form.empty_text)):
+        plain |= _no_content(role, form)
+    else:
+        plain["content"] = _content(content, role, form)
+    plain |= {name: message[name] for name in ("name", "tool_call_id") if name in message}
+    if form.reasoning is not None and "reasoning_content" in message:
+        plain[form.reasoning] = message["reasoning_content"]
+    if calls:
+        plain["tool_calls"] = [_call(call, form) for call in calls]
+    return plain
+
+
+def _no_content(role: str, form: MessageForm) -> Message:
+    if form.no_content == "absent":
+        return {}
+    return {"content": None if form.no_content == "null" else _content("", role, form)}
+
+
+def _content(content: str | list[dict[str, Any]], role: str, form: MessageForm) -> Any:
+    if not isinstance(content, str):
+        if role in form.lists:
+            return content
+        content = "\n".join(part["text"] for part in content)
+    return [{"type": "text", "text": content}] if role in form.only_lists else content
+
+
+def _call(call: Mapping[str, Any], form: MessageForm) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if form.arguments == "object":
+        arguments = _as_object(arguments)
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Text that spells no object stays text; none at all is an empty object."""
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        found = decode_object(arguments.encode())
+        msgspec.json.encode(found)  # JSON can hold lone surrogates; frames cannot
+    except (StrictJsonError, UnicodeEncodeError):
+        return arguments
+    return found

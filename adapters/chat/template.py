@@ -1,0 +1,222 @@
+"""Chat templates: Jinja source and messages to a prompt, in the sandbox that transformers uses.
+
+The sandbox keeps a template from reaching Python's internals; it does not bound time or memory, so
+templates that tenants bring are rendered by `router.text.template_sandbox` only.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from adapters.chat.conversation import (
+    DEFAULT_OPTIONS,
+    Message,
+    MessageForm,
+    TemplateFault,
+    TemplateOptions,
+    check_variables,
+    shaped,
+)
+from adapters.chat.probes import find_form
+
+MAX_TEMPLATE_CHARS = 1 << 17
+MAX_OUTPUT_CHARS = 16 << 20
+_MAX_REASON_CHARS = 500
+# Ends the text of a final message that is continued. A template that trims takes the space.
+_END = "END-OF-THE-FINAL-MESSAGE "
+# What a template can raise besides Jinja's own: it computes with the caller's values.
+_FAULTS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    SyntaxError,  # blocks nested deeper than Python's own may be
+    TypeError,
+    ValueError,
+)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the answer for training; here it is its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class ChatTemplate:
+    """One compiled template. form: how it reads messages; None = found out when first needed.
+
+    Raises TemplateFault.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], form: MessageForm | None = None
+    ) -> None:
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise TemplateFault(
+                f"the chat template has {len(source)} characters, at most {MAX_TEMPLATE_CHARS} are "
+                "allowed"
+            )
+        self._source = source
+        self._special_tokens = special_tokens
+        try:
+            self._template = _environment().from_string(source)
+        except _FAULTS as fault:
+            raise TemplateFault(f"the chat template cannot be compiled: {_reason(fault)}") from None
+        if form is not None:
+            self.form = form
+
+    @cached_property
+    def form(self) -> MessageForm:
+        """How the template reads messages."""
+        return find_form(self._probe, self._literals)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads."""
+        found = self._syntax.find_all(nodes.Name)
+        return frozenset(node.name for node in found if node.ctx == "load")
+
+    def render(
+        self, messages: Collection[Mapping[str, Any]], options: TemplateOptions = DEFAULT_OPTIONS
+    ) -> str:
+        """The prompt. messages: as `shaped` takes them."""
+        check_variables(options.variables, self._special_tokens)
+        if options.documents is not None and "documents" not in self.variables:
+            message = "`documents`: the chat template does not read any"
+            raise TemplateFault(message, "unsupported", "documents")
+        ready = shaped(messages, self.form)
+        if not options.continue_final_message:
+            return self._write(ready, options)
+        if options.add_generation_prompt:
+            raise _not_continued("`add_generation_prompt` must be false")
+        final = _open_end(ready)
+        return _cut_at_end(self._write(ready, options), final)
+
+    @cached_property
+    def _syntax(self) -> nodes.Template:
+        return _environment().parse(self._source)
+
+    @cached_property
+    def _literals(self) -> frozenset[str]:
+        """Texts that the template's code compares with, or looks up."""
+        constants = {node.value for node in self._syntax.find_all(nodes.Const)}
+        attributes = {node.attr for node in self._syntax.find_all(nodes.Getattr)}
+        return frozenset(text for text in constants | attributes if isinstance(text, str))
+
+    def _probe(self, messages: list[Message], variables: dict[str, Any]) -> str | None:
+        """What the template writes, or None where it fails. variables: `tools`, too."""
+        try:
+            return self._write(messages, TemplateOptions(variables=variables))
+        except TemplateFault:
+            return None
+
+    def _write(self, messages: list[Message], options: TemplateOptions) -> str:
+        context = {
+            "tools": None,
+            "documents": options.documents,
+            "add_generation_prompt": options.add_generation_prompt,
+            **options.variables,
+            **self._special_tokens,
+            "messages": messages,
+        }
+        pieces = []
+        size = 0
+        try:
+            for piece in self._template.generate(context):
+                size += len(piece)
+                if size > MAX_OUTPUT_CHARS:
+                    raise TemplateFault(
+                        f"the chat template wrote more than {MAX_OUTPUT_CHARS} characters"
+                    )
+                pieces.append(piece)
+            return _well_formed("".join(pieces))
+        except _FAULTS as fault:
+            raise TemplateFault(f"the chat template failed: {_reason(fault)}") from None
+
+
+def _open_end(messages: list[Message]) -> str:
+    """Marks where the text of the final message ends; returns the text."""
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + _END
+        return content
+    if not content:
+        raise _not_continued("the final message has no text")
+    text: str = content[-1]["text"]
+    messages[-1]["content"] = [*content[:-1], {**content[-1], "text": text + _END}]
+    return text
+
+
+def _cut_at_end(prompt: str, final: str) -> str:
+    """As transformers cuts it: where the template trims the final text, so does the prompt."""
+    end = prompt.rfind(_END.strip())
+    if end < 0 or final.strip() not in prompt:
+        raise _not_continued("the chat template does not write the final message's text as it is")
+    is_trimmed = not prompt.startswith(_END, end)
+    return prompt[:end].rstrip() if is_trimmed else prompt[:end]
+
+
+def _not_continued(why: str) -> TemplateFault:
+    message = f"`continue_final_message`: {why}"
+    return TemplateFault(message, "invalid", "continue_final_message")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _well_formed(text: str) -> str:
+    text.encode()  # a template can write lone surrogates; a tokenizer cannot read them
+    return text
+
+
+def _reason(fault: BaseException) -> str:
+    text = str(fault) or "no reason given"
+    if not isinstance(fault, TemplateError):
+        text = f"{type(fault).__name__}: {text}"
+    return text[:_MAX_REASON_CHARS]

@@ -1,0 +1,63 @@
+"""The chat templates of a base model, compiled from its card."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from adapters.chat.conversation import (
+    DEFAULT_OPTIONS,
+    MessageForm,
+    TemplateFault,
+    TemplateOptions,
+    choose_template,
+)
+from adapters.chat.template import ChatTemplate
+from router.generation import RequestError
+from server.protocol import ModelCard
+
+
+def template_error(fault: TemplateFault) -> RequestError:
+    """What a caller is told of a fault."""
+    return RequestError(fault.cause, str(fault), param=fault.param)
+
+
+class BaseTemplates:
+    """By name. faults: why some cannot be used, which costs chats with them alone."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self._model = card.names[0]
+        self._templates: dict[str, ChatTemplate] = {}
+        self.faults: dict[str, str] = {}
+        for name, source in card.all_templates.items():
+            form = card.message_forms.get(name)
+            try:
+                self._templates[name] = ChatTemplate(source, card.special_tokens, form)
+            except TemplateFault as fault:
+                self.faults[name] = str(fault)
+
+    def __len__(self) -> int:
+        """How many can be used."""
+        return len(self._templates)
+
+    @property
+    def forms(self) -> dict[str, MessageForm]:
+        """How each reads messages."""
+        return {name: template.form for name, template in self._templates.items()}
+
+    def render(
+        self, messages: Collection[Mapping[str, Any]], options: TemplateOptions = DEFAULT_OPTIONS
+    ) -> str:
+        """The prompt. messages: as `shaped` takes them.
+
+        Raises RequestError (template_error, unsupported, invalid).
+        """
+        if not self._templates and not self.faults:
+            raise RequestError(
+                "unsupported", f"{self._model} has no chat template: use /v1/completions"
+            )
+        try:
+            name = choose_template(self._templates.keys() | self.faults, options.template)
+            if name in self.faults:
+                raise TemplateFault(self.faults[name])
+            return self._templates[name].render(messages, options)
+        except TemplateFault as fault:
+            raise template_error(fault) from fault

@@ -1,0 +1,104 @@
+"""Chat templates as transformers renders them, and templates that mean harm."""
+
+from typing import Any, cast
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from adapters.chat import template as template_module
+from adapters.chat.conversation import TemplateFault, TemplateOptions
+from adapters.chat.template import ChatTemplate
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be kind. {{ 7 * 7 }} {% raise %}"},
+    {"role": "user", "content": "schöne Grüße\n<b>&\"'"},
+]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+USUAL = {
+    "loop": "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+    "blocks": "{% for m in messages %}\n    {% if m.role == 'user' %}\nU {{ m.content }}\n"
+    "    {% else %}\n    {{- m.content | trim }}\n    {% endif %}\n{% endfor %}\n",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% endfor %}{{ ns.n }}",
+    "loop controls": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+    "{{ m.content }}{% break %}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% endfor %}",
+    "generation's own names": "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}"
+    "{% endgeneration %}{{ x }}",
+    "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
+    "python": "{{ messages[0]['content'].split(' ')[0].upper() }}{{ messages[::-1] | length }}",
+    "undefined": "{{ nothing }}{% if tools is not none %}T{% endif %}{{ bos_token + eos_token }}",
+    "macro": "{% macro say(x) %}[{{ x }}]{% endmacro %}{{ say(messages[0].role) }}",
+}
+
+
+@pytest.mark.parametrize("source", USUAL.values(), ids=USUAL)
+def test_renders_as_transformers_does(source: str) -> None:
+    rendered: Any = render_jinja_template(
+        [cast(Any, MESSAGES)],
+        chat_template=source,
+        add_generation_prompt=True,
+        **cast(dict[str, Any], TOKENS),
+    )
+    assert ChatTemplate(source, TOKENS).render(MESSAGES) == rendered[0][0]
+
+
+VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "chat_template",
+    "bos_token",
+)
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_variables_that_would_be_lost_are_refused(name: str) -> None:
+    template = ChatTemplate("{{ bos_token }}{{ messages | length }}{{ mood }}", TOKENS)
+    assert template.render(MESSAGES, TemplateOptions(variables={"mood": "!"})) == "<s>2!"
+    with pytest.raises(TemplateFault, match="cannot be replaced") as fault:
+        template.render(MESSAGES, TemplateOptions(variables={"mood": "!", name: None}))
+    assert (fault.value.cause, fault.value.param) == ("invalid", f"chat_template_kwargs.{name}")
+
+
+HARMFUL = {
+    "class": "{{ ''.__class__.__mro__ }}",
+    "globals": "{{ cycler.__init__.__globals__ }}",
+    "mutation": "{{ messages.append(1) }}",
+    "big range": "{% for i in range(10**9) %}x{% endfor %}",
+    "import": "{% import 'os' as os %}{{ os }}",
+    "include": "{% include '/etc/passwd' %}",
+    "raise": "{{ raise_exception('roles must alternate') }}",
+    "division": "{{ 1 / 0 }}",
+    "type": "{{ 1 + 'a' }}",
+    "surrogate": r"{{ '\ud800' }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+
+
+@pytest.mark.parametrize("source", HARMFUL.values(), ids=HARMFUL)
+def test_faults_are_told(source: str) -> None:
+    with pytest.raises(TemplateFault, match="the chat template failed: "):
+        ChatTemplate(source, TOKENS).render(MESSAGES)
+
+
+NESTED = "{% for a in b %}" * 30 + "{% endfor %}" * 30
+
+
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ x", "{% nonsense %}", "{{ a | no_filter }}", NESTED]
+)
+def test_what_is_no_template_is_refused(source: str) -> None:
+    with pytest.raises(TemplateFault, match="cannot be compiled"):
+        ChatTemplate(source, TOKENS)
+
+
+def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "MAX_OUTPUT_CHARS", 1000)
+    template = ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}", TOKENS)
+    with pytest.raises(TemplateFault, match="more than 1000 characters"):
+        template.render(MESSAGES)

@@ -209,7 +209,8 @@ def openapi_document(version: str) -> dict[str, Any]:
     types = [LoraxError, OpenAIError]
     for operation in OPERATIONS:
         types += [t for t in (operation.request, operation.answer, operation.event) if t]
-    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    found = msgspec.json.schema_components(types, ref_template=_REF)
+    schemas, components = msgspec.json.decode(msgspec.json.encode(found))  # defaults are tuples
     # Hashable keys: list[X] is equal to itself, not identical.
     schema_of = {repr(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}

@@ -111,7 +111,8 @@ class Generation:
             salt=self._context.salt,
         )
         slot = task.index * call.best_of + choice
-        stream = ChoiceStream(call, self.model, task.index, choice)
+        detokenizer = task.prompt.detokenizer.copy()
+        stream = ChoiceStream(call, self.model, detokenizer, task.index, choice)
         return _Choice(task, stream, SequenceRun(self._context, slot, request))
 
     async def next(self) -> list[Part]:
@@ -203,7 +204,7 @@ class Generation:
         if task.sampling.prompt_logprobs is not None:
             tokens = await self.model.long_texts.run(
                 _SIZE_OF_SCORED * len(prompt.ids),
-                lambda: prompt_tokens(self.model, prompt.text, prompt.ids, event.prompt_logprobs),
+                lambda: prompt_tokens(self.model, prompt.parts, prompt.ids, event.prompt_logprobs),
             )
         info = PromptInfo(
             *(task.index, prompt.text, len(prompt.ids), event.cached_tokens or 0, tokens),

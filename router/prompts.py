@@ -11,6 +11,7 @@ import msgspec
 from adapters.chat.conversation import TemplateFault, TemplateOptions, choose_template
 from adapters.manifest import AdapterTemplate
 from router.generation import GenerationCall, RequestError
+from router.text.detokenizer import Detokenizer
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
 from router.text.templates import template_error
@@ -18,10 +19,14 @@ from server.protocol import SamplingParams
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """text: as given or rendered (of token ids: decoded)."""
+    """text: as given or rendered (of token ids: decoded). parts: one for each id, where logprobs of
+    the prompt are asked for. detokenizer: has read the prompt.
+    """
 
     text: str
     ids: list[int]
+    parts: Sequence[str]
+    detokenizer: Detokenizer
 
 
 async def build_prompts(
@@ -95,32 +100,48 @@ def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> P
     if isinstance(prompt, str):
         return _encode(call, model, prompt, _PARAM[call.api])
     _check_ids(prompt, model, "prompt")
-    return _checked(call, model, Prompt(model.decode(prompt), prompt), "prompt")
+    return _prompt(call, model, prompt, "prompt")
 
 
 def _encode(call: GenerationCall, model: TextModel, text: str, param: str) -> Prompt:
     if call.truncate is None:
         model.check_size(text, param)
-    ids = model.encode(text, call.add_special_tokens)
-    return _checked(call, model, Prompt(text, ids), param)
+    if call.sampling.prompt_logprobs is None:
+        return _prompt(call, model, model.encode(text, call.add_special_tokens), param, text)
+    ids, parts = model.encode_parts(text, call.add_special_tokens)
+    return _prompt(call, model, ids, param, text, parts)
 
 
-def _checked(call: GenerationCall, model: TextModel, prompt: Prompt, param: str) -> Prompt:
-    prompt = _truncated(call, model, prompt)
-    if not prompt.ids:
+def _prompt(
+    call: GenerationCall,
+    model: TextModel,
+    ids: list[int],
+    param: str,
+    text: str | None = None,
+    parts: Sequence[str] = (),
+) -> Prompt:
+    """text, parts: of a prompt that came as text. What is shown again of one that is cut (`echo`)
+    is what is left of it.
+    """
+    kept = _kept(call, model, len(ids))
+    if not ids[kept]:
         raise RequestError("invalid", "expected a prompt of at least one token", param=param)
-    return prompt
+    if text is None or (call.echo and len(ids[kept]) < len(ids)):
+        parts = model.decode_parts(ids[kept], call.skip_special_tokens)
+        text = "".join(parts)
+    else:
+        parts = parts[kept]
+    return Prompt(text, ids[kept], parts, model.detokenizer(ids[kept], call))
 
 
-def _truncated(call: GenerationCall, model: TextModel, prompt: Prompt) -> Prompt:
-    """What is told of the prompt again (`echo`) is what is left of it."""
+def _kept(call: GenerationCall, model: TextModel, count: int) -> slice:
+    """Of so many tokens."""
     most = call.truncate
     if most == -1:
         most = max(1, model.card.max_context - (1 if call.max_tokens is None else call.max_tokens))
-    if most is None or len(prompt.ids) <= most:
-        return prompt
-    ids = prompt.ids[:most] if call.truncate_keeps == "first" else prompt.ids[-most:]
-    return Prompt(model.decode(ids) if call.echo else prompt.text, ids)
+    if most is None or count <= most:
+        return slice(None)
+    return slice(most) if call.truncate_keeps == "first" else slice(-most, None)
 
 
 def _check_ids(ids: "Sequence[int] | dict[int, float]", model: TextModel, param: str) -> None:

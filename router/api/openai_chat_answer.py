@@ -184,7 +184,7 @@ class ChatFormatter:
 
 
 def _logprobs(tokens: Sequence[TextToken]) -> ChoiceLogprobs:
-    """Of the tokens that are part of the message: special ones are not."""
+    """Of the tokens that are part of the message: special ones are where they are written."""
     return ChoiceLogprobs(
         [
             TokenLogprob(
@@ -194,7 +194,7 @@ def _logprobs(tokens: Sequence[TextToken]) -> ChoiceLogprobs:
                 [TopLogprob(text, finite(value), _bytes(text)) for _, text, value in token.top],
             )
             for token in tokens
-            if not token.special
+            if not token.special or token.text
         ]
     )
 

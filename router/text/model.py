@@ -1,22 +1,27 @@
-"""A model's tokenizer and chat template, from its card: text to ids, ids to bytes.
+"""A model's tokenizer and chat template, from its card: text to ids, ids to text.
 
 Thread-safe: encoding lets go of the interpreter, so long prompts belong in a thread.
 """
 
-import re
+import json
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
-from router.generation import RequestError
+from router.generation import GenerationCall, RequestError
+from router.text.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
+from router.text.detokenizer import Detokenizer, common_prefix
 from router.text.long_texts import LongTexts
 from router.text.templates import BaseTemplates
-from router.text.tokenizer_json import BYTE_OF_CHAR, read_facts
+from router.text.text_decoder import make_decoder
+from router.text.tokenizer_json import longest_token
 from server.protocol import ModelCard
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_REPLACEMENT = "�"
+# Beside which a token's own text is found. Some decoders drop what repeats the token before.
+_ANCHORS = ("a", "b", "c")
 
 
 class TokenSpan(msgspec.Struct, frozen=True, gc=False):
@@ -45,13 +50,16 @@ class TextModel:
             raise ValueError(f"the tokenizer of {card.names[0]} cannot be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(
-            [i for i, token in added.items() if token.special] + list(card.eos_token_ids)
-        )
-        self._facts = read_facts(card.tokenizer_json)
-        self._anchor = self._find_anchor()
+        try:
+            self._decoder = make_decoder(_decoder_of(self._tokenizer))
+        except ValueError as error:
+            raise ValueError(f"the tokenizer of {card.names[0]} cannot be used: {error}") from error
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        # As the library: a token is special by how it is spelled, whatever its id.
+        self._special = frozenset(t.content for t in self._added.values() if t.special)
+        self._longest_token = longest_token(card.tokenizer_json)
         self._prefix = self._find_prefix()
+        self._tokens: dict[int, str | None] = {}
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
         self.templates = BaseTemplates(card)
@@ -63,9 +71,9 @@ class TextModel:
 
         Raises RequestError (context_length).
         """
-        if self._facts.longest_token is None:
+        if self._longest_token is None:
             return
-        limit = self._facts.longest_token * self.card.max_context
+        limit = self._longest_token * self.card.max_context
         if len(text) > limit:
             raise RequestError(
                 "context_length",
@@ -85,75 +93,124 @@ class TextModel:
         ids: list[int] = batch[0].ids
         return ids[self._repeated(ids) :] if add_special_tokens else ids
 
+    def encode_parts(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[str]]:
+        """Token ids of a text, and the part of the text that each stands for: together all of it.
+
+        A character of several tokens is the last one's.
+        """
+        encoding = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        starts = [start if start < stop else len(text) for start, stop in encoding.offsets]
+        next_starts = list(accumulate(reversed(starts), min))[-2::-1] + [len(text)]
+        parts, begin = [], 0
+        for (_, stop), next_start in zip(encoding.offsets, next_starts, strict=False):
+            end = max(begin, min(stop, next_start))
+            parts.append(text[begin:end])
+            begin = end
+        if parts:
+            parts[-1] += text[begin:]
+        repeated = self._repeated(encoding.ids) if add_special_tokens else 0
+        return encoding.ids[repeated:], parts[repeated:]
+
     def spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
         """Tokens of a text with the characters that they cover, as `/tokenize` lists them."""
         batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         encoding = batch[0]
         spans = [
-            TokenSpan(i, text[start:stop] or self.token_text(i), start, stop)
+            TokenSpan(i, text[start:stop] or self._spelled(i), start, stop)
             for i, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
         return spans[self._repeated(encoding.ids) :] if add_special_tokens else spans
 
     # Ids to text
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out; exactly what a stream of them adds up to."""
-        data = b"".join(map(self.token_bytes, ids))
-        return data.decode("utf-8", "replace")
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; exactly what a stream of them adds up to."""
+        return "".join(self.decode_parts(ids, skip_special_tokens))
+
+    def decode_parts(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[str]:
+        """The same in parts, one for each id. What comes late is with the token that completes it;
+        what is left at the end is the last token's.
+        """
+        detokenizer = Detokenizer(self, self._decoder.copy(), skip_special_tokens)
+        parts = [detokenizer.push(token_id) for token_id in ids]
+        if parts:
+            parts[-1] += detokenizer.flush()
+        return parts
+
+    def detokenizer(self, prompt: Sequence[int], call: GenerationCall) -> Detokenizer:
+        """For answers to a prompt of these ids, as the call wants its text."""
+        detokenizer = Detokenizer(
+            self,
+            self._decoder.copy(),
+            call.skip_special_tokens,
+            call.spaces_between_special_tokens,
+        )
+        detokenizer.read_prompt(prompt)
+        return detokenizer
+
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary spells the token; None for ids that stand for nothing."""
+        if token_id not in self._tokens:
+            if not self.has_token(token_id):
+                return None
+            self._tokens[token_id] = self._tokenizer.id_to_token(token_id)
+        return self._tokens[token_id]
 
     def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
+        """Whether the token is left out of a text without special tokens."""
+        return self.token(token_id) in self._special
+
+    def is_added(self, token_id: int) -> bool:
+        return token_id in self._added
 
     def token_text(self, token_id: int) -> str:
-        """The token by itself as it stands inside a text; special tokens spelled out."""
+        """What the token adds inside a text where it is written; "" for unknown ids."""
         text = self._texts.get(token_id)
         if text is None:
-            if not self.has_token(token_id):
+            token = self.token(token_id)
+            if token is None:
                 return ""
-            text = self._texts[token_id] = self._text_of(token_id)
+            text = self._texts[token_id] = self._text_of(token)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text, b"" for special and unknown ids."""
+        """The same in bytes: of a part of a character, too."""
         data = self._bytes.get(token_id)
         if data is None:
-            if not self.has_token(token_id):
+            token = self.token(token_id)
+            if token is None:
                 return b""
-            data = self._bytes[token_id] = self._bytes_of(token_id)
+            data = self._bytes[token_id] = self._bytes_of(token_id, token)
         return data
 
     def has_token(self, token_id: int) -> bool:
         return 0 <= token_id < self.card.vocab_size
 
-    def _text_of(self, token_id: int) -> str:
-        """Between two anchors, where decoders neither strip spaces nor join."""
-        anchors = self._anchor
-        edge = self._tokenizer.decode(anchors, skip_special_tokens=False)
-        inside = [*anchors, token_id, *anchors]
-        text: str = self._tokenizer.decode(inside, skip_special_tokens=False)
-        if text.startswith(edge) and text.endswith(edge) and len(text) >= 2 * len(edge):
-            return text[len(edge) : len(text) - len(edge)]
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+    def _spelled(self, token_id: int) -> str:
+        """Of a token that covers nothing of its text: one that was added around it."""
+        return self.token_text(token_id) if self.is_special(token_id) else ""
 
-    def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self._special:
-            return b""
+    def _text_of(self, token: str) -> str:
+        """What stands between the texts of two others."""
+        before, after = _other_than(token)
+        start = self._decode_all(before)
+        whole = self._decode_all(before, token, after)
+        end = self._decode_all(before, after)[len(start) :]
+        return whole[common_prefix(start, whole) :].removesuffix(end)
+
+    def _decode_all(self, *tokens: str) -> str:
+        decoder = self._decoder.copy()
+        return "".join(map(decoder.push, tokens)) + decoder.flush()
+
+    def _bytes_of(self, token_id: int, token: str) -> bytes:
         text = self.token_text(token_id)
-        if _REPLACEMENT in text:
-            raw = self._raw_bytes(self._tokenizer.id_to_token(token_id) or "")
-            if raw is not None:
-                return raw
+        if REPLACEMENT in text:
+            byte = byte_of(token)
+            if byte is not None:
+                return bytes((byte,))
+            if all(character in BYTE_OF_CHAR for character in token):
+                return bytes(BYTE_OF_CHAR[character] for character in token)
         return text.encode()
-
-    def _raw_bytes(self, token: str) -> bytes | None:
-        """Bytes of a token that is no text by itself."""
-        match = _BYTE_TOKEN.fullmatch(token)
-        if match is not None:
-            return bytes([int(match[1], 16)])
-        if self._facts.byte_level and all(c in BYTE_OF_CHAR for c in token):
-            return bytes(BYTE_OF_CHAR[c] for c in token)
-        return None
 
     def _repeated(self, ids: Sequence[int]) -> int:
         """How many of the tokens that were put before a text the text itself begins with: all of
@@ -167,10 +224,16 @@ class TextModel:
         added = encoding.special_tokens_mask
         return tuple(encoding.ids[: added.index(0)]) if 0 in added else ()
 
-    def _find_anchor(self) -> list[int]:
-        """A token that is one plain letter, whatever stands beside it."""
-        for letter in "axe0":
-            ids = self.encode(letter, add_special_tokens=False)[-1:]
-            if ids and self._tokenizer.decode(ids).strip() == letter:
-                return ids
-        return []
+
+def _decoder_of(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """As the library writes it, whichever form the file has."""
+    if tokenizer.decoder is None:
+        return None
+    document: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return document
+
+
+def _other_than(token: str) -> tuple[str, str]:
+    """Two plain tokens to stand beside it."""
+    before, after = [letter for letter in _ANCHORS if letter != token][:2]
+    return before, after

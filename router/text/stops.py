@@ -1,21 +1,160 @@
 """Stop strings over a stream of text, whatever the borders of its pieces. Pure.
 
-The match that ends first wins; of those that end at the same character, the longest. So the outcome
-does not depend on how the text was cut, and is known at the first possible character.
+The match that ends first wins; of those that end at the same character, the longest, and of equals
+the one that begins first. So the outcome does not depend on how the text was cut, and is known at
+the first possible character.
+
+Stop strings are looked for in two views of the text: as the client sees it, and with the tokens
+that it lacks spelled out (special tokens, the end of the answer). What is returned is the former,
+up to the match in either.
 """
 
+from collections import deque
+from typing import NamedTuple
 
-def _failure_table(pattern: str) -> list[int]:
-    """Length of the longest proper border of each prefix (Knuth, Morris, Pratt 1977)."""
-    table = [0] * len(pattern)
-    length = 0
-    for i in range(1, len(pattern)):
-        while length and pattern[i] != pattern[length]:
-            length = table[length - 1]
-        if pattern[i] == pattern[length]:
-            length += 1
-        table[i] = length
-    return table
+from router.text.detokenizer import common_prefix
+
+
+class StopStrings:
+    """All stop strings at once (Aho, Corasick 1975): each character is one step from state to
+    state, of whatever many strings.
+
+    depth: of each state, how many characters of the text's end begin some stop string.
+    found: of each state, the longest stop string that the text ends in.
+    """
+
+    __slots__ = ("_fallback", "_next", "depth", "found", "longest")
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self.depth = [0]
+        self.found: list[str | None] = [None]
+        self.longest = max(map(len, stops), default=0)
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def step(self, state: int, character: str) -> int:
+        while state and character not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(character, 0)
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            after = self._next[state].get(character)
+            if after is None:
+                after = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(None)
+            state = after
+        self.found[state] = stop
+
+    def _link(self) -> None:
+        """Each state's fallback: that of its longest proper end which is a state."""
+        states = deque([0])
+        while states:
+            state = states.popleft()
+            for character, after in self._next[state].items():
+                if state:
+                    self._fallback[after] = self.step(self._fallback[state], character)
+                if self.found[after] is None:
+                    self.found[after] = self.found[self._fallback[after]]
+                states.append(after)
+
+
+class _Match(NamedTuple):
+    """start, end: characters of the visible text before it, and up to its end."""
+
+    end: int
+    minus_length: int
+    start: int
+    stop: str
+
+
+class _View:
+    """One view: where its search stands, and which visible character each of its own is.
+
+    ahead: visible text that it has read before it was pushed.
+    """
+
+    __slots__ = ("_ahead", "_gaps", "_hidden", "_size", "_state", "_stops")
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._state = 0
+        self._size = 0
+        self._hidden = 0
+        self._gaps: list[tuple[int, int]] = []
+        self._ahead = ""
+
+    def twin(self) -> "_View":
+        """The same, as long as nothing is hidden."""
+        twin = _View(self._stops)
+        twin._state, twin._size = self._state, self._size
+        return twin
+
+    def push(self, text: str, before: int) -> _Match | None:
+        """Visible text. before: characters of it that were pushed before."""
+        if self._ahead:
+            count = common_prefix(text, self._ahead)
+            if count < min(len(text), len(self._ahead)):
+                self._start_anew(before + count)
+            else:
+                self._ahead = self._ahead[count:]
+            text = text[count:]
+        return self._read(text)
+
+    def spell(self, held: str, token: str, before: int) -> _Match | None:
+        """A token that is not in the text, after visible text that is held back."""
+        count = common_prefix(held, self._ahead)
+        if count < len(self._ahead):
+            self._start_anew(before)
+            count = 0
+        self._ahead = held
+        match = self._read(held[count:])
+        if match is None:
+            self._hide(len(token))
+            match = self._read(token)
+        return match
+
+    @property
+    def certain(self) -> int:
+        """Visible characters that no match will ever begin in."""
+        return self._visible(self._size - self._stops.depth[self._state])
+
+    def _read(self, text: str) -> _Match | None:
+        stops, state = self._stops, self._state
+        for position, character in enumerate(text, self._size + 1):
+            state = stops.step(state, character)
+            found = stops.found[state]
+            if found is not None:
+                start = self._visible(position - len(found))
+                return _Match(self._visible(position), -len(found), start, found)
+        self._state = state
+        self._size += len(text)
+        return None
+
+    def _visible(self, position: int) -> int:
+        hidden = sum(min(max(position - at, 0), size) for at, size in self._gaps)
+        return position - self._hidden - hidden
+
+    def _hide(self, size: int) -> None:
+        """The next `size` characters. Gaps that no match can reach become a mere sum."""
+        reach = self._size - self._stops.longest
+        past = [(at, length) for at, length in self._gaps if at + length <= reach]
+        self._gaps = [*self._gaps[len(past) :], (self._size, size)]
+        self._hidden += sum(length for _, length in past)
+
+    def _start_anew(self, before: int) -> None:
+        """What was read ahead came out as another text: bytes that a later one made invalid."""
+        self._state = 0
+        self._gaps = []
+        self._hidden = self._size - before
+        self._ahead = ""
 
 
 class StopMatcher:
@@ -25,59 +164,68 @@ class StopMatcher:
     kept (`include`): then nothing ever has to be taken back. hit: the stop string found, or None.
     """
 
-    __slots__ = ("_held", "_include", "_patterns", "_states", "hit")
+    __slots__ = ("_held", "_include", "_pushed", "_views", "hit")
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
         self._include = include
-        self._patterns = [(stop, _failure_table(stop)) for stop in dict.fromkeys(stops)]
-        self._states = [0] * len(self._patterns)
+        self._views = [_View(StopStrings(stops))] if stops else []
         self._held = ""
+        self._pushed = 0
         self.hit: str | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self._views) and self.hit is None
 
     def push(self, text: str) -> str:
         """The text that is now certain. After a hit there is none."""
         if self.hit is not None or not text:
             return ""
-        if not self._patterns:
+        if not self._views:
             return text
-        for position, character in enumerate(text, 1):
-            found = self._advance(character)
-            if found is not None:
-                return self._stop(found, text[:position])
-        if self._include:
-            return text
-        return self._release(self._held + text, max(self._states))
+        matches = [view.push(text, self._pushed) for view in self._views]
+        self._held += text
+        self._pushed += len(text)
+        found = [match for match in matches if match is not None]
+        return self._stop(min(found)) if found else self._release()
+
+    def spell(self, held: str, token: str) -> str:
+        """A token that the client does not see, in its place. held: what the text would end in, if
+        it ended before the token, beyond what was pushed. The text that is now certain.
+        """
+        if not self.active:
+            return ""
+        if len(self._views) == 1:  # up to here both were the same
+            self._views.append(self._views[0].twin())
+        match = self._views[1].spell(held, token, self._pushed)
+        if match is None:
+            return self._release()
+        # With the match the text ends, so what was held back is certain.
+        seen = self._views[0].push(held, self._pushed)
+        match = match if seen is None else min(match, seen)
+        self._held += held
+        self._pushed += len(held)
+        return self._stop(match)
 
     def flush(self) -> str:
         """What was held back, once no more text will come."""
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> str | None:
-        """Moves every pattern's state by one character; the longest pattern that is complete."""
-        found: str | None = None
-        for i, (pattern, table) in enumerate(self._patterns):
-            state = self._states[i]
-            while state and pattern[state] != character:
-                state = table[state - 1]
-            if pattern[state] == character:
-                state += 1
-            if state == len(pattern):
-                if found is None or len(pattern) > len(found):
-                    found = pattern
-                state = table[state - 1]
-            self._states[i] = state
-        return found
-
-    def _stop(self, found: str, text: str) -> str:
-        self.hit = found
-        if self._include:
-            return text
-        text = self._held + text
+    def _stop(self, match: _Match) -> str:
+        self.hit = match.stop
+        text = self._take(match.end if self._include else match.start)
         self._held = ""
-        return text[: len(text) - len(found)]
+        return text
 
-    def _release(self, text: str, hold: int) -> str:
-        cut = len(text) - hold
-        self._held = text[cut:]
-        return text[:cut]
+    def _release(self) -> str:
+        if self._include:
+            return self._take(self._pushed)
+        return self._take(min(view.certain for view in self._views))
+
+    def _take(self, end: int) -> str:
+        """Held text up to the visible character `end`."""
+        count = max(end - self._pushed + len(self._held), 0)
+        text, self._held = self._held[:count], self._held[count:]
+        return text

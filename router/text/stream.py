@@ -1,6 +1,6 @@
 """One choice: token events of the worker to text events of the client. Pure.
 
-Text passes the detokenizer, then the stop strings; a token is told only with all of its text.
+Text passes the detokenizer, then the stop strings; a token goes out only with all of its text.
 """
 
 from collections import deque
@@ -10,64 +10,75 @@ from typing import Protocol
 import msgspec
 
 from router.generation import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
-from router.text.detokenizer import Detokenizer
+from router.text.attribution import attribute
+from router.text.byte_tokens import REPLACEMENT
+from router.text.detokenizer import Detokenizer, Tokens
 from router.text.stops import StopMatcher
 from server.protocol import Finish, TokenEvent, TokenLogprob
 
 
-class Vocabulary(Protocol):
+class Vocabulary(Tokens, Protocol):
     """What a stream has to know of the tokenizer."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]: ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text; b"" for special tokens."""
+        """What the token adds inside a text where it is written."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """The token by itself, special tokens spelled out."""
+        """The same as text; U+FFFD for parts of a character."""
         ...
-
-    def is_special(self, token_id: int) -> bool: ...
 
 
 class _Pending(msgspec.Struct):
-    """A token whose text, the characters from start to end of the output, is not yet released."""
+    """A token that has not gone out yet. text: its part of the text so far. expected: bytes of its
+    own that the text still lacks. is_end: it ended the answer. is_open: more of its text may come.
+    """
 
     token_id: int
     logprob: TokenLogprob | None
-    start: int
-    end: int
-    text: str
+    expected: bytes
+    is_end: bool
+    text: str = ""
+    is_open: bool = True
 
 
 class ChoiceStream:
     """Feed it a choice's TokenEvents, every token once and in order; it returns what the client may
     see.
 
+    detokenizer: has read the prompt; the stream's own from now on.
     must_abort: a stop string ended the choice before the worker did; the rest is to be aborted.
     finish: set once it is over.
     """
 
     def __init__(
-        self, call: GenerationCall, vocabulary: Vocabulary, prompt_index: int = 0, choice: int = 0
+        self,
+        call: GenerationCall,
+        vocabulary: Vocabulary,
+        detokenizer: Detokenizer,
+        prompt_index: int = 0,
+        choice: int = 0,
     ) -> None:
         self._vocabulary = vocabulary
         self._prompt_index = prompt_index
         self._choice = choice
         self._wants_tokens = call.sampling.logprobs is not None
         self._stop_ids = frozenset(call.sampling.stop_token_ids)
-        self._detokenizer = Detokenizer()
+        self._keeps_stop_token = call.include_stop
+        self._skips_special = call.skip_special_tokens
+        self._detokenizer = detokenizer
         self._stops = StopMatcher(call.stop, call.include_stop)
-        self._decoded = 0
         self._released = 0
+        self._placed = 0
         self._pending: deque[_Pending] = deque()
+        self._open: deque[_Pending] = deque()
         self._texts: list[str] = []
         self._tokens: list[TextToken] = []
         self._logprob_sum = 0.0
-        self._num_tokens = 0
-        self._last_id: int | None = None
+        self._ids: list[int] = []
         self.must_abort = False
         self.finish: FinishReason | None = None
 
@@ -75,12 +86,12 @@ class ChoiceStream:
         """What the event adds, or None."""
         if self.finish is not None:
             return None
-        before = self._num_tokens
+        before = len(self._ids)
         text = ""
         for i, token_id in enumerate(event.token_ids):
-            is_last = event.finish == "stop" and i == len(event.token_ids) - 1
+            is_end = event.finish == "stop" and i == len(event.token_ids) - 1
             logprob = event.logprobs[i] if event.logprobs is not None else None
-            text += self._accept(token_id, logprob, is_stop_token=is_last)
+            text += self._accept(token_id, logprob, is_end=is_end)
             if self._stops.hit is not None:
                 break
         if self._stops.hit is not None:
@@ -89,7 +100,7 @@ class ChoiceStream:
         elif event.finish is not None:
             text += self._end()
             self.finish = self._finish_of(event.finish)
-        return self._event(text, self._num_tokens - before)
+        return self._event(text, tuple(self._ids[before:]))
 
     def result(self) -> ChoiceResult:
         """The whole choice, once it is over."""
@@ -100,96 +111,145 @@ class ChoiceStream:
             text="".join(self._texts),
             tokens=tuple(self._tokens),
             finish=self.finish,
-            generated_tokens=self._num_tokens,
+            generated_tokens=len(self._ids),
             sum_logprob=self._logprob_sum if self._wants_tokens else None,
+            token_ids=tuple(self._ids),
         )
 
-    def _accept(self, token_id: int, logprob: TokenLogprob | None, *, is_stop_token: bool) -> str:
-        self._num_tokens += 1
-        self._last_id = token_id
+    def _accept(self, token_id: int, logprob: TokenLogprob | None, *, is_end: bool) -> str:
+        self._ids.append(token_id)
         if logprob is not None and logprob.logprob is not None:
             self._logprob_sum += logprob.logprob
-        data = b"" if is_stop_token else self._vocabulary.token_bytes(token_id)
-        text = self._detokenizer.push(data)
+        is_written = self._is_written(token_id, is_end=is_end)
         if self._wants_tokens:
-            start, self._decoded = self._decoded, self._decoded + len(text)
-            self._pending.append(_Pending(token_id, logprob, start, self._decoded, text))
+            expected = self._vocabulary.token_bytes(token_id) if is_written else b""
+            self._pending.append(_Pending(token_id, logprob, expected, is_end))
+            self._open.append(self._pending[-1])
+        if not is_written:
+            return self._leave_out(token_id)
+        text = self._detokenizer.push(token_id)
+        self._attribute(text)
         return self._stops.push(text)
+
+    def _is_written(self, token_id: int, *, is_end: bool) -> bool:
+        """Whether it is part of the text; of the token that ended the answer as vLLM has it."""
+        if self._detokenizer.is_left_out(token_id):
+            return False
+        if not is_end:
+            return True
+        own_end = token_id in self._vocabulary.eos_token_ids
+        return self._keeps_stop_token and not (own_end and self._skips_special)
+
+    def _leave_out(self, token_id: int) -> str:
+        """A token that the client does not see; stop strings may name it."""
+        token = self._vocabulary.token(token_id)
+        if token is None or not self._stops.active:
+            self._attribute("")
+            return ""
+        held = self._detokenizer.held()
+        text = self._stops.spell(held, token)
+        self._attribute("" if self._stops.active else held)
+        return text
 
     def _end(self) -> str:
         tail = self._detokenizer.flush()
-        if tail and self._pending:
-            last = self._pending[-1]
-            last.text += tail
-            last.end += len(tail)
+        self._attribute(tail)
         return self._stops.push(tail) + self._stops.flush()
+
+    def _attribute(self, text: str) -> None:
+        """New text of the detokenizer is its newest tokens'."""
+        if not self._open:
+            return
+        if text:
+            parts, rests = attribute(text, [token.expected for token in self._open])
+            for token, part, rest in zip(self._open, parts, rests, strict=True):
+                token.text += part
+                token.expected = rest
+        held = self._detokenizer.holding
+        while self._open and not (held and (len(self._open) == 1 or self._open[0].expected)):
+            self._open.popleft().is_open = False
 
     def _finish_of(self, finish: Finish) -> FinishReason:
         if self._stops.hit is not None:  # by the text of an unfinished character
             return "stop"
         if finish != "stop":
             return finish
-        last = self._last_id
+        last = self._ids[-1] if self._ids else None
         own = last in self._stop_ids or last not in self._vocabulary.eos_token_ids
         return "stop" if own else "eos"
 
-    def _event(self, text: str, num_tokens: int) -> TextEvent | None:
+    def _event(self, text: str, ids: tuple[int, ...]) -> TextEvent | None:
         self._released += len(text)
         self._texts.append(text)
         tokens = self._release_tokens() if self._wants_tokens else ()
-        if not (text or tokens or self.finish or num_tokens):
+        if not (text or tokens or self.finish or ids):
             return None
         self._tokens.extend(tokens)
-        return TextEvent(self._prompt_index, self._choice, text, tokens, self.finish, num_tokens)
+        return TextEvent(
+            prompt_index=self._prompt_index,
+            choice=self._choice,
+            text=text,
+            tokens=tokens,
+            finish=self.finish,
+            num_tokens=len(ids),
+            token_ids=ids,
+        )
 
     def _release_tokens(self) -> tuple[TextToken, ...]:
         """Tokens whose text is out; at the end also what the stop string left of one."""
         tokens = []
         while self._pending:
             token = self._pending[0]
-            if token.end > self._released:
-                if self.finish is None or token.start >= self._released:
+            end = self._placed + len(token.text)
+            if self.finish is None and (token.is_open or end > self._released):
+                break
+            if end > self._released:
+                if self._placed >= self._released:
                     break
-                token.text = token.text[: self._released - token.start]
+                token.text = token.text[: self._released - self._placed]
+            self._placed += len(token.text)
             tokens.append(self._text_token(token))
             self._pending.popleft()
         return tuple(tokens)
 
     def _text_token(self, pending: _Pending) -> TextToken:
-        return text_token(self._vocabulary, pending.token_id, pending.text, pending.logprob)
+        return text_token(
+            self._vocabulary,
+            pending.token_id,
+            pending.text,
+            pending.logprob,
+            is_end=pending.is_end,
+        )
 
 
 def text_token(
-    vocabulary: Vocabulary, token_id: int, text: str, logprob: TokenLogprob | None
+    vocabulary: Vocabulary,
+    token_id: int,
+    text: str,
+    logprob: TokenLogprob | None,
+    *,
+    is_end: bool = False,
 ) -> TextToken:
-    """A token as the client sees it. text: what it adds to the text."""
+    """A token as the client sees it. text: its part of the text. is_end: it ended the answer."""
     own = vocabulary.token_text(token_id)
     top: tuple[tuple[int, str, float], ...] = ()
     if logprob is not None and logprob.top:
         top = tuple((i, vocabulary.token_text(i), value) for i, value in logprob.top)
-    raw = vocabulary.token_bytes(token_id) if "�" in own else None
+    raw = vocabulary.token_bytes(token_id) if REPLACEMENT in own else None
     value, rank = (None, None) if logprob is None else (logprob.logprob, logprob.rank)
-    return TextToken(token_id, text, own, value, vocabulary.is_special(token_id), top, raw, rank)
+    special = vocabulary.is_special(token_id) or (is_end and token_id in vocabulary.eos_token_ids)
+    return TextToken(token_id, text, own, value, special, top, raw, rank)
 
 
 def prompt_tokens(
     vocabulary: Vocabulary,
-    text: str,
+    parts: Sequence[str],
     ids: Sequence[int],
     logprobs: Sequence[TokenLogprob] | None,
 ) -> tuple[TextToken, ...]:
-    """A prompt's tokens for PromptInfo, with their part of its text."""
-    detokenizer = Detokenizer()
-    tokens, begin = [], 0
-    for i, token_id in enumerate(ids):
-        part = detokenizer.push(vocabulary.token_bytes(token_id))
-        if i == len(ids) - 1:
-            part += detokenizer.flush()
-        spelled = vocabulary.token_text(token_id) if vocabulary.is_special(token_id) else part
-        # A text may spell special tokens out, and lacks the space that some tokenizers put before.
-        found = (one for one in (spelled, part.removeprefix(" ")) if text.startswith(one, begin))
-        part = next(found, part)
-        begin += len(part)
-        logprob = logprobs[i] if logprobs is not None and i < len(logprobs) else None
-        tokens.append(text_token(vocabulary, token_id, part, logprob))
-    return tuple(tokens)
+    """A prompt's tokens for PromptInfo. parts: of the prompt's text, one for each token."""
+    known = logprobs or ()
+    return tuple(
+        text_token(vocabulary, token_id, part, known[i] if i < len(known) else None)
+        for i, (token_id, part) in enumerate(zip(ids, parts, strict=True))
+    )

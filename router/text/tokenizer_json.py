@@ -3,58 +3,47 @@
 import json
 from typing import Any
 
-import msgspec
+from router.text.byte_tokens import BYTE_OF_CHAR, BYTE_TOKENS
 
-
-def _char_of_byte() -> dict[int, str]:
-    """The printable stand-in of each byte in byte-level vocabularies (GPT-2's table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {byte: chr(byte) for byte in printable}
-    others = (byte for byte in range(256) if byte not in table)
-    return table | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
-
-
-BYTE_OF_CHAR = {char: byte for byte, char in _char_of_byte().items()}
-_BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 # Normalizer parts that never shorten a text (`Replace`: of one character by one).
-_LOSSLESS_NORMALIZERS = {"Sequence", "Prepend", "Replace"}
+_LOSSLESS_NORMALIZERS = {"Sequence", "Prepend", "Replace", "ByteLevel"}
 _LOSSLESS_SPLITS = {"Sequence", "ByteLevel", "Metaspace", "Split", "Digits"}
 
 
-class TokenizerFacts(msgspec.Struct, frozen=True):
-    """byte_level: the vocabulary spells bytes by stand-in characters.
+def longest_token(tokenizer_json: str) -> int | None:
+    """Most characters of a text that one token can stand for, or None where no bound is certain.
 
-    longest_token: most characters of a text that one token can stand for, or None where no bound is
-    certain. It is certain only where every byte has a token of its own, so that nothing is dropped
-    or merged into an unknown token, and where no step before takes characters away.
+    It is certain only where every byte has a token of its own, so that nothing is dropped or merged
+    into an unknown token, and where no step before takes characters away.
+    Raises ValueError.
     """
-
-    byte_level: bool
-    longest_token: int | None
-
-
-def read_facts(tokenizer_json: str) -> TokenizerFacts:
-    """Raises ValueError."""
     document = json.loads(tokenizer_json)
     if not isinstance(document, dict):
         raise ValueError("a tokenizer's file is a JSON object")
-    byte_level = any(part.get("type") == "ByteLevel" for part in _parts(document, "decoder"))
-    return TokenizerFacts(byte_level, _longest_token(document))
+    if not _has_every_byte(document) or not _keeps_every_character(document):
+        return None
+    # A normalized added token is looked for with what is put before each text.
+    before = [len(part["prepend"]) for part in _normalizers(document) if part["type"] == "Prepend"]
+    added = [len(token["content"]) + sum(before) for token in document.get("added_tokens") or ()]
+    return max([*map(len, document["model"]["vocab"]), *added])
 
 
-def _longest_token(document: dict[str, Any]) -> int | None:
-    vocabulary = (document.get("model") or {}).get("vocab")
-    if not isinstance(vocabulary, dict):
-        return None
-    complete = vocabulary.keys() >= _BYTE_TOKENS or BYTE_OF_CHAR.keys() <= vocabulary.keys()
-    if not complete or not _keeps_every_character(document):
-        return None
-    added = [token["content"] for token in document.get("added_tokens") or ()]
-    return max(map(len, [*vocabulary, *added]))
+def _has_every_byte(document: dict[str, Any]) -> bool:
+    """Whether the model cuts all that it is given into tokens that it knows, down to bytes."""
+    model = document.get("model") or {}
+    vocabulary = model.get("vocab")
+    if model.get("type", "BPE") != "BPE" or not isinstance(vocabulary, dict):
+        return False
+    if model.get("byte_fallback"):
+        return vocabulary.keys() >= BYTE_TOKENS
+    steps = _normalizers(document) + _parts(document, "pre_tokenizer")
+    spells_bytes = any(part["type"] == "ByteLevel" for part in steps)
+    whole = not model.get("end_of_word_suffix") and not model.get("continuing_subword_prefix")
+    return spells_bytes and whole and vocabulary.keys() >= BYTE_OF_CHAR.keys()
 
 
 def _keeps_every_character(document: dict[str, Any]) -> bool:
-    for part in _parts(document, "normalizer"):
+    for part in _normalizers(document):
         if part["type"] not in _LOSSLESS_NORMALIZERS or not _replaces_one_by_one(part):
             return False
     for part in _parts(document, "pre_tokenizer"):
@@ -71,12 +60,16 @@ def _replaces_one_by_one(part: dict[str, Any]) -> bool:
     return part.get("pattern") == {"String": " "} and len(part.get("content", "")) == 1
 
 
+def _normalizers(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return _parts(document, "normalizer")
+
+
 def _parts(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """A pipeline stage with all that is nested in it."""
     stage = document.get(name)
     if stage is None:
         return []
-    nested = (stage.get("normalizers"), stage.get("pretokenizers"), stage.get("decoders"))
+    nested = (stage.get("normalizers"), stage.get("pretokenizers"))
     parts = [stage]
     for group in nested:
         for part in group or ():

@@ -1,5 +1,6 @@
 """Tokenizers of several kinds, small and made here, and model cards around them."""
 
+from collections.abc import Callable
 from functools import cache
 
 from tokenizers import (
@@ -47,8 +48,8 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def byte_fallback() -> Tokenizer:
-    """As SentencePiece models: Llama 2, Mistral, Gemma."""
+def byte_fallback(*merged: tuple[str, str]) -> Tokenizer:
+    """As SentencePiece models in their old form: Llama 2, Mistral."""
     vocab = {token: i for i, token in enumerate([*SPECIALS, "<unk>"])}
     pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     pieces += [
@@ -65,7 +66,9 @@ def byte_fallback() -> Tokenizer:
     ]
     for piece in pieces:
         vocab.setdefault(piece, len(vocab))
-    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("e", "r"), ("▁", "▁")]
+    for pair in merged:
+        vocab.setdefault("".join(pair), len(vocab))
+    merges = [*merged, ("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("e", "r"), ("▁", "▁")]
     tokenizer = Tokenizer(
         models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
@@ -95,7 +98,79 @@ def metaspace() -> Tokenizer:
     return tokenizer
 
 
-KINDS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
+def merged() -> Tokenizer:
+    """As `byte_fallback`; every word's beginning is a token, as in real vocabularies."""
+    return byte_fallback(*(("▁", letter) for letter in "abcdefghijklmnopqrsuvwxyz"))
+
+
+def gemma() -> Tokenizer:
+    """No space before a text, and none taken away."""
+    tokenizer = byte_fallback()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def new_form() -> Tokenizer:
+    """SentencePiece models in their new form: a space before the first text alone."""
+    tokenizer = byte_fallback()
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    """As BERT."""
+    words = ["[UNK]", *SPECIALS, "the", "ord", "##er", "##s", "a", "n't", ",", ".", "'"]
+    words += [f"{prefix}{letter}" for prefix in ("", "##") for letter in "bcdefghijklmnoz"]
+    vocab = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+def bpe() -> Tokenizer:
+    """As the first GPT: the end of a word is marked."""
+    words = ["<unk>", *SPECIALS, *"theor", *(f"{letter}</w>" for letter in "ther"), "th", "the</w>"]
+    vocab = {word: number for number, word in enumerate(words)}
+    merges = [("t", "h"), ("th", "e</w>")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.BPEDecoder()
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+def words() -> Tokenizer:
+    """No decoder: spaces between tokens."""
+    vocab = {word: number for number, word in enumerate(["<unk>", *SPECIALS, "the", "order", "a"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(SPECIALS)
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": byte_level,
+    "byte_fallback": byte_fallback,
+    "merged": merged,
+    "new_form": new_form,
+    "gemma": gemma,
+    "metaspace": metaspace,
+    "word_piece": word_piece,
+    "bpe": bpe,
+    "words": words,
+}
+
+
+def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
+    """Of tokens as the vocabulary spells them."""
+    ids = [tokenizer.token_to_id(token) for token in tokens]
+    return [token_id for token_id in ids if token_id is not None]
 
 
 @cache
@@ -106,7 +181,7 @@ def text_model(kind: str, max_context: int = 512) -> TextModel:
 @cache
 def card(kind: str, max_context: int = 512) -> ModelCard:
     tokenizer = KINDS[kind]() if kind in KINDS else byte_level()
-    eos = SPECIALS.index("</s>")
+    (eos,) = ids_of(tokenizer, "</s>")
     return ModelCard(
         base_digest="b" * 64,
         names=("org/small", "small"),

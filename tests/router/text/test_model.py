@@ -1,31 +1,20 @@
 """Text to ids and ids to text, for the kinds of tokenizer that models come with."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tokenizers import Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, processors
 
 from router.generation import RequestError
-from router.text.detokenizer import Detokenizer
 from router.text.model import TextModel
-from router.text.tokenizer_json import read_facts
-from tests.router.text.small_models import KINDS, SPECIALS, card, text_model
+from router.text.tokenizer_json import longest_token
+from tests.router.text.small_models import KINDS, SPECIALS, card, ids_of, text_model
 
 TEXTS = st.text(alphabet="abc the,.\n🙂好ü ", max_size=40)
-
-
-def plain_ids(kind: str) -> st.SearchStrategy[list[int]]:
-    model = text_model(kind)
-    ids = [i for i in range(model.card.vocab_size) if not model.is_special(i)]
-    return st.lists(st.sampled_from(ids), max_size=40)
-
-
-def streamed(model: TextModel, ids: list[int]) -> str:
-    detokenizer = Detokenizer()
-    return "".join(detokenizer.push(model.token_bytes(i)) for i in ids) + detokenizer.flush()
 
 
 # What a tokenizer puts around a text, a text, and the tokens that become of it.
@@ -58,48 +47,78 @@ def test_what_a_text_begins_with_is_not_put_before_it(frame: str, text: str, exp
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skip_special", [True, False])
 @settings(max_examples=60)
 @given(data=st.data())
-def test_stream_equals_the_library_on_any_ids(kind: str, data: st.DataObject) -> None:
-    """Between two plain tokens, so that no space at an edge is stripped."""
+def test_decode_is_the_library_s(kind: str, skip_special: bool, data: st.DataObject) -> None:
     model = text_model(kind)
-    ids = data.draw(plain_ids(kind))
+    ids = data.draw(st.lists(st.integers(0, model.card.vocab_size - 1), max_size=30))
     library = Tokenizer.from_str(model.card.tokenizer_json)
-    anchor = library.encode("a", add_special_tokens=False).ids[-1]
-    expected = library.decode([anchor, *ids, anchor])[1:-1]
-    assert streamed(model, ids) == model.decode(ids)
-    if kind == "byte_fallback":
-        # Where bytes spell no text, the library gives up on the whole run of byte tokens;
-        # a stream cannot take back what it has shown.
-        raw = b"".join(map(model.token_bytes, ids))
-        try:
-            raw.decode()
-        except UnicodeDecodeError:
-            return
-    assert streamed(model, ids) == expected
+    text = library.decode(ids, skip_special_tokens=skip_special)
+    assert model.decode(ids, skip_special) == text
+    parts = model.decode_parts(ids, skip_special)
+    assert (len(parts), "".join(parts)) == (len(ids), text)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 @given(text=TEXTS)
 def test_text_survives(kind: str, text: str) -> None:
     model = text_model(kind)
-    decoded = streamed(model, model.encode(text, add_special_tokens=False))
-    assert decoded.removeprefix(" " if kind == "byte_fallback" else "") == text
+    assert model.decode(model.encode(text, add_special_tokens=False)) == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_ever_ends_in_a_broken_character(kind: str) -> None:
+@settings(max_examples=60)
+@given(text=TEXTS, add_special=st.booleans())
+def test_parts_of_a_text_are_all_of_it(kind: str, text: str, add_special: bool) -> None:
     model = text_model(kind)
-    detokenizer = Detokenizer()
-    for token_id in model.encode("schöne 🙂 好", add_special_tokens=False):
-        assert "�" not in detokenizer.push(model.token_bytes(token_id))
+    ids, parts = model.encode_parts(text, add_special)
+    assert ids == model.encode(text, add_special)
+    assert len(parts) == len(ids)
+    assert "".join(parts) == (text if ids else "")
 
 
-def test_leading_space_is_kept() -> None:
-    model = text_model("byte_fallback")
-    the = model.encode("x the", add_special_tokens=False)[-1]
-    assert model.token_text(the) == " the"
-    assert model.decode([the]) == " the"
+@pytest.mark.parametrize(
+    ("kind", "text", "parts"),
+    [
+        ("byte_level", "🙂</s>a", ["", "", "", "🙂", "</s>", "a"]),
+        ("byte_fallback", "the the", ["the", " the"]),
+        ("byte_fallback", "🙂the", ["", "", "", "", "🙂", "t", "he"]),
+        ("metaspace", "a the", ["", "a", " the"]),
+        ("word_piece", "the  order", ["the", "  ord", "er"]),
+    ],
+)
+def test_a_character_is_its_last_token_s(kind: str, text: str, parts: list[str]) -> None:
+    assert text_model(kind).encode_parts(text, True)[1] == parts
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "text"),
+    [
+        ("byte_level", "Ġthe", " the"),
+        ("byte_fallback", "▁the", " the"),
+        ("byte_fallback", "▁", " "),
+        ("byte_fallback", "<0x0A>", "\n"),
+        ("byte_fallback", "<0xF0>", "�"),
+        ("byte_fallback", "a", "a"),
+        ("merged", "a", "a"),
+        ("merged", "▁a", " a"),
+        ("metaspace", "▁the", " the"),
+        ("metaspace", "a", "a"),
+        ("word_piece", "##er", "er"),
+        ("word_piece", "the", " the"),
+        ("bpe", "the</w>", "the "),
+        ("words", "the", " the"),
+        ("byte_level", "</s>", "</s>"),
+        ("byte_fallback", "</s>", "</s>"),
+    ],
+)
+def test_a_token_s_own_text_is_what_it_adds_inside_a_text(kind: str, token: str, text: str) -> None:
+    model = text_model(kind)
+    (token_id,) = ids_of(Tokenizer.from_str(model.card.tokenizer_json), token)
+    assert model.token_text(token_id) == text
+    if "�" not in text:
+        assert model.token_bytes(token_id) == text.encode()
 
 
 def test_special_tokens() -> None:
@@ -107,9 +126,22 @@ def test_special_tokens() -> None:
     ids = model.encode("hello", add_special_tokens=True)
     assert ids[0] == 0
     assert model.is_special(0)
-    assert model.token_bytes(0) == b""
+    assert model.token_bytes(0) == b"<s>"
     assert model.token_text(0) == "<s>"
     assert model.decode(ids) == "hello"
+    assert model.decode(ids, skip_special_tokens=False) == "<s>hello"
+
+
+def test_an_end_that_the_tokenizer_does_not_call_special_is_written() -> None:
+    """Unless it ends an answer: see the stream."""
+    library = KINDS["byte_level"]()
+    added = json.loads(library.to_str())
+    for token in added["added_tokens"]:
+        token["special"] = token["content"] != "</s>"
+    model = TextModel(replace(card("byte_level"), tokenizer_json=json.dumps(added)))
+    (end,) = model.eos_token_ids
+    assert not model.is_special(end)
+    assert model.decode([end, end]) == "</s></s>"
 
 
 def test_unknown_ids_add_nothing() -> None:
@@ -117,6 +149,7 @@ def test_unknown_ids_add_nothing() -> None:
     assert model.token_bytes(10**9) == b""
     assert model.token_bytes(-1) == b""
     assert model.token_text(10**9) == ""
+    assert model.decode([10**9]) == ""
     assert not model.has_token(model.card.vocab_size)
 
 
@@ -148,7 +181,7 @@ def test_spans() -> None:
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_no_token_covers_more_than_the_bound(kind: str, text: str) -> None:
     model = text_model(kind)
-    bound = read_facts(model.card.tokenizer_json).longest_token
+    bound = longest_token(model.card.tokenizer_json)
     assert bound is not None
     assert len(text) <= bound * len(model.encode(text, add_special_tokens=False))
 
@@ -163,8 +196,39 @@ def test_hopeless_texts_are_refused_before_encoding() -> None:
 def test_no_bound_where_text_may_vanish() -> None:
     tokenizer = json.loads(KINDS["byte_level"]().to_str())
     tokenizer["normalizer"] = {"type": "NFC"}
-    assert read_facts(json.dumps(tokenizer)).longest_token is None
-    assert read_facts(KINDS["metaspace"]().to_str()).longest_token is None
+    assert longest_token(json.dumps(tokenizer)) is None
+    assert longest_token(KINDS["metaspace"]().to_str()) is None
+
+
+NO_BOUND: dict[str, dict[str, Any]] = {
+    "unknown characters are one token": {"model": {"byte_fallback": False}},
+    "text that is cut elsewhere": {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+    "a longer text replaced": {"normalizer": {"type": "Replace", "pattern": {"String": "aa"}}},
+    "spaces that a token takes along": {"added_tokens": {"lstrip": True}},
+}
+
+
+@pytest.mark.parametrize("change", NO_BOUND.values(), ids=NO_BOUND)
+def test_no_bound_where_a_token_may_cover_any_text(change: dict[str, Any]) -> None:
+    tokenizer = json.loads(KINDS["byte_fallback"]().to_str())
+    assert longest_token(json.dumps(tokenizer)) is not None
+    for name, value in change.items():
+        if name == "model":
+            tokenizer[name] |= value
+        elif name == "added_tokens":
+            tokenizer[name] = [token | value for token in tokenizer[name]]
+        else:
+            tokenizer[name] = value
+    assert longest_token(json.dumps(tokenizer)) is None
+
+
+def test_an_added_token_may_cover_the_space_before_it() -> None:
+    library = KINDS["byte_fallback"]()
+    library.add_tokens([AddedToken("z" * 40, normalized=True)])
+    text = (" " + "z" * 40) * 3
+    bound = longest_token(library.to_str())
+    assert bound is not None
+    assert len(text) <= bound * len(library.encode(text).ids)
 
 
 def test_unreadable_cards_are_refused() -> None:

@@ -1,0 +1,59 @@
+"""Which token which part of a text comes from, where the text comes later than its tokens. Pure."""
+
+from collections.abc import Sequence
+
+from router.text.byte_tokens import REPLACEMENT
+
+_INVALID = REPLACEMENT.encode()
+
+
+def attribute(text: str, expected: Sequence[bytes]) -> tuple[list[str], list[bytes]]:
+    """Divides `text` among its tokens, in order. A character is its last byte's token's.
+
+    expected: what each token adds by itself. What does not agree with that is the last token's.
+    Returns each token's part, and what of it is still to come.
+    """
+    data = text.encode()
+    ends, rests, at = [], [], 0
+    for own in expected:
+        count = _agreeing(data[at : at + len(own) + 3], own)
+        at += count or 0
+        ends.append(at)
+        rests.append(b"" if count is None else own[count:])
+    if at == 0:
+        rests[-1] = expected[-1]  # nothing of it yet
+    ends[-1] = len(data)
+    return _cut(data, ends), rests
+
+
+def _agreeing(data: bytes, own: bytes) -> int | None:
+    """How many bytes of `data` are those of a token; None where they are others."""
+    if data.startswith(own):
+        return len(own)
+    if own.startswith(data):
+        return len(data)
+    if _is_text(own):
+        return None
+    # Part of a character: it became invalid, or its beginning is the prompt's.
+    first = len(data.decode("utf-8", "ignore")[:1].encode())
+    return first if data[:first] == _INVALID or data[:first].endswith(own) else None
+
+
+def _cut(data: bytes, ends: Sequence[int]) -> list[str]:
+    """The parts of a UTF-8 text up to each end; an end within a character is at its start."""
+    parts, begin = [], 0
+    for end in ends:
+        while end < len(data) and data[end] & 0xC0 == 0x80:
+            end -= 1
+        end = max(end, begin)
+        parts.append(data[begin:end].decode())
+        begin = end
+    return parts
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

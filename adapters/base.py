@@ -1,5 +1,6 @@
 """The base model as an adapter sees it: which modules exist, and their shapes. Pure."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -57,3 +58,21 @@ class BaseSpec(msgspec.Struct, frozen=True):
     @property
     def is_inferred(self) -> bool:
         return not self.digest
+
+
+class BaseModule(msgspec.Struct, frozen=True):
+    """One module of the base. layer: 0-based, -1 outside the layers. path: its whole name."""
+
+    layer: int
+    name: str
+    path: str
+    shape: ModuleShape
+
+
+def base_modules(base: BaseSpec) -> Iterator[BaseModule]:
+    """By layer, then those outside the layers."""
+    for layer in range(base.num_layers):
+        for name, shape in base.layer_modules.items():
+            yield BaseModule(layer, name, module_path(shape, layer), shape)
+    for name, shape in base.model_modules.items():
+        yield BaseModule(-1, name, shape.path, shape)

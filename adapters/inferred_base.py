@@ -5,19 +5,16 @@ from collections.abc import Iterable
 
 from adapters.base import SITE_PROJECTIONS, BaseSpec, ModuleShape
 from adapters.header import TensorInfo
+from adapters.tensor_names import parse_tensor_name, spelling_of
 
-_LAYER_TENSOR = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>(?:self_attn|mlp)\.(?P<name>[a-z]+_proj))"
-    r"\.lora_(?P<side>[AB])(?:\.default)?\.weight"
+_LAYER = re.compile(
+    r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>(?:self_attn|mlp)\.(?P<name>[a-z]+_proj))"
 )
-_MODEL_TENSOR = re.compile(
-    r"base_model\.model\.(?P<path>(?:model\.)?(?P<name>embed_tokens|lm_head))"
-    r"(?:\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?|(?:\.base_layer)?\.weight)"
-)
+_TABLE = re.compile(r"(?P<path>(?:model\.)?(?P<name>embed_tokens|lm_head))")
 _KNOWN = frozenset(name for names in SITE_PROJECTIONS.values() for name in names)
 
 
-def infer_base(name: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
+def infer_base(trained_for: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
     """The smallest base that the first tensors of each module fit, LoRA before copies of the base.
 
     Tensors of modules that are unknown or contradict each other stay for validation to refuse.
@@ -25,15 +22,18 @@ def infer_base(name: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
     paths: dict[str, str] = {}
     sizes: dict[tuple[str, str], int] = {}
     num_layers = 0
-    for tensor in sorted(tensors, key=lambda tensor: "lora_" not in tensor.name):
-        found = _LAYER_TENSOR.fullmatch(tensor.name)
+    named = [(name, tensor.shape) for tensor in tensors if (name := parse_tensor_name(tensor.name))]
+    naming = spelling_of(name for name, _ in named).naming
+    for tensor, shape in sorted(named, key=lambda pair: not pair[0].side):
+        path = naming.meant(tensor.path) or ""
+        found = _LAYER.fullmatch(path) if tensor.side else None
         if found:
             num_layers = max(num_layers, int(found["layer"]) + 1)
         else:
-            found = _MODEL_TENSOR.fullmatch(tensor.name)
-        if found and found["name"] in _KNOWN and len(tensor.shape) == 2:
+            found = _TABLE.fullmatch(path)
+        if found and found["name"] in _KNOWN and len(shape) == 2:
             paths.setdefault(found["name"], found["path"])
-            for side, size in _sizes(found["name"], found["side"], tensor.shape):
+            for side, size in _sizes(found["name"], tensor.side, shape):
                 sizes.setdefault((found["name"], side), size)
     modules = {
         module: ModuleShape(path, sizes.get((module, "A"), 0), sizes.get((module, "B"), 0))
@@ -44,7 +44,7 @@ def infer_base(name: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
     hidden = head.in_features if head else embedding.out_features if embedding else 0
     return BaseSpec(
         digest="",
-        names=(name,),
+        names=(trained_for,),
         num_layers=num_layers,
         hidden_size=hidden,
         vocab_size=vocab,
@@ -53,9 +53,9 @@ def infer_base(name: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
     )
 
 
-def _sizes(name: str, side: str | None, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:
+def _sizes(name: str, side: str, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:
     """What a tensor tells of a module: its input (side `A`), its output (`B`), or both if it is a
-    copy of the base's own weights (None)."""
-    if side is not None:
+    copy of the base's own weights ("")."""
+    if side:
         return [(side, shape[1 if side == "A" else 0])]
     return zip("AB" if name == "embed_tokens" else "BA", shape, strict=True)

@@ -1,6 +1,7 @@
 """Parses the regular expressions that module names are written in. Pure.
 
-It is a part of Python's `re`: literals, sets, groups, alternatives, repetition, anchors.
+It is a part of Python's `re`: literals, sets, groups, alternatives, repetition, anchors, looks
+ahead and behind.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ _CLASSES = {
     "s": frozenset(" \t\n\r\f\v\x1c\x1d\x1e\x1f"),
 }
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
-Assertion = Literal["start", "end", "boundary"]
+Assertion = Literal["start", "end", "boundary", "inside"]
 
 
 class PatternError(ValueError):
@@ -56,7 +57,17 @@ class Repeat:
     maximum: int | None
 
 
-Node = Chars | Assert | Sequence | Branch | Repeat
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Whether `body` matches from here on (ahead) or up to here (behind), or does not (negated)."""
+
+    body: "Node"
+    behind: bool
+    negated: bool
+
+
+Node = Chars | Assert | Sequence | Branch | Repeat | Look
+_LOOKS = {"=": (False, False), "!": (False, True), "<=": (True, False), "<!": (True, True)}
 
 
 class _Parser:
@@ -167,8 +178,15 @@ class _Parser:
         return Chars(frozenset(char))
 
     def _group(self) -> Node:
+        look = None
         if self._take("?") and not self._take(":"):
-            raise PatternError("lookaround, flags and named groups are not supported")
+            look = next((kind for mark, kind in _LOOKS.items() if self._take(mark)), None)
+            if look is None:
+                raise PatternError("flags, named and atomic groups are not supported")
+        body = self._body()
+        return body if look is None else _look(body, *look)
+
+    def _body(self) -> Node:
         self.nesting += 1
         if self.nesting > _MAX_NESTING:
             raise PatternError(f"groups nested more than {_MAX_NESTING} deep")
@@ -184,6 +202,7 @@ class _Parser:
             "A": "start",
             "Z": "end",
             "b": "boundary",
+            "B": "inside",
         }
         if char in anchors:
             return Assert(anchors[char])
@@ -232,6 +251,31 @@ class _Parser:
         if escaped.negated:
             raise PatternError("a negated class within a set is not supported")
         return escaped.chars
+
+
+def _look(body: Node, behind: bool, negated: bool) -> Look:
+    if behind:
+        shortest, longest = _width(body)
+        if shortest != longest:
+            raise PatternError("a look-behind of no fixed length")
+    return Look(body, behind, negated)
+
+
+def _width(node: Node) -> tuple[int, int | None]:
+    """The fewest and the most characters that a node matches; None = any number."""
+    if isinstance(node, Chars):
+        return 1, 1
+    if isinstance(node, Assert | Look):
+        return 0, 0
+    if isinstance(node, Repeat):
+        low, high = _width(node.body)
+        most = None if node.maximum is None or high is None else high * node.maximum
+        return low * node.minimum, 0 if high == 0 else most
+    parts = node.parts if isinstance(node, Sequence) else node.options
+    lows, highs = zip(*map(_width, parts), strict=True) if parts else ((0,), (0,))
+    join, most_of = (sum, sum) if isinstance(node, Sequence) else (min, max)
+    known = [high for high in highs if high is not None]
+    return join(lows), most_of(known) if len(known) == len(highs) else None
 
 
 def parse_pattern(text: str) -> Node:

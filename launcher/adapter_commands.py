@@ -44,11 +44,13 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
         _check_out(Path(arguments.out))
     limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
     copies: list[str] = []
+    trained_on = ""
     try:
         base = _base(arguments.base, arguments.model_names)
         if arguments.action == "check":
             judged = _check(arguments.ref, base, limits)
             manifest = judged.manifest
+            trained_on = judged.tensors.naming.words
             copies = [] if base else [module for module, _ in judged.tensors.base_copies]
         else:
             assert base is not None
@@ -67,8 +69,14 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
         if not error.violations:
             raise
         return _report(arguments, Report(arguments.ref, None, violations=error.violations), 1)
-    templates = template_forms(manifest.template)
-    return _report(arguments, Report(arguments.ref, manifest, copies, templates=templates), 0)
+    report = Report(
+        arguments.ref,
+        manifest,
+        copies,
+        templates=template_forms(manifest.template),
+        trained_on=trained_on,
+    )
+    return _report(arguments, report, 0)
 
 
 def _report(arguments: argparse.Namespace, report: Report, code: int) -> int:

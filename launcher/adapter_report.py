@@ -8,6 +8,7 @@ import msgspec
 from adapters.chat.conversation import MessageForm
 from adapters.errors import Violation
 from adapters.manifest import AdapterManifest
+from adapters.tensor_names import WHOLE
 from launcher.router_client import as_json
 from router.api.partial import partial_of
 
@@ -17,6 +18,7 @@ class Report(msgspec.Struct, frozen=True):
 
     copies: modules of the base whose weights came along, without a base to compare them with.
     templates: how its chat templates read messages, or why they cannot be used.
+    trained_on: the model whose names the tensors have; "" = not known.
     """
 
     ref: str
@@ -24,6 +26,7 @@ class Report(msgspec.Struct, frozen=True):
     copies: Sequence[str] = ()
     violations: Sequence[Violation] = ()
     templates: Mapping[str, MessageForm | str] = {}
+    trained_on: str = ""
 
     def written(self, *, for_programs: bool) -> str:
         if for_programs:
@@ -40,6 +43,7 @@ class Report(msgspec.Struct, frozen=True):
             partial = msgspec.to_builtins(partial_of(self.manifest))
             table |= {"partial": partial, "not_compared": _sorted(self.copies)}
             table["chat_templates"] = msgspec.to_builtins(self.templates)
+            table |= {"trained_on": self.trained_on} if self.trained_on else {}
         return table
 
     def _refusal(self) -> str:
@@ -57,6 +61,8 @@ class Report(msgspec.Struct, frozen=True):
             f"  targets  {', '.join(manifest.targets)}",
             f"  bytes    {manifest.nbytes:,} ({manifest.dtype})",
         ]
+        if self.trained_on not in ("", WHOLE.words):
+            lines.append(f"  names    of tensors are those of {self.trained_on}")
         if manifest.partial is not None:
             lines.append(f"  {manifest.partial.text}")
         if self.copies:

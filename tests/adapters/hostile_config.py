@@ -142,7 +142,7 @@ def _targets() -> dict[str, tuple[Spoil, set[str]]]:
 def _patterns() -> dict[str, tuple[Spoil, set[str]]]:
     bad: dict[str, Any] = {
         "regex of many states": {"target_modules": "(((((a{99}){99}){99}){99}){99})"},
-        "regex lookahead": {"target_modules": "(?=.*q_proj).*"},
+        "regex flags": {"target_modules": "(?i).*Q_PROJ"},
         "regex backreference": {"target_modules": r"(.)\1*"},
         "regex possessive": {"target_modules": ".*+"},
         "regex unbalanced": {"exclude_modules": "(("},

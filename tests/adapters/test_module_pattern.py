@@ -7,29 +7,28 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from adapters.base import base_modules
 from adapters.module_pattern import ModulePattern
 from adapters.pattern_syntax import PatternError
+from adapters.tensor_names import NAMINGS
+from tests.adapter_folders import small_base
 
-NAMES = (
-    "model.layers.0.self_attn.q_proj",
-    "model.layers.11.mlp.down_proj",
-    "model.embed_tokens",
-    "lm_head",
-    "a",
-)
+BASE = small_base(num_layers=12)
 ATOMS = st.sampled_from(
     ["a", "b", "q_proj", "layers", r"\.", ".", r"\d", r"\w", "[ab]", "[^a]", "[a-c_]", r"[\d.]"]
-    + [r"\b", "^", "$", r"\W", "_", "0", r"\s", "-", "{", "[]a]", r"\-"]
+    + [r"\b", r"\B", "^", "$", r"\W", "_", "0", r"\s", "-", "{", "[]a]", r"\-"]
 )
 QUANTIFIERS = st.sampled_from(
     ["", "", "", "*", "+", "?", "*?", "+?", "{2}", "{1,2}", "{0,}", "{,1}"]
 )
+LOOKS = st.sampled_from(["?=", "?!", "?<=", "?<!"])
 PATTERNS = st.recursive(
     st.tuples(ATOMS, QUANTIFIERS).map("".join),
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=4).map("".join),
         st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})"),
         st.tuples(inner, QUANTIFIERS).map(lambda pair: f"({pair[0]}){pair[1]}"),
+        st.tuples(LOOKS, inner, QUANTIFIERS).map(lambda look: f"({look[0]}{look[1]}){look[2]}"),
     ),
     max_leaves=6,
 )
@@ -53,7 +52,7 @@ def test_equals_re_where_supported(pattern: str, names: list[str]) -> None:
     try:
         ours = ModulePattern(pattern)
     except PatternError:
-        assert reference is None or re.search(r"(\^|\$|b)[*+?{]|\{$|\{[^}]*\{", pattern)
+        assert reference is None or re.search(r"(\^|\$|b|B)[*+?{]|\{$|\{[^}]*\{", pattern)
         return
     assert reference is not None
     for name in names:
@@ -75,35 +74,58 @@ def test_any_text_is_matched_as_re_does_or_refused(pattern: str, name: str) -> N
     assert ours.fullmatch(name) is bool(reference.fullmatch(name))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "matched"),
-    [
-        (r".*\.(q|k)_proj", {NAMES[0]}),
-        (r"model\.layers\.\d+\.mlp\.(gate|up|down)_proj", {NAMES[1]}),
-        (
-            r"(?:.*?(?:language|text).*?(?:mlp).*?(?:q_proj).*?)|"
-            r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|down_proj)))",
-            {NAMES[0], NAMES[1]},
-        ),
-        (r"^lm_head$", {NAMES[3]}),
-    ],
+# What trainers write, about text models and the text within larger ones.
+TRAINERS = (
+    r".*\.(q|k)_proj",
+    r"model\.layers\.\d+\.mlp\.(gate|up|down)_proj",
+    r"^lm_head$",
+    # unsloth
+    r"(?:.*?(?:vision|image|language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense)"
+    r".*?(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}"
+    r"\.(?:self_attn|attention|attn|mlp)\.(?:(?:q_proj|k_proj|down_proj)))",
+    r"(?:\bmodel\.layers\.[\d]{1,}(?!.*\.experts\.\d)\..*?(?:self_attn|attn|mixer|mlp|dense).*?"
+    r"\.(?:(?:q_proj|v_proj|o_proj)))",
+    # ms-swift
+    r"^(model(?=\.).*\.(k_proj|up_proj|v_proj|down_proj|gate_proj|o_proj|q_proj))$",
+    r"^(model\.language_model(?=\.).*\.(up_proj|down_proj|v_proj|q_proj|gate_proj|o_proj|k_proj))$",
+    r"^(model)(?!.*(lm_head|output|emb|wte|shared)).*",
+    r"^(language_model|model)(?!.*(lm_head|output|emb|wte|shared)).*",
+    # LLaMA-Factory
+    r"^(?!.*(?:visual|merger)).*(?:q_proj|v_proj|up_proj).*",
+    r"^(?!.*patch_embed).*(?:proj).*",
+    # axolotl
+    r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj",
+    # by hand
+    r"(?!.*layers\.(?:[01]|1\d)\.).*self_attn.*(?<!k_)proj",
+    r".*layers\.(?!.*mlp)(?=\d+\.self).*(?<=q_)proj",
 )
-def test_patterns_seen_in_the_wild(pattern: str, matched: set[str]) -> None:
+
+
+@pytest.mark.parametrize("pattern", TRAINERS)
+def test_patterns_of_trainers_match_what_re_matches(pattern: str) -> None:
     compiled = ModulePattern(pattern)
-    assert {name for name in NAMES if compiled.fullmatch(name)} == matched
+    names = [naming.spelled(module.path) for naming in NAMINGS for module in base_modules(BASE)]
+    spelled = [name for name in names if name is not None]
+    expected = {name for name in spelled if re.fullmatch(pattern, name)}
+    assert {name for name in spelled if compiled.fullmatch(name)} == expected
+    assert expected
 
 
 def test_catastrophic_patterns_end_at_once() -> None:
-    for pattern in (r"(a+)+b", r"(a|a)*b", r"(.*)*x", r"(a?){64}a{64}b", r".*.*.*.*.*.*.*.*x"):
+    bad = (r"(a+)+b", r"(a|a)*b", r"(.*)*x", r"(a?){64}a{64}b", r".*.*.*.*.*.*.*.*x")
+    for pattern in (*bad, *(f"(?={each})a*" for each in bad), "(?:(?=(a|aa)+b)a|(?!(a*)*c)a)+b"):
         assert not ModulePattern(pattern).fullmatch("a" * 64)
+    for pattern in bad:
+        assert ModulePattern(f"(?!{pattern})a*").fullmatch("a" * 64)
 
 
 @pytest.mark.parametrize(
     "pattern",
     [
         *(
-            "(?=a)",
-            "(?<=a)b",
+            "(?<=a+)b",
+            "(?<!a|bc)b",
+            "(?>a)",
             "(?P<n>a)",
             r"(a)\1",
             "(?i)a",
@@ -116,7 +138,7 @@ def test_catastrophic_patterns_end_at_once() -> None:
             "[z-a]",
         ),
         *("a{300}", "(" * 40 + ")" * 40, "x" * 5000, "(((a{99}){99}){99})", "\\", r"\x41", "[[a]]"),
-        *("a{3,2}", "^*", "(?", "[a", r"\B"),
+        *("a{3,2}", "^*", "(?", "[a", "(?=a"),
     ],
 )
 def test_unsupported_patterns_are_refused(pattern: str) -> None:

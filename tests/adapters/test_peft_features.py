@@ -102,7 +102,8 @@ def test_so_are_added_tokens(files: dict[str, Any], code: str, tmp_path: Path) -
     [
         (["experts.0.w1", "block_sparse_moe.gate"], "unknown_target"),
         (r".*vision_tower.*q_proj", "unknown_target"),
-        (r"(?!lm_head).*q_proj", "bad_pattern"),
+        (r"(?!.*layers).*q_proj", "unknown_target"),
+        (r"(?i)lm_head.*q_proj", "bad_pattern"),
     ],
 )
 def test_so_is_what_this_base_does_not_have(targets: Any, code: str, tmp_path: Path) -> None:

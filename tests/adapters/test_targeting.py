@@ -96,7 +96,7 @@ def test_all_linear_leaves_out_head_and_embedding() -> None:
     "config",
     [
         {"target_modules": "(a"},
-        {"target_modules": "(?=a).*"},
+        {"target_modules": "(?>a).*"},
         {"target_modules": r"(a)\1"},
         {"target_modules": "((((a{99}){99}){99}){99})"},
         {"exclude_modules": "*"},

@@ -49,6 +49,19 @@ def test_check_of_a_good_adapter(
         assert BASE_NAME in out
 
 
+def test_check_tells_which_model_was_trained(
+    capsys: pytest.CaptureFixture[str], adapter: Path, model: str
+) -> None:
+    tensors = lora_tensors(base(), rank=8, targets=("q_proj", "v_proj"))
+    inner = {name.replace("model.model.model.", "model.model."): t for name, t in tensors.items()}
+    (adapter / "adapter_model.safetensors").write_bytes(safetensors_bytes(inner))
+    for extra in ([], ["--base", model]):
+        code, out, _ = run(capsys, "adapter", "check", str(adapter), *extra)
+        assert (code, "\n  names    of tensors are those of the inner model\n" in out) == (0, True)
+    _, out, _ = run(capsys, "adapter", "check", str(adapter), "--json")
+    assert json.loads(out)["trained_on"] == "the inner model"
+
+
 def test_check_tells_what_is_missing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
 ) -> None:

@@ -1,0 +1,136 @@
+"""How the tensors of an adapter are named, by whom ever it was saved, and what that means. Pure.
+
+PEFT names them `base_model.model.<module>.lora_A.weight`. Wrappers of the training leave components
+of their own, some savers drop the prefix or keep the adapter's name, and `<module>` is as the model
+that was trained calls it: the whole, the inner model, or the text model within a larger one.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+# torch.compile, FSDP, activation checkpointing, Lightning, DDP and DeepSpeed.
+_WRAPPERS = re.compile(
+    r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|module)\."
+)
+_PREFIX = r"(?P<prefix>base_model\.model\.)?"
+# PEFT keeps the LoRA of an embedding in parameters, hence no `.weight`.
+_LORA = re.compile(
+    rf"{_PREFIX}(?P<path>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
+    r"(?P<adapter>\.(?!weight$)[^.]+)?(?P<weight>\.weight)?"
+)
+_BASE_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.weight")
+# What PEFT calls an adapter that nobody named, and leaves out when it saves.
+_DEFAULT_ADAPTER = "default"
+# What the body of a decoder holds, in every model.
+_OF_BODY = ("layers.", "embed_tokens")
+_BODY, _HEAD = "model.", "lm_head"
+_WITHIN = "the text model within a larger model"
+
+
+class TensorName(msgspec.Struct, frozen=True):
+    """path: of the module, as the trained model calls it. side: "" = the module's own weight.
+
+    is_embedding, has_weight, has_prefix: as spelled. adapter: its name in the training.
+    """
+
+    path: str
+    side: Literal["A", "B", ""]
+    has_prefix: bool
+    is_embedding: bool = False
+    has_weight: bool = True
+    adapter: str = _DEFAULT_ADAPTER
+
+
+class Naming(msgspec.Struct, frozen=True):
+    """How a model calls the modules of the decoder in it.
+
+    words: which model that is, for people. body, head: what comes before `layers.…` and `lm_head`;
+    head: None = it has none.
+    """
+
+    words: str
+    body: str
+    head: str | None
+
+    def spelled(self, path: str) -> str | None:
+        """What the trained model calls a module of the base; None = it has no such module."""
+        if path.startswith(_BODY):
+            return self.body + path.removeprefix(_BODY)
+        return None if self.head is None else self.head + path
+
+    def meant(self, path: str) -> str | None:
+        """The module of the base that the trained model calls so, if it can be one."""
+        rest = path.removeprefix(self.body)
+        if path.startswith(self.body) and rest.startswith(_OF_BODY):
+            return _BODY + rest
+        return _HEAD if self.head is not None and path == self.head + _HEAD else None
+
+
+WHOLE = Naming("the model itself", _BODY, "")
+NAMINGS = (
+    WHOLE,
+    Naming("the inner model", "", None),
+    Naming(_WITHIN, "model.language_model.", ""),
+    Naming(_WITHIN, "language_model.model.", "language_model."),
+    Naming(_WITHIN, "language_model.", None),
+)
+
+
+class Spelling(msgspec.Struct, frozen=True):
+    """What all tensors of an adapter have in common."""
+
+    naming: Naming
+    has_prefix: bool
+    adapter: str
+
+    def is_of(self, name: TensorName) -> bool:
+        return (
+            self.naming.meant(name.path) is not None
+            and name.has_prefix is self.has_prefix
+            and (not name.side or name.adapter == self.adapter)
+        )
+
+
+def parse_tensor_name(name: str) -> TensorName | None:
+    """What a name says, however it is spelled; None when it is neither LoRA nor a weight."""
+    plain = _WRAPPERS.sub("", name)
+    lora = _LORA.fullmatch(plain)
+    # `lora_B.bias` is no adapter's name.
+    if lora is not None and (lora["embedding"] or lora["weight"] or not lora["adapter"]):
+        return TensorName(
+            path=lora["path"],
+            side="A" if lora["side"] == "A" else "B",
+            has_prefix=bool(lora["prefix"]),
+            is_embedding=bool(lora["embedding"]),
+            has_weight=bool(lora["weight"]),
+            adapter=(lora["adapter"] or _DEFAULT_ADAPTER).removeprefix("."),
+        )
+    copy = _BASE_COPY.fullmatch(plain)
+    return None if copy is None else TensorName(copy["path"], "", bool(copy["prefix"]))
+
+
+def spelling_of(names: Iterable[TensorName]) -> Spelling:
+    """That of most LoRA tensors; without any, of most copies of the base."""
+    namings: Counter[Naming] = Counter()
+    prefixes: Counter[bool] = Counter()
+    adapters: Counter[str] = Counter()
+    listed = list(names)
+    for name in [name for name in listed if name.side] or listed:
+        namings.update(naming for naming in NAMINGS if naming.meant(name.path) is not None)
+        prefixes[name.has_prefix] += 1
+        adapters[name.adapter] += 1
+    return Spelling(
+        naming=max(NAMINGS, key=lambda naming: namings[naming]),
+        has_prefix=prefixes[True] >= prefixes[False],
+        adapter=max(adapters, key=lambda adapter: adapters[adapter], default=_DEFAULT_ADAPTER),
+    )
+
+
+def meant_by_any(path: str) -> str | None:
+    """The module of the base that some model calls so."""
+    found = (naming.meant(path) for naming in NAMINGS)
+    return next((path for path in found if path is not None), None)

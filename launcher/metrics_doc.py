@@ -32,6 +32,8 @@ _COMPAT = """\
 With `--metrics-compat` a router also answers with the names that llm-d and the Gateway API
 Inference Extension read from vLLM's model servers, so that they can pick among routers as they pick
 among those: `loraplex serve` in a pod, or a router with workers of its own.
+An adapter that requests name by reference is listed as they wrote it, while they run, after the
+registered ones; a comma in it is `%2C`. At most 512 names are listed.
 `vllm:lora_adapter_loaded` tells of devices (`level="gpu"`) alone: what lies in host memory changes
 too much to be told twice a second.
 

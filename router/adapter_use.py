@@ -3,13 +3,27 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from router.owned_name import OwnedName
 from router.served import ServedAdapter
 
 MAX_REMEMBERED = 1 << 16
 
-_Use = tuple[OwnedName | None, str]  # registered name (None: named by reference), digest
+
+class Use(NamedTuple):
+    """An adapter as running requests named it.
+
+    alias: its registered name. reference: what the caller wrote where it has none.
+    """
+
+    alias: OwnedName | None
+    reference: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.reference if self.alias is None else str(self.alias)
 
 
 class AdapterUse:
@@ -17,7 +31,7 @@ class AdapterUse:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._running: dict[_Use, int] = {}
+        self._running: dict[Use, int] = {}
         self._last_used: OrderedDict[str, float] = OrderedDict()
         self._idle = asyncio.Condition()
         self._waiting = 0
@@ -25,7 +39,8 @@ class AdapterUse:
 
     def hold(self, adapter: ServedAdapter) -> Callable[[], None]:
         """A request begins to use it; call what is returned when the request is over."""
-        use = (adapter.alias, adapter.digest)
+        reference = adapter.adapter_id if adapter.alias is None else ""
+        use = Use(adapter.alias, reference, adapter.digest)
         self._running[use] = self._running.get(use, 0) + 1
         self._touch(adapter.digest)
         return lambda: self._release(use)
@@ -34,13 +49,13 @@ class AdapterUse:
         """Requests that named it so. digest: only those that got this content."""
         return sum(
             count
-            for (alias, content), count in self._running.items()
-            if alias == name and digest in (None, content)
+            for use, count in self._running.items()
+            if use.alias == name and digest in (None, use.digest)
         )
 
-    def in_use(self) -> list[tuple[OwnedName, str]]:
-        """Registered name and digest of each adapter that a running request named by its name."""
-        return [(name, digest) for name, digest in self._running if name is not None]
+    def in_use(self) -> list[Use]:
+        """By name: first the registered ones, as any caller can name references."""
+        return sorted(self._running, key=lambda use: (use.alias is None, use.name, use.digest))
 
     def last_used(self, digest: str) -> float | None:
         return self._last_used.get(digest)
@@ -54,8 +69,8 @@ class AdapterUse:
         finally:
             self._waiting -= 1
 
-    def _release(self, use: _Use) -> None:
-        self._touch(use[1])
+    def _release(self, use: Use) -> None:
+        self._touch(use.digest)
         self._running[use] -= 1
         if self._running[use]:
             return

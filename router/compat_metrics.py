@@ -6,8 +6,9 @@ vLLM's gauges of LoRA residency. A gateway sees this router and its workers as o
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 
 from adapters.meters import NO_LABELS, Meters, Row
 from router.adapter_use import AdapterUse
@@ -18,6 +19,8 @@ from server.protocol import WorkerStatus
 
 COMPAT_PREFIX = "vllm:"
 MAX_NAMES = 512
+# Of names in one label; 512 registered names fit.
+MAX_LABEL_CHARS = 1 << 16
 _MODEL = {"model_name": ()}
 
 
@@ -49,7 +52,7 @@ class CompatMetrics:
         meters.rows(
             "lora_adapter_loaded",
             "gauge",
-            "1 for each registered adapter on a worker's device",
+            "1 for each adapter on a worker's device that is registered, or that requests name",
             {"adapter_name": (), "level": (), "pinned": ()},
             self._loaded,
         )
@@ -92,16 +95,35 @@ class CompatMetrics:
     def _requests_info(self) -> Iterator[Row]:
         resident = self._resident()
         names: dict[bool, list[str]] = {True: [], False: []}
-        for name, digest in self._use.in_use():
-            names[digest in resident].append(str(name))
-        running, waiting = (",".join(sorted(set(names[on]))[:MAX_NAMES]) for on in (True, False))
+        for use in self._use.in_use():
+            names[use.digest in resident].append(use.name)
+        running, waiting = (listed(names[on]) for on in (True, False))
         yield (str(int(self._max_loaded())), running, waiting), time.time()
 
     def _loaded(self) -> Iterator[Row]:
+        for name, pinned in islice(self._on_devices().items(), MAX_NAMES):
+            yield (name, "gpu", str(pinned).lower()), 1.0
+
+    def _on_devices(self) -> dict[str, bool]:
+        """Name -> whether it is pinned: the registered ones, then those by reference in use."""
         resident = self._resident()
-        found = (r for r in self._aliases.all() if r.in_service and r.digests & resident.keys())
-        for _, registration in zip(range(MAX_NAMES), found, strict=False):
-            yield (str(registration.key), "gpu", str(registration.pinned).lower()), 1.0
+        registered = (r for r in self._aliases.all() if r.in_service)
+        found = {str(r.key): r.pinned for r in registered if r.digests & resident.keys()}
+        by_reference = (use for use in self._use.in_use() if use.alias is None)
+        named = (use.name for use in by_reference if use.digest in resident)
+        return found | {name: False for name in named if name not in found}
+
+
+def listed(names: Iterable[str]) -> str:
+    """One label's names, with commas between them; a name's own are written as in URLs."""
+    kept: list[str] = []
+    left = MAX_LABEL_CHARS
+    for name in dict.fromkeys(name.replace(",", "%2C") for name in names):
+        left -= len(name) + 1
+        if len(kept) == MAX_NAMES or left < 0:
+            break
+        kept.append(name)
+    return ",".join(kept)
 
 
 def _alone(read: Callable[[], float]) -> list[Row]:

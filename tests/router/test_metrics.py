@@ -1,18 +1,24 @@
 """A router's metrics under requests: by adapter within bounds, as gateways read them, and small."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from router import compat_metrics
 from router.config import RouterConfig
 from router.owned_name import OwnedName
 from router.service import build_service
 from router.top_adapters import COUNTS
-from tests.router.fake_worker import EOS, FakeWorker, running_worker
-from tests.router.serving import FakeHub, Running, running_router
+from tests.router.fake_worker import EOS, FakeWorker, make_manifest, running_worker
+from tests.router.serving import FakeHub, Running, poll, running_router
+from tests.router.test_lifecycle import Held
 
 MANY = 10_000
 PROMPT = "hi"
@@ -30,6 +36,17 @@ def series(text: str) -> dict[tuple[str, frozenset[str]], float]:
 async def ask(router: Running, **parameters: Any) -> int:
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 5, **parameters}}
     return (await router.client.post("/generate", json=body)).status_code
+
+
+LOADED = "vllm:lora_adapter_loaded"
+
+
+async def lora_names(router: Running) -> tuple[str, str]:
+    """Running and waiting adapters, as `vllm:lora_requests_info` lists them."""
+    text = (await router.client.get("/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    (sample,) = families["vllm:lora_requests_info"].samples
+    return sample.labels["running_lora_adapters"], sample.labels["waiting_lora_adapters"]
 
 
 async def scrape(router: Running) -> dict[tuple[str, frozenset[str]], float]:
@@ -140,6 +157,49 @@ async def test_gateways_find_the_names_that_they_read(tmp_path: Path) -> None:
             "vllm:max_gpu_lora_adapters",
         } <= names
         assert 'vllm:num_requests_waiting{model_name="fake-base"} 0.0' in text
+
+
+async def test_gateways_see_every_adapter_that_runs(tmp_path: Path) -> None:
+    """By its name, or as requests named it, while they run."""
+    local = "local:a,b"
+    async with (
+        running_worker(FakeWorker()) as worker,
+        running_router(
+            tmp_path, worker, adapters=("zed=hub:org/zed",), metrics_compat=True
+        ) as router,
+    ):
+        held = Held(worker)
+        tasks = [asyncio.create_task(ask(router, adapter_id=n)) for n in ("zed", "org/ref", local)]
+        await worker.until(lambda: len(worker.requests) == 3)
+        assert await lora_names(router) == ("", "zed,local:a%2Cb,org/ref")
+        worker.resident = {make_manifest(name).digest for name in ("org/zed", "org/ref")}
+        await worker.announce(ready=True)
+
+        async def moved() -> bool:
+            return await lora_names(router) == ("zed,org/ref", "local:a%2Cb")
+
+        await poll(moved)
+        loaded = {next(iter(v - {"gpu", "false"})) for n, v in await scrape(router) if n == LOADED}
+        assert loaded == {"zed", "org/ref"}
+        held.gate.set()
+        assert await asyncio.gather(*tasks) == [200] * 3
+        assert await lora_names(router) == ("", "")
+        loaded = {next(iter(v - {"gpu", "false"})) for n, v in await scrape(router) if n == LOADED}
+        assert loaded == {"zed"}
+
+
+@given(st.lists(st.text("ab,%", max_size=6), max_size=40), st.integers(1, 5), st.integers(4, 40))
+def test_names_of_a_label_are_bounded(names: list[str], most: int, chars: int) -> None:
+    with (
+        patch.object(compat_metrics, "MAX_NAMES", most),
+        patch.object(compat_metrics, "MAX_LABEL_CHARS", chars),
+    ):
+        label = compat_metrics.listed(names)
+    assert len(label) <= chars
+    escaped = list(dict.fromkeys(name.replace(",", "%2C") for name in names))
+    kept = label.split(",") if label or escaped[:1] == [""] else []
+    assert kept == escaped[: len(kept)]
+    assert len(kept) <= most
 
 
 async def test_they_are_not_there_unless_asked_for(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Which files of a source make an adapter, judged by name and size before any is fetched. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from adapters.errors import AdapterError
 from adapters.peft_format import CONFIG_FILE, MAX_CONFIG_BYTES
+from adapters.run_folders import did_you_mean
 from adapters.tokenizer_files import TOKENIZER_FILES
 from adapters.validate import WEIGHTS_FILE, AdapterLimits
 from adapters.violations import Findings
@@ -28,15 +29,21 @@ def _is_fetched(name: str) -> bool:
 
 
 def small_files(
-    listing: Mapping[str, int], limits: AdapterLimits, findings: Findings
+    listing: Mapping[str, int],
+    limits: AdapterLimits,
+    findings: Findings,
+    place: str = "",
+    nearby: Callable[[], Sequence[str]] = tuple,
 ) -> tuple[str, ...]:
     """The files to look at before the weights: those that are there and not too large.
 
-    listing: name -> bytes. What is missing or too large is added to `findings`. Raises AdapterError
-    `too_large` when the files together exceed the limit.
+    listing: name -> bytes. place: what is listed, as it may be told. nearby: names of folders in it
+    that are adapters, asked for where it is none itself. What is missing or too large is added to
+    `findings`. Raises AdapterError `too_large` when the files together exceed the limit.
     """
     if CONFIG_FILE not in listing:
-        findings.add("missing_file", CONFIG_FILE, f"there is no {CONFIG_FILE}")
+        meant = did_you_mean(place, nearby())
+        findings.add("missing_file", CONFIG_FILE, f"there is no {CONFIG_FILE}{meant}")
     if WEIGHTS_FILE not in listing:
         unsafe = sorted(name for name in listing if is_unsafe(name))
         if _INDEX_FILE in listing:

@@ -4,6 +4,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from adapters.header import TensorInfo
 from adapters.inferred_base import infer_base
 from adapters.layout import room_problem
 from adapters.manifest import AdapterManifest, AdapterTemplate, SlabDtype
+from adapters.nearby import adapters_near
 from adapters.peft_format import CONFIG_FILE, parse_config, trained_for
 from adapters.targeting import Targeting
 from adapters.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
@@ -54,7 +56,7 @@ def judge_folder(
     limits = limits or AdapterLimits()
     findings = Findings()
     listing, unreadable = _listing(folder, findings)
-    names = small_files(listing, limits, findings)
+    names = small_files(listing, limits, findings, str(folder), partial(adapters_near, folder))
     small = {name: (folder / name).read_bytes() for name in names if name not in unreadable}
     with ExitStack() as opened:
         weights = tensors = None

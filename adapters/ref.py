@@ -99,6 +99,13 @@ def told_name(ref: AdapterRef) -> str:
     return format_ref(ref) if is_public else ref.name.rpartition("/")[2]
 
 
+def told_place(ref: AdapterRef) -> str:
+    """What a folder in it is named after, as an answer may tell it: without a commit or a path."""
+    if ref.source == "local":
+        return f"local:{'.../' if '/' in ref.name else ''}{told_name(ref)}"
+    return format_ref(msgspec.structs.replace(ref, revision=None))
+
+
 def is_name(text: str) -> bool:
     """Whether an adapter could be registered under it."""
     return bool(_NAMES["alias"].fullmatch(text)) and _well_formed("alias", text)

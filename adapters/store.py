@@ -30,7 +30,7 @@ from adapters.merge_plan import merged_coverage, plan_merge
 from adapters.merge_recipe import MergeRecipe
 from adapters.quota import Quota
 from adapters.recent import Recent
-from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name
+from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name, told_place
 from adapters.references import Known, References
 from adapters.retries import Retries
 from adapters.single_flight import SingleFlight
@@ -273,7 +273,8 @@ class AdapterStore:
         """
         listing = self._retries.run(lambda: source.list_files(ref, token))
         findings = Findings()
-        small = small_files(listing, self._limits, findings)
+        nearby = partial(source.adapters_in, ref, token)
+        small = small_files(listing, self._limits, findings, told_place(ref), nearby)
         total = fetched_bytes(listing)
         if total > self._quota.max_bytes:
             message = f"the adapter has {total} bytes, more than the adapter store may hold"

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import get_token
@@ -15,7 +16,14 @@ from adapters.base import BaseSpec
 from adapters.errors import AdapterError
 from adapters.judge import Judged, judge_folder
 from adapters.manifest import AdapterManifest
-from adapters.ref import AdapterRef, RefSource, local_name, parse_ref, path_of_local
+from adapters.ref import (
+    AdapterRef,
+    RefSource,
+    local_name,
+    parse_ref,
+    path_of_local,
+    told_place,
+)
 from adapters.slab_file import write_slab_file
 from adapters.slab_memory import one_after_another
 from adapters.sources.base import Source
@@ -140,7 +148,8 @@ def _fetched(ref: AdapterRef, limits: AdapterLimits) -> Iterator[Path]:
     listing = source.list_files(pinned, token)
     findings = Findings()
     with tempfile.TemporaryDirectory(prefix="loraplex-check-") as name:
-        small = small_files(listing, limits, findings)
+        nearby = partial(source.adapters_in, pinned, token)
+        small = small_files(listing, limits, findings, told_place(pinned), nearby)
         findings.raise_if_any()
         for file in (*small, WEIGHTS_FILE):
             source.fetch_file(pinned, token, file, Path(name))

@@ -1,5 +1,6 @@
 """What a source of adapters must do. Blocking: callers run it in threads."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,13 @@ class Source(Protocol):
 
     def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
         """Name -> bytes of the files at the top of a pinned adapter."""
+        ...
+
+    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
+        """Names of folders in a pinned reference that are adapters, for one that is none; bounded.
+
+        A name may begin with `../`. Best effort: none where that cannot be told.
+        """
         ...
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:

@@ -80,6 +80,9 @@ class HttpsSource:
         self._check_host(ref)
         return {name: file.size for name, file in self._pinned.files(ref).items()}
 
+    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
+        return ()
+
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
         self._check_host(ref)
         file = self._pinned.files(ref)[name]

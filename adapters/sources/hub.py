@@ -31,6 +31,7 @@ from adapters.errors import AdapterError
 from adapters.peft_format import CONFIG_FILE
 from adapters.ref import AdapterRef, check_token, format_ref, is_pinned
 from adapters.sources.partial import Stream, fetch_resumable, range_start
+from adapters.validate import WEIGHTS_FILE
 
 DEFAULT_TIMEOUT_S = 10.0
 _RETRY_S = 5.0
@@ -70,6 +71,15 @@ class HubSource:
     def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
         siblings = self._info(ref, token, files=True).siblings or []
         return {file.rfilename: file.size or 0 for file in siblings if "/" not in file.rfilename}
+
+    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
+        try:
+            siblings = self._info(ref, token, files=False).siblings or []
+        except AdapterError:
+            return ()
+        folders = [file.rfilename.rpartition("/") for file in siblings]
+        whole = {folder for folder, _, name in folders if name == WEIGHTS_FILE}
+        return [folder for folder, _, name in folders if name == CONFIG_FILE and folder in whole]
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
         """By plain HTTP, which can go on where it broke, in another process too."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from adapters.adapter_files import is_relevant, is_unsafe
 from adapters.disk import copy_bytes
 from adapters.errors import AdapterChanged, AdapterError
+from adapters.nearby import adapters_near
 from adapters.ref import AdapterRef, path_of_local, told_name
 from adapters.violations import Findings, invalid, shown
 
@@ -45,6 +46,10 @@ class LocalSource:
         if ref.revision is not None and ref.revision != _fingerprint(files):
             raise _changed(ref)
         return {name: found.st_size for name, found in files.items()}
+
+    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
+        folder = self._folder(ref)
+        return adapters_near(folder, may_look_beside=folder not in self._roots)
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
         source = self._folder(ref) / name

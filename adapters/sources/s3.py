@@ -83,6 +83,9 @@ class S3Source:
         self._check_bucket(ref)
         return {name: file.size for name, file in self._pinned.files(ref).items()}
 
+    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
+        return ()
+
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
         self._check_bucket(ref)
         file, target = self._pinned.files(ref)[name], folder / name

@@ -4,9 +4,10 @@ Each text goes on after the place's name: "… is a LoRA adapter, not a base mod
 """
 
 import json
-import re
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
+
+from adapters.run_folders import newest_first
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -30,7 +31,6 @@ _FORMATS = {
 _MAX_LISTED = 4
 _MAX_ENTRIES = 10_000
 _MAX_JSON_BYTES = 1 << 20
-_STEP = re.compile(r"checkpoint-(?P<step>[0-9]{1,12})")
 
 
 def what_it_is(folder: Path) -> str:
@@ -114,9 +114,7 @@ def _other_format(names: Collection[str]) -> str | None:
 def _inner(names: Collection[str], config: str) -> list[str]:
     """Subfolders with a configuration of this name: of a trainer's checkpoints the newest first."""
     inner = {name.rpartition("/")[0] for name in names if name.endswith(f"/{config}")}
-    found = {name: _STEP.fullmatch(name) for name in inner if "/" not in name}
-    order = sorted(found, key=lambda name: (-int(m["step"]) if (m := found[name]) else 1, name))
-    return order[:_MAX_LISTED]
+    return newest_first(name for name in inner if "/" not in name)[:_MAX_LISTED]
 
 
 def _trained_for(folder: Path) -> str:

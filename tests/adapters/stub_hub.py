@@ -47,7 +47,8 @@ class StubHub:
 
     def publish(self, name: str, folder: Path, branch: str = "main", **options: Any) -> str:
         """Adds a commit with the folder's files and moves the branch to it; returns its sha."""
-        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
         parts = b"".join(n.encode() + data for n, data in sorted(files.items()))
         sha = hashlib.sha1(parts, usedforsecurity=False).hexdigest()
         repo = self.repos.setdefault(name, Repo({}, {}, **options))

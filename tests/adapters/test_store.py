@@ -5,7 +5,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -59,6 +59,9 @@ class FakeHub:
 
     def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
         return {p.name: p.stat().st_size for p in self.folder.iterdir() if p.is_file()}
+
+    def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
+        return ()
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
         self.fetches.append(name)

@@ -1,0 +1,35 @@
+"""Adapters near a folder that is none: the checkpoints of a run, in it or beside it."""
+
+import os
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+from adapters.peft_format import CONFIG_FILE
+from adapters.run_folders import is_checkpoint
+from adapters.validate import WEIGHTS_FILE
+
+MAX_ENTRIES = 10_000
+
+
+def adapters_near(folder: Path, *, may_look_beside: bool = True) -> list[str]:
+    """Names of the folders in it that are adapters; else of the checkpoints beside it, as
+    `../checkpoint-…`. Links are not followed. None where they cannot be read."""
+    found = _adapters_in(folder, lambda name: True)
+    if found or not may_look_beside:
+        return found
+    return [f"../{name}" for name in _adapters_in(folder.parent, is_checkpoint)]
+
+
+def _adapters_in(folder: Path, counts: Callable[[str], bool]) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            folders = [
+                entry.name
+                for entry in islice(entries, MAX_ENTRIES)
+                if counts(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:
+        return []
+    files = (CONFIG_FILE, WEIGHTS_FILE)
+    return [name for name in folders if all((folder / name / file).is_file() for file in files)]

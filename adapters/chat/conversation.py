@@ -10,7 +10,7 @@ from adapters.strict_json import StrictJsonError, decode_object
 
 Message = dict[str, Any]
 FaultCause = Literal["template_error", "unsupported", "invalid"]
-NoContent = Literal["absent", "null", "empty"]
+NoContent = Literal["absent", "null", "empty", "part"]
 # Other servers' names of an assistant's reasoning. What callers send has the first.
 REASONING: tuple[str, ...] = ("reasoning_content", "thinking", "reasoning")
 DEFAULT_TEMPLATE = "default"
@@ -48,7 +48,8 @@ class MessageForm(msgspec.Struct, frozen=True):
 
     lists: roles whose content may be a list of parts; elsewhere the texts are joined by line
     breaks. only_lists: roles whose content may not be text; a text becomes one part.
-    no_content: what stands for null content beside tool calls. empty_text: an empty text there is
+    no_content: what stands for null content beside tool calls: nothing, null, an empty text, or a
+    list of one part that is empty. empty_text: an empty text there is
     read, too; else it is null. arguments: of tool calls, an object or its JSON text.
     developer: the role is known; else it is `system`. reasoning: the name that it is read by.
     """
@@ -161,7 +162,11 @@ def _shaped(message: Mapping[str, Any], form: MessageForm) -> Message:
 def _no_content(role: str, form: MessageForm) -> Message:
     if form.no_content == "absent":
         return {}
-    return {"content": None if form.no_content == "null" else _content("", role, form)}
+    if form.no_content == "null":
+        return {"content": None}
+    if form.no_content == "part":
+        return {"content": [{"type": "text", "text": ""}]}
+    return {"content": _content("", role, form)}
 
 
 def _content(content: str | list[dict[str, Any]], role: str, form: MessageForm) -> Any:

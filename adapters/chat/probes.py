@@ -74,7 +74,7 @@ class _Probe:
         if self._reads(role, _PARTS, replace(form, lists=(*form.lists, role))):
             form = replace(form, lists=(*form.lists, role))
             wrapped = replace(wrapped, lists=form.lists)
-        if self._reads(role, _FIRST, form) or not self._reads(role, _FIRST, wrapped):
+        if self._reads(role, _FIRST, form) or not self._reads(role, _FIRST, wrapped, spelled=True):
             return form
         return wrapped
 
@@ -109,13 +109,13 @@ class _Probe:
                 return True
         return False
 
-    def _reads(self, role: str, content: Any, form: MessageForm) -> bool:
-        """Whether the content's texts are written, and the parts' frames are not."""
+    def _reads(self, role: str, content: Any, form: MessageForm, *, spelled: bool = False) -> bool:
+        """Whether the content's texts are written. spelled: be it with the frames of its parts."""
         texts = [_FIRST, _SECOND] if content is _PARTS else [_FIRST]
         for conversation, variables in itertools.product(_around(role, content), _WITH_TOOLS):
             found = self._render(shaped(conversation, form), variables)
-            if found is not None and all(text in found for text in texts):
-                return _SPELLED_PART.search(found) is None
+            if found is not None and all(text in found.lower() for text in texts):
+                return spelled or _SPELLED_PART.search(found) is None
         return False
 
     def _tells_call(
@@ -205,7 +205,7 @@ def _around_reasoning() -> Iterator[tuple[list[Message], dict[str, Any]]]:
 
 def _call_forms(form: MessageForm) -> Iterator[MessageForm]:
     """In the order in which they are tried: as transformers' newest version has it first."""
-    contents: tuple[NoContent, ...] = ("absent", "null", "empty")
+    contents: tuple[NoContent, ...] = ("absent", "null", "empty", "part")
     for arguments in ("object", "text"):
         for content in contents:
             yield replace(form, arguments=arguments, no_content=content)

@@ -100,6 +100,61 @@ async def test_an_adapters_own_chat_template(router: Running, worker: FakeWorker
     assert bytes(worker.requests[0].prompt_ids) == b"HI!"
 
 
+def chat(content: str, **fields: object) -> dict[str, object]:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+    return {"model": BASE_NAME, "messages": messages, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, b"<user>hi<assistant>o<assistant>"),
+        ({"add_generation_prompt": False}, b"<user>hi<assistant>o"),
+        ({"continue_final_message": True}, b"<user>hi<assistant>o"),
+        ({"chat_template": "default"}, b"<user>hi<assistant>o<assistant>"),
+    ],
+)
+async def test_how_a_chats_prompt_ends(
+    router: Running, worker: FakeWorker, fields: dict[str, object], prompt: bytes
+) -> None:
+    answer = await router.client.post("/v1/chat/completions", json=chat("o", **fields))
+    assert answer.status_code == 200, answer.text
+    assert bytes(worker.requests[0].prompt_ids) == prompt
+
+
+@pytest.mark.parametrize("model", [BASE_NAME, "org/own"])
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"documents": [{"text": "a"}]}, "documents", "unsupported_parameter"),
+        ({"chat_template": "rag"}, "chat_template", "unsupported_parameter"),
+        ({"chat_template": "{{ messages }}"}, "chat_template", "unsupported_parameter"),
+        (
+            {"chat_template_kwargs": {"bos_token": "x"}},
+            "chat_template_kwargs.bos_token",
+            None,
+        ),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", None),
+    ],
+)
+async def test_what_a_template_does_not_take_is_refused(
+    router: Running,
+    worker: FakeWorker,
+    model: str,
+    fields: dict[str, object],
+    param: str,
+    code: str | None,
+) -> None:
+    async def load(_: object) -> object:
+        return make_manifest("org/own", chat_template="{{ messages[0].content }}")
+
+    worker.loader = load  # type: ignore[assignment]
+    body = chat("o", **fields) | {"model": model}
+    answer = await router.client.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
+
+
 async def test_an_adapters_own_special_tokens(router: Running, worker: FakeWorker) -> None:
     """The base has `<bos>` and `<eos>`."""
 

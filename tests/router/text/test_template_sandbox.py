@@ -10,6 +10,7 @@ from adapters.chat.conversation import TemplateFault, TemplateOptions
 from adapters.chat.template import ChatTemplate
 from router.generation import RequestError
 from router.text.template_sandbox import TemplateSandbox
+from tests.adapters.chat.test_forms import FOLDER
 from tests.router.text.small_models import REFUSING, TEMPLATE
 
 MESSAGES: list[dict[str, Any]] = [
@@ -18,6 +19,7 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 NONE = TemplateOptions()
+SOURCES = [path.read_text() for path in FOLDER.glob("*.jinja")]
 USUAL = [
     TEMPLATE,
     "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
@@ -38,6 +40,11 @@ async def test_sandbox_renders_the_same(sandbox: TemplateSandbox) -> None:
         template = ChatTemplate(source, TOKENS)
         assert await sandbox.form(source, TOKENS) == template.form
         assert await sandbox.render(source, TOKENS, MESSAGES, NONE) == template.render(MESSAGES)
+
+
+async def test_sandbox_finds_the_same_forms(sandbox: TemplateSandbox) -> None:
+    for source in SOURCES:
+        assert await sandbox.form(source, TOKENS) == ChatTemplate(source, TOKENS).form
 
 
 async def test_sandbox_says_which_field_is_at_fault(sandbox: TemplateSandbox) -> None:

@@ -111,7 +111,7 @@ class AdapterAdmin:
             content = await self._catalog.fetch(wish.ref, token)
             if before is not None:
                 wanted = msgspec.structs.replace(wanted, history=before.history)
-            if wanted.pinned:
+            if wanted.pinned or wish.load:
                 await self.workers.bring(content, token)
             after = seen(wanted, content, self.clock(), "register", wish.by)
             return await self.commit(before, move(after, "admit"), declare=wish.origin == "file")
@@ -119,6 +119,8 @@ class AdapterAdmin:
     def _wanted(self, wish: Wish, before: Registration | None) -> Registration:
         """Raises AdapterError where somebody else has the say."""
         name = wish.name
+        if wish.once and before is not None and before.in_service:
+            raise AdapterError("conflict", f"adapter '{name}' has already been loaded: `load_inplace`: true replaces it")
         # Who registers a name once more, to be sure that it is there, takes nothing from it.
         pinned = wish.pin if wish.pin is not None else before is not None and before.pinned
         wanted = Registration(

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from adapters.errors import AdapterError
 from router.admin_gate import AdminGate
 from router.api.body import check_no_fields, check_query
-from router.api.errors import from_adapter_error, status_of
+from router.api.errors import dialect_of_path, from_adapter_error, status_of
 from router.generation import RequestError
 from router.http_body import BodyLimits, read_json_body
 from router.service import Service
@@ -44,7 +44,7 @@ class OperatorRoutes:
         """bodies: methods whose body it reads. query: the parameters that it knows."""
 
         async def answer(request: Request) -> Response:
-            status = 500
+            status, dialect = 500, dialect_of_path(request.scope["path"])
             try:
                 self.check(request)
                 check_query(request.query_params.multi_items(), query)
@@ -55,10 +55,10 @@ class OperatorRoutes:
                 return response
             except AdapterError as error:
                 failure = from_adapter_error(error)
-                status = status_of(failure.cause, "openai")
+                status = status_of(failure.cause, dialect)
                 raise failure from error
             except RequestError as error:
-                status = status_of(error.cause, "openai")
+                status = status_of(error.cause, dialect)
                 raise
             finally:
                 if request.method not in _SAFE:

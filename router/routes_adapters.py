@@ -139,9 +139,9 @@ class AdapterRoutes:
         name = _named_in_body(request, body.lora_name, body.tenant)
         source = self._service.config.default_source
         ref = parse_target(body.lora_path, "lora_path", source)
-        wish = Wish(name, ref, "api", replace=body.load_inplace, by=who(request))
-        await self._admin.register(wish)
-        loaded = await self._admin.load(name)
+        again = body.load_inplace
+        wish = Wish(name, ref, "api", replace=again, once=not again, load=True, by=who(request))
+        loaded = await self._admin.register(wish)
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
         return PlainTextResponse(text + partial_note(loaded))
 

@@ -60,23 +60,26 @@ class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = DEFAULT_WAIT_S
 
 
-class LoadLoraBody(msgspec.Struct, frozen=True):
+class LoadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's. lora_path: a folder, or a reference. load_inplace: replace what the name means.
 
-    Fields that it does not know are ignored, as vLLM does.
-    tenant: ours; whose name it is.
+    base_model_name, is_3d_lora_weight: change nothing; the adapter's own files say both.
+    tenant: an extension; whose name it is.
     """
 
     lora_name: Name
     lora_path: Annotated[str, Meta(min_length=1)]
     load_inplace: bool = False
+    base_model_name: str | None = None
+    is_3d_lora_weight: bool | None = None
     tenant: Word | None = None
 
 
-class UnloadLoraBody(msgspec.Struct, frozen=True):
-    """vLLM's. tenant: as above."""
+class UnloadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's. lora_int_id: changes nothing. tenant: as above."""
 
     lora_name: Name
+    lora_int_id: int | None = None
     tenant: Word | None = None
 
 

@@ -10,18 +10,22 @@ from adapters.errors import AdapterError, AdapterErrorCode, Violation
 from router.generation import Cause, RequestError
 from server.protocol import ErrorCode
 
-# The shape of an error: LoRAX's {"error", "error_type"} or OpenAI's {"error": {…}}.
-Dialect = Literal["lorax", "openai"]
+# The shape of an error: LoRAX's {"error", "error_type"} or OpenAI's {"error": {…}}. `vllm` is the
+# latter with the statuses that vLLM's two LoRA routes have.
+Dialect = Literal["lorax", "openai", "vllm"]
+
+_VLLM_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """One cause. code: OpenAI's `code`; lorax_status: where it differs from status."""
+    """One cause. code: OpenAI's `code`; *_status: a dialect's, where it differs from status."""
 
     status: int
     type: str
     code: str | None
     error_type: str
     lorax_status: int | None = None
+    vllm_status: int | None = None
 
 
 _INVALID = "invalid_request_error"
@@ -41,12 +45,14 @@ _TABLE: dict[Cause, _Row] = {
     "route_not_found": _Row(404, _INVALID, "unknown_url", "not_found"),
     "method_not_allowed": _Row(405, _INVALID, "method_not_allowed", "method_not_allowed"),
     "body_timeout": _Row(408, _INVALID, "body_timeout", "body_timeout"),
-    "conflict": _Row(409, _INVALID, "conflict", "conflict"),
-    "gone": _Row(410, _INVALID, "gone", "gone"),
+    "conflict": _Row(409, _INVALID, "conflict", "conflict", vllm_status=400),
+    "gone": _Row(410, _INVALID, "gone", "gone", vllm_status=404),
     "too_large": _Row(413, _INVALID, "body_too_large", "body_too_large"),
     "media_type": _Row(415, _INVALID, "unsupported_media_type", "unsupported_media_type"),
-    "adapter_invalid": _Row(422, _INVALID, "adapter_invalid", "adapter_invalid"),
-    "adapter_too_large": _Row(422, _INVALID, "adapter_too_large", "adapter_too_large"),
+    "adapter_invalid": _Row(422, _INVALID, "adapter_invalid", "adapter_invalid", vllm_status=400),
+    "adapter_too_large": _Row(
+        *(422, _INVALID, "adapter_too_large", "adapter_too_large"), vllm_status=400
+    ),
     "overloaded": _Row(429, "rate_limit_error", "overloaded", "overloaded"),
     "rate_limited": _Row(429, "rate_limit_error", "rate_limit_exceeded", "rate_limited"),
     "unavailable": _Row(503, _SERVER, "unavailable", "unavailable"),
@@ -122,6 +128,8 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 def dialect_of_path(path: str) -> Dialect:
     """For errors of a route that belongs to no generation API, or to none at all."""
+    if path in _VLLM_ROUTES:
+        return "vllm"
     return "openai" if path == "/v1" or path.startswith("/v1/") else "lorax"
 
 
@@ -143,9 +151,8 @@ def from_engine_error(code: ErrorCode, message: str) -> RequestError:
 
 def status_of(cause: Cause, dialect: Dialect) -> int:
     row = _TABLE[cause]
-    if dialect == "lorax" and row.lorax_status is not None:
-        return row.lorax_status
-    return row.status
+    own: int | None = {"lorax": row.lorax_status, "vllm": row.vllm_status}.get(dialect)
+    return row.status if own is None else own
 
 
 def error_object(error: RequestError, dialect: Dialect) -> LoraxError | OpenAIError:

@@ -120,7 +120,10 @@ class AdapterAdmin:
         """Raises AdapterError where somebody else has the say."""
         name = wish.name
         if wish.once and before is not None and before.in_service:
-            raise AdapterError("conflict", f"adapter '{name}' has already been loaded: `load_inplace`: true replaces it")
+            raise AdapterError(
+                "conflict",
+                f"adapter '{name}' has already been loaded: `load_inplace`: true replaces it",
+            )
         # Who registers a name once more, to be sure that it is there, takes nothing from it.
         pinned = wish.pin if wish.pin is not None else before is not None and before.pinned
         wanted = Registration(

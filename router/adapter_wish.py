@@ -12,9 +12,9 @@ from router.rollout import Declared, Guards
 class Wish(msgspec.Struct, frozen=True):
     """A registration that somebody wants. replace: also if the name means something else now.
 
-    once: not if the name is served already, whatever it means. load: to every worker's device first.
     pin: None = as the name is. token: None = the one that opens this reference already, if any.
-    by: who wants it, for the history.
+    by: who wants it, for the history. once: not if the name is served already, whatever it means.
+    load: to the device of every worker first.
     """
 
     name: OwnedName
@@ -23,9 +23,9 @@ class Wish(msgspec.Struct, frozen=True):
     pin: bool | None = None
     token: Secret | None = None
     replace: bool = False
+    by: str = ""
     once: bool = False
     load: bool = False
-    by: str = ""
 
 
 class RolloutWish(msgspec.Struct, frozen=True):

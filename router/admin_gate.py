@@ -27,6 +27,14 @@ class AdminGate:
                 "unauthorized", "this route wants the admin key, as `Authorization: Bearer KEY`"
             )
 
+    def opens(self, authorization: str | None, origin: str | None, host: str | None) -> bool:
+        """Whether `check` lets this request in."""
+        try:
+            self.check(authorization, origin, host)
+        except RequestError:
+            return False
+        return True
+
     def _check_open(self, origin: str | None, host: str | None) -> None:
         if not self._is_local:
             raise RequestError(

@@ -74,11 +74,11 @@ class Aliases:
         """Whether the adapters file says what a caller of this tenant means by a name."""
         return OwnedName(name, tenant) in self.claimed or OwnedName(name) in self.claimed
 
-    def names_for(self, tenant: str) -> list[str]:
-        """Those in service that mean something to a caller of this tenant, in order."""
+    def usable_by(self, tenant: str) -> list[Registration]:
+        """Those in service that mean something to a caller of this tenant, by name."""
         names = dict.fromkeys(one.name for one in self.all() if one.tenant in ("", tenant))
         found = (self.find(tenant, name) for name in names)
-        return [one.name for one in found if one is not None and one.in_service]
+        return [one for one in found if one is not None and one.in_service]
 
     def get(self, name: OwnedName) -> Registration | None:
         """Also one that has been deleted."""

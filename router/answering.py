@@ -55,7 +55,7 @@ class Answerer:
             until = self.dispatcher.until_ready(caller.tenant, len(body), "chat")
             await until_disconnect(request, until)
         api_request = self._parse(body, request, parse)
-        call = self._authorised(api_request.call, caller)
+        call = self.authorised(api_request.call, caller)
         charge = self.tenancy.metering.charge(caller, request.state.request_id)
         start = self._start(call, charge, len(body))
         if not call.stream:
@@ -76,11 +76,13 @@ class Answerer:
     def _parse(self, body: bytes, request: Request, parse: Parse) -> ApiRequest:
         """Raises RequestError."""
         self.base.require()
-        # Where callers have keys, the bearer is one: no source of adapters is shown it.
-        bearer = None if self.tenancy.needs_keys else _bearer(request)
-        return parse(body, self.base.limits, bearer)
+        return parse(body, self.base.limits, self.bearer(request))
 
-    def _authorised(self, call: GenerationCall, caller: Caller) -> GenerationCall:
+    def bearer(self, request: Request) -> str | None:
+        """Where callers have keys, the bearer is one: no source of adapters is shown it."""
+        return None if self.tenancy.needs_keys else _bearer(request)
+
+    def authorised(self, call: GenerationCall, caller: Caller) -> GenerationCall:
         """As this caller's. Raises RequestError for what the caller's key does not open."""
         adapter = None if call.adapter is None else call.adapter.asked_by(caller.tenant)
         param = "adapter_id" if call.api == "lorax" else "model"

@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Lifespan
 
 from router.answering import Parse
 from router.api import lorax, openai_chat, openai_completions
-from router.api.errors import ErrorAnswer, dialect_of_path, error_answer
+from router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
+from router.api.missing_routes import hint
 from router.edge import Edge
 from router.generation import Cause, RequestError
 from router.http_body import CLIENT_GONE_STATUS, ClientGone
@@ -27,7 +28,7 @@ from router.routes_console import ConsoleRoutes
 from router.routes_fleet import FleetRoute
 from router.routes_info import InfoRoutes
 from router.routes_keys import KeyRoutes, UsageRoutes
-from router.routes_tokenize import TokenizeRoute
+from router.routes_tokenize import TokenizeRoutes
 from router.service import Service
 from router.told_errors import ToldErrors
 
@@ -169,11 +170,16 @@ def _key_routes(service: Service, operator: OperatorRoutes) -> list[Route]:
 
 
 def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
+    tokenizer = TokenizeRoutes(service)
     return [
-        _post("/tokenize", TokenizeRoute(service).tokenize),
+        _post("/tokenize", tokenizer.tokenize),
+        _post("/detokenize", tokenizer.detokenize),
+        _get("/tokenizer_info", tokenizer.info),
         _get("/v1/models", info.models),
         _get("/v1/models/{name:path}", info.model),
         _get("/info", info.info),
+        _get("/version", info.version),
+        Route("/ping", info.health, methods=["GET", "POST"]),
         *_health_routes(info),
         _get("/metrics", info.metrics_of_port),
         _get("/openapi.json", info.openapi),
@@ -218,7 +224,9 @@ class _Errors:
         """What Starlette's router found: no such path, or another method."""
         assert isinstance(error, HTTPException)
         cause = _CAUSES.get(error.status_code, "invalid")
-        message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+        path = request.scope["path"]
+        said = hint(path) if cause == "route_not_found" else None
+        message = f"{request.method} {path[:200]}: {error.detail}{f'; {said}' if said else ''}"
         answer = self._answer(RequestError(cause, message), request)
         return Response(answer.body, answer.status, {**(error.headers or {}), **answer.headers})
 
@@ -233,4 +241,5 @@ class _Errors:
 
     def _answer(self, error: RequestError, request: Request) -> ErrorAnswer:
         self._told.note(request, error)
-        return error_answer(error, dialect_of_path(request.scope["path"]))
+        told: Dialect | None = getattr(request.state, "dialect", None)
+        return error_answer(error, told or dialect_of_path(request.scope["path"]))

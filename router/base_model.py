@@ -19,8 +19,11 @@ def agreed(newest: ModelCard, workers: Sequence[ModelCard]) -> ModelCard:
     """What workers of one base say together: the newest one's words, the names of all, and a
     context that each of them has. workers: their cards, at least one."""
     names = dict.fromkeys(name for card in workers for name in card.names)
+    listed = dict.fromkeys(name for card in workers for name in card.listed or card.names[:1])
     least = min(card.max_context for card in workers)
-    return msgspec.structs.replace(newest, names=tuple(names), max_context=least)
+    return msgspec.structs.replace(
+        newest, names=tuple(names), listed=tuple(listed), max_context=least
+    )
 
 
 class BaseModel:

@@ -112,7 +112,7 @@ class Dispatcher:
                 # Before any work is done for it: to refuse must be cheap.
                 charge.check()
                 self._check_room(call.tenant, max(1, len(call.prompts)) * call.best_of, 0)
-                adapter = await self._resolve(call, charge)
+                adapter = await self._resolve(call, charge.key_id, charge.request_id)
                 if adapter is not None:
                     held.callback(self._use.hold(adapter))
                 prompts = await self._build_prompts(call, model, adapter)
@@ -153,6 +153,17 @@ class Dispatcher:
         ]
         meter = RequestMeter(self._metrics, adapter, started, loop.time)
         return Generation(call, head, model, tasks, context, meter, held.pop_all().close)
+
+    async def prompts(self, call: GenerationCall, key_id: str, request_id: str) -> list[Prompt]:
+        """Those that `start` would run, of any length; nothing is run. Raises RequestError."""
+        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
+        try:
+            async with self._until(deadline):
+                model = self._base.require()
+                adapter = await self._resolve(call, key_id, request_id)
+                return await self._build_prompts(call, model, adapter)
+        except FAILURES as error:
+            raise request_error(error, call.api) from error
 
     def give_up(self) -> None:
         """All that is being answered ends in an error: the router stops."""
@@ -227,10 +238,12 @@ class Dispatcher:
                     self._metrics.outcomes.add(adapter.rollout, adapter.digest, Outcome(True))
             raise
 
-    async def _resolve(self, call: GenerationCall, charge: Charge) -> ServedAdapter | None:
+    async def _resolve(
+        self, call: GenerationCall, key_id: str, request_id: str
+    ) -> ServedAdapter | None:
         if call.adapter is None:
             return None
-        sticky = sticky_value(call.tenant, call.user, charge.key_id, charge.request_id)
+        sticky = sticky_value(call.tenant, call.user, key_id, request_id)
         started = asyncio.get_running_loop().time()
         outcome = "failed"
         try:

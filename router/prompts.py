@@ -17,6 +17,9 @@ from router.text.template_sandbox import TemplateSandbox
 from router.text.templates import template_error
 from server.protocol import SamplingParams
 
+# Characters of a text that is cut: what is cut off costs memory all the same.
+MAX_ENCODED = 4 << 20
+
 
 class Prompt(msgspec.Struct, frozen=True):
     """text: as given or rendered (of token ids: decoded). parts: one for each id, where logprobs of
@@ -55,8 +58,11 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
 
     Raises RequestError (context_length, invalid).
     """
-    _check_ids(call.sampling.stop_token_ids, model, "stop_token_ids")
-    _check_ids(call.sampling.logit_bias, model, "logit_bias")
+    check_ids(call.sampling.stop_token_ids, model, "stop_token_ids")
+    check_ids(call.sampling.logit_bias, model, "logit_bias")
+    if not prompt.ids:
+        message = "expected a prompt of at least one token"
+        raise RequestError("invalid", message, param=_PARAM[call.api])
     room = model.card.max_context - len(prompt.ids)
     if room < (1 if call.max_tokens is None else call.max_tokens):
         asked = f" and {call.max_tokens} more to generate" if call.max_tokens else ""
@@ -90,7 +96,8 @@ async def render_messages(
     tokens = {**model.card.special_tokens, **template.special_tokens}
     known = {name: text for name, text in tokens.items() if text is not None}
     try:
-        source = template.sources[choose_template(template.sources, options.template)]
+        name = choose_template(template.sources, options.template, options.tools is not None)
+        source = template.sources[name]
         return await sandbox.render(source, known, messages, options)
     except TemplateFault as fault:
         raise template_error(fault) from fault
@@ -99,24 +106,26 @@ async def render_messages(
 def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
         return _encode(call, model, prompt, _PARAM[call.api])
-    _check_ids(prompt, model, "prompt")
-    return _prompt(call, model, prompt, "prompt")
+    check_ids(prompt, model, "prompt")
+    return _prompt(call, model, prompt)
 
 
 def _encode(call: GenerationCall, model: TextModel, text: str, param: str) -> Prompt:
     if call.truncate is None:
         model.check_size(text, param)
+    elif len(text) > MAX_ENCODED:
+        message = f"expected a text of at most {MAX_ENCODED} characters, got {len(text)}"
+        raise RequestError("context_length", message, param=param)
     if call.sampling.prompt_logprobs is None:
-        return _prompt(call, model, model.encode(text, call.add_special_tokens), param, text)
+        return _prompt(call, model, model.encode(text, call.add_special_tokens), text)
     ids, parts = model.encode_parts(text, call.add_special_tokens)
-    return _prompt(call, model, ids, param, text, parts)
+    return _prompt(call, model, ids, text, parts)
 
 
 def _prompt(
     call: GenerationCall,
     model: TextModel,
     ids: list[int],
-    param: str,
     text: str | None = None,
     parts: Sequence[str] = (),
 ) -> Prompt:
@@ -124,8 +133,6 @@ def _prompt(
     is what is left of it.
     """
     kept = _kept(call, model, len(ids))
-    if not ids[kept]:
-        raise RequestError("invalid", "expected a prompt of at least one token", param=param)
     if text is None or (call.echo and len(ids[kept]) < len(ids)):
         parts = model.decode_parts(ids[kept], call.skip_special_tokens)
         text = "".join(parts)
@@ -144,7 +151,8 @@ def _kept(call: GenerationCall, model: TextModel, count: int) -> slice:
     return slice(most) if call.truncate_keeps == "first" else slice(-most, None)
 
 
-def _check_ids(ids: "Sequence[int] | dict[int, float]", model: TextModel, param: str) -> None:
+def check_ids(ids: "Sequence[int] | dict[int, float]", model: TextModel, param: str) -> None:
+    """Raises RequestError (invalid) for ids that the model has not."""
     for token_id in ids:
         if not model.has_token(token_id):
             raise RequestError(

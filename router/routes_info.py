@@ -1,4 +1,4 @@
-"""Routes that tell of the router: health, models, info, metrics."""
+"""Routes that tell of the router: health, models, info, version, metrics."""
 
 from typing import Any
 
@@ -6,9 +6,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.models import Health, Info, ModelList, ModelObject
-from router.api.openapi import openapi_document
+from adapters.ref import format_ref, told_name
+from router.admin_gate import AdminGate
+from router.api.models import Health, Info, ModelList, ModelObject, Version
+from router.api.openapi import Access, openapi_document
 from router.generation import RequestError
+from router.registration import Registration
 from router.service import Service
 from router.tenancy.keys import Caller
 from router.version import VERSION
@@ -26,6 +29,7 @@ class InfoRoutes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._gate = AdminGate(service.config)
 
     async def live(self, request: Request) -> Response:
         return json_response(Health("live"))
@@ -82,45 +86,71 @@ class InfoRoutes:
         )
         return json_response(info)
 
+    async def version(self, request: Request) -> Response:
+        return json_response(Version(VERSION))
+
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi_document(VERSION))
+        config, tenancy = self._service.config, self._service.tenancy
+        access = Access(operators=bool(config.admin_key), callers=tenancy.needs_keys)
+        return json_response(openapi_document(VERSION, access, self._service.base.limits))
 
     async def models(self, request: Request) -> Response:
+        """The base under each name that the operator gave it, then adapters."""
         card = self._service.base.require().card
         caller = await self._caller(request)
-        base = [card.names[0]] if caller.may_use(card.names) else []
-        names = [*base, *self._names(caller)]
-        return json_response(ModelList([_model(card, name) for name in names]))
+        listed = [name for name in card.listed or card.names[:1] if self._means_base(name, caller)]
+        base = [_base_object(card, name) for name in listed]
+        tells_paths = self._is_operator(request)
+        adapters = [_adapter_object(card, one, tells_paths) for one in self._adapters(caller)]
+        return json_response(ModelList([*base, *adapters]))
 
     async def model(self, request: Request) -> Response:
         card = self._service.base.require().card
         name = request.path_params["name"]
         caller = await self._caller(request)
-        base = card.names if caller.may_use(card.names) else ()
-        if name not in base:
-            name = name.removeprefix("alias:")  # another spelling, which requests may have
-            if name not in self._names(caller):
-                raise RequestError("adapter_not_found", f"no model {name[:200]!r}", param="model")
-        return json_response(_model(card, name))
+        if self._means_base(name, caller):
+            return json_response(_base_object(card, name))
+        name = name.removeprefix("alias:")  # another spelling, which requests may have
+        for one in self._adapters(caller):
+            if one.name == name:
+                return json_response(_adapter_object(card, one, self._is_operator(request)))
+        raise RequestError("adapter_not_found", f"no model {name[:200]!r}", param="model")
 
     async def _caller(self, request: Request) -> Caller:
         """Raises RequestError."""
         return await self._service.tenancy.identify(request.headers.get("authorization"))
 
-    def _names(self, caller: Caller) -> list[str]:
+    def _means_base(self, name: str, caller: Caller) -> bool:
+        """As requests do. A key that opens one of the base's names opens them all."""
+        base = self._service.base
+        return name in base.limits.base_names and caller.may_use(base.require().card.names)
+
+    def _is_operator(self, request: Request) -> bool:
+        headers = request.headers
+        return self._gate.opens(
+            headers.get("authorization"), headers.get("origin"), headers.get("host")
+        )
+
+    def _adapters(self, caller: Caller) -> list[Registration]:
         """Registered adapters that the caller may use."""
-        names = self._service.catalog.rules.aliases.names_for(caller.tenant)
-        return [name for name in names if caller.may_use((name,))]
+        adapters = self._service.catalog.rules.aliases.usable_by(caller.tenant)
+        return [one for one in adapters if caller.may_use((one.name,))]
 
     async def _names_for_anyone(self, request: Request) -> list[str]:
         """Who shows no good key sees the model and the limits, and no adapter."""
         try:
-            return self._names(await self._caller(request))
+            return [one.name for one in self._adapters(await self._caller(request))]
         except RequestError:
             return []
 
 
-def _model(card: ModelCard, name: str) -> ModelObject:
-    root = card.names[0]
-    parent = None if name in card.names else root
-    return ModelObject(name, card.created, "loraplex", root, parent)
+def _base_object(card: ModelCard, name: str) -> ModelObject:
+    root = card.root or card.names[0]
+    return ModelObject(name, card.created, "loraplex", root, None, card.max_context)
+
+
+def _adapter_object(card: ModelCard, adapter: Registration, tells_paths: bool) -> ModelObject:
+    """tells_paths: where a folder or bucket lies is for the operator to know."""
+    root = format_ref(adapter.ref) if tells_paths else told_name(adapter.ref)
+    parent = card.names[0]
+    return ModelObject(adapter.name, card.created, "loraplex", root, parent, card.max_context)

@@ -343,7 +343,8 @@ class WorkerPicture(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
 class ModelCard(msgspec.Struct, frozen=True):
     """All that a router needs of a model, fetched once over HTTP as JSON and cached by its digest.
 
-    names: what `model` may say for the base itself; the first is shown.
+    names: what `model` may say for the base itself; the first is shown. listed: those that
+    `/v1/models` lists; () = the first. root: what the model is called where it comes from.
     tokenizer_json: the tokenizer's file, whole. chat_template: Jinja source, or None.
     named_templates: those that are not the default, by name. message_forms: how each template
     reads messages, the default by the name `default`; those left out cannot be used.
@@ -366,6 +367,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     sampling_defaults: dict[str, float] = {}
     named_templates: dict[str, str] = {}
     message_forms: dict[str, MessageForm] = {}
+    listed: tuple[str, ...] = ()
+    root: str = ""
 
     @property
     def all_templates(self) -> dict[str, str]:

@@ -80,13 +80,15 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     """What a caller says of how its messages are rendered.
 
     continue_final_message: the prompt ends within the last message, right after its text.
-    documents: None = none. template: a name of the template list; None = by transformers' rule.
+    documents, tools: None = none. template: a name of the template list; None = by transformers'
+    rule.
     variables: further ones of the template.
     """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     template: str | None = None
     variables: dict[str, Any] = {}
 

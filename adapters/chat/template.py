@@ -126,7 +126,7 @@ class ChatTemplate:
 
     def _write(self, messages: list[Message], options: TemplateOptions) -> str:
         context = {
-            "tools": None,
+            "tools": options.tools,
             "documents": options.documents,
             "add_generation_prompt": options.add_generation_prompt,
             **options.variables,

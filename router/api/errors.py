@@ -130,6 +130,8 @@ def dialect_of_path(path: str) -> Dialect:
     """For errors of a route that belongs to no generation API, or to none at all."""
     if path in _VLLM_ROUTES:
         return "vllm"
+    if path in ("/detokenize", "/tokenizer_info"):
+        return "openai"
     return "openai" if path == "/v1" or path.startswith("/v1/") else "lorax"
 
 

@@ -1,25 +1,25 @@
-"""What the router tells of itself: models, adapters, info, tokens of a text. Pure."""
+"""What the router tells of itself: models, info, health, version. Pure."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from adapters.chat.conversation import MessageForm
-from router.api.body import decode_body
-
-# Characters of a text. Its tokens take several hundred times as many bytes of memory.
-MAX_TOKENIZED = 1 << 19
 
 
 class ModelObject(msgspec.Struct, frozen=True):
-    """The base or a registered adapter, as `/v1/models` lists it. parent: an adapter's base."""
+    """A name of the base, or a registered adapter, as `/v1/models` lists it.
+
+    root: what the base is called where it comes from; an adapter's reference. parent: an adapter's
+    base. max_model_len: tokens of prompt and output together.
+    """
 
     id: str
     created: int
     owned_by: str
     root: str
     parent: str | None
+    max_model_len: int
     object: Literal["model"] = "model"
 
 
@@ -59,23 +59,5 @@ class Health(msgspec.Struct, frozen=True):
     status: Literal["live", "ready"]
 
 
-class TokenizeBody(msgspec.Struct, frozen=True):
-    """A request of `/tokenize`."""
-
-    inputs: Annotated[str, Meta(min_length=1, max_length=MAX_TOKENIZED)]
-    add_special_tokens: bool | None = None
-
-
-class TokenObject(msgspec.Struct, frozen=True):
-    """start, stop: characters of the text that the token covers."""
-
-    id: int
-    text: str
-    start: int
-    stop: int
-
-
-def parse_tokenize(body: bytes) -> tuple[str, bool]:
-    """Text, and whether special tokens are added (unless told otherwise). Raises RequestError."""
-    request, _ = decode_body(body, TokenizeBody)
-    return request.inputs, request.add_special_tokens is not False
+class Version(msgspec.Struct, frozen=True):
+    version: str

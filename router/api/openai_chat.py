@@ -21,7 +21,7 @@ from router.api.openai_common import (
 )
 from router.generation import AnswerHead, GenerationCall
 
-_UNSUPPORTED = (
+UNSUPPORTED = (
     *("tools", "tool_choice", "functions", "function_call", "response_format", "modalities"),
     *("audio", "web_search_options", "reasoning_effort", "verbosity", "best_of", "suffix"),
 )
@@ -61,7 +61,11 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ChatRequest:
     """Raises RequestError."""
-    request = decode_openai(body, ChatBody, _UNSUPPORTED)
+    return request_of(decode_openai(body, ChatBody, UNSUPPORTED), limits, bearer)
+
+
+def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ChatRequest:
+    """Raises RequestError."""
     require(request.messages, "expected at least one message", "messages")
     require(
         len(request.messages) <= limits.max_messages,

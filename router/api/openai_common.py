@@ -26,7 +26,7 @@ from router.generation import BASE_PLACEHOLDERS, AdapterChoice, RequestError
 from server.protocol import SamplingParams
 
 # Fields that change nothing about the text, whatever they say.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     ("metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls")
     + ("prompt_cache_key", "prompt_cache_retention", "prediction", "moderation")
 )
@@ -84,7 +84,7 @@ def decode_openai(body: bytes, kind: type[B], unsupported: Sequence[str]) -> B:
     """
     request, plain = decode_body(body, kind)
     for name, value in plain.items():
-        if value is None or name in kind.__struct_fields__ or name in _HARMLESS:
+        if value is None or name in kind.__struct_fields__ or name in HARMLESS:
             continue
         if name not in unsupported:
             raise _unknown(name)
@@ -104,7 +104,7 @@ def decode_openai(body: bytes, kind: type[B], unsupported: Sequence[str]) -> B:
 
 def adapter_of(request: OpenAIBody, limits: ApiLimits, bearer: str | None) -> AdapterChoice | None:
     """Raises RequestError."""
-    if request.model in BASE_PLACEHOLDERS:
+    if not request.model or request.model in BASE_PLACEHOLDERS:
         return None
     token = credential(request.api_token, bearer)
     return choose_adapter(request.model, request.adapter_source, token, "model", limits)

@@ -18,7 +18,7 @@ from router.api.openai_completions_answer import CompletionsFormatter, Completio
 from router.generation import AnswerHead, GenerationCall
 
 DEFAULT_MAX_TOKENS = 16
-_UNSUPPORTED = ("suffix", "response_format", "tools", "tool_choice")
+UNSUPPORTED = ("suffix", "response_format", "tools", "tool_choice")
 
 
 class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
@@ -48,7 +48,13 @@ class CompletionsRequest(msgspec.Struct, frozen=True):
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> CompletionsRequest:
     """Raises RequestError."""
-    request = decode_openai(body, CompletionsBody, _UNSUPPORTED)
+    return request_of(decode_openai(body, CompletionsBody, UNSUPPORTED), limits, bearer)
+
+
+def request_of(
+    request: CompletionsBody, limits: ApiLimits, bearer: str | None
+) -> CompletionsRequest:
+    """Raises RequestError."""
     prompts = _prompts(request.prompt, limits)
     n = request.n or 1
     best_of = n if request.best_of is None else request.best_of

@@ -1,221 +1,80 @@
-"""The API's own description (OpenAPI 3.1), made from the structs that read and write it. Pure."""
+"""The API's own description (OpenAPI 3.1), made from the structs that read and write it. Pure.
 
-from typing import Any, Literal
+It is of one router: which keys are asked for and what a body may ask for depend on options.
+"""
+
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
-from router.api.adapters import (
-    AdapterList,
-    AdapterObject,
-    Deleted,
-    LoadLoraBody,
-    Refreshed,
-    RegisterBody,
-    UnloadBody,
-    UnloadLoraBody,
-)
 from router.api.errors import Dialect, LoraxError, OpenAIError, error_table
-from router.api.fleet import FleetObject
-from router.api.keys import (
-    AuditList,
-    ChangeKeyBody,
-    CreateKeyBody,
-    DeletedKey,
-    KeyList,
-    KeyObject,
-    NewKeyObject,
-    RecordList,
-    RotateKeyBody,
-    UsageList,
-)
-from router.api.lorax import LoraxBody
-from router.api.lorax_answer import GenerateAnswer, StreamAnswer
-from router.api.models import (
-    Health,
-    Info,
-    ModelList,
-    ModelObject,
-    TokenizeBody,
-    TokenObject,
-)
-from router.api.openai_chat import ChatBody
-from router.api.openai_chat_answer import ChatChunk, ChatCompletion
-from router.api.openai_completions import CompletionsBody
-from router.api.openai_completions_answer import Completion
-from router.api.rollouts import AdapterHistory, DigestBody, RolloutBody, RolloutObject
+from router.api.formatter import ApiLimits
+from router.api.keys import MAX_LISTED
+from router.api.openai_common import HARMLESS
+from router.api.operations import OPERATIONS, Operation
+
+Schema = dict[str, Any]
 
 _REF = "#/components/schemas/{name}"
 # Errors that a GET without a body can meet.
 _PLAIN_ERRORS = frozenset((404, 405, 500, 503))
 _BODY_ERRORS = frozenset((408, 413, 415))
 _ADMIN_ERRORS = _PLAIN_ERRORS | {400, 401, 403, 409, 410, 422}
+# Their unknown fields are refused unless they are null. OpenAI's are refused but for harmless ones.
+_CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions")
+_OPENAI_BODIES = ("ChatBody", "CompletionsBody", "TokenizeChatBody", "TokenizePromptBody")
+# JSON Schema's bound of a field, and the limit that it is.
+_BOUNDS = {
+    "n": ("maximum", "max_n"),
+    "best_of": ("maximum", "max_n"),
+    "logprobs": ("maximum", "max_logprobs"),
+    "top_logprobs": ("maximum", "max_logprobs"),
+    "stop": ("maxItems", "max_stop_sequences"),
+    "stop_token_ids": ("maxItems", "max_stop_token_ids"),
+    "logit_bias": ("maxProperties", "max_logit_bias"),
+    "messages": ("maxItems", "max_messages"),
+}
+_TYPE_OF_BOUND = {"maximum": "integer", "maxItems": "array", "maxProperties": "object"}
+_TEXT: Schema = {"type": "string"}
+_DAY: Schema = {"type": "string", "format": "date"}
+_QUERY: dict[str, Schema] = {
+    "start": _DAY,
+    "end": _DAY,
+    "key": _TEXT,
+    "adapter": _TEXT,
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED},
+    "tenant": {"type": "string", "pattern": "^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$"},
+}
 
 
-Method = Literal["get", "post", "patch", "delete"]
+class Access(msgspec.Struct, frozen=True):
+    """Which keys a router asks for: operators, and callers."""
+
+    operators: bool = True
+    callers: bool = True
 
 
-class Operation(msgspec.Struct, frozen=True):
-    """A route. answer, event: types of the JSON body and of a stream's events.
-
-    text: the answer is plain text. dialect: shape of its errors. admin: it wants the admin key.
-    accepted: it may answer 202 with the same body, for what goes on. key: it wants a caller's key
-    where callers have keys. status: of success.
-    """
-
-    path: str
-    method: Method
-    summary: str
-    dialect: Dialect = "lorax"
-    request: Any = None
-    answer: Any = None
-    event: Any = None
-    text: bool = False
-    admin: bool = False
-    accepted: bool = False
-    key: bool = False
-    status: int = 200
-    query: tuple[str, ...] = ()
+_KEYED = Access()
+_USUAL = ApiLimits()
 
 
-def _admin(
-    path: str,
-    method: Method,
-    summary: str,
-    answer: Any,
-    request: Any = None,
-) -> Operation:
-    return Operation(
-        *(path, method, summary, "openai"),
-        request=request,
-        answer=None if answer is str else answer,
-        text=answer is str,
-        admin=True,
-        accepted=path.endswith("/unload"),
-    )
-
-
-_KEY = "/v1/keys/{id}"
-_KEYS = (
-    _admin("/v1/keys", "get", "Keys of callers", KeyList),
-    msgspec.structs.replace(
-        _admin("/v1/keys", "post", "Make a key; it is told this once", NewKeyObject, CreateKeyBody),
-        status=201,
-    ),
-    _admin(_KEY, "get", "One of them", KeyObject),
-    _admin(_KEY, "patch", "Change what it opens, its limits or its end", KeyObject, ChangeKeyBody),
-    _admin(_KEY, "delete", "Delete it", DeletedKey),
-    _admin(f"{_KEY}/rotate", "post", "Another key in its place", NewKeyObject, RotateKeyBody),
-    _admin(f"{_KEY}/block", "post", "It opens nothing for now", KeyObject),
-    _admin(f"{_KEY}/unblock", "post", "It opens again what it opened", KeyObject),
-    Operation(
-        *("/v1/usage", "get", "What was used", "openai"),
-        answer=UsageList,
-        key=True,
-        query=("start", "end", "tenant", "key", "adapter"),
-    ),
-    Operation(
-        *("/v1/usage/requests", "get", "Latest requests", "openai"),
-        answer=RecordList,
-        key=True,
-        query=("limit", "tenant"),
-    ),
-    msgspec.structs.replace(
-        _admin("/v1/audit", "get", "What operators did", AuditList), query=("limit",)
-    ),
-)
-_ONE = "/v1/adapters/{name}"
-_NAMED = (
-    _admin("/v1/adapters", "get", "Registered adapters, by tier and worker", AdapterList),
-    _admin(_ONE, "get", "One of them", AdapterObject),
-    _admin(_ONE, "delete", "Delete it: requests that name it get 410", Deleted),
-    _admin(f"{_ONE}/load", "post", "To every worker's device, and into service", AdapterObject),
-    _admin(f"{_ONE}/pin", "post", "The same; and there it stays", AdapterObject),
-    _admin(f"{_ONE}/unpin", "post", "It may be evicted again", AdapterObject),
-    _admin(
-        *(f"{_ONE}/unload", "post", "Out of service; freed when running requests are over"),
-        AdapterObject,
-        UnloadBody,
-    ),
-    _admin(f"{_ONE}/refresh", "post", "Resolve its reference again", Refreshed),
-    _admin(f"{_ONE}/rollout", "get", "Its versions, and how they do", RolloutObject),
-    _admin(f"{_ONE}/rollout", "post", "Set versions and their weights", AdapterObject, RolloutBody),
-    _admin(f"{_ONE}/rollout", "delete", "End it: the old version has everything", AdapterObject),
-    _admin(f"{_ONE}/promote", "post", "The name means this version", AdapterObject, DigestBody),
-    _admin(f"{_ONE}/rollback", "post", "Back to the version before", AdapterObject, DigestBody),
-    _admin(f"{_ONE}/history", "get", "What it meant, newest first", AdapterHistory),
-)
-_LIFECYCLE = (
-    *(msgspec.structs.replace(operation, query=("tenant",)) for operation in _NAMED),
-    _admin("/v1/adapters", "post", "Register an adapter", AdapterObject, RegisterBody),
-    _admin("/v1/load_lora_adapter", "post", "Register and load (vLLM)", str, LoadLoraBody),
-    _admin("/v1/unload_lora_adapter", "post", "Unload and delete (vLLM)", str, UnloadLoraBody),
-)
-OPERATIONS: tuple[Operation, ...] = (
-    Operation(
-        *("/", "post", "Generate, whole (a list of one) or streamed, as `stream` says"),
-        request=LoraxBody,
-        answer=list[GenerateAnswer],
-        event=StreamAnswer,
-    ),
-    Operation("/", "get", "Whether requests can be answered"),
-    Operation("/generate", "post", "Generate", request=LoraxBody, answer=GenerateAnswer),
-    Operation(
-        *("/generate_stream", "post", "Generate, token by token"),
-        request=LoraxBody,
-        event=StreamAnswer,
-    ),
-    Operation(
-        *("/v1/completions", "post", "Complete texts (OpenAI)", "openai"),
-        request=CompletionsBody,
-        answer=Completion,
-        event=Completion,
-    ),
-    Operation(
-        *("/v1/chat/completions", "post", "Answer a conversation (OpenAI)", "openai"),
-        request=ChatBody,
-        answer=ChatCompletion,
-        event=ChatChunk,
-    ),
-    Operation(
-        *("/v1/models", "get", "The base and registered adapters", "openai"),
-        answer=ModelList,
-        key=True,
-    ),
-    Operation("/v1/models/{name}", "get", "One of them", "openai", answer=ModelObject, key=True),
-    *_KEYS,
-    *_LIFECYCLE,
-    Operation(
-        *("/v1/fleet", "get", "Workers, arenas, queue and errors, at once or followed", "openai"),
-        answer=FleetObject,
-        event=FleetObject,
-        admin=True,
-    ),
-    Operation(
-        *("/tokenize", "post", "The tokens of a text"),
-        request=TokenizeBody,
-        answer=list[TokenObject],
-    ),
-    Operation("/info", "get", "The model and the limits", answer=Info),
-    Operation("/health", "get", "Whether requests can be answered"),
-    Operation("/health/live", "get", "Whether the process answers", answer=Health),
-    Operation("/health/ready", "get", "Whether requests can be answered", answer=Health),
-    Operation("/metrics", "get", "Prometheus metrics", text=True),
-    Operation("/openapi.json", "get", "This description", answer=dict[str, Any]),
-)
-
-
-def openapi_document(version: str) -> dict[str, Any]:
+def openapi_document(
+    version: str, access: Access = _KEYED, limits: ApiLimits = _USUAL
+) -> dict[str, Any]:
     """The whole document, ready for JSON."""
     types = [LoraxError, OpenAIError]
     for operation in OPERATIONS:
-        types += [t for t in (operation.request, operation.answer, operation.event) if t]
+        types += [*operation.requests, *operation.answers, *filter(None, [operation.event])]
     found = msgspec.json.schema_components(types, ref_template=_REF)
     schemas, components = msgspec.json.decode(msgspec.json.encode(found))  # defaults are tuples
+    _say_limits(components, limits)
     # Hashable keys: list[X] is equal to itself, not identical.
     schema_of = {repr(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schema_of)
+        described = _operation(operation, schema_of, access)
+        paths.setdefault(operation.path, {})[operation.method] = described
     return {
         "openapi": "3.1.0",
         "info": {"title": "loraplex", "version": version, "license": {"name": "Apache-2.0"}},
@@ -230,7 +89,39 @@ def openapi_document(version: str) -> dict[str, Any]:
     }
 
 
-def _operation(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
+def _say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
+    """What the structs cannot say of bodies. Patterns are Python's until here."""
+    for node in _nodes(components):
+        if isinstance(node.get("pattern"), str):
+            node["pattern"] = node["pattern"].replace("\\Z", "$")
+    for name in (*_CLOSED, *_OPENAI_BODIES):
+        components[name]["additionalProperties"] = {"type": "null"}
+    for name in _OPENAI_BODIES:
+        properties = components[name]["properties"]
+        properties |= {field: {} for field in HARMLESS}
+        properties["metadata"] = {"type": ["object", "null"]}
+        for field, (bound, limit) in _BOUNDS.items():
+            for schema in _alternatives(properties.get(field, {})):
+                if schema.get("type") == _TYPE_OF_BOUND[bound]:
+                    schema[bound] = getattr(limits, limit)
+
+
+def _nodes(value: Any) -> Iterator[Schema]:
+    if isinstance(value, dict):
+        yield value
+        for child in value.values():
+            yield from _nodes(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _nodes(child)
+
+
+def _alternatives(schema: Schema) -> list[Schema]:
+    found: list[Schema] = schema.get("anyOf", [schema])
+    return found
+
+
+def _operation(operation: Operation, schema_of: dict[str, Any], access: Access) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": _operation_id(operation),
         "summary": operation.summary,
@@ -239,48 +130,79 @@ def _operation(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any
     }
     if operation.accepted:
         described["responses"]["202"] = described["responses"]["200"] | {"description": "goes on"}
-    if operation.admin:
-        described["security"] = [{"adminKey": []}]
-    elif operation.key or operation.request is not None:
-        # Where callers have no keys, none is needed.
-        described["security"] = [{}, {"callerKey": []}]
-    if operation.request is not None:
+    keys = _keys(operation, access)
+    if keys:
+        described["security"] = [{key: []} for key in keys]
+    if operation.requests:
         described["requestBody"] = {
-            "required": not operation.accepted and operation.request is not RotateKeyBody,
-            "content": {"application/json": {"schema": schema_of[repr(operation.request)]}},
+            "required": not operation.may_be_empty,
+            "content": {"application/json": {"schema": _any_of(operation.requests, schema_of)}},
         }
     in_path = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
-    parameters = [*(("path", name) for name in in_path), *(("query", q) for q in operation.query)]
+    parameters = [
+        *({"name": name, "in": "path", "required": True, "schema": _TEXT} for name in in_path),
+        *({"name": name, "in": "query", "schema": _QUERY[name]} for name in operation.query),
+    ]
     if parameters:
-        described["parameters"] = [
-            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
-            for place, name in parameters
-        ]
+        described["parameters"] = parameters
     return described
+
+
+def _keys(operation: Operation, access: Access) -> list[str]:
+    """Schemes of which one must be met; none = anybody may ask."""
+    if operation.admin:
+        return ["adminKey"] if access.operators else []
+    wants_key = operation.key or operation.requests
+    return ["callerKey"] if wants_key and access.callers else []
+
+
+def _any_of(types: tuple[Any, ...], schema_of: dict[str, Any]) -> Schema:
+    schemas = [schema_of[repr(kind)] for kind in types]
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _success(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if operation.answer is not None:
-        content["application/json"] = {"schema": schema_of[repr(operation.answer)]}
+    if operation.answers:
+        content["application/json"] = {"schema": _any_of(operation.answers, schema_of)}
     if operation.event is not None:
-        content["text/event-stream"] = {"schema": schema_of[repr(operation.event)]}
+        content["text/event-stream"] = {"schema": _event(operation, schema_of)}
     if operation.text:
-        content["text/plain"] = {"schema": {"type": "string"}}
+        content["text/plain"] = {"schema": _TEXT}
     described: dict[str, Any] = {"description": "success"}
     return described | ({"content": content} if content else {})
 
 
+def _event(operation: Operation, schema_of: dict[str, Any]) -> Schema:
+    """One event of a stream. Where the answer breaks off, the last one tells of the error."""
+    payload = _any_of((operation.event, _error_type(operation.dialect)), schema_of)
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
+    event: Schema = {"type": "object", "required": ["data"], "properties": {"data": data}}
+    if not operation.done:
+        return event
+    last = {"type": "object", "required": ["data"], "properties": {"data": {"const": "[DONE]"}}}
+    return {"anyOf": [last, event]}
+
+
+def _error_type(dialect: Dialect) -> type[LoraxError] | type[OpenAIError]:
+    return LoraxError if dialect == "lorax" else OpenAIError
+
+
 def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
-    kind = LoraxError if operation.dialect == "lorax" else OpenAIError
-    schema = {"schema": schema_of[repr(kind)]}
+    dialects = [d for d in (operation.dialect, operation.other_dialect) if d is not None]
+    told: dict[int, tuple[list[str], list[Any]]] = {}
+    for dialect in dialects:
+        for status, names in error_table(dialect).items():
+            if operation.requests or status in _errors_of(operation):
+                said, types = told.setdefault(status, ([], []))
+                said += [name for name in names if name not in said]
+                types.append(_error_type(dialect))
     return {
         str(status): {
-            "description": ", ".join(names),
-            "content": {"application/json": schema},
+            "description": ", ".join(said),
+            "content": {"application/json": {"schema": _any_of(tuple(types), schema_of)}},
         }
-        for status, names in error_table(operation.dialect).items()
-        if operation.request is not None or status in _errors_of(operation)
+        for status, (said, types) in sorted(told.items())
     }
 
 

@@ -17,7 +17,7 @@ from router.text.detokenizer import Detokenizer, common_prefix
 from router.text.long_texts import LongTexts
 from router.text.templates import BaseTemplates
 from router.text.text_decoder import make_decoder
-from router.text.tokenizer_json import longest_token
+from router.text.tokenizer_json import AddedToken, longest_token
 from server.protocol import ModelCard
 
 # Beside which a token's own text is found. Some decoders drop what repeats the token before.
@@ -155,6 +155,12 @@ class TextModel:
                 return None
             self._tokens[token_id] = self._tokenizer.id_to_token(token_id)
         return self._tokens[token_id]
+
+    def added_tokens(self) -> dict[int, AddedToken]:
+        """Those beside the vocabulary, by id."""
+        names = AddedToken.__struct_fields__
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {i: AddedToken(*(getattr(t, name) for name in names)) for i, t in added.items()}
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of a text without special tokens."""

@@ -55,7 +55,8 @@ class BaseTemplates:
                 "unsupported", f"{self._model} has no chat template: use /v1/completions"
             )
         try:
-            name = choose_template(self._templates.keys() | self.faults, options.template)
+            names = self._templates.keys() | self.faults
+            name = choose_template(names, options.template, options.tools is not None)
             if name in self.faults:
                 raise TemplateFault(self.faults[name])
             return self._templates[name].render(messages, options)

@@ -3,11 +3,24 @@
 import json
 from typing import Any
 
+import msgspec
+
 from router.text.byte_tokens import BYTE_OF_CHAR, BYTE_TOKENS
 
 # Normalizer parts that never shorten a text (`Replace`: of one character by one).
 _LOSSLESS_NORMALIZERS = {"Sequence", "Prepend", "Replace", "ByteLevel"}
 _LOSSLESS_SPLITS = {"Sequence", "ByteLevel", "Metaspace", "Split", "Digits"}
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """As tokenizer_config.json lists one."""
+
+    content: str
+    lstrip: bool
+    normalized: bool
+    rstrip: bool
+    single_word: bool
+    special: bool
 
 
 def longest_token(tokenizer_json: str) -> int | None:

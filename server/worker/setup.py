@@ -90,6 +90,12 @@ def _device(config: WorkerConfig) -> ChosenDevice:
     return choose_device(config.device, cuda_devices(), torch_build())
 
 
+def _root(config: WorkerConfig, model: ModelFolder) -> str:
+    """The model's Hub id; of a folder that has none the name that people gave it first."""
+    hub_ids = (name for name in model.names if "/" in name)
+    return next(hub_ids, (*config.model_names, *model.names)[0])
+
+
 def _cores() -> int:
     """That this process may run on."""
     return len(os.sched_getaffinity(0))
@@ -116,6 +122,9 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         max_context=config.max_context,
         created=int(time.time()),
     )
+    root = _root(config, model)
+    listed = tuple(dict.fromkeys([*config.model_names, root]))
+    card = msgspec.structs.replace(card, listed=listed, root=root)
     if config.executor != "torch":  # what it invents never goes beside what is computed
         kind = config.executor.partition(":")[0]
         apart = hashlib.sha256(f"{kind} {card.base_digest}".encode()).hexdigest()

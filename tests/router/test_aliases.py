@@ -53,7 +53,7 @@ async def test_what_one_writes_the_others_and_a_restarted_one_have(store: Store)
         assert aliases.pinned() == [wanted]
     await two.write(msgspec.structs.replace(wanted, state="unloaded"))
     await one.refresh()
-    assert one.names_for("") == []
+    assert one.usable_by("") == []
 
 
 async def test_of_two_writers_the_second_is_told(store: Store) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from router.adapters_file import FileEntry
-from router.api.openapi import OPERATIONS
+from router.api.operations import OPERATIONS
 from router.field_faults import field_fault
 from router.tenancy.keys_file import KeysFile
 
@@ -91,7 +91,7 @@ def choices(kind: inspect.Type, where: str = "") -> list[tuple[str, Any, tuple[A
     ]
 
 
-BODIES = {repr(one.request): one.request for one in OPERATIONS if one.request is not None}
+BODIES = {repr(kind): kind for one in OPERATIONS for kind in one.requests}
 READ = [*BODIES.values(), FileEntry, KeysFile]
 CHOICES = [(kind, *choice) for kind in READ for choice in choices(inspect.type_info(kind))]
 

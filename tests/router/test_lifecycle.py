@@ -264,7 +264,7 @@ async def test_who_registers_again_takes_only_what_is_said(
 async def test_a_declared_name_stays_pinned_when_it_is_registered_again(router: Running) -> None:
     assert (await call(router, "POST", "/pirate/pin")).json()["pinned"] is True
     assert (await register(router, "pirate", "org/pirate")).json()["pinned"] is True
-    body = {"lora_name": "pirate", "lora_path": "hub:org/pirate"}
+    body = {"lora_name": "pirate", "lora_path": "hub:org/pirate", "load_inplace": True}
     assert (await router.client.post("/v1/load_lora_adapter", json=body)).status_code == 200
     assert (await call(router, "GET", "/pirate")).json()["pinned"] is True
 
@@ -313,7 +313,7 @@ async def test_shapes_of_vllm(router: Running, worker: FakeWorker) -> None:
     assert worker.loads[0].ref.name == "/srv/loras/one"
     assert worker.loads[0].ref.source == "local"
     other = await router.client.post("/v1/load_lora_adapter", json=body | {"lora_path": "/srv/b"})
-    assert other.status_code == 409
+    assert other.status_code == 400
     inplace = body | {"lora_path": "/srv/b", "load_inplace": True}
     assert (await router.client.post("/v1/load_lora_adapter", json=inplace)).status_code == 200
     assert (await generate(router, "mine")).status_code == 200

@@ -89,7 +89,7 @@ async def test_a_tenants_own_name_comes_before_the_fleets(
     assert found == (None if expected is None else wanted[expected])
     assert aliases.find("", "sql") == wanted["fleet"], "who has no tenant"
     in_service = found is not None and found.in_service
-    assert aliases.names_for("acme") == (["sql"] if in_service else [])
+    assert [one.name for one in aliases.usable_by("acme")] == ["sql"] * in_service
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ class Asked:
         chosen = [partial(_chosen, word, caller, limits) for word in words]
         told = [await _told(catalog, caller, make) for make in chosen]
         told.append(await _told(catalog, caller, lambda: _merged([make() for make in chosen])))
-        return [*told, *(f"lists {name}" for name in aliases.names_for(caller.tenant))]
+        return [*told, *(f"lists {one.name}" for one in aliases.usable_by(caller.tenant))]
 
     async def _aliases(self) -> Aliases:
         declared = [one for one in self._table if one.origin != "api"]

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from router import sse
-from router.api.models import MAX_TOKENIZED
 from router.generation import TextEvent
 from router.text.stream import ChoiceStream
 from server.protocol import ErrorCode, GenerateRequest, TokenEvent
@@ -218,18 +217,6 @@ async def test_best_of_takes_the_likeliest(router: Running, worker: FakeWorker) 
     assert len({request.request_id for request in worker.requests}) == 1
 
 
-async def test_models(router: Running) -> None:
-    listed = (await router.client.get("/v1/models")).json()
-    assert [model["id"] for model in listed["data"]] == [BASE_NAME, "pirate"]
-    one = await router.client.get("/v1/models/pirate")
-    assert one.json()["parent"] == BASE_NAME
-    assert (await router.client.get("/v1/models/alias:pirate")).json() == one.json()
-    assert (await router.client.get(f"/v1/models/alias:{BASE_NAME}")).status_code == 404
-    missing = await router.client.get("/v1/models/org/nobody")
-    assert missing.status_code == 404
-    assert missing.json()["error"]["code"] == "model_not_found"
-
-
 async def test_adapters(router: Running) -> None:
     before = (await router.client.get("/v1/adapters")).json()["data"]
     assert [(item["id"], item["digest"]) for item in before] == [("pirate", None)]
@@ -248,21 +235,6 @@ async def test_health_info_and_description(router: Running) -> None:
     assert info["max_total_tokens"] == 512
     described = set((await router.client.get("/openapi.json")).json()["paths"])
     assert {"/generate", "/v1/chat/completions"} <= described
-
-
-async def test_tokenize(router: Running) -> None:
-    answer = await router.client.post("/tokenize", json={"inputs": "hé"})
-    assert [token["id"] for token in answer.json()] == [0x68, 0xC3, 0xA9]
-    assert answer.json()[0] == {"id": 0x68, "text": "h", "start": 0, "stop": 1}
-
-
-async def test_tokenize_a_long_text(router: Running) -> None:
-    answer = await router.client.post("/tokenize", json={"inputs": "ab" * 20_000})
-    spans = answer.json()
-    assert [span["id"] for span in spans] == [97, 98] * 20_000
-    assert [span["start"] for span in spans] == list(range(40_000))
-    longer = await router.client.post("/tokenize", json={"inputs": "a" * (MAX_TOKENIZED + 1)})
-    assert (longer.status_code, "524288" in longer.text) == (422, True)
 
 
 async def test_metrics(router: Running) -> None:

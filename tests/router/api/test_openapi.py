@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.api.openapi import OPERATIONS, Operation, openapi_document
+from router.api.openapi import openapi_document
+from router.api.operations import OPERATIONS, Operation
 from tests.router.serving import Running
 
 DOCUMENT = openapi_document("1.2.3")
@@ -79,7 +80,7 @@ async def test_every_operation_exists(router: Running, operation: Operation) -> 
     if path.endswith("/rollout"):
         versions = [{"reference": "org/new", "weight": 5}]
         await router.client.post(path, json={"versions": versions})
-    wants_a_body = operation.request is not None and not operation.accepted
+    wants_a_body = operation.requests and not operation.accepted
     sends = operation.method in ("post", "patch")
     content = b"[]" if wants_a_body else b"{}" if sends else None
     answer = await router.client.request(operation.method, path, content=content)
@@ -87,6 +88,6 @@ async def test_every_operation_exists(router: Running, operation: Operation) -> 
         assert answer.status_code in (400, 422)
         return
     assert answer.status_code == operation.status
-    if operation.answer is not None:
-        typed = msgspec.json.decode(answer.content, type=operation.answer)
+    for kind in operation.answers:
+        typed = msgspec.json.decode(answer.content, type=kind)
         assert json.loads(msgspec.json.encode(typed)) == answer.json()

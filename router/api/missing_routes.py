@@ -1,0 +1,41 @@
+"""Routes that other servers have and this one has not, and what serves in their place. Pure."""
+
+_HERE = {
+    "/load": "GET /metrics tells what runs and waits",
+    "/get_load": "GET /metrics tells what runs and waits",
+    "/health_generate": "GET /health tells whether requests can be answered",
+    "/get_model_info": "GET /info tells of the model and the limits",
+    "/model_info": "GET /info tells of the model and the limits",
+    "/server_info": "GET /info tells of the model and the limits",
+    "/get_server_info": "GET /info tells of the model and the limits",
+    "/docs": "GET /openapi.json describes the routes",
+    "/redoc": "GET /openapi.json describes the routes",
+    "/models": "GET /v1/models lists them",
+    "/chat/completions": "POST /v1/chat/completions does it",
+    "/completions": "POST /v1/completions does it",
+    "/invocations": "POST /v1/chat/completions or /v1/completions does it",
+    "/load_lora_adapter": "POST /v1/load_lora_adapter does it",
+    "/unload_lora_adapter": "POST /v1/unload_lora_adapter does it",
+    "/v1/tokenize": "POST /tokenize does it",
+    "/v1/detokenize": "POST /detokenize does it",
+    "/flush_cache": "no cache has to be emptied: each is keyed by content",
+    "/reset_prefix_cache": "no cache has to be emptied: each is keyed by content",
+}
+_NOT_SERVED = {
+    "/v1/responses": "responses: POST /v1/chat/completions has what they build on",
+    "/v1/messages": "Anthropic's messages: POST /v1/chat/completions takes OpenAI's",
+    **dict.fromkeys(("/v1/embeddings", "/embed", "/pooling", "/classify"), "embeddings"),
+    **dict.fromkeys(("/v1/score", "/score", "/v1/rerank", "/rerank"), "scores"),
+    **dict.fromkeys(("/v1/batches", "/v1/files"), "batches"),
+    **dict.fromkeys(("/v1/audio/speech", "/v1/audio/transcriptions"), "audio"),
+    "/v1/images/generations": "images",
+    "/v1/moderations": "moderations",
+}
+
+
+def hint(path: str) -> str | None:
+    """What to tell whoever asks for it; None for a path that nobody has."""
+    wanted = path.rstrip("/")
+    if wanted in _NOT_SERVED:
+        return f"this server has no {_NOT_SERVED[wanted]}"
+    return _HERE.get(wanted)

@@ -1,0 +1,168 @@
+"""Bodies and answers of `/tokenize`, `/detokenize` and `/tokenizer_info`. Pure.
+
+`/tokenize` takes LoRAX's shape and vLLM's two. The latter are the bodies of OpenAI's routes with a
+field more, so that their prompts become ids in the same way.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from router.api.body import decode_body, refuse_unknown, require
+from router.api.fields import NonNegative
+from router.api.formatter import ApiLimits
+from router.api.openai_chat import UNSUPPORTED as UNSUPPORTED_IN_CHAT
+from router.api.openai_chat import ChatBody
+from router.api.openai_chat import request_of as chat_request
+from router.api.openai_common import decode_openai
+from router.api.openai_completions import UNSUPPORTED, CompletionsBody
+from router.api.openai_completions import request_of as completions_request
+from router.generation import GenerationCall
+from router.text.tokenizer_json import AddedToken
+from server.protocol import ModelCard
+
+# Characters of a text, and tokens of one. A token takes several hundred bytes of memory.
+MAX_TOKENIZED = 1 << 19
+
+Shape = Literal["inputs", "prompt", "messages"]
+_SHAPES: tuple[Shape, ...] = ("inputs", "prompt", "messages")
+Text = Annotated[str, Meta(max_length=MAX_TOKENIZED)]
+
+
+class TokenizeBody(msgspec.Struct, frozen=True):
+    """LoRAX's request of `/tokenize`. add_special_tokens: true unless told otherwise."""
+
+    inputs: Annotated[str, Meta(min_length=1, max_length=MAX_TOKENIZED)]
+    add_special_tokens: bool | None = None
+
+
+class TokenizePromptBody(CompletionsBody, frozen=True, kw_only=True):
+    """vLLM's, of a text. model: as of a completion; absent = the base."""
+
+    model: str | None = None  # type: ignore[assignment]  # where a completion needs one
+    prompt: Text
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
+    """vLLM's, of a chat. model: as of a completion; absent = the base. tools: for the template."""
+
+    model: str | None = None  # type: ignore[assignment]  # where an answer needs one
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenObject(msgspec.Struct, frozen=True):
+    """A token in LoRAX's shape. start, stop: characters of the text that the token covers."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class TokenizedPrompt(msgspec.Struct, frozen=True):
+    """In vLLM's shape. token_strs: as the vocabulary spells them, if they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True):
+    """model: as of a completion; absent = the base."""
+
+    tokens: Annotated[list[NonNegative], Meta(max_length=MAX_TOKENIZED)]
+    model: str | None = None
+
+
+class DetokenizedText(msgspec.Struct, frozen=True):
+    """prompt: the text, special tokens spelled out."""
+
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """The base's, by the names that tokenizer_config.json has. added_tokens_decoder: by id."""
+
+    tokenizer_class: str
+    model_max_length: int
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    additional_special_tokens: list[str]
+    added_tokens_decoder: dict[str, AddedToken]
+    clean_up_tokenization_spaces: bool = False
+
+
+class IdsAsked(msgspec.Struct, frozen=True):
+    """vLLM's request. call: what a generation would run."""
+
+    call: GenerationCall
+    with_strings: bool
+
+
+def shape_of(plain: Mapping[str, Any]) -> Shape:
+    """Raises RequestError unless the body says one thing to tokenise."""
+    said = [name for name in _SHAPES if plain.get(name) is not None]
+    require(said, "is needed, or `prompt` or `messages` in its place", "inputs")
+    require(len(said) == 1, f"give it or `{said[0]}`, not both", said[-1])
+    return said[0]
+
+
+def parse_inputs(body: bytes) -> tuple[str, bool]:
+    """Text, and whether special tokens are added. Raises RequestError."""
+    request, plain = decode_body(body, TokenizeBody)
+    refuse_unknown(plain, TokenizeBody)
+    return request.inputs, request.add_special_tokens is not False
+
+
+def parse_prompt(body: bytes, limits: ApiLimits, bearer: str | None) -> IdsAsked:
+    """Raises RequestError."""
+    request = decode_openai(body, TokenizePromptBody, UNSUPPORTED)
+    call = completions_request(request, limits, bearer).call
+    return IdsAsked(call, bool(request.return_token_strs))
+
+
+def parse_messages(body: bytes, limits: ApiLimits, bearer: str | None) -> IdsAsked:
+    """Raises RequestError."""
+    unsupported = [name for name in UNSUPPORTED_IN_CHAT if name != "tools"]
+    request = decode_openai(body, TokenizeChatBody, unsupported)
+    call = chat_request(request, limits, bearer).call
+    if request.tools:
+        template = msgspec.structs.replace(call.template, tools=request.tools)
+        call = msgspec.structs.replace(call, template=template)
+    return IdsAsked(call, bool(request.return_token_strs))
+
+
+def parse_detokenize(
+    body: bytes, limits: ApiLimits, bearer: str | None
+) -> tuple[list[int], GenerationCall]:
+    """Token ids, and a call without prompts that names the model. Raises RequestError."""
+    request, plain = decode_body(body, DetokenizeBody)
+    refuse_unknown(plain, DetokenizeBody)
+    named = CompletionsBody(model=request.model or "", prompt="")
+    call = completions_request(named, limits, bearer).call
+    return request.tokens, msgspec.structs.replace(call, prompts=())
+
+
+def tokenizer_info(card: ModelCard, added: Mapping[int, AddedToken]) -> TokenizerInfo:
+    """added: by id."""
+    named = card.special_tokens
+    others = [token.content for token in added.values() if token.special]
+    return TokenizerInfo(
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_max_length=card.max_context,
+        chat_template=card.chat_template,
+        bos_token=named.get("bos_token"),
+        eos_token=named.get("eos_token"),
+        pad_token=named.get("pad_token"),
+        unk_token=named.get("unk_token"),
+        additional_special_tokens=[text for text in others if text not in named.values()],
+        added_tokens_decoder={str(i): token for i, token in sorted(added.items())},
+    )

@@ -11,6 +11,9 @@ from adapters.violations import Findings
 
 # Of weights in several files. It is not read.
 _INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+# Of mlx-lm's format. It is not read.
+MLX_FILE = "adapters.safetensors"
+_CONVERT = "`loraplex adapter convert FOLDER --out OUT` makes a safetensors adapter of it"
 _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -21,7 +24,7 @@ def is_unsafe(name: str) -> bool:
 
 def is_relevant(name: str) -> bool:
     """Whether it says something of the adapter, be it only why it is refused."""
-    return _is_fetched(name) or name == _INDEX_FILE or is_unsafe(name)
+    return _is_fetched(name) or name in (_INDEX_FILE, MLX_FILE) or is_unsafe(name)
 
 
 def _is_fetched(name: str) -> bool:
@@ -50,8 +53,11 @@ def small_files(
             message = f"the weights are in several files; save them as one, {WEIGHTS_FILE}"
             findings.add("missing_file", WEIGHTS_FILE, message)
         elif unsafe:
-            message = f"the weights are a pickle, which is never opened; expected {WEIGHTS_FILE}"
+            message = f"the weights are a pickle, which is never opened; {_CONVERT}"
             findings.add("unsafe_format", unsafe[0], message)
+        elif MLX_FILE in listing:
+            message = f"the weights are in mlx-lm's format, which is not served; {_CONVERT}"
+            findings.add("missing_file", MLX_FILE, message)
         else:
             findings.add("missing_file", WEIGHTS_FILE, f"there is no {WEIGHTS_FILE}")
     allowed = {CONFIG_FILE: MAX_CONFIG_BYTES, **TOKENIZER_FILES}

@@ -13,6 +13,7 @@ from launcher import config, key_commands, lifecycle_commands, names
 from launcher.bench import commands as bench_commands
 from launcher.bench.errors import BenchError
 from launcher.command_line import Parser, add_options
+from launcher.convert import command as convert_command
 from launcher.options import OptionError, Values
 from router.config import ConfigError, RouterConfig
 from server.config import WorkerConfig
@@ -24,6 +25,7 @@ Serve thousands of LoRA fine-tunes of one base model from the same GPUs.
   loraplex serve meta-llama/Llama-3.1-8B-Instruct --adapter sql=hub:org/sql-lora@main
   loraplex serve ./llama --adapter-root ./adapters  adapters by local: names at run time
   loraplex adapter check ./my-lora --base ./llama   what is wrong with this adapter?
+  loraplex adapter convert ./mlx-lora --out ./lora  of mlx-lm's format, or of a pickle
   loraplex adapter register sql hub:org/sql-lora    give it a name while the server runs
   loraplex info                                    what this machine can do, and why not
 
@@ -133,12 +135,21 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
     check = actions.add_parser("check", help="everything that is wrong with an adapter, at once")
     pull = actions.add_parser("pull", help="fetch an adapter into the store")
     pack = actions.add_parser("pack", help="write an adapter's packed weights to a file")
-    for parser in (check, pull, pack):
-        parser.add_argument("ref", metavar="REF", help="folder, hub:org/name[@rev] or local:path")
+    convert = actions.add_parser(
+        "convert",
+        help="make an adapter of mlx-lm's format or of a pickle",
+        description=convert_command.ABOUT,
+    )
+    for parser in (check, pull, pack, convert):
+        parser.add_argument(
+            "ref",
+            metavar="FOLDER" if parser is convert else "REF",
+            help="a folder" if parser is convert else "folder, hub:org/name[@rev] or local:path",
+        )
         parser.add_argument(
             "--base",
             metavar="MODEL",
-            required=parser is not check,
+            required=parser in (pull, pack),
             help="base model: Hub id, folder, or demo",
         )
         parser.add_argument(
@@ -152,7 +163,9 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
         parser.add_argument(
             "--allow-other-base", action="store_true", help="accept one that names another base"
         )
-    check.add_argument("--json", action="store_true", help="for programs")
+    convert_command.add_arguments(convert)
+    for parser in (check, convert):
+        parser.add_argument("--json", action="store_true", help="for programs")
     for parser in (pull, pack):
         parser.add_argument(
             "--cache-dir",
@@ -161,7 +174,7 @@ def _add_adapter(commands: "argparse._SubParsersAction[Parser]") -> None:
         )
     pack.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     pack.add_argument("--out", metavar="FILE", required=True, help="where the slab goes")
-    for parser, name in ((check, "check"), (pull, "pull"), (pack, "pack")):
+    for parser, name in ((check, "check"), (pull, "pull"), (pack, "pack"), (convert, "convert")):
         parser.set_defaults(command=_adapter, action=name)
     for name, talker in lifecycle_commands.add_commands(actions).items():
         talker.set_defaults(command=_lifecycle, action=name)

@@ -1,4 +1,4 @@
-"""`loraplex adapter check|pull|pack`: what the worker does with an adapter, by hand."""
+"""`loraplex adapter check|pull|pack|convert`: what the worker does with an adapter, by hand."""
 
 import argparse
 import contextlib
@@ -33,13 +33,15 @@ from adapters.validate import WEIGHTS_FILE, AdapterLimits
 from adapters.violations import Findings
 from launcher.adapter_report import Report
 from launcher.adapter_templates import template_forms
+from launcher.convert.command import check_new_folder, convert
+from launcher.convert.plan import Conversion
 from launcher.demo import model_path
 from launcher.demo.recipe import BASE_NAME
 from launcher.options import OptionError
 from launcher.plan import is_demo_model
 from server.model.base_facts import read_base_spec
-from server.model.checkpoint import CheckpointError
-from server.worker.model_source import ModelError, find_model
+from server.model.checkpoint import CheckpointError, read_config
+from server.worker.model_source import ModelError, ModelFolder, find_model
 from server.worker.sizing import choose_extent_bytes
 
 # Of the slab file that `pack` writes; a worker packs for its own arena.
@@ -48,24 +50,8 @@ PACK_ARENA_BYTES = 1 << 30
 
 def run(arguments: argparse.Namespace, cache_dir: str) -> int:
     """The exit code. Raises AdapterError for what is not a list of violations, OptionError."""
-    if arguments.action == "pack":
-        _check_out(Path(arguments.out))
-    limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
-    copies: list[str] = []
-    trained_on = ""
     try:
-        base = _base(arguments.base, arguments.model_names)
-        if arguments.action == "check":
-            judged = _check(arguments.ref, base, limits)
-            manifest = judged.manifest
-            trained_on = judged.tensors.naming.words
-            copies = [] if base else [module for module, _ in judged.tensors.base_copies]
-        else:
-            assert base is not None
-            store = _store(arguments.ref, Path(cache_dir), base, limits)
-            manifest = store.admit(_ref(arguments.ref), get_token(), None, _say_stage)
-            if arguments.action == "pack":
-                _pack(store, manifest, base, arguments)
+        return _report(arguments, _carry_out(arguments, Path(cache_dir)), 0)
     except (CheckpointError, ModelError) as error:
         sys.stderr.write(f"loraplex: {error}\n")
         return 1
@@ -77,14 +63,41 @@ def run(arguments: argparse.Namespace, cache_dir: str) -> int:
         if not error.violations:
             raise
         return _report(arguments, Report(arguments.ref, None, violations=error.violations), 1)
-    report = Report(
-        arguments.ref,
-        manifest,
-        copies,
-        templates=template_forms(manifest.template),
-        trained_on=trained_on,
+
+
+def _carry_out(arguments: argparse.Namespace, cache_dir: Path) -> Report:
+    action, ref = arguments.action, arguments.ref
+    if action == "pack":
+        _check_out(Path(arguments.out))
+    elif action == "convert":
+        check_new_folder(arguments.out)
+    limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
+    base = _base(arguments.base, arguments.model_names)
+    if action == "check":
+        return _report_of(ref, _check(ref, base, limits), base)
+    if action == "convert":
+        judged, conversion = convert(arguments, base, limits, _ties_head(arguments.base))
+        return _report_of(arguments.out, judged, base, conversion)
+    assert base is not None
+    store = _store(ref, cache_dir, base, limits)
+    manifest = store.admit(_ref(ref), get_token(), None, _say_stage)
+    if action == "pack":
+        _pack(store, manifest, base, arguments)
+    return Report(ref, manifest, templates=template_forms(manifest.template))
+
+
+def _report_of(
+    ref: str, judged: Judged, base: BaseSpec | None, conversion: Conversion | None = None
+) -> Report:
+    return Report(
+        ref,
+        judged.manifest,
+        # Without a base there is nothing to compare the base's modules with.
+        copies=[] if base else [module for module, _ in judged.tensors.base_copies],
+        templates=template_forms(judged.manifest.template),
+        trained_on=judged.tensors.naming.words,
+        conversion=conversion,
     )
-    return _report(arguments, report, 0)
 
 
 def _report(arguments: argparse.Namespace, report: Report, code: int) -> int:
@@ -108,11 +121,24 @@ def _base(model: str | None, names: Sequence[str]) -> BaseSpec | None:
         if names:
             raise OptionError("--model-name names the base that --base says")
         return None
-    if model == "demo":
-        model = str(model_path())
-    folder = find_model(model, None)
-    demo = (BASE_NAME,) if is_demo_model(model) else ()
+    folder = _model_folder(model)
+    demo = (BASE_NAME,) if is_demo_model(_place(model)) else ()
     return read_base_spec(folder.path, tuple(dict.fromkeys((*demo, *names, *folder.names))))
+
+
+def _model_folder(model: str) -> ModelFolder:
+    return find_model(_place(model), None)
+
+
+def _place(model: str) -> str:
+    return str(model_path()) if model == "demo" else model
+
+
+def _ties_head(model: str | None) -> bool | None:
+    """Whether the base's head is its embedding; None = not known."""
+    if model is None:
+        return None
+    return read_config(_model_folder(model).path).tie_word_embeddings
 
 
 def _folder(text: str) -> Path | None:

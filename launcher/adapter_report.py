@@ -1,4 +1,4 @@
-"""What `loraplex adapter check|pull|pack` say of an adapter: for people, or as JSON."""
+"""What `loraplex adapter check|pull|pack|convert` say of an adapter: for people, or as JSON."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from adapters.chat.conversation import MessageForm
 from adapters.errors import Violation
 from adapters.manifest import AdapterManifest
 from adapters.tensor_names import WHOLE
+from launcher.convert.plan import Conversion
 from launcher.router_client import as_json
 from router.api.partial import partial_of
 
@@ -19,6 +20,7 @@ class Report(msgspec.Struct, frozen=True):
     copies: modules of the base whose weights came along, without a base to compare them with.
     templates: how its chat templates read messages, or why they cannot be used.
     trained_on: the model whose names the tensors have; "" = not known.
+    conversion: how it was made, if it was made just now.
     """
 
     ref: str
@@ -27,6 +29,7 @@ class Report(msgspec.Struct, frozen=True):
     violations: Sequence[Violation] = ()
     templates: Mapping[str, MessageForm | str] = {}
     trained_on: str = ""
+    conversion: Conversion | None = None
 
     def written(self, *, for_programs: bool) -> str:
         if for_programs:
@@ -44,6 +47,8 @@ class Report(msgspec.Struct, frozen=True):
             table |= {"partial": partial, "not_compared": _sorted(self.copies)}
             table["chat_templates"] = msgspec.to_builtins(self.templates)
             table |= {"trained_on": self.trained_on} if self.trained_on else {}
+        if self.conversion is not None:
+            table["conversion"] = msgspec.to_builtins(self.conversion)
         return table
 
     def _refusal(self) -> str:
@@ -54,6 +59,7 @@ class Report(msgspec.Struct, frozen=True):
 
     def _text(self, manifest: AdapterManifest) -> str:
         lines = [
+            *(self.conversion.lines() if self.conversion is not None else ()),
             f"{self.ref} can be served",
             f"  digest   {manifest.digest}",
             f"  base     {manifest.base or '(names none)'}",

@@ -1,0 +1,105 @@
+"""`loraplex adapter convert`: what it takes, and what it prints."""
+
+import argparse
+import math
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from adapters.base import BaseSpec
+from adapters.validate import AdapterLimits
+from launcher.convert.mlx import MlxOptions
+from launcher.convert.plan import Conversion
+from launcher.options import OptionError, path_of
+
+if TYPE_CHECKING:
+    from adapters.judge import Judged
+    from launcher.command_line import Parser
+
+ABOUT = """\
+Make an adapter that can be served of FOLDER: of mlx-lm's format, or of PEFT's weights in a pickle
+(adapter_model.bin, .pt, .pth), which serving never opens.
+
+  loraplex adapter convert ./mlx-lora --out ./lora --base ./llama
+  loraplex adapter convert ./lora-of-2023 --out ./lora
+
+The result is compared with its source value by value, and judged as serving judges it. Without
+--base, what only the base tells is not checked. A pickle is read by a process of its own without
+files, network and privileges; this needs torch: pip install 'loraplex[convert]'.
+"""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def add_arguments(parser: "Parser") -> None:
+    parser.add_argument("--out", metavar="OUT", required=True, help="a new or an empty folder")
+    parser.add_argument("--weights", metavar="FILE", help="the file to take, if FOLDER has several")
+    parser.add_argument(
+        "--scale", metavar="NUMBER", help="of mlx-lm's format: what B A x is multiplied with"
+    )
+    parser.add_argument("--base-name", metavar="NAME", help="of mlx-lm's format: the base's name")
+    parser.add_argument(
+        "--unconfined",
+        action="store_true",
+        help="read a pickle that you trust although this machine cannot confine its reader",
+    )
+
+
+def check_new_folder(text: str) -> Path:
+    """Where the result goes. Raises OptionError before anything is read for it."""
+    out = path_of(text, "--out").resolve()
+    if out.exists() and not out.is_dir():
+        raise OptionError(f"--out {text}: it is a file; name a new folder")
+    if out.is_dir() and any(out.iterdir()):
+        raise OptionError(f"--out {text}: the folder is not empty")
+    if not out.parent.is_dir():
+        raise OptionError(f"--out {text}: there is no folder {out.parent}")
+    return out
+
+
+def convert(
+    arguments: argparse.Namespace,
+    base: BaseSpec | None,
+    limits: AdapterLimits,
+    ties_head: bool | None,
+) -> tuple["Judged", Conversion]:
+    """ties_head: as in `MlxOptions`. Raises AdapterError, OSError, OptionError."""
+    from launcher.convert.convert import Wishes, convert_folder
+
+    mlx = MlxOptions(_scale(arguments.scale), arguments.base_name, ties_head)
+    wishes = Wishes(arguments.weights, mlx, is_confined=not arguments.unconfined)
+    if arguments.unconfined:
+        sys.stderr.write("loraplex: --unconfined: a pickle may be read without confinement\n")
+    with _interruptible():
+        out = check_new_folder(arguments.out)
+        return convert_folder(path_of(arguments.ref, "FOLDER"), out, base, limits, wishes)
+
+
+def _scale(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number == 0:
+        raise OptionError(f"--scale must be a number and not 0, got {text[:40]!r}")
+    return number
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """A signal to stop ends it as Ctrl-C does, so that nothing is left behind."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,153 @@
+"""One folder to an adapter that can be served: read, planned, written, compared, judged."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adapters.adapter_files import is_unsafe
+from adapters.base import BaseSpec
+from adapters.errors import AdapterError
+from adapters.header import TensorInfo
+from adapters.judge import Judged, judge_folder
+from adapters.peft_format import CONFIG_FILE, MAX_CONFIG_BYTES
+from adapters.strict_json import StrictJsonError, decode_object
+from adapters.tokenizer_files import TOKENIZER_FILES
+from adapters.validate import AdapterLimits
+from adapters.weights import WeightsFile, open_weights
+from launcher.convert.formats import (
+    ADAPTER_FILES,
+    Listing,
+    beside,
+    choose_weights,
+    form_of,
+    refuse_ready,
+)
+from launcher.convert.mlx import MlxOptions, check_kind, is_mlx_config, plan_mlx
+from launcher.convert.pickles import PickleLimits, read_pickle
+from launcher.convert.plan import Conversion, Move, Plan, refusal
+from launcher.convert.result import publish, workplace, write_result
+
+_RAW_FILE = "raw.safetensors"
+_RESULT = "adapter"
+_OTHER_FILES = ("generation_config.json", "special_tokens_map.json")
+_MAX_COPIED_BYTES = max(TOKENIZER_FILES.values())
+
+
+class Wishes(msgspec.Struct, frozen=True):
+    """weights: the file to take, where a folder has several. is_confined: False = a pickle is read
+    although the kernel confines nothing."""
+
+    weights: str | None = None
+    mlx: MlxOptions = MlxOptions()
+    is_confined: bool = True
+    pickles: PickleLimits = PickleLimits()
+
+
+def convert_folder(
+    source: Path, out: Path, base: BaseSpec | None, limits: AdapterLimits, wishes: Wishes
+) -> tuple[Judged, Conversion]:
+    """Makes `out` of `source`, whole or not at all, and says what it did.
+
+    out: not there, or an empty folder. base: None = what only the base tells is not checked.
+    Raises AdapterError, OSError.
+    """
+    listing = _listing(source)
+    weights = choose_weights(listing, wishes.weights)
+    text, config = _config(source) if CONFIG_FILE in listing.files else (b"", {})
+    with workplace(out) as folder:
+        with _opened(source / weights, folder, wishes) as file:
+            plan = _plan(config, text, weights, file.tensors(), wishes)
+            result = folder / _RESULT
+            result.mkdir()
+            write_result(plan, file, result)
+        copied = _copy_tokenizer(source, result, listing)
+        judged = judge_folder(result, base, limits)
+        publish(result, out)
+    others = beside(listing, weights)
+    notes = plan.notes if others is None else (*plan.notes, others)
+    conversion = Conversion(
+        source=str(source),
+        out=str(out),
+        form=plan.form,
+        weights=weights,
+        tensors=len(plan.moves),
+        scales=tuple(sorted({module.scale for module in judged.tensors.modules})),
+        copied=copied,
+        notes=notes,
+    )
+    return judged, conversion
+
+
+def _listing(folder: Path) -> Listing:
+    if not folder.is_dir():
+        what = "is a file; name its folder" if folder.exists() else "is no folder of this machine"
+        raise AdapterError("not_found", f"{folder} {what}")
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.is_file(), entry.is_dir()) for entry in entries]
+    folders = [name for name, _, is_folder in found if is_folder and _holds_adapter(folder / name)]
+    files = [name for name, is_file, _ in found if is_file]
+    return Listing(files, folders, str(folder))
+
+
+def _holds_adapter(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (CONFIG_FILE, *ADAPTER_FILES))
+
+
+def _config(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """`adapter_config.json`, as it is and as an object."""
+    with (folder / CONFIG_FILE).open("rb") as file:
+        text = file.read(MAX_CONFIG_BYTES + 1)
+    if len(text) > MAX_CONFIG_BYTES:
+        raise refusal(f"{CONFIG_FILE} has more than {MAX_CONFIG_BYTES} bytes")
+    try:
+        config = decode_object(text)
+    except StrictJsonError as error:
+        raise refusal(f"{CONFIG_FILE} is {error}") from None
+    if is_mlx_config(config):
+        check_kind(config)
+    return text, config
+
+
+@contextmanager
+def _opened(source: Path, folder: Path, wishes: Wishes) -> Iterator[WeightsFile]:
+    """The source's tensors. A pickle's lie in a safetensors file of their own for as long."""
+    if is_unsafe(source.name):
+        raw = folder / _RAW_FILE
+        read_pickle(source, raw, wishes.is_confined, wishes.pickles)
+        source = raw
+    with open_weights(source) as file:
+        yield file
+
+
+def _plan(
+    config: Mapping[str, Any],
+    text: bytes,
+    weights: str,
+    tensors: Sequence[TensorInfo],
+    wishes: Wishes,
+) -> Plan:
+    form = form_of([tensor.name for tensor in tensors])
+    if not text:
+        raise refusal(f"there is no {CONFIG_FILE}, which says how the tensors are used")
+    refuse_ready(weights, form, config)
+    if form == "mlx-lm":
+        return plan_mlx(config, tensors, wishes.mlx)
+    if wishes.mlx.scale is not None or wishes.mlx.base_name is not None:
+        raise refusal("--scale and --base-name are for mlx-lm's format; this is PEFT's")
+    return Plan(form, text, tuple(Move(tensor.name, tensor) for tensor in tensors))
+
+
+def _copy_tokenizer(source: Path, target: Path, listing: Listing) -> tuple[str, ...]:
+    """What serving reads beside the weights comes along, as it is."""
+    names = sorted({*TOKENIZER_FILES, *_OTHER_FILES} & set(listing.files))
+    for name in names:
+        with (source / name).open("rb") as file:
+            data = file.read(_MAX_COPIED_BYTES + 1)
+        if len(data) > _MAX_COPIED_BYTES:
+            raise refusal(f"{name} has more than {_MAX_COPIED_BYTES} bytes")
+        (target / name).write_bytes(data)
+    return tuple(names)

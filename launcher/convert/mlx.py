@@ -1,0 +1,273 @@
+"""mlx-lm's adapters to PEFT's. Pure.
+
+mlx-lm multiplies `scale * (x @ lora_a) @ lora_b`, with lora_a `[in, r]` and lora_b `[r, out]`;
+PEFT `lora_alpha / r * (x @ A.T) @ B.T`.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import msgspec
+
+from adapters.header import TensorInfo
+from adapters.violations import shown
+from launcher.convert.plan import Move, Plan, refusal
+
+_PREFIX = "base_model.model."
+_SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[ab])")
+_LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9]\d{0,5})\.(?P<rest>.+)")
+_EMBEDDING = "embed_tokens"
+_HEAD = "lm_head"
+_MAX_NUMBER = 1e30
+_READ_BY_MLX = frozenset({"rank", "scale", "dropout", "keys"})
+
+
+class MlxOptions(msgspec.Struct, frozen=True):
+    """What the files do not tell, or tell wrongly.
+
+    scale: what the product is multiplied with. base_name: of the base. ties_head: whether the
+    base's head is its embedding; None = not known.
+    """
+
+    scale: float | None = None
+    base_name: str | None = None
+    ties_head: bool | None = None
+
+
+class _Module(msgspec.Struct, frozen=True):
+    """a: `[in, rank]`, of an embedding `[vocabulary, rank]`. b: `[rank, out]`."""
+
+    path: str
+    a: TensorInfo
+    b: TensorInfo
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[0]
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.path.rpartition(".")[2] == _EMBEDDING
+
+
+def is_mlx_config(config: Mapping[str, Any]) -> bool:
+    return "lora_parameters" in config or "fine_tune_type" in config
+
+
+def check_kind(config: Mapping[str, Any]) -> None:
+    """Raises AdapterError for what mlx-lm trains besides LoRA."""
+    kind = config.get("fine_tune_type") or ("dora" if config.get("use_dora") else "lora")
+    if kind == "dora":
+        raise refusal("DoRA (fine_tune_type) is not served: fuse it into its base, or train LoRA")
+    if kind == "full":
+        raise refusal(
+            "fine_tune_type is full: its tensors replace weights of the base; fuse them into a "
+            "base of its own"
+        )
+    if kind != "lora":
+        raise refusal(f"fine_tune_type is {shown(kind)}; only lora is converted")
+
+
+def plan_mlx(config: Mapping[str, Any], tensors: Sequence[TensorInfo], options: MlxOptions) -> Plan:
+    """Raises AdapterError for what has no equal in PEFT's format, or is not said by the files."""
+    check_kind(config)
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict):
+        raise refusal("adapter_config.json has no lora_parameters, as mlx-lm writes them")
+    modules = _modules(tensors)
+    _check_keys(parameters.get("keys"), modules)
+    scale = _scale(config, parameters, options.scale)
+    pairs = [(module, False) for module in modules]
+    pairs += [(module, True) for module in _tied(modules, options.ties_head)]
+    ranks = {_HEAD if as_head else module.path: module.rank for module, as_head in pairs}
+    name = options.base_name or config.get("model") or config.get("base_model_name_or_path") or ""
+    if not isinstance(name, str):
+        raise refusal(f"model: expected the base's name, got {shown(name)}")
+    made = _peft_config(name, ranks, scale, parameters.get("dropout"))
+    notes = _notes(config, parameters, modules, name)
+    if len(ranks) > len(modules):
+        notes.append("the head is tied to embed_tokens: what adapts the one adapts the other")
+    moves = [move for module, as_head in pairs for move in _moves(module, as_head)]
+    return Plan("mlx-lm", json.dumps(made, indent=2).encode(), tuple(moves), tuple(notes))
+
+
+def _modules(tensors: Sequence[TensorInfo]) -> list[_Module]:
+    """In the order of the file, pairs that fit each other."""
+    sides: dict[str, dict[str, TensorInfo]] = {}
+    for tensor in tensors:
+        found = _SIDE.fullmatch(tensor.name)
+        if found is None:
+            raise refusal(_unknown(tensor.name))
+        sides.setdefault(found["path"], {})[found["side"]] = tensor
+    modules = []
+    for path, pair in sides.items():
+        if len(pair) != 2:
+            raise refusal(f"{path} has lora_{next(iter(pair))} and not the other of the pair")
+        modules.append(_checked(_Module(path, pair["a"], pair["b"])))
+    return modules
+
+
+def _unknown(name: str) -> str:
+    if name.endswith(".m"):
+        return f"{name}: DoRA is not served: fuse it into its base, or train LoRA"
+    if name.endswith(("_scales", "_biases")):
+        return f"{name}: the adapter itself is quantised, which is not converted"
+    return f"{name} is no tensor of LoRA: it would replace a weight of the base"
+
+
+def _checked(module: _Module) -> _Module:
+    a, b = module.a.shape, module.b.shape
+    if len(a) == 3 or "switch_mlp" in module.path:
+        raise refusal(f"{module.path}: LoRA of experts has no equal in PEFT's format")
+    if len(a) != 2 or len(b) != 2 or a[1] != b[0] or not all((*a, *b)):
+        shapes = f"lora_a {list(a)} and lora_b {list(b)}"
+        raise refusal(f"{module.path}: {shapes} do not fit: expected [in, r] and [r, out]")
+    return module
+
+
+def _check_keys(keys: object, modules: Sequence[_Module]) -> None:
+    """mlx-lm loads no tensor of a module that its config does not name."""
+    if keys is None:
+        return
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise refusal(f"lora_parameters.keys: expected a list of names, got {shown(keys)}")
+    for module in modules:
+        if not {module.path, _rest(module.path)} & set(keys):
+            raise refusal(
+                f"lora_parameters.keys does not name {_rest(module.path)}, so that mlx-lm leaves "
+                f"the tensors of {module.path} out; correct the list, or remove it"
+            )
+
+
+def _rest(path: str) -> str:
+    """A module's name within its layer."""
+    found = _LAYER.fullmatch(path)
+    return found["rest"] if found else path
+
+
+def _scale(config: Mapping[str, Any], parameters: Mapping[str, Any], given: float | None) -> float:
+    if given is not None:
+        return given
+    scale, alpha, rank = (parameters.get(key) for key in ("scale", "alpha", "rank"))
+    if not _is_number(scale):
+        raise refusal(
+            f"lora_parameters.scale: expected a number, got {shown(scale)}; --scale NUMBER says it"
+        )
+    # The key is of April to September 2024. In June of it `scale` lost the factor alpha / rank.
+    is_old = "lora_layers" in config and "num_layers" not in config
+    if is_old and _is_number(alpha) and _is_number(rank) and rank and alpha != rank:
+        raise refusal(
+            f"this is of an mlx-lm of 2024, to which scale {scale:g} meant {scale:g} from June on "
+            f"and {scale * alpha / rank:g} before (scale * alpha / rank): --scale NUMBER says which"
+        )
+    return float(scale)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_MAX_NUMBER < value < _MAX_NUMBER
+
+
+def _tied(modules: Sequence[_Module], ties_head: bool | None) -> list[_Module]:
+    """Embeddings that mlx-lm adapts as the head, too, because they are it."""
+    embeddings = [module for module in modules if module.is_embedding]
+    has_head = any(module.path == _HEAD for module in modules)
+    if has_head and ties_head:
+        raise refusal(
+            f"{_HEAD} has tensors, but the base ties it to its embedding: mlx-lm has none"
+        )
+    if has_head or not embeddings:
+        return []
+    if ties_head is None:
+        raise refusal(
+            f"{embeddings[0].path} is adapted: mlx-lm adapts the head with it where the base ties "
+            "both; --base MODEL tells whether it does"
+        )
+    return embeddings if ties_head else []
+
+
+def _moves(module: _Module, as_head: bool) -> list[Move]:
+    """As the head an embedding multiplies from the other side: its b is A, its a is B."""
+    if as_head:
+        path = _PREFIX + _HEAD
+        return [
+            Move(f"{path}.lora_A.weight", module.b),
+            Move(f"{path}.lora_B.weight", module.a),
+        ]
+    names = ("embedding_A", "embedding_B") if module.is_embedding else ("A.weight", "B.weight")
+    return [
+        Move(f"{_PREFIX}{module.path}.lora_{name}", source, is_transposed=True)
+        for name, source in zip(names, (module.a, module.b), strict=True)
+    ]
+
+
+def _peft_config(
+    base_name: str, ranks: Mapping[str, int], scale: float, dropout: object
+) -> dict[str, Any]:
+    """ranks: of each adapted module."""
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    others = {path: each for path, each in ranks.items() if each != rank}
+    targets, layers = _targets(ranks)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": rank,
+        "lora_alpha": _alpha(scale, rank),
+        "rank_pattern": others,
+        "alpha_pattern": {path: _alpha(scale, each) for path, each in others.items()},
+        "target_modules": targets,
+        "layers_to_transform": layers,
+        "lora_dropout": dropout if _is_number(dropout) else 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _alpha(scale: float, rank: int) -> float | int:
+    alpha = scale * rank
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+def _targets(paths: Collection[str]) -> tuple[list[str], list[int] | None]:
+    """`target_modules` and `layers_to_transform` that name these modules and no other."""
+    found = [_LAYER.fullmatch(path) for path in paths]
+    places = {(int(match["layer"]), match["rest"]) for match in found if match}
+    layers = sorted({layer for layer, _ in places})
+    rests = {rest for _, rest in places}
+    names = sorted({rest.rpartition(".")[2] for rest in rests})
+    is_whole = len(places) == len(paths) == len(layers) * len(rests)
+    if is_whole and len(names) == len(rests):
+        return names, layers
+    return sorted(paths), None
+
+
+def _notes(
+    config: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    modules: Sequence[_Module],
+    base_name: str,
+) -> list[str]:
+    notes = []
+    layers = {found["layer"] for found in (_LAYER.fullmatch(m.path) for m in modules) if found}
+    said = config.get("num_layers", config.get("lora_layers"))
+    if isinstance(said, int) and 0 < said < len(layers):
+        notes.append(f"num_layers is {said}, the tensors are of {len(layers)} layers: all count")
+    ranks = {module.rank for module in modules}
+    if ranks != {parameters.get("rank")}:
+        notes.append(f"rank is {shown(parameters.get('rank'))}, the tensors' {sorted(ranks)} count")
+    unread = sorted(parameters.keys() - _READ_BY_MLX)
+    if unread:
+        notes.append(f"mlx-lm does not read {', '.join(map(shown, unread))} of lora_parameters")
+    if not base_name:
+        notes.append("the files do not name the base; --base-name NAME does")
+    return notes

@@ -1,0 +1,53 @@
+"""What a pickle's reader might do once it is not ours any more: `python -m … ORDER`, by a word."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from launcher.convert import confinement, unpickle
+
+HEADER = b"""{
+    "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}
+}"""
+
+
+def say(data: bytes) -> None:
+    os.write(1, data)
+
+
+def flood() -> None:
+    while True:
+        say(bytes(1 << 16))
+
+
+def overlap() -> None:
+    say(len(HEADER).to_bytes(8, "little") + HEADER + bytes(12))
+
+
+def hang_quietly() -> None:
+    """After the end of what is read."""
+    os.close(1)
+    time.sleep(600)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def shout() -> None:
+    os.write(2, b"\x1b[31m\n" * 1000)
+    sys.exit(7)
+
+
+def ungranted() -> None:
+    confinement.close_kernel = lambda: "Function not implemented"
+    unpickle.main(sys.argv[1])
+
+
+if __name__ == "__main__":
+    # The parent passes nothing but the order: the word comes as the name of the file on stdin.
+    word = Path(os.readlink("/proc/self/fd/0")).stem
+    globals()[word]()

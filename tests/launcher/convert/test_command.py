@@ -1,0 +1,320 @@
+"""`loraplex adapter convert`: files, words and exit codes."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from launcher.__main__ import main
+from launcher.convert import convert as converting
+from launcher.convert import result
+from tests.launcher.convert.folders import (
+    BASE_NAME,
+    HIDDEN,
+    VOCAB,
+    as_mlx_runs_it,
+    layer_pairs,
+    logits,
+    model,
+    pair,
+    write_mlx,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PATH = "base_model.model.model.layers.1.self_attn.q_proj"
+TENSORS = {f"{PATH}.lora_A.weight": torch.randn(4, 32), f"{PATH}.lora_B.weight": torch.randn(32, 4)}
+PEFT_CONFIG = {
+    "peft_type": "LORA",
+    "base_model_name_or_path": "org/base",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj"],
+}
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code: str | int | None = 0
+    try:
+        main(list(map(str, argv)))
+    except SystemExit as end:
+        code = end.code
+    assert isinstance(code, int)
+    return code, *capsys.readouterr()
+
+
+def convert(
+    capsys: pytest.CaptureFixture[str], source: Path, *more: object
+) -> tuple[int, str, str]:
+    """To `out` beside the source."""
+    return run(capsys, "adapter", "convert", source, "--out", source.parent / "out", *more)
+
+
+def write_pickle(folder: Path, name: str = "adapter_model.bin", **changes: Any) -> Path:
+    folder.mkdir()
+    torch.save(TENSORS, folder / name)
+    (folder / CONFIG).write_text(json.dumps(PEFT_CONFIG | changes))
+    return folder
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_mlx(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = write_mlx(tmp_path / "mlx", layer_pairs(1, 2))
+    code, out, err = convert(capsys, source)
+    assert (code, err) == (0, "")
+    assert f"{source} (mlx-lm, adapters.safetensors) was converted to {tmp_path / 'out'}" in out
+    for line in ("tensors  28, compared value by value", "scale    20", "ranks    4"):
+        assert line in out
+    assert f"base     {BASE_NAME}" in out
+    assert "note" not in out
+    assert files(tmp_path / "out") == [CONFIG, WEIGHTS]
+    assert files(tmp_path) == ["mlx", "out"]
+    assert os.stat(tmp_path / "out").st_mode & 0o777 == 0o777 & ~umask()
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_pickle(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Names, values and the config as they were; what serving reads comes along, state does not."""
+    source = write_pickle(tmp_path / "of 2023")
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (source / "training_args.bin").write_bytes(b"x")
+    (tmp_path / "out").mkdir()
+    code, out, _ = convert(capsys, source, "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["can_be_served"] is True
+    assert report["conversion"] == {
+        "source": str(source),
+        "out": str(tmp_path / "out"),
+        "form": "PEFT",
+        "weights": "adapter_model.bin",
+        "tensors": 2,
+        "scales": [2.0],
+        "copied": ["chat_template.jinja"],
+        "notes": [],
+    }
+    assert files(tmp_path / "out") == [CONFIG, WEIGHTS, "chat_template.jinja"]
+    assert (tmp_path / "out" / CONFIG).read_bytes() == (source / CONFIG).read_bytes()
+    found = load_file(tmp_path / "out" / WEIGHTS)
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_peft_under_another_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = write_pickle(tmp_path / "a", "old.pt")
+    save_file(TENSORS, source / "lora.safetensors")
+    assert convert(capsys, source)[0] == 1, "there are two"
+    code, out, _ = convert(capsys, source, "--weights", "lora.safetensors")
+    assert code == 0
+    assert "not used: 'old.pt'" in out
+
+
+def test_a_tied_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What adapts the embedding adapts the head: only --base tells whether they are one."""
+    base = tmp_path / BASE_NAME.partition("/")[2]
+    model(tied=True).save_pretrained(base)
+    tensors = pair("model.embed_tokens", VOCAB, HIDDEN, rank=4, seed=7) | layer_pairs(0)
+    source = write_mlx(tmp_path / "mlx", tensors)
+    code, _, err = convert(capsys, source)
+    assert code == 1
+    assert "--base MODEL" in err
+    code, out, _ = convert(capsys, source, "--base", base)
+    assert code == 0, out
+    assert "the head is tied to embed_tokens" in out
+    ours = PeftModel.from_pretrained(model(tied=True), str(tmp_path / "out"))
+    expected = logits(as_mlx_runs_it(tensors, tied=True))
+    torch.testing.assert_close(logits(ours), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_files_do_not_tell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = write_mlx(tmp_path / "mlx", layer_pairs(0), lora_parameters={"rank": 4}, model=None)
+    assert "--scale NUMBER" in convert(capsys, source)[2]
+    code, out, _ = convert(capsys, source, "--scale", "1.5", "--base-name", "org/base")
+    assert code == 0
+    assert "scale    1.5" in out
+    assert "base     org/base" in out
+
+
+@pytest.mark.parametrize("value", ["0", "nan", "x", "inf"])
+def test_a_scale_that_is_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, value: str
+) -> None:
+    source = write_mlx(tmp_path / "mlx", layer_pairs(0))
+    code, _, err = convert(capsys, source, "--scale", value)
+    assert code == 2
+    assert "--scale must be a number and not 0" in err
+
+
+# Refusals leave nothing behind
+
+
+def _ready(folder: Path) -> None:
+    folder.mkdir()
+    save_file(TENSORS, folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(PEFT_CONFIG))
+
+
+def _images(folder: Path) -> None:
+    folder.mkdir()
+    tensors = {"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2, 2)}
+    save_file(tensors, folder / "anime.safetensors")
+
+
+def _checkpoints(folder: Path) -> None:
+    for name in ("checkpoint-10", "checkpoint-20"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / CONFIG).write_text("{}")
+    (folder / "runs").mkdir()
+
+
+def _bad_pickle(folder: Path) -> None:
+    write_pickle(folder)
+    (folder / "adapter_model.bin").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
+
+
+def _no_config(folder: Path) -> None:
+    write_pickle(folder)
+    (folder / CONFIG).unlink()
+
+
+def _not_finite(folder: Path) -> None:
+    tensors = layer_pairs(0)
+    next(iter(tensors.values()))[0, 0] = torch.nan
+    write_mlx(folder, tensors)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing there": (lambda folder: None, "is no folder of this machine"),
+    "a file": (lambda folder: folder.write_text("x"), "is a file; name its folder"),
+    "an empty folder": (Path.mkdir, "no weights of an adapter"),
+    "a LoRA for images": (_images, "LoRA for images"),
+    "ready": (_ready, "nothing to convert"),
+    "checkpoints": (_checkpoints, "in/checkpoint-20 or .*/in/checkpoint-10"),
+    "no config": (_no_config, "there is no adapter_config.json"),
+    "a config that is none": (
+        lambda folder: (write_pickle(folder) / CONFIG).write_text("[1]"),
+        "not a JSON object",
+    ),
+    "a hostile pickle": (_bad_pickle, "adapter_model.bin cannot be converted"),
+    "DoRA": (lambda folder: write_mlx(folder, layer_pairs(0), fine_tune_type="dora"), "DoRA"),
+    "another method": (
+        lambda folder: write_pickle(folder, use_dora=True),
+        "unsupported_feature at use_dora",
+    ),
+    "an unknown module": (
+        lambda folder: write_mlx(
+            folder, layer_pairs(0) | pair("model.layers.0.x.y_proj", 8, 8, 2, 0)
+        ),
+        "unknown_module",
+    ),
+    "not finite": (_not_finite, "not_finite"),
+    "a large file of the tokenizer": (
+        lambda folder: (write_pickle(folder) / "tokenizer.json").write_bytes(bytes(65 << 20)),
+        "tokenizer.json has more than",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED.keys())
+def test_refusals_leave_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
+) -> None:
+    make, words = REFUSED[kind]
+    make(tmp_path / "in")
+    before = files(tmp_path)
+    code, out, err = convert(capsys, tmp_path / "in")
+    assert code == 1
+    assert re.search(words, out + err), out + err
+    assert files(tmp_path) == before
+
+
+def test_another_base_is_refused_with_its_reasons(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = write_mlx(tmp_path / "mlx", layer_pairs(0))
+    code, out, _ = convert(capsys, source, "--base", "demo", "--json")
+    assert code == 1
+    codes = {violation["code"] for violation in json.loads(out)["violations"]}
+    assert {"wrong_base", "shape_mismatch"} <= codes
+    assert files(tmp_path) == ["mlx"]
+
+
+@pytest.mark.parametrize("kind", ["full", "file", "nowhere"])
+def test_a_place_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
+) -> None:
+    source = write_mlx(tmp_path / "mlx", layer_pairs(0))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    (tmp_path / "file").touch()
+    place = tmp_path / "no" / "where" if kind == "nowhere" else tmp_path / kind
+    code, _, err = run(capsys, "adapter", "convert", source, "--out", place)
+    assert code == 2
+    assert str(place) in err
+    assert files(tmp_path) == ["file", "full", "mlx"]
+    assert files(tmp_path / "full") == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_signals_leave_nothing(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    """One that comes when all is written, and is not there yet."""
+    source = write_mlx(tmp_path / "mlx", layer_pairs(0))
+    monkeypatch.setattr(converting, "publish", lambda *_: signal.raise_signal(number))
+    before = signal.getsignal(number)
+    assert convert(capsys, source)[0] == code
+    assert files(tmp_path) == ["mlx"]
+    assert signal.getsignal(number) is before
+
+
+def test_a_write_that_went_wrong_is_seen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = write_mlx(tmp_path / "mlx", layer_pairs(0))
+    pieces = result._pieces
+    monkeypatch.setattr(result, "_pieces", lambda *of: (bytes(len(piece)) for piece in pieces(*of)))
+    code, _, err = convert(capsys, source)
+    assert code == 1
+    assert "was not written as it was read" in err
+    assert files(tmp_path) == ["mlx"]
+
+
+def test_refusals_of_serving_name_the_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for folder in (write_pickle(tmp_path / "a"), write_mlx(tmp_path / "b", layer_pairs(0))):
+        code, out, _ = run(capsys, "adapter", "check", folder)
+        assert code == 1
+        assert (
+            "`loraplex adapter convert FOLDER --out OUT` makes a safetensors adapter of it" in out
+        )
+
+
+def test_unconfined_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = convert(capsys, write_pickle(tmp_path / "a"), "--unconfined")
+    assert code == 0
+    assert "without confinement" in err

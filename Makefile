@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: run test lint unit chaos setup setup-dev programs clean
+.PHONY: run test lint unit chaos setup setup-dev programs vocabularies clean
 
 run: setup
 	$(BIN)/loraplex serve $(ARGS)
@@ -21,7 +21,7 @@ lint: setup-dev
 # A file's tests share servers, so files are what the processes take, in order: else the longest, of few
 # tests, come last, and one process has nothing to do. Tests of servers wait for a quarter of their time:
 # two cores have work for three processes.
-unit: setup-dev $(CLIENTS)/.ready programs
+unit: setup-dev $(CLIENTS)/.ready programs vocabularies
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
 # Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
@@ -52,8 +52,9 @@ $(CLIENTS)/.ready: constraints.clients.txt
 	$(CLIENTS)/bin/python -m pip install $(PIP_FLAGS) -r constraints.clients.txt
 	@touch $@
 
-# Real servers and a browser that tests run against, of Debian's packages of the same names.
-PROGRAMS := redis-server prometheus chromium
+# Real servers and a browser that tests run against, and what brings packages of npm: Debian's packages of
+# the same names.
+PROGRAMS := redis-server prometheus chromium npm
 
 programs:
 	@for program in $(PROGRAMS); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
@@ -62,5 +63,9 @@ programs:
 		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$missing >/dev/null; \
 	else echo "the tests need these programs on the PATH:$$missing"; exit 1; fi
 
+# Tokenizers that people use, of packages that hold them.
+vocabularies: setup-dev programs
+	@$(BIN)/python -m tests.vocabularies
+
 clean:
-	rm -rf $(VENV) $(CLIENTS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

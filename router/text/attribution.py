@@ -16,27 +16,29 @@ def attribute(text: str, expected: Sequence[bytes]) -> tuple[list[str], list[byt
     data = text.encode()
     ends, rests, at = [], [], 0
     for own in expected:
-        count = _agreeing(data[at : at + len(own) + 3], own)
-        at += count or 0
+        count, rest = _agreeing(data[at : at + len(own) + 3], own)
+        at += count
         ends.append(at)
-        rests.append(b"" if count is None else own[count:])
+        rests.append(rest)
     if at == 0:
         rests[-1] = expected[-1]  # nothing of it yet
     ends[-1] = len(data)
-    return _cut(data, ends), rests
+    parts = _cut(data, ends)
+    newest = max((i for i, part in enumerate(parts) if part), default=0)
+    return parts, [b"" if i < newest else rest for i, rest in enumerate(rests)]
 
 
-def _agreeing(data: bytes, own: bytes) -> int | None:
-    """How many bytes of `data` are those of a token; None where they are others."""
+def _agreeing(data: bytes, own: bytes) -> tuple[int, bytes]:
+    """How many bytes of `data` are a token's, and which of its bytes are still to come."""
     if data.startswith(own):
-        return len(own)
+        return len(own), b""
     if own.startswith(data):
-        return len(data)
+        return len(data), own[len(data) :]
     if _is_text(own):
-        return None
+        return 0, b""
     # Part of a character: it became invalid, or its beginning is the prompt's.
-    first = len(data.decode("utf-8", "ignore")[:1].encode())
-    return first if data[:first] == _INVALID or data[:first].endswith(own) else None
+    first = data.decode("utf-8", "ignore")[:1].encode()
+    return (len(first) if first == _INVALID or first.endswith(own) else 0), b""
 
 
 def _cut(data: bytes, ends: Sequence[int]) -> list[str]:

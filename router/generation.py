@@ -26,6 +26,7 @@ FinishReason = Literal["eos", "stop", "length", "abort", "error"]
 Cause = Literal[
     "invalid",  # malformed, or a value that cannot be
     "unsupported",  # understood, and not served
+    "unknown_parameter",  # a field that nobody knows
     "context_length",  # prompt and output do not fit the model
     "template_error",  # the chat template cannot render these messages
     "unauthorized",  # no key, or a wrong one

@@ -31,8 +31,13 @@ def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
     another type than declared or out of range. Raises RequestError (invalid).
     """
     plain = decode_plain(body)
+    return typed(plain, kind), plain
+
+
+def typed(plain: dict[str, Any], kind: type[T]) -> T:
+    """Fields that `kind` does not know are left out. Raises RequestError (invalid)."""
     try:
-        return msgspec.convert(plain, kind, str_keys=True), plain
+        return msgspec.convert(plain, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _field_error(error, kind) from None
 

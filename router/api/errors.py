@@ -36,6 +36,7 @@ _SERVER = "server_error"
 _TABLE: dict[Cause, _Row] = {
     "invalid": _Row(400, _INVALID, None, "validation", 422),
     "unsupported": _Row(400, _INVALID, "unsupported_parameter", "validation", 422),
+    "unknown_parameter": _Row(400, _INVALID, "unknown_parameter", "validation", 422),
     "context_length": _Row(400, _INVALID, "context_length_exceeded", "validation", 422),
     "template_error": _Row(400, _INVALID, "template_error", "template_error", 422),
     "unauthorized": _Row(401, "authentication_error", "invalid_api_key", "unauthorized"),

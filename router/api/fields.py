@@ -1,6 +1,8 @@
 """Ranges that several APIs share, as types; and which adapter a caller names. Pure."""
 
-from typing import Annotated, cast
+from collections.abc import Collection
+from hashlib import sha256
+from typing import Annotated, Protocol, cast, get_args
 
 from msgspec import Meta
 
@@ -21,7 +23,12 @@ TopK = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=1e3)]
+UnitInterval = Annotated[float, Meta(ge=0, le=1)]
 StopString = Annotated[str, Meta(min_length=1)]
+LogitBias = dict[NonNegative, Annotated[float, Meta(ge=-100, le=100)]]
+# Steps behind the caller's own: nobody raises what the key was given.
+Priority = Annotated[int, Meta(ge=0, le=100)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 _SOURCES = ("hub", "local", "s3", "https")
 _HUB_TOKEN_PREFIX = "hf_"
@@ -29,6 +36,11 @@ _HUB_TOKEN_PREFIX = "hf_"
 
 def temperature_of(value: float) -> float:
     return 0.0 if value < LEAST_TEMPERATURE else value
+
+
+def salt_of(cache_salt: str | None) -> str:
+    """Its SHA-256: a salt may be a secret, and has the length of one on the wire."""
+    return sha256(cache_salt.encode()).hexdigest() if cache_salt else ""
 
 
 def check_stops(stops: list[str], limits: ApiLimits) -> tuple[str, ...]:
@@ -43,6 +55,39 @@ def check_stops(stops: list[str], limits: ApiLimits) -> tuple[str, ...]:
     return tuple(stops)
 
 
+class Sized(Protocol):
+    """A body with lists that are bounded."""
+
+    @property
+    def logit_bias(self) -> LogitBias | None: ...
+
+    @property
+    def stop_token_ids(self) -> list[NonNegative] | None: ...
+
+
+def check_sizes(body: Sized, limits: ApiLimits) -> None:
+    """Raises RequestError."""
+    for name, given, most in (
+        ("logit_bias", body.logit_bias, limits.max_logit_bias),
+        ("stop_token_ids", body.stop_token_ids, limits.max_stop_token_ids),
+    ):
+        size = len(given or ())
+        require(size <= most, f"expected at most {most} entries, got {size}", name)
+
+
+def within_base(model: str, base_names: Collection[str]) -> str:
+    """The adapter of SGLang's `base:adapter`, "" of `base:`; any other name as it is.
+
+    A base that is called as a source of adapters is (`hub`) hides no reference.
+    """
+    if model in base_names:
+        return model
+    for base in sorted(base_names, key=len, reverse=True):
+        if base not in get_args(RefSource) and model.startswith(f"{base}:"):
+            return model[len(base) + 1 :]
+    return model
+
+
 def choose_adapter(
     name: str | None,
     source: str | None,
@@ -51,7 +96,7 @@ def choose_adapter(
     limits: ApiLimits,
 ) -> AdapterChoice | None:
     """The adapter that the caller names, None for the base. Raises RequestError."""
-    if not name or (name in limits.base_names and source is None):
+    if not name or (name in limits.base_names and not source):
         return None
     if source == "pbase":
         message = "`adapter_source`: adapters from Predibase are not supported yet"

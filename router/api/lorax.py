@@ -1,32 +1,35 @@
-"""LoRAX's `/`, `/generate` and `/generate_stream`: request bodies and answers. Pure.
-
-Fields this API does not have are ignored, as LoRAX does, except those that would be lost silently:
-parameters that stand beside `parameters`, and names that other servers give a meaning.
-"""
+"""LoRAX's `/`, `/generate` and `/generate_stream`: request bodies. Pure."""
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from router.api.body import decode_body, require
+from router.api.body import decode_plain, require, typed
 from router.api.fields import (
+    CacheSalt,
+    LogitBias,
+    NonNegative,
     Penalty,
     Positive,
+    Priority,
     Probability,
     RepetitionPenalty,
     StopString,
     TopK,
+    UnitInterval,
+    check_sizes,
     check_stops,
     choose_adapter,
     credential,
+    salt_of,
     temperature_of,
 )
 from router.api.formatter import ApiLimits
 from router.api.lorax_answer import LoraxFormatter, LoraxOptions
+from router.api.lorax_fields import check_fields
 from router.api.lorax_merge import MergedAdapters, choose_merge
 from router.generation import (
-    BASE_PLACEHOLDERS,
     AdapterChoice,
     AnswerHead,
     GenerationCall,
@@ -35,37 +38,8 @@ from router.generation import (
 )
 from server.protocol import SamplingParams
 
-# `/` answers with a list of one or a stream, as `stream` says; the others ignore `stream`.
+# `/` answers with a list of one or a stream, as `stream` says.
 Route = Literal["/", "/generate", "/generate_stream"]
-
-# Names that other servers give a meaning: what says the same here, what says it on OpenAI's routes,
-# and what nothing does.
-_SAID_HERE = {
-    "max_tokens": "max_new_tokens",
-    "stop_sequences": "stop",
-    "model": "adapter_id",
-    "lora_id": "adapter_id",
-    "adapter_parameters": "merged_adapters",
-    "top_n_tokens": "return_k_alternatives",
-    "logprobs": "details",
-}
-_SAID_ON_OPENAI = {
-    **{name: name for name in ("logit_bias", "min_p", "n", "stop_token_ids", "min_tokens")},
-    "min_new_tokens": "min_tokens",
-}
-_FOREIGN = (
-    *(*_SAID_HERE, *_SAID_ON_OPENAI),
-    *("grammar", "schema", "regex", "choice", "guided_json", "json_schema", "tools"),
-    *("num_beams", "early_stopping", "length_penalty", "no_repeat_ngram_size", "bad_words"),
-    "skip_special_tokens",
-)
-# What they ask for when it is what is done anyway; of all others it is false.
-_NEUTRAL = {
-    **dict.fromkeys(("n", "num_beams", "length_penalty"), 1),
-    **dict.fromkeys(("min_p", "min_tokens", "min_new_tokens", "no_repeat_ngram_size"), 0),
-    "top_n_tokens": 0,
-    **dict.fromkeys(("skip_special_tokens", "add_special_tokens"), True),
-}
 
 
 class LoraxParameters(msgspec.Struct, frozen=True):
@@ -73,7 +47,7 @@ class LoraxParameters(msgspec.Struct, frozen=True):
 
     adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
     merged_adapters: not beside an adapter_id. add_special_tokens: around `inputs`; true unless told
-    otherwise.
+    otherwise. From min_p on: extensions.
     """
 
     adapter_id: str | None = None
@@ -102,10 +76,17 @@ class LoraxParameters(msgspec.Struct, frozen=True):
     seed: Annotated[int, Meta(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
+    min_p: UnitInterval | None = None
+    min_tokens: NonNegative | None = None
+    stop_token_ids: list[NonNegative] | None = None
+    logit_bias: LogitBias | None = None
+    skip_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class LoraxBody(msgspec.Struct, frozen=True):
-    """A request. stream: on `/` only."""
+    """A request. stream: decides on `/`; `/generate` refuses true."""
 
     inputs: Annotated[str, Meta(min_length=1)]
     parameters: LoraxParameters | None = None
@@ -126,19 +107,15 @@ def parse(
     body: bytes, limits: ApiLimits, bearer: str | None = None, route: Route = "/"
 ) -> LoraxRequest:
     """Raises RequestError."""
-    request, plain = decode_body(body, LoraxBody)
+    plain = decode_plain(body)
+    check_fields(plain, LoraxParameters.__struct_fields__, limits)
+    request = typed(plain, LoraxBody)
     given = request.parameters or LoraxParameters()
     _refuse_unsupported(given)
-    _refuse_lost(plain, limits)
-    stream = route == "/generate_stream" or (route == "/" and bool(request.stream))
+    stream = _streams(request, route)
     best_of = given.best_of or 1
     _check_best_of(given, best_of, stream, limits)
-    require(
-        not (given.decoder_input_details and stream),
-        "input details are not available when streaming",
-        "decoder_input_details",
-    )
-    details = bool(given.details or given.decoder_input_details)
+    details = _details_wanted(given, stream)
     call = GenerationCall(
         api="lorax",
         prompts=(request.inputs,),
@@ -150,11 +127,13 @@ def parse(
         best_of=best_of,
         stop=check_stops(given.stop or [], limits),
         include_stop=True,
-        echo=False,
         stream=stream,
         seed=given.seed,
         add_special_tokens=given.add_special_tokens is not False,
         truncate=given.truncate,
+        skip_special_tokens=given.skip_special_tokens is not False,
+        cache_salt=salt_of(given.cache_salt),
+        priority=given.priority or 0,
     )
     options = LoraxOptions(
         as_list=route == "/",
@@ -166,6 +145,30 @@ def parse(
     return LoraxRequest(call, options)
 
 
+def _streams(request: LoraxBody, route: Route) -> bool:
+    require(
+        route != "/generate" or not request.stream,
+        "answers of `/generate` are whole: use `/generate_stream`, or `/`",
+        "stream",
+    )
+    return route == "/generate_stream" or (route == "/" and bool(request.stream))
+
+
+def _details_wanted(given: LoraxParameters, stream: bool) -> bool:
+    require(
+        not (given.decoder_input_details and stream),
+        "input details are not available when streaming",
+        "decoder_input_details",
+    )
+    details = bool(given.details or given.decoder_input_details)
+    require(
+        stream or details or given.return_k_alternatives is None,
+        "needs `details`",
+        "return_k_alternatives",
+    )
+    return details
+
+
 def _refuse_unsupported(given: LoraxParameters) -> None:
     refused = {
         "watermark": given.watermark,
@@ -175,43 +178,6 @@ def _refuse_unsupported(given: LoraxParameters) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise RequestError("unsupported", f"`{name}` is not supported yet", param=name)
-
-
-def _refuse_lost(body: dict[str, Any], limits: ApiLimits) -> None:
-    """Raises RequestError for what asks for something in a place or by a name not read here."""
-    inside: dict[str, Any] = body.get("parameters") or {}
-
-    def is_lost(name: str, value: Any, known: str | None) -> bool:
-        if known in inside and _same(value, inside[known]):
-            return False
-        return not _asks_for_nothing(name, value, limits)
-
-    for name in LoraxParameters.__struct_fields__:
-        if name in body and is_lost(name, body[name], name):
-            raise RequestError("invalid", f"`{name}` belongs inside `parameters`", param=name)
-    for fields in (inside, body):
-        for name in _FOREIGN:
-            if name in fields and is_lost(name, fields[name], _SAID_HERE.get(name)):
-                raise RequestError("unsupported", f"`{name}` is {_instead(name)}", param=name)
-
-
-def _asks_for_nothing(name: str, value: Any, limits: ApiLimits) -> bool:
-    if name == "model" and value in (*BASE_PLACEHOLDERS, *limits.base_names):
-        return True
-    return value is None or value in ("", [], {}) or _same(value, _NEUTRAL.get(name, False))
-
-
-def _same(one: Any, other: Any) -> bool:
-    """To Python 1 is true."""
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
-
-
-def _instead(name: str) -> str:
-    if name in _SAID_HERE:
-        return f"not known here: use `{_SAID_HERE[name]}` inside `parameters`"
-    if name in _SAID_ON_OPENAI:
-        return f"not supported here yet: `/v1/completions` has `{_SAID_ON_OPENAI[name]}`"
-    return "not supported yet"
 
 
 def _check_best_of(given: LoraxParameters, best_of: int, stream: bool, limits: ApiLimits) -> None:
@@ -236,7 +202,14 @@ def _is_sampling(given: LoraxParameters) -> bool:
 
 
 def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool) -> SamplingParams:
+    check_sizes(given, limits)
     seed, alternatives = given.seed, given.return_k_alternatives
+    least, most = given.min_tokens or 0, given.max_new_tokens
+    require(
+        most is None or least <= most,
+        f"expected at most the {most} tokens to generate, got {least}",
+        "min_tokens",
+    )
     require(seed is None or seed < 2**64, "expected a 64-bit unsigned integer", "seed")
     require(
         (alternatives or 0) <= limits.max_logprobs,
@@ -248,11 +221,15 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
         temperature=temperature_of(temperature) if _is_sampling(given) else 0.0,
         top_k=max(0, given.top_k or 0),
         top_p=given.top_p or 1.0,
+        min_p=given.min_p or 0.0,
         typical_p=given.typical_p or 1.0,
         repetition_penalty=given.repetition_penalty or 1.0,
         frequency_penalty=given.frequency_penalty or 0.0,
         presence_penalty=given.presence_penalty or 0.0,
+        min_tokens=least,
         ignore_eos=bool(given.ignore_eos_token),
+        stop_token_ids=tuple(given.stop_token_ids or ()),
+        logit_bias=given.logit_bias or {},
         logprobs=(alternatives or 0) if with_logprobs or alternatives else None,
         prompt_logprobs=0 if given.decoder_input_details else None,
     )
@@ -263,7 +240,13 @@ def _adapter(
 ) -> AdapterChoice | MergedChoice | None:
     token = credential(given.api_token, bearer)
     if given.merged_adapters is None:
-        return choose_adapter(given.adapter_id, given.adapter_source, token, "adapter_id", limits)
+        adapter = choose_adapter(
+            given.adapter_id, given.adapter_source, token, "adapter_id", limits
+        )
+        for extra in ("adapter_source", "api_token"):
+            needs = "needs `adapter_id` or `merged_adapters`"
+            require(adapter or not getattr(given, extra), needs, extra)
+        return adapter
     if given.adapter_id:
         message = "`adapter_id` and `merged_adapters` cannot both be given"
         raise RequestError("invalid", message, param="merged_adapters")

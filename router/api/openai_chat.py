@@ -9,28 +9,24 @@ from router.api.body import require
 from router.api.chat_messages import Message, to_template
 from router.api.fields import NonNegative, Positive
 from router.api.formatter import ApiLimits
-from router.api.openai_chat_answer import ChatFormatter, ChatOptions
+from router.api.openai_answer import AnswerOptions
+from router.api.openai_chat_answer import ChatFormatter
 from router.api.openai_common import (
     OpenAIBody,
     adapter_of,
     decode_openai,
+    options_of,
     sampling_of,
-    seed_of,
-    stops_of,
-    usage_wanted,
+    with_shared,
 )
 from router.generation import AnswerHead, GenerationCall
-
-UNSUPPORTED = (
-    *("tools", "tool_choice", "functions", "function_call", "response_format", "modalities"),
-    *("audio", "web_search_options", "reasoning_effort", "verbosity", "best_of", "suffix"),
-)
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """max_completion_tokens: max_tokens under its newer name; without both, all that fits.
 
-    Extensions: add_generation_prompt: begin the assistant's answer; true unless the final message
+    Extensions: echo: the answer begins with the last message, if that is the assistant's.
+    add_generation_prompt: begin the assistant's answer; true unless the final message
     is continued. continue_final_message: go on within it. chat_template: a name of the model's
     template list. chat_template_kwargs: further variables of the template. add_special_tokens:
     around the rendered text, for a template that does not write them.
@@ -41,6 +37,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NonNegative | None = None
+    echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
@@ -50,18 +47,19 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """A parsed body; an ApiRequest."""
+    """A parsed body; an ApiRequest. echoed: what stands before each answer's text."""
 
     call: GenerationCall
-    options: ChatOptions
+    options: AnswerOptions
+    echoed: str
 
     def formatter(self, head: AnswerHead) -> ChatFormatter:
-        return ChatFormatter(head, self.options)
+        return ChatFormatter(head, self.options, self.echoed)
 
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ChatRequest:
     """Raises RequestError."""
-    return request_of(decode_openai(body, ChatBody, UNSUPPORTED), limits, bearer)
+    return request_of(decode_openai(body, ChatBody, limits), limits, bearer)
 
 
 def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ChatRequest:
@@ -87,17 +85,22 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> Chat
         max_tokens=max_tokens,
         n=n,
         best_of=n,
-        stop=stops_of(request, limits),
-        include_stop=False,
-        echo=False,
-        stream=bool(request.stream),
-        seed=seed_of(request),
         add_special_tokens=bool(request.add_special_tokens),
-        user=request.user,
         template=_template_options(request),
     )
-    options = ChatOptions(n, sampling.logprobs is not None, usage_wanted(request))
-    return ChatRequest(call, options)
+    call = with_shared(call, request, limits)
+    echoed = _text_of(request.messages[-1]) if request.echo else ""
+    return ChatRequest(call, options_of(request, call), echoed)
+
+
+def _text_of(last: Message) -> str:
+    """What vLLM's `echo` puts before the answer: the last message, if the assistant began it."""
+    if last.role != "assistant":
+        return ""
+    content = last.content
+    if isinstance(content, list):
+        return "\n".join(part.text or "" for part in content)
+    return content or ""
 
 
 def _template_options(request: ChatBody) -> TemplateOptions:
@@ -127,7 +130,7 @@ def _max_tokens(request: ChatBody) -> int | None:
 
 def _logprobs_asked(request: ChatBody, limits: ApiLimits) -> int | None:
     top = request.top_logprobs
-    require(top is None or request.logprobs, "needs `logprobs` to be true", "top_logprobs")
+    require(not top or request.logprobs, "needs `logprobs` to be true", "top_logprobs")
     most = limits.max_logprobs
     require((top or 0) <= most, f"expected at most {most}, got {top}", "top_logprobs")
     return (top or 0) if request.logprobs else None

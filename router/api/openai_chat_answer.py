@@ -6,34 +6,19 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import encode, finite, sse, sse_error
+from router.api.answers import encode, finite, sse
 from router.api.openai_answer import (
+    AnswerOptions,
     OpenAIFinish,
+    OpenAIFormatter,
+    PromptLogprobs,
     Usage,
-    UsageIn,
-    fingerprint,
     finish_reason,
     usage_of,
-    usage_so_far,
 )
-from router.generation import (
-    AnswerHead,
-    ChoiceResult,
-    PromptInfo,
-    RequestError,
-    TextEvent,
-    TextToken,
-)
+from router.generation import AnswerHead, ChoiceResult, PromptInfo, TextEvent, TextToken
 
 _BROKEN_CHARACTER = "�"
-
-
-class ChatOptions(msgspec.Struct, frozen=True):
-    """How a request wants its answer."""
-
-    n: int
-    logprobs: bool
-    usage: UsageIn
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -65,10 +50,11 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: OpenAIFinish
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A whole answer."""
+    """A whole answer. From prompt_logprobs on: where they were asked for."""
 
     id: str
     object: Literal["chat.completion"]
@@ -77,6 +63,8 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -90,10 +78,11 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     logprobs: ChoiceLogprobs | None = None
     finish_reason: OpenAIFinish | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One chunk of a stream."""
+    """One chunk of a stream. prompt_token_ids: in a choice's first, where they were asked for."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -102,56 +91,50 @@ class ChatChunk(msgspec.Struct, frozen=True):
     system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatFormatter:
-    """A Formatter."""
+class ChatFormatter(OpenAIFormatter):
+    """A Formatter. echoed: what stands before each answer's text."""
 
-    def __init__(self, head: AnswerHead, options: ChatOptions) -> None:
-        self._head = head
-        self._options = options
-        self._id = f"chatcmpl-{head.request_id}"
-        self._fingerprint = fingerprint(head)
-        self._prompts: list[PromptInfo] = []
-        self._num_tokens = 0
+    def __init__(self, head: AnswerHead, options: AnswerOptions, echoed: str = "") -> None:
+        super().__init__(head, options, "chatcmpl")
+        self._echoed = echoed
 
     def prompt(self, info: PromptInfo) -> bytes:
         """Every choice begins with the role."""
         self._prompts.append(info)
-        delta = Delta(role="assistant", content="", refusal=None)
-        return b"".join([self._chunk(ChunkChoice(i, delta)) for i in range(self._options.n)])
+        choices, ids = range(self._options.n), self._options.ids(info.token_ids)
+        none = self._options.ids(())
+        role = Delta(role="assistant", content="", refusal=None)
+        chunks = [self._chunk(ChunkChoice(i, role, token_ids=none), ids) for i in choices]
+        if self._echoed:
+            echoed = Delta(content=self._echoed)
+            chunks += [self._chunk(ChunkChoice(i, echoed, token_ids=none)) for i in choices]
+        return b"".join(chunks)
 
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
         self._num_tokens += event.num_tokens
-        logprobs = _logprobs(event.tokens) if self._options.logprobs else None
-        data = b""
-        if event.text or (logprobs is not None and logprobs.content):
+        logprobs = self._logprobs(event.tokens)
+        ids, data = self._options.ids(event.token_ids), b""
+        if event.text or ids or (logprobs is not None and logprobs.content):
             delta = Delta(content=event.text)
-            data = self._chunk(ChunkChoice(event.choice, delta, logprobs))
+            data = self._chunk(ChunkChoice(event.choice, delta, logprobs, token_ids=ids))
         if event.finish is not None:
-            reason = finish_reason(event.finish)
-            data += self._chunk(ChunkChoice(event.choice, Delta(), None, reason))
+            reason, none = finish_reason(event.finish), self._options.ids(())
+            data += self._chunk(ChunkChoice(event.choice, Delta(), None, reason, none))
         return data
-
-    def end(self) -> bytes:
-        done = b"data: [DONE]\n\n"
-        if self._options.usage == "none":
-            return done
-        usage = usage_of(self._prompts, self._num_tokens)
-        return sse(self._chunk_of([], usage)) + done
-
-    def error(self, error: RequestError) -> bytes:
-        return sse_error(error, "openai")
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Raises RequestError (incomplete)."""
         choices = [
             ChatChoice(
                 result.choice,
-                AnswerMessage("assistant", result.text),
-                _logprobs(result.tokens) if self._options.logprobs else None,
+                AnswerMessage("assistant", self._echoed + result.text),
+                self._logprobs(result.tokens),
                 finish_reason(result.finish),
+                self._options.ids(result.token_ids),
             )
             for result in results
         ]
@@ -164,14 +147,23 @@ class ChatFormatter:
             self._fingerprint,
             choices,
             usage_of(prompts, num_tokens),
+            self._prompt_logprobs(prompts[0]),
+            self._options.ids(prompts[0].token_ids),
         )
         return encode(answer)
 
-    def _chunk(self, choice: ChunkChoice) -> bytes:
-        usage = usage_so_far(self._options.usage, self._prompts, self._num_tokens)
-        return sse(self._chunk_of([choice], usage))
+    def _counts_alone(self, usage: Usage) -> ChatChunk:
+        return self._chunk_of([], usage)
 
-    def _chunk_of(self, choices: list[ChunkChoice], usage: Usage | None | UnsetType) -> ChatChunk:
+    def _chunk(self, choice: ChunkChoice, prompt_ids: list[int] | UnsetType = UNSET) -> bytes:
+        return sse(self._chunk_of([choice], self._usage_so_far(), prompt_ids))
+
+    def _chunk_of(
+        self,
+        choices: list[ChunkChoice],
+        usage: Usage | None | UnsetType,
+        prompt_ids: list[int] | UnsetType = UNSET,
+    ) -> ChatChunk:
         return ChatChunk(
             self._id,
             "chat.completion.chunk",
@@ -180,23 +172,27 @@ class ChatFormatter:
             self._fingerprint,
             choices,
             usage,
+            prompt_ids,
         )
 
+    def _logprobs(self, tokens: Sequence[TextToken]) -> ChoiceLogprobs | None:
+        if self._options.logprobs is None:
+            return None
+        # Those that are part of the message: special ones are where they are written.
+        every = self._options.tokens_as_ids
+        return ChoiceLogprobs([self._token(t) for t in tokens if every or not t.special or t.text])
 
-def _logprobs(tokens: Sequence[TextToken]) -> ChoiceLogprobs:
-    """Of the tokens that are part of the message: special ones are where they are written."""
-    return ChoiceLogprobs(
-        [
-            TokenLogprob(
-                token.token,
-                finite(token.logprob),
-                list(token.raw) if token.raw is not None else _bytes(token.token),
-                [TopLogprob(text, finite(value), _bytes(text)) for _, text, value in token.top],
-            )
-            for token in tokens
-            if not token.special or token.text
-        ]
-    )
+    def _token(self, token: TextToken) -> TokenLogprob:
+        name = self._options.name
+        return TokenLogprob(
+            name(token.token_id, token.token),
+            finite(token.logprob),
+            list(token.raw) if token.raw is not None else _bytes(token.token),
+            [
+                TopLogprob(name(token_id, text), finite(value), _bytes(text))
+                for token_id, text, value in token.top
+            ],
+        )
 
 
 def _bytes(text: str) -> list[int] | None:

@@ -1,35 +1,47 @@
 """What bodies of OpenAI's completions and chat routes share: fields and their checks. Pure."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from router.api.body import decode_body, require
+from router.api.body import decode_plain, require, typed
 from router.api.fields import (
+    MAX_INT32,
+    CacheSalt,
+    LogitBias,
     NonNegative,
     Penalty,
     Positive,
+    Priority,
     Probability,
     RepetitionPenalty,
     StopString,
     TopK,
+    UnitInterval,
+    check_sizes,
     check_stops,
     choose_adapter,
     credential,
+    salt_of,
     temperature_of,
+    within_base,
 )
 from router.api.formatter import ApiLimits
-from router.api.openai_answer import UsageIn
-from router.generation import BASE_PLACEHOLDERS, AdapterChoice, RequestError
+from router.api.known_elsewhere import check_unknown, check_unknown_parts, same, unsupported
+from router.api.openai_answer import AnswerOptions, UsageIn
+from router.generation import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall
 from server.protocol import SamplingParams
 
 # Fields that change nothing about the text, whatever they say.
 HARMLESS = frozenset(
     ("metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls")
-    + ("prompt_cache_key", "prompt_cache_retention", "prediction", "moderation")
+    + ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction")
+    + ("moderation", "session_id")
 )
+LORA_PATH = "lora_path"
+# Tokens that are kept; -1 = as many as fit. Nothing at all is no prompt.
+Truncation = Annotated[int, Meta(ge=-1, le=MAX_INT32, extra_json_schema={"not": {"const": 0}})]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -44,7 +56,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of both routes; every optional one may be null.
 
-    model: an adapter's alias or reference, or the base's name. From top_k on: extensions.
+    model: an adapter's alias or reference, or the base's name, or both with a colon between. From
+    top_k on: extensions. priority: how far behind the key's own the request stands.
     """
 
     model: str
@@ -57,13 +70,10 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
     top_p: Probability | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: (
-        dict[Annotated[int, Meta(ge=0, le=2**31 - 1)], Annotated[float, Meta(ge=-100, le=100)]]
-        | None
-    ) = None
+    logit_bias: LogitBias | None = None
     user: str | None = None
     top_k: TopK | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_p: UnitInterval | None = None
     typical_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
@@ -72,60 +82,115 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[NonNegative] | None = None
     adapter_source: str | None = None
     api_token: str | None = None
+    lora_path: str | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: NonNegative | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
 B = TypeVar("B", bound=OpenAIBody)
 
 
-def decode_openai(body: bytes, kind: type[B], unsupported: Sequence[str]) -> B:
-    """The typed body. Fields that it does not know are refused unless they are harmless or null.
+def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
+    """The typed body. Fields that it does not know are refused unless they are harmless or ask for
+    nothing.
 
     Raises RequestError.
     """
-    request, plain = decode_body(body, kind)
-    for name, value in plain.items():
-        if value is None or name in kind.__struct_fields__ or name in HARMLESS:
-            continue
-        if name not in unsupported:
-            raise _unknown(name)
-        if not _asks_for_nothing(name, value):
-            raise RequestError("unsupported", f"`{name}` is not supported yet", param=name)
+    plain = decode_plain(body)
+    check_unknown(plain, kind.__struct_fields__, HARMLESS)
+    _check_reach(plain, limits)
+    request = typed(plain, kind)
+    options = plain.get("stream_options") or {}
+    check_unknown_parts(options, StreamOptions.__struct_fields__, "stream_options.")
     require(
-        request.stream_options is None or request.stream,
+        request.stream or not any(options.values()),
         "only allowed when `stream` is true",
         "stream_options",
     )
-    for name, value in (plain.get("stream_options") or {}).items():
-        if value is not None and name not in StreamOptions.__struct_fields__:
-            raise _unknown(f"stream_options.{name}")
+    require(
+        options.get("include_usage") or not options.get("continuous_usage_stats"),
+        "needs `include_usage`",
+        "stream_options.continuous_usage_stats",
+    )
     require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
     return request
 
 
 def adapter_of(request: OpenAIBody, limits: ApiLimits, bearer: str | None) -> AdapterChoice | None:
-    """Raises RequestError."""
-    if not request.model or request.model in BASE_PLACEHOLDERS:
-        return None
-    token = credential(request.api_token, bearer)
-    return choose_adapter(request.model, request.adapter_source, token, "model", limits)
+    """By `model`, SGLang's `base:adapter` too, or by `lora_path` beside the base's name.
+
+    Raises RequestError.
+    """
+    name, param = within_base(request.model or "", limits.base_names), "model"
+    path = request.lora_path
+    if path:
+        on_base = name in (*BASE_PLACEHOLDERS, *limits.base_names)
+        require(on_base or name == path, f"contradicts the adapter in `model`, {name!r}", LORA_PATH)
+        name, param = path, LORA_PATH
+    adapter = None
+    if name not in BASE_PLACEHOLDERS:
+        token = credential(request.api_token, bearer)
+        adapter = choose_adapter(name, request.adapter_source, token, param, limits)
+    for extra in ("adapter_source", "api_token"):
+        given = getattr(request, extra)
+        require(adapter or not given, "needs an adapter in `model`, got the base", extra)
+    return adapter
 
 
-def stops_of(request: OpenAIBody, limits: ApiLimits) -> tuple[str, ...]:
-    """Raises RequestError."""
-    stop = request.stop
-    return check_stops([stop] if isinstance(stop, str) else stop or [], limits)
+def with_shared(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> GenerationCall:
+    """The call, and what bodies of both routes say alike. Raises RequestError."""
+    stop, seed, cut = request.stop, request.seed, request.truncate_prompt_tokens
+    require(cut != 0, "expected at least 1, or -1 for all that fit", "truncate_prompt_tokens")
+    require(
+        cut is not None or request.truncation_side is None,
+        "needs `truncate_prompt_tokens`",
+        "truncation_side",
+    )
+    return msgspec.structs.replace(
+        call,
+        stop=check_stops([stop] if isinstance(stop, str) else stop or [], limits),
+        include_stop=bool(request.include_stop_str_in_output),
+        stream=bool(request.stream),
+        # OpenAI's seeds are signed; the generator's are their 64 bits.
+        seed=None if seed is None else seed % 2**64,
+        truncate=cut,
+        truncate_keeps="first" if request.truncation_side == "right" else "last",
+        user=request.user,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
+        cache_salt=salt_of(request.cache_salt),
+        priority=request.priority or 0,
+    )
 
 
-def seed_of(request: OpenAIBody) -> int | None:
-    """OpenAI's seeds are signed; the generator's are their 64 bits."""
-    return None if request.seed is None else request.seed % 2**64
-
-
-def usage_wanted(request: OpenAIBody) -> UsageIn:
-    options = request.stream_options
-    if options is None or not options.include_usage:
-        return "none"
-    return "each" if options.continuous_usage_stats else "last"
+def options_of(request: OpenAIBody, call: GenerationCall) -> AnswerOptions:
+    """How the request wants its answer. Raises RequestError."""
+    as_ids = bool(request.return_tokens_as_token_ids)
+    logprobs = call.sampling.logprobs
+    require(logprobs is not None or not as_ids, "needs `logprobs`", "return_tokens_as_token_ids")
+    require(
+        request.prompt_logprobs is None or not request.stream,
+        "not available when streaming",
+        "prompt_logprobs",
+    )
+    return AnswerOptions(
+        n=call.n,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        usage=_usage_wanted(request),
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=as_ids,
+        id=request.request_id,
+    )
 
 
 def sampling_of(
@@ -134,21 +199,23 @@ def sampling_of(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    prompt_logprobs: int | None = None,
+    echoed_logprobs: int | None = None,
 ) -> SamplingParams:
-    """What the request says, else the model's own defaults, else OpenAI's. Raises RequestError."""
-    _check_lists(request, limits)
+    """What the request says, else the model's own defaults, else OpenAI's.
+
+    echoed_logprobs: alternatives beside the tokens of an echoed prompt. Raises RequestError.
+    """
+    check_sizes(request, limits)
     least = request.min_tokens or 0
     require(
         max_tokens is None or least <= max_tokens,
         f"expected at most the {max_tokens} tokens to generate, got {least}",
         "min_tokens",
     )
-    require(
-        (logprobs or 0) <= limits.max_logprobs,
-        f"expected at most {limits.max_logprobs}, got {logprobs}",
-        "logprobs",
-    )
+    for name, asked in (("logprobs", logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        most = limits.max_logprobs
+        require((asked or 0) <= most, f"expected at most {most}, got {asked}", name)
+    of_prompt = [n for n in (request.prompt_logprobs, echoed_logprobs) if n is not None]
 
     def chosen(name: str, default: float) -> float:
         value: float | None = getattr(request, name)
@@ -168,33 +235,22 @@ def sampling_of(
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=request.logit_bias or {},
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=max(of_prompt, default=None),
     )
 
 
-def _check_lists(request: OpenAIBody, limits: ApiLimits) -> None:
-    for name, most in (
-        ("logit_bias", limits.max_logit_bias),
-        ("stop_token_ids", limits.max_stop_token_ids),
-    ):
-        size = len(getattr(request, name) or ())
-        require(size <= most, f"expected at most {most} entries, got {size}", name)
+def _usage_wanted(request: OpenAIBody) -> UsageIn:
+    options = request.stream_options
+    if options is None or not options.include_usage:
+        return "none"
+    return "each" if options.continuous_usage_stats else "last"
 
 
-def _unknown(name: str) -> RequestError:
-    message = f"Unrecognized request argument supplied: {name[:100]}"
-    return RequestError("invalid", message, param=name[:100])
-
-
-def _asks_for_nothing(name: str, value: Any) -> bool:
-    """Values of unsupported fields that are what is done anyway."""
-    if name == "response_format":
-        return isinstance(value, dict) and value.get("type") == "text"
-    if name in ("tool_choice", "function_call"):
-        # Tools to choose from are refused by their own name.
-        return value in ("auto", "none")
-    if name == "best_of":
-        return bool(value == 1 and not isinstance(value, bool))
-    if name == "reasoning_effort":
-        return bool(value == "none")
-    return bool(value in ([], "", ["text"]))
+def _check_reach(plain: dict[str, Any], limits: ApiLimits) -> None:
+    """What vLLM and SGLang take and no type tells. Raises RequestError."""
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        all_of_them = same(plain.get(name), -1)
+        most = f"-1 asks for the whole vocabulary; expected at most {limits.max_logprobs}"
+        require(not all_of_them, most, name)
+    if isinstance(plain.get(LORA_PATH), list):
+        raise unsupported(LORA_PATH, "one adapter a request: put its name into `model`")

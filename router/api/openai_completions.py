@@ -5,20 +5,19 @@ import msgspec
 from router.api.body import require
 from router.api.fields import NonNegative, Positive
 from router.api.formatter import ApiLimits
+from router.api.openai_answer import AnswerOptions
 from router.api.openai_common import (
     OpenAIBody,
     adapter_of,
     decode_openai,
+    options_of,
     sampling_of,
-    seed_of,
-    stops_of,
-    usage_wanted,
+    with_shared,
 )
-from router.api.openai_completions_answer import CompletionsFormatter, CompletionsOptions
+from router.api.openai_completions_answer import CompletionsFormatter
 from router.generation import AnswerHead, GenerationCall
 
 DEFAULT_MAX_TOKENS = 16
-UNSUPPORTED = ("suffix", "response_format", "tools", "tool_choice")
 
 
 class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
@@ -40,15 +39,15 @@ class CompletionsRequest(msgspec.Struct, frozen=True):
     """A parsed body; an ApiRequest."""
 
     call: GenerationCall
-    options: CompletionsOptions
+    options: AnswerOptions
 
     def formatter(self, head: AnswerHead) -> CompletionsFormatter:
-        return CompletionsFormatter(head, self.options)
+        return CompletionsFormatter(head, self.options, self.call.echo)
 
 
 def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> CompletionsRequest:
     """Raises RequestError."""
-    return request_of(decode_openai(body, CompletionsBody, UNSUPPORTED), limits, bearer)
+    return request_of(decode_openai(body, CompletionsBody, limits), limits, bearer)
 
 
 def request_of(
@@ -66,7 +65,7 @@ def request_of(
         limits,
         max_tokens=max_tokens,
         logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo else None,
+        echoed_logprobs=request.logprobs if request.echo else None,
     )
     call = GenerationCall(
         api="completions",
@@ -77,21 +76,11 @@ def request_of(
         max_tokens=max_tokens,
         n=n,
         best_of=best_of,
-        stop=stops_of(request, limits),
-        include_stop=False,
         echo=bool(request.echo),
-        stream=bool(request.stream),
-        seed=seed_of(request),
         add_special_tokens=request.add_special_tokens is not False,
-        user=request.user,
     )
-    options = CompletionsOptions(
-        n,
-        call.echo,
-        request.logprobs is not None,
-        usage=usage_wanted(request),
-    )
-    return CompletionsRequest(call, options)
+    call = with_shared(call, request, limits)
+    return CompletionsRequest(call, options_of(request, call))
 
 
 def _check_counts(n: int, best_of: int, stream: bool, limits: ApiLimits) -> None:

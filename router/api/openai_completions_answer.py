@@ -7,34 +7,17 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.api.answers import best_first, encode, finite, sse, sse_error
+from router.api.answers import best_first, encode, finite, sse
 from router.api.openai_answer import (
+    AnswerOptions,
     OpenAIFinish,
+    OpenAIFormatter,
+    PromptLogprobs,
     Usage,
-    UsageIn,
-    fingerprint,
     finish_reason,
     usage_of,
-    usage_so_far,
 )
-from router.generation import (
-    AnswerHead,
-    ChoiceResult,
-    FinishReason,
-    PromptInfo,
-    RequestError,
-    TextEvent,
-    TextToken,
-)
-
-
-class CompletionsOptions(msgspec.Struct, frozen=True):
-    """How a request wants its answer."""
-
-    n: int
-    echo: bool
-    logprobs: bool
-    usage: UsageIn
+from router.generation import AnswerHead, ChoiceResult, PromptInfo, TextEvent, TextToken
 
 
 class Logprobs(msgspec.Struct, frozen=True):
@@ -47,10 +30,18 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
+    """From token_ids on: where they were asked for; of a stream, the prompt's in the first chunk.
+
+    token_ids: generated, without an echoed prompt's.
+    """
+
     index: int
     text: str
     logprobs: Logprobs | None
     finish_reason: OpenAIFinish | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -65,47 +56,41 @@ class Completion(msgspec.Struct, frozen=True):
     usage: Usage | None | UnsetType = UNSET
 
 
-class CompletionsFormatter:
-    """A Formatter."""
+class CompletionsFormatter(OpenAIFormatter):
+    """A Formatter. echo: each prompt's text stands before its answers'."""
 
-    def __init__(self, head: AnswerHead, options: CompletionsOptions) -> None:
-        self._head = head
-        self._options = options
-        self._id = f"cmpl-{head.request_id}"
-        self._fingerprint = fingerprint(head)
-        self._prompts: list[PromptInfo] = []
-        self._num_tokens = 0
+    def __init__(self, head: AnswerHead, options: AnswerOptions, echo: bool = False) -> None:
+        super().__init__(head, options, "cmpl")
+        self._echo = echo
         self._offsets: dict[int, int] = {}
 
     def prompt(self, info: PromptInfo) -> bytes:
         self._prompts.append(info)
-        if not self._options.echo:
+        if not (self._echo or self._options.token_ids):
             return b""
-        indexes = range(
-            info.prompt_index * self._options.n, (info.prompt_index + 1) * self._options.n
-        )
-        chunks = [self._chunk(index, info.text, info.tokens, None) for index in indexes]
-        self._offsets |= dict.fromkeys(indexes, len(info.text))
-        return b"".join(chunks)
+        first = info.prompt_index * self._options.n
+        return b"".join([self._begin(first + i, info) for i in range(self._options.n)])
+
+    def _begin(self, index: int, info: PromptInfo) -> bytes:
+        text, tokens = (info.text, info.tokens) if self._echo else ("", ())
+        logprobs = self._logprobs(tokens, _offsets(tokens, 0)) if self._echo else None
+        self._offsets[index] = len(text)
+        ids, none = self._options.ids(info.token_ids), self._options.ids(())
+        return self._chunk(CompletionChoice(index, text, logprobs, None, none, ids))
 
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
-        text, tokens = event.text, event.tokens if self._options.logprobs else ()
+        tokens = event.tokens if self._options.logprobs is not None else ()
+        ids = self._options.ids(event.token_ids)
         self._num_tokens += event.num_tokens
-        if not (text or tokens or event.finish):
+        if not (event.text or tokens or ids or event.finish):
             return b""
         index = event.prompt_index * self._options.n + event.choice
-        return self._chunk(index, text, tokens, event.finish)
-
-    def end(self) -> bytes:
-        done = b"data: [DONE]\n\n"
-        if self._options.usage == "none":
-            return done
-        usage = usage_of(self._prompts, self._num_tokens)
-        return sse(self._completion([], usage)) + done
-
-    def error(self, error: RequestError) -> bytes:
-        return sse_error(error, "openai")
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + sum(len(token.text) for token in tokens)
+        logprobs = self._logprobs(tokens, _offsets(tokens, offset))
+        reason = None if event.finish is None else finish_reason(event.finish)
+        return self._chunk(CompletionChoice(index, event.text, logprobs, reason, ids))
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Raises RequestError (incomplete)."""
@@ -120,28 +105,23 @@ class CompletionsFormatter:
         return encode(self._completion(choices, usage_of(prompts, num_tokens)))
 
     def _choice(self, index: int, info: PromptInfo, result: ChoiceResult) -> CompletionChoice:
-        before, prompt = (info.text, info.tokens) if self._options.echo else ("", ())
-        text, tokens = before + result.text, (*prompt, *result.tokens)
+        before, prompt = (info.text, info.tokens) if self._echo else ("", ())
         offsets = _offsets(prompt, 0) + _offsets(result.tokens, len(before))
-        logprobs = _logprobs(tokens, offsets) if self._options.logprobs else None
-        return CompletionChoice(index, text, logprobs, finish_reason(result.finish))
+        return CompletionChoice(
+            index,
+            before + result.text,
+            self._logprobs((*prompt, *result.tokens), offsets),
+            finish_reason(result.finish),
+            self._options.ids(result.token_ids),
+            self._options.ids(info.token_ids),
+            self._prompt_logprobs(info),
+        )
 
-    def _chunk(
-        self,
-        index: int,
-        text: str,
-        tokens: Sequence[TextToken],
-        finish: FinishReason | None,
-    ) -> bytes:
-        logprobs = None
-        if self._options.logprobs:
-            offset = self._offsets.get(index, 0)
-            logprobs = _logprobs(tokens, _offsets(tokens, offset))
-            self._offsets[index] = offset + sum(len(token.text) for token in tokens)
-        reason = None if finish is None else finish_reason(finish)
-        choice = CompletionChoice(index, text, logprobs, reason)
-        usage = usage_so_far(self._options.usage, self._prompts, self._num_tokens)
-        return sse(self._completion([choice], usage))
+    def _counts_alone(self, usage: Usage) -> Completion:
+        return self._completion([], usage)
+
+    def _chunk(self, choice: CompletionChoice) -> bytes:
+        return sse(self._completion([choice], self._usage_so_far()))
 
     def _completion(
         self, choices: list[CompletionChoice], usage: Usage | None | UnsetType
@@ -156,31 +136,33 @@ class CompletionsFormatter:
             usage,
         )
 
+    def _logprobs(self, tokens: Sequence[TextToken], offsets: list[int]) -> Logprobs | None:
+        most, name = self._options.logprobs, self._options.name
+        if most is None:
+            return None
+        return Logprobs(
+            tokens=[name(token.token_id, token.token) for token in tokens],
+            token_logprobs=[_logprob(token) for token in tokens],
+            top_logprobs=[self._top(token, most) for token in tokens],
+            text_offset=offsets,
+        )
+
+    def _top(self, token: TextToken, most: int) -> dict[str, float] | None:
+        """The likeliest tokens and the chosen one; of several with one spelling the likeliest."""
+        if token.logprob is None:
+            return None
+        name = self._options.name
+        top: dict[str, float] = {}
+        for token_id, text, value in token.top[:most]:
+            top.setdefault(name(token_id, text), finite(value))
+        top.setdefault(name(token.token_id, token.token), finite(token.logprob))
+        return top
+
 
 def _offsets(tokens: Sequence[TextToken], begin: int) -> list[int]:
     """Where in the choice's text each token begins. begin: the first."""
     return [*itertools.accumulate((len(token.text) for token in tokens), initial=begin)][:-1]
 
 
-def _logprobs(tokens: Sequence[TextToken], offsets: list[int]) -> Logprobs:
-    return Logprobs(
-        tokens=[token.token for token in tokens],
-        token_logprobs=[_logprob(token) for token in tokens],
-        top_logprobs=[_top(token) for token in tokens],
-        text_offset=offsets,
-    )
-
-
 def _logprob(token: TextToken) -> float | None:
     return None if token.logprob is None else finite(token.logprob)
-
-
-def _top(token: TextToken) -> dict[str, float] | None:
-    """The most likely tokens and the chosen one; of several with one spelling the likeliest."""
-    if token.logprob is None:
-        return None
-    top: dict[str, float] = {}
-    for _, text, value in token.top:
-        top.setdefault(text, finite(value))
-    top.setdefault(token.token, finite(token.logprob))
-    return top

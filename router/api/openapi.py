@@ -11,6 +11,7 @@ import msgspec
 from router.api.errors import Dialect, LoraxError, OpenAIError, error_table
 from router.api.formatter import ApiLimits
 from router.api.keys import MAX_LISTED
+from router.api.lorax_fields import HARMLESS as HARMLESS_BESIDE
 from router.api.openai_common import HARMLESS
 from router.api.operations import OPERATIONS, Operation
 
@@ -22,7 +23,7 @@ _PLAIN_ERRORS = frozenset((404, 405, 500, 503))
 _BODY_ERRORS = frozenset((408, 413, 415))
 _ADMIN_ERRORS = _PLAIN_ERRORS | {400, 401, 403, 409, 410, 422}
 # Their unknown fields are refused unless they are null. OpenAI's are refused but for harmless ones.
-_CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions")
+_CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters")
 _OPENAI_BODIES = ("ChatBody", "CompletionsBody", "TokenizeChatBody", "TokenizePromptBody")
 # JSON Schema's bound of a field, and the limit that it is.
 _BOUNDS = {
@@ -30,6 +31,8 @@ _BOUNDS = {
     "best_of": ("maximum", "max_n"),
     "logprobs": ("maximum", "max_logprobs"),
     "top_logprobs": ("maximum", "max_logprobs"),
+    "prompt_logprobs": ("maximum", "max_logprobs"),
+    "return_k_alternatives": ("maximum", "max_logprobs"),
     "stop": ("maxItems", "max_stop_sequences"),
     "stop_token_ids": ("maxItems", "max_stop_token_ids"),
     "logit_bias": ("maxProperties", "max_logit_bias"),
@@ -100,6 +103,9 @@ def _say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
         properties = components[name]["properties"]
         properties |= {field: {} for field in HARMLESS}
         properties["metadata"] = {"type": ["object", "null"]}
+    components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
+    for name in (*_OPENAI_BODIES, "LoraxParameters"):
+        properties = components[name]["properties"]
         for field, (bound, limit) in _BOUNDS.items():
             for schema in _alternatives(properties.get(field, {})):
                 if schema.get("type") == _TYPE_OF_BOUND[bound]:

@@ -13,11 +13,10 @@ from msgspec import Meta
 from router.api.body import decode_body, refuse_unknown, require
 from router.api.fields import NonNegative
 from router.api.formatter import ApiLimits
-from router.api.openai_chat import UNSUPPORTED as UNSUPPORTED_IN_CHAT
 from router.api.openai_chat import ChatBody
 from router.api.openai_chat import request_of as chat_request
 from router.api.openai_common import decode_openai
-from router.api.openai_completions import UNSUPPORTED, CompletionsBody
+from router.api.openai_completions import CompletionsBody
 from router.api.openai_completions import request_of as completions_request
 from router.generation import GenerationCall
 from router.text.tokenizer_json import AddedToken
@@ -124,15 +123,14 @@ def parse_inputs(body: bytes) -> tuple[str, bool]:
 
 def parse_prompt(body: bytes, limits: ApiLimits, bearer: str | None) -> IdsAsked:
     """Raises RequestError."""
-    request = decode_openai(body, TokenizePromptBody, UNSUPPORTED)
+    request = decode_openai(body, TokenizePromptBody, limits)
     call = completions_request(request, limits, bearer).call
     return IdsAsked(call, bool(request.return_token_strs))
 
 
 def parse_messages(body: bytes, limits: ApiLimits, bearer: str | None) -> IdsAsked:
     """Raises RequestError."""
-    unsupported = [name for name in UNSUPPORTED_IN_CHAT if name != "tools"]
-    request = decode_openai(body, TokenizeChatBody, unsupported)
+    request = decode_openai(body, TokenizeChatBody, limits)
     call = chat_request(request, limits, bearer).call
     if request.tools:
         template = msgspec.structs.replace(call.template, tools=request.tools)

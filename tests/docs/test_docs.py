@@ -14,8 +14,11 @@ from adapters.peft_fields import HARMLESS, REFUSED, USED
 from launcher import metrics_doc
 from launcher.options_doc import render
 from router.api.errors import Dialect, error_answer, status_of
+from router.api.known_elsewhere import ELSEWHERE, Elsewhere
 from router.api.lorax import LoraxParameters
+from router.api.lorax_fields import SAID_HERE
 from router.api.openai_chat import ChatBody
+from router.api.openai_common import HARMLESS as HARMLESS_FIELDS
 from router.api.openai_common import OpenAIBody
 from router.api.openai_completions import CompletionsBody
 from router.api.openapi import openapi_document
@@ -158,6 +161,28 @@ def test_parameters_are_those_of_the_bodies(title: str, head: str, fields: tuple
     table = section(page("api.md"), title).partition(f"| {head} |")[2].partition("\n\n")[0]
     listed = [name for row in rows(table) for name in _CODE.findall(row[0])]
     assert sorted(listed) == sorted(set(fields) - shared)
+
+
+def test_fields_of_other_servers_are_the_codes() -> None:
+    listed: dict[str, Elsewhere] = {}
+    for names, neutral, hint in rows(section(page("api.md"), "Refused")):
+        values = tuple(json.loads(value) for value in _CODE.findall(neutral))
+        also = () if neutral.startswith("only ") else Elsewhere().neutral
+        for name in _CODE.findall(names):
+            assert name not in listed, name
+            listed[name] = Elsewhere((*also, *values), hint)
+    assert listed == ELSEWHERE
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS_FIELDS))
+def test_harmless_fields_are_listed(name: str) -> None:
+    assert f"`{name}`" in section(page("api.md"), "OpenAI").partition("| field of both |")[0]
+
+
+@pytest.mark.parametrize(("name", "known"), SAID_HERE.items())
+def test_names_that_lorax_routes_know_by_another_are_listed(name: str, known: str) -> None:
+    told = re.sub(r"\s+", " ", section(page("api.md"), "Refused"))
+    assert re.search(rf"`{known}` for [^;.]*`{name}`", told), f"`{known}` for `{name}`"
 
 
 def test_every_error_is_in_the_table() -> None:

@@ -478,7 +478,7 @@ def prompt_logprobs_of(request: GenerateRequest) -> tuple[TokenLogprob, ...] | N
     if request.sampling.prompt_logprobs is None:
         return None
     return tuple(
-        TokenLogprob(token, None if at == 0 else -0.25)
+        TokenLogprob(token, None if at == 0 else -0.25, rank=None if at == 0 else 2)
         for at, token in enumerate(request.prompt_ids)
     )
 

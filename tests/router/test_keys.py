@@ -112,6 +112,39 @@ async def test_priority_is_the_keys_or_its_tenants(tmp_path: Path, worker: FakeW
     assert [request.priority for request in worker.requests] == [1, -1, 0, -1]
 
 
+@pytest.mark.parametrize(("own", "band"), [("high", -1), ("normal", 0), ("low", 1)])
+async def test_a_request_may_stand_behind_its_keys_others(
+    guarded: Running, worker: FakeWorker, own: str, band: int
+) -> None:
+    headers = bearer(await create(guarded, tenant="acme", priority=own))
+    completion = {"model": BASE_NAME, "prompt": "x"}
+    for steps in (0, 1, 100):
+        body = completion | {"priority": steps}
+        answer = await guarded.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        lorax = {"inputs": "x", "parameters": {"priority": steps}}
+        assert (await guarded.client.post("/", json=lorax, headers=headers)).status_code == 200
+    raised = completion | {"priority": -1}
+    answer = await guarded.client.post("/v1/completions", json=raised, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+    assert [r.priority for r in worker.requests[::2]] == [band, band + 1, band + 100]
+    assert [r.priority for r in worker.requests[1::2]] == [band, band + 1, band + 100]
+
+
+async def test_salts_keep_prefixes_apart_within_a_tenant(
+    guarded: Running, worker: FakeWorker
+) -> None:
+    for tenant in ("acme", "b"):
+        headers = bearer(await create(guarded, tenant=tenant))
+        for salt in (None, "one", "two", "one"):
+            body = {"model": BASE_NAME, "prompt": "x", "cache_salt": salt}
+            await guarded.client.post("/v1/completions", json=body, headers=headers)
+    plain, one, two, again, *others = (request.salt for request in worker.requests)
+    assert plain == "acme"
+    assert one == again
+    assert len({plain, one, two, *others}) == 6
+
+
 async def test_a_key_is_told_once_and_kept_hashed(guarded: Running) -> None:
     key = await create(guarded, id="app", tenant="acme", label="the app")
     told = await guarded.client.get("/v1/keys", headers=ADMIN)

@@ -22,22 +22,25 @@ TOKENS = (
 )
 PROMPT_TOKENS = (
     TextToken(0, "", "<s>", None, True),
-    TextToken(21, "Say", "Say", -2.0, False, ((21, "Say", -2.0),)),
+    TextToken(21, "Say", "Say", -2.0, False, ((22, "Tell", -0.5), (23, "See", -1.0)), rank=3),
 )
-PROMPT = PromptInfo(0, "Say", 2, 1, PROMPT_TOKENS)
+PROMPT = PromptInfo(0, "Say", 2, 1, PROMPT_TOKENS, [token.token_id for token in PROMPT_TOKENS])
 
 
 def result(
     prompt_index: int = 0, choice: int = 0, finish: FinishReason = "eos", mean: float = -0.4
 ) -> ChoiceResult:
-    return ChoiceResult(prompt_index, choice, "Helü", TOKENS, finish, len(TOKENS), 4 * mean)
+    ids = tuple(token.token_id for token in TOKENS)
+    return ChoiceResult(prompt_index, choice, "Helü", TOKENS, finish, len(TOKENS), 4 * mean, ids)
 
 
 def events(choice: int = 0, prompt_index: int = 0, finish: FinishReason = "eos") -> list[TextEvent]:
     """The choice of `result`, token by token."""
     last = len(TOKENS) - 1
     return [
-        TextEvent(prompt_index, choice, t.text, (t,), finish if i == last else None, 1)
+        TextEvent(
+            *(prompt_index, choice, t.text, (t,), finish if i == last else None, 1, (t.token_id,))
+        )
         for i, t in enumerate(TOKENS)
     ]
 

@@ -89,7 +89,24 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     (GENERATE, {"adapter_id": "org/na\x00me"}, "adapter_id"),
     (GENERATE, {"adapter_id": 3}, "adapter_id"),
     (GENERATE, {"top_n_tokens": 3}, "top_n_tokens"),
-    (GENERATE, {"logit_bias": {"1": 2}}, "logit_bias"),
+    (GENERATE, {"logit_bias": {"1": 101}}, "logit_bias"),
+    (GENERATE, {"stop_token_ids": [1] * 65}, "stop_token_ids"),
+    (GENERATE, {"min_tokens": 5, "max_new_tokens": 4}, "min_tokens"),
+    (GENERATE, {"priority": -1}, "priority"),
+    (GENERATE, {"nonsense": 0}, "nonsense"),
+    (GENERATE, {"inputs": "hi", "nonsense": False}, "nonsense"),
+    (GENERATE, {"inputs": "hi", "stream": True}, "stream"),
+    (GENERATE, {"return_k_alternatives": 2}, "return_k_alternatives"),
+    *[
+        (GENERATE, {name: "hub", "adapter_id": adapter}, name)
+        for name in ("adapter_source", "api_token")
+        for adapter in (None, "")
+    ],
+    *[
+        (path, {"model": "", name: "hub"}, name)
+        for name in ("adapter_source", "api_token")
+        for path in (CHAT, COMPLETIONS)
+    ],
     (GENERATE, {"inputs": ""}, "inputs"),
     (GENERATE, {"inputs": None}, "inputs"),
     (GENERATE, {"inputs": ["a"]}, "inputs"),
@@ -237,7 +254,7 @@ def test_there_are_many() -> None:
 def test_bad_fields_are_named(path: str, fields: dict[str, Any], param: str | None) -> None:
     with pytest.raises(RequestError) as caught:
         parse(path, body_of(path, fields))
-    assert caught.value.cause in ("invalid", "unsupported")
+    assert caught.value.cause in ("invalid", "unsupported", "unknown_parameter")
     if param is not None:
         assert (caught.value.param or "").startswith(param)
         assert param.partition("[")[0] in caught.value.message
@@ -251,7 +268,7 @@ def test_bad_fields_are_named(path: str, fields: dict[str, Any], param: str | No
 def test_bad_bytes(path: str, body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         parse(path, body)
-    assert caught.value.cause == "invalid"
+    assert caught.value.cause in ("invalid", "unsupported")  # of another route's fields
 
 
 FIELDS = sorted(
@@ -350,12 +367,17 @@ ASKED: dict[str, Any] = {
     **dict.fromkeys(("best_of", "max_new_tokens", "truncate", "return_k_alternatives", "seed"), 2),
     **dict.fromkeys(("temperature", "repetition_penalty", "top_p", "typical_p"), 0.5),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_k"), 0),
+    **dict.fromkeys(("min_p", "min_tokens", "priority"), 1),
     **dict.fromkeys(("do_sample", "ignore_eos_token", "return_full_text", "watermark"), True),
     **dict.fromkeys(("details", "decoder_input_details", "apply_chat_template"), True),
     "merged_adapters": {"ids": ["a"], "weights": [1]},
     "add_special_tokens": False,
     "stop": ["a"],
     "response_format": {"type": "json_object"},
+    "stop_token_ids": [1],
+    "logit_bias": {"1": 1},
+    "skip_special_tokens": False,
+    "cache_salt": "a",
 }
 
 
@@ -392,15 +414,14 @@ def test_beside_parameters_what_asks_for_nothing_passes() -> None:
         ("lora_id", "org/ada", "use `adapter_id` inside `parameters`"),
         ("logprobs", 0, "use `details` inside `parameters`"),
         ("logprobs", True, "use `details` inside `parameters`"),
-        ("min_tokens", 1, "`/v1/completions` has `min_tokens`"),
-        ("min_new_tokens", 1, "`/v1/completions` has `min_tokens`"),
+        ("min_new_tokens", 1, "use `min_tokens` inside `parameters`"),
+        ("include_stop_str_in_output", False, "`/v1/completions` has `include_stop_str_in_output`"),
         ("n", 2, "`/v1/completions` has `n`"),
         ("n", True, "`/v1/completions` has `n`"),
         ("no_repeat_ngram_size", 2, "is not supported yet"),
         ("bad_words", ["a"], "is not supported yet"),
         ("length_penalty", 0.5, "is not supported yet"),
         ("early_stopping", True, "is not supported yet"),
-        ("skip_special_tokens", False, "is not supported yet"),
         ("json_schema", {"type": "object"}, "is not supported yet"),
     ],
 )
@@ -466,14 +487,24 @@ def test_lorax_parameters_arrive() -> None:
         decoder_input_details=True,
         return_k_alternatives=2,
         seed=2**64 - 1,
-        unheard_of=1,
+        min_p=0.1,
+        min_tokens=2,
+        stop_token_ids=[3],
+        logit_bias={"4": -1},
+        skip_special_tokens=False,
+        priority=2,
+        cache_salt="mine",
+        unheard_of=None,
     )
     sampling = call.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 3, 0.9)
     assert (sampling.typical_p, sampling.repetition_penalty) == (0.8, 1.1)
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.2, -0.3)
     assert (sampling.ignore_eos, sampling.logprobs, sampling.prompt_logprobs) == (True, 2, 0)
+    assert (sampling.min_p, sampling.min_tokens, sampling.stop_token_ids) == (0.1, 2, (3,))
+    assert sampling.logit_bias == {4: -1.0}
     assert (call.max_tokens, call.stop, call.truncate) == (9, ("a", "b"), 5)
+    assert (call.skip_special_tokens, call.priority, len(call.cache_salt)) == (False, 2, 64)
     assert call.seed == 2**64 - 1
     assert isinstance(call.adapter, AdapterChoice)
     assert (call.adapter.ref.name, call.adapter.ref.revision) == ("org/ada", "main")
@@ -486,8 +517,9 @@ def test_lorax_parameters_arrive() -> None:
     [
         ("/", True, True),
         ("/", None, False),
-        ("/generate", True, False),
+        ("/generate", False, False),
         ("/generate_stream", False, True),
+        ("/generate_stream", True, True),
     ],
 )
 def test_lorax_routes_decide_on_streaming(

@@ -15,6 +15,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
         {
             "adapters",
             "adapters_file",
+            "check_adapters",
             "adapter_roots",
             "hub_owners",
             "s3_buckets",

@@ -145,11 +145,25 @@ class Catalog:
         if alias.state == "ready" or alias.ref != ref:
             return await self.resolve(choice, sticky)
         is_mended = alias.error is not None and self._is_own(alias, token)
+        if is_mended:
+            log.info("adapter %s can be loaded now", alias.key)
         if alias.digest != served.digest or is_mended:
             assert isinstance(served.origin, AdapterRef)
             content = Content(served.origin, served.manifest)
             self.rules.aliases.note(alias, seen(alias, content, self._unix_time()))
         return msgspec.structs.replace(served, alias=alias.key)
+
+    async def look(self, choice: AdapterChoice) -> None:
+        """Whether its source gives it to whoever opens it; asks no worker. Raises AdapterError."""
+        ref, token = self.rules.target(choice)
+        try:
+            async with asyncio.timeout(self.rules.timeout_s):
+                await self._pin(ref, token)
+        except AdapterError as error:
+            self._note_failure(choice, ref, token, error)
+            raise
+        except TimeoutError:
+            raise AdapterError("unavailable", "its source does not answer") from None
 
     def _note_failure(
         self, choice: AdapterChoice, ref: AdapterRef, token: Secret | None, error: AdapterError

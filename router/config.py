@@ -35,6 +35,13 @@ class RouterConfig:
     adapters: tuple[str, ...] = field(
         default=(), metadata={"help": "NAME=REF, a public name for an adapter", "flag": "adapter"}
     )
+    check_adapters: Literal["start", "use"] = field(
+        default="start",
+        metadata={
+            "help": "when adapters of --adapter are first fetched and judged: in the background"
+            " once a worker is there, or when a request names them"
+        },
+    )
     adapters_file: Path | None = field(
         default=None,
         metadata={"help": "YAML or JSON file of adapters, followed as it changes"},

@@ -26,6 +26,7 @@ from router.base_model import BaseModel
 from router.catalog import Catalog, CatalogRules
 from router.compat_metrics import COMPAT_PREFIX, CompatMetrics
 from router.config import ConfigError, RouterConfig
+from router.declared_check import DeclaredCheck
 from router.discovery import Discovery
 from router.dispatch import Dispatcher, DispatchLimits
 from router.fleet import Fleet
@@ -91,6 +92,7 @@ class Service:
     idempotency: Idempotency
     background: Background
     unload_heir: UnloadHeir
+    declared_check: DeclaredCheck
 
     def why_not_ready(self) -> str | None:
         """None = new requests are answered. An adapter that failed holds nobody up."""
@@ -135,6 +137,8 @@ class Service:
             works.append(Discovery(self.sharing.store, self.fleet, self.config.secret).run())
         if self.adapters_file is not None:
             works.append(self.adapters_file.run())
+        if self.config.check_adapters == "start":
+            works.append(self.declared_check.run())
         try:
             async with self.background.running(*works):
                 yield
@@ -226,6 +230,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         ),
         background=_follow(base, fleet),
         unload_heir=UnloadHeir(sharing.store, admin),
+        declared_check=_declared_check(config, catalog, fleet),
     )
 
 
@@ -320,6 +325,11 @@ def _adapters_file(
     applied.clear()
     source = config.default_source
     return AdaptersFile(config.adapters_file, admin, rollouts, source, time.monotonic, applied)
+
+
+def _declared_check(config: RouterConfig, catalog: Catalog, fleet: Fleet) -> DeclaredCheck:
+    names = [registration.name for registration in declared_adapters(config)]
+    return DeclaredCheck(catalog, names, lambda: fleet.ready)
 
 
 class _Pinner:

@@ -103,6 +103,7 @@ async def running_router(
         "cache_dir": tmp_path / "cache",
         "drain_timeout_s": 1.0,
         "worker_wait_s": 0.0,
+        "check_adapters": "use",
     }
     urls = tuple(worker.url for worker in workers)
     config = RouterConfig(workers=urls, **(defaults | options))

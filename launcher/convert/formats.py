@@ -19,6 +19,7 @@ from launcher.convert.plan import Form, refusal
 _PICKLE_FILE = "adapter_model.bin"
 # The first that is there holds the weights.
 ADAPTER_FILES = (WEIGHTS_FILE, MLX_FILE, _PICKLE_FILE)
+_LLAMA = "ggml-adapter"
 _MOST_NAMED = 8
 _CHECKPOINT = re.compile(r"\d+_adapters\.safetensors")
 # What trainers leave beside the weights.
@@ -94,7 +95,9 @@ def beside(listing: Listing, chosen: str) -> str | None:
 
 
 def is_weights(name: str) -> bool:
-    return name.endswith(".safetensors") or is_unsafe(name)
+    """Whether it may hold an adapter's weights. llama.cpp's first format looks like a pickle."""
+    is_llama = name.startswith(_LLAMA)
+    return name.endswith(".safetensors") or (is_unsafe(name) and not is_llama)
 
 
 def form_of(names: Sequence[str]) -> Form:
@@ -131,7 +134,7 @@ def _refuse_shards(files: Collection[str]) -> None:
 def _refuse_other_files(listing: Listing) -> NoReturn:
     """For a folder without anything that may be an adapter's weights."""
     for name in sorted(listing.files):
-        if name.lower().endswith((".gguf", ".ggla")) or name.startswith("ggml-adapter"):
+        if name.lower().endswith((".gguf", ".ggla")) or name.startswith(_LLAMA):
             raise refusal(f"{shown(name)} is llama.cpp's format, which is not converted")
         if name.endswith(".npz"):
             raise refusal(

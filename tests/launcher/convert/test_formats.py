@@ -38,6 +38,7 @@ def test_the_file_that_is_taken(files: tuple[str, ...], chosen: str) -> None:
         (("adapter_model-00001-of-00002.bin", "adapter_model.bin.index.json"), (), "several files"),
         (("ggml-adapter-model.bin.gguf",), (), "llama.cpp"),
         (("lora.GGUF",), (), "llama.cpp"),
+        (("ggml-adapter-model.bin",), (), "llama.cpp"),
         (("adapters.npz",), (), "mlx's format of before April 2024"),
         (("model-00001-of-00002.safetensors", "model.safetensors.index.json"), (), "whole model"),
         (("pytorch_model.bin", "config.json"), (), "whole model"),

@@ -1,10 +1,13 @@
 """Pickles are read by a confined process: what is honest comes through, nothing else does."""
 
 import io
+import json
 import os
 import pickle
 import re
 import struct
+import subprocess
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -21,6 +24,7 @@ from launcher.convert import pickles
 from launcher.convert.pickles import PickleLimits, read_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+ROOT = Path(__file__).parents[3]
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 OTHER = NAME.replace("lora_A", "lora_B")
 MIB = 1 << 20
@@ -280,14 +284,45 @@ def test_bytes_of_a_reader_are_checked(tmp_path: Path) -> None:
     assert [violation.code for violation in error.value.violations] == ["overlap"]
 
 
-@pytest.mark.usefixtures("lying")
-def test_without_confinement_nothing_is_opened_unless_wished(tmp_path: Path) -> None:
-    source = saved(PLAIN, tmp_path / "ungranted.bin")
-    message = refused(source)
-    assert "no seccomp: Function not implemented" in message
-    assert "--unconfined" in message
-    (tmp_path / "ungranted.read").unlink()
-    assert read(source, is_confined=False).keys() == PLAIN.keys()
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        ("unshare", ""),
+        ("landlock_create_ruleset", ""),
+        ("unshare,landlock_create_ruleset", "no namespaces: Function not.*no landlock: Function"),
+        ("prctl", "no seccomp: Function not implemented"),
+    ],
+)
+def test_kernels_that_lack_a_layer(tmp_path: Path, lacking: str, words: str) -> None:
+    """One layer of the first two may be missing; else nothing is opened, unless it is wished."""
+    saved(PLAIN, tmp_path / "adapter_model.bin")
+    config = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    def convert(out: str, *more: str) -> subprocess.CompletedProcess[str]:
+        command = ["-m", "launcher", "adapter", "convert", str(tmp_path), "--out", out, *more]
+        denied = [sys.executable, "-m", "tests.launcher.convert.denied", lacking]
+        return subprocess.run(
+            [*denied, sys.executable, *command], cwd=ROOT, capture_output=True, text=True
+        )
+
+    done = convert(str(tmp_path / "out"))
+    if not words:
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 1
+    assert "adapter_model.bin is not opened: this machine does not confine" in done.stderr
+    assert "--unconfined" in done.stderr
+    assert re.search(words, done.stderr), done.stderr
+    assert not (tmp_path / "out").exists()
+    done = convert(str(tmp_path / "out"), "--unconfined")
+    assert done.returncode == 0, done.stderr
+    assert "may be read without confinement" in done.stderr
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "loraplex[convert]" in refused(saved(PLAIN, tmp_path / "a.bin"))
 
 
 def test_the_reader_gets_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

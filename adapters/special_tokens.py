@@ -6,7 +6,8 @@ from typing import Any
 from adapters.violations import shown
 
 _KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-USUAL_TOKENS = frozenset(f"{kind}_token" for kind in _KINDS)
+# In the order in which transformers adds those that a tokenizer does not have.
+USUAL_TOKENS = tuple(f"{kind}_token" for kind in _KINDS)
 
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def _carry_out(arguments: argparse.Namespace, cache_dir: Path) -> Report:
     elif action == "convert":
         check_new_folder(arguments.out)
     limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
-    base = _base(arguments.base, arguments.model_names)
+    base = _base(arguments)
     if action == "check":
         return _report_of(ref, _check(ref, base, limits), base)
     if action == "convert":
@@ -115,11 +115,14 @@ def _check_out(path: Path) -> None:
         raise OptionError(f"--out {path}: there is no folder {path.parent}")
 
 
-def _base(model: str | None, names: Sequence[str]) -> BaseSpec | None:
-    """By all names that a worker of this model knows it by. names: those that the operator adds."""
+def _base(arguments: argparse.Namespace) -> BaseSpec | None:
+    """By all names that a worker of this model knows it by. Raises OptionError."""
+    model, names = arguments.base, arguments.model_names
     if model is None:
         if names:
             raise OptionError("--model-name names the base that --base says")
+        if arguments.allow_other_base:
+            raise OptionError("--allow-other-base is about the base that --base says")
         return None
     folder = _model_folder(model)
     demo = (BASE_NAME,) if is_demo_model(_place(model)) else ()

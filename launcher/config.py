@@ -67,6 +67,7 @@ def check_worker(config: WorkerConfig) -> None:
     """
     from adapters.sources.enabled import open_sources
 
+    _check_void(config)
     if config.redis:
         from router.shared.redis_link import RedisLink
 
@@ -80,6 +81,18 @@ def check_worker(config: WorkerConfig) -> None:
         if error.code != "bad_ref":
             raise
         raise OptionError(error.message) from error
+
+
+def _check_void(config: WorkerConfig) -> None:
+    """Options of which one makes another mean nothing. Raises OptionError."""
+    if config.advertise and not config.redis:
+        raise OptionError("--advertise is what routers find by --redis; there is none")
+    share = next(option for option in WORKER_OPTIONS if option.field == "gpu_memory_utilization")
+    if config.kv_memory is not None and config.gpu_memory_utilization != share.default:
+        raise OptionError(
+            "--gpu-memory-utilization says what is left for the KV cache, and so does --kv-memory: "
+            "drop one of them"
+        )
 
 
 def check_variables(environ: Mapping[str, str]) -> None:

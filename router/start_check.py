@@ -31,6 +31,7 @@ def check_options(config: RouterConfig) -> None:
     What fails at one entry of the adapters file costs that entry alone, later as at the start.
     """
     check_workers(config)
+    _check_void(config)
     declared_adapters(config)
     with blaming("--host", ExposureError):
         check_exposure(config)
@@ -90,6 +91,22 @@ def saved_card(config: RouterConfig) -> ModelCard | None:
         return None
     with blaming("--model-card", CardError):
         return read_card(config.model_card)
+
+
+def _check_void(config: RouterConfig) -> None:
+    """Options of which one makes another mean nothing: it would be ignored in silence."""
+    if config.auth == "none" and config.keys_file is not None:
+        raise ConfigError("--keys-file: with --auth none nobody is asked for a key; drop one")
+    if config.share_hub_token and not config.hub_token:
+        raise ConfigError("--share-hub-token lends the operator's HF_TOKEN, and there is none")
+    for name in ("max_queue", "max_queue_bytes"):
+        whole, own = getattr(config, name), getattr(config, name.replace("max", "max_tenant"))
+        if own is not None and own > whole:
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"--{flag.replace('max', 'max-tenant')} {own} is more than --{flag} {whole}, which "
+                "all tenants share"
+            )
 
 
 def _check_tls(config: RouterConfig) -> None:

@@ -159,19 +159,27 @@ def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, Adap
     """Raises RequestError."""
     request, _ = decode_body(body, RegisterBody)
     check_name(request.name, "name")
+    ref = _target(request, default_source)
+    told = f"only adapters of the Hub are opened with one; it would not be used for {ref.source}:"
+    require(request.token is None or ref.source == "hub", told, "token")
+    return request, ref
+
+
+def _target(request: RegisterBody, default_source: str) -> AdapterRef:
+    """What a registration names. Raises RequestError."""
     parts = (request.source, request.id, request.revision)
     if request.versions is not None:
         is_alone = (request.ref, *parts) == (None,) * 4
         require(is_alone, "give it, or ref, or source, id and revision", "versions")
-        return request, parse_target(request.versions[0].reference, "versions", default_source)
+        return parse_target(request.versions[0].reference, "versions", default_source)
     require(request.guards is msgspec.UNSET, "they need `versions` beside them", "guards")
     if request.ref is not None:
         require(parts == (None,) * 3, "give it, or source, id and revision", "ref")
-        return request, parse_target(request.ref, "ref", default_source)
+        return parse_target(request.ref, "ref", default_source)
     require(request.id is not None, "give ref, or source and id", "ref")
     revision = f"@{request.revision}" if request.revision is not None else ""
     text = f"{request.source or default_source}:{request.id}{revision}"
-    return request, parse_target(text, "id", default_source)
+    return parse_target(text, "id", default_source)
 
 
 def check_versions_alone(request: RegisterBody) -> None:

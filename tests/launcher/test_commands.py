@@ -115,7 +115,24 @@ def test_check_lists_all_violations(
     code, out, _ = run(capsys, "adapter", "check", str(adapter), "--base", model, *named)
     assert "use_dora" in out
     assert "wrong_base" not in out
-    assert run(capsys, "adapter", "check", str(adapter), *named)[0] == 2
+    for alone in (named, ["--allow-other-base"]):
+        code, _, err = run(capsys, "adapter", "check", str(adapter), *alone)
+        assert (code, "that --base says" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--advertise", "ws://gpu-1:8090"], "--advertise is what routers find by --redis"),
+        (["--kv-memory", "1GiB", "--gpu-memory-utilization", "0.5"], "and so does --kv-memory"),
+    ],
+)
+def test_a_worker_refuses_what_another_option_makes_void(
+    capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    code, out, err = run(capsys, "worker", "./nowhere", *options)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert words in err
 
 
 @pytest.mark.parametrize("by_path", [False, True])

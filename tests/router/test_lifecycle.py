@@ -84,6 +84,7 @@ async def test_register_by_parts(router: Running, worker: FakeWorker) -> None:
         ({"name": "x", "ref": "org/one", "guards": None}, 400, "`guards`: they need `versions`"),
         ({"name": "x", "revision": "v1", "versions": [VERSION]}, 400, "`versions`: give it, or"),
         ({"name": "x", "ref": "org/one", "versions": [VERSION]}, 400, "`versions`: give it, or"),
+        ({"name": "x", "ref": "local:a", "token": "t"}, 400, "`token`: only adapters of the Hub"),
         ({"name": "x", "ref": "org/missing"}, 404, "no repository"),
         ({"name": "x", "ref": "org/private"}, 401, "private"),
         ({"name": "x", "ref": "org/down"}, 503, "does not answer"),

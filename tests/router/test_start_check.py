@@ -59,6 +59,28 @@ def test_a_redis_that_may_be(url: str) -> None:
     check_options(RouterConfig(redis=url))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"auth": "none", "keys_file": HERE / "keys.yaml"}, "--keys-file: with --auth none nobody"),
+        ({"share_hub_token": True}, "--share-hub-token lends the operator's HF_TOKEN"),
+        ({"max_tenant_queue": 9, "max_queue": 8}, "--max-tenant-queue 9 is more than"),
+        (
+            {"max_tenant_queue_bytes": 9, "max_queue_bytes": 8},
+            "--max-tenant-queue-bytes 9 is more than --max-queue-bytes 8",
+        ),
+    ],
+)
+def test_what_another_option_makes_void(options: dict[str, Any], words: str) -> None:
+    assert words in refused(**options)
+
+
+def test_what_no_option_makes_void() -> None:
+    check_options(RouterConfig(auth="none"))
+    check_options(RouterConfig(share_hub_token=True, hub_token="hf_x"))
+    check_options(RouterConfig(max_tenant_queue=8, max_queue=8))
+
+
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
 def test_a_certificate_wants_its_key(given: str) -> None:
     assert "give both" in refused(**{given: GOOD})

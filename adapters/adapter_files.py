@@ -1,16 +1,23 @@
 """Which files of a source make an adapter, judged by name and size before any is fetched. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from adapters.errors import AdapterError
+from adapters.header import WEIGHTS_FILE
 from adapters.peft_format import CONFIG_FILE, MAX_CONFIG_BYTES
 from adapters.run_folders import did_you_mean
 from adapters.tokenizer_files import TOKENIZER_FILES
-from adapters.validate import WEIGHTS_FILE, AdapterLimits
+from adapters.validate import AdapterLimits
 from adapters.violations import Findings
+from adapters.weights_index import (
+    INDEX_FILES,
+    MAX_INDEX_BYTES,
+    MAX_SHARDS,
+    check_shards,
+    is_shard,
+    parse_index,
+)
 
-# Of weights in several files. It is not read.
-_INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 # Of mlx-lm's format. It is not read.
 MLX_FILE = "adapters.safetensors"
 _CONVERT = "`loraplex adapter convert FOLDER --out OUT` makes a safetensors adapter of it"
@@ -24,11 +31,27 @@ def is_unsafe(name: str) -> bool:
 
 def is_relevant(name: str) -> bool:
     """Whether it says something of the adapter, be it only why it is refused."""
-    return _is_fetched(name) or name in (_INDEX_FILE, MLX_FILE) or is_unsafe(name)
+    known = (CONFIG_FILE, WEIGHTS_FILE, MLX_FILE, *INDEX_FILES)
+    return name in known or name in TOKENIZER_FILES or is_shard(name) or is_unsafe(name)
 
 
-def _is_fetched(name: str) -> bool:
-    return name in (CONFIG_FILE, WEIGHTS_FILE) or name in TOKENIZER_FILES
+def weight_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Those that hold the weights, of the files that are there; several only beside an index.
+
+    PEFT reads the one file; transformers, too, where there is one.
+    """
+    there = set(names)
+    if WEIGHTS_FILE in there:
+        return (WEIGHTS_FILE,)
+    return tuple(sorted(filter(is_shard, there))) if there.intersection(INDEX_FILES) else ()
+
+
+def index_file(names: Iterable[str]) -> str | None:
+    """The index that counts; None where the weights are one file, or none."""
+    there = set(names)
+    if WEIGHTS_FILE in there or not weight_files(there):
+        return None
+    return next(filter(there.__contains__, INDEX_FILES))
 
 
 def small_files(
@@ -47,20 +70,10 @@ def small_files(
     if CONFIG_FILE not in listing:
         meant = did_you_mean(place, nearby())
         findings.add("missing_file", CONFIG_FILE, f"there is no {CONFIG_FILE}{meant}")
-    if WEIGHTS_FILE not in listing:
-        unsafe = sorted(name for name in listing if is_unsafe(name))
-        if _INDEX_FILE in listing:
-            message = f"the weights are in several files; save them as one, {WEIGHTS_FILE}"
-            findings.add("missing_file", WEIGHTS_FILE, message)
-        elif unsafe:
-            message = f"the weights are a pickle, which is never opened; {_CONVERT}"
-            findings.add("unsafe_format", unsafe[0], message)
-        elif MLX_FILE in listing:
-            message = f"the weights are in mlx-lm's format, which is not served; {_CONVERT}"
-            findings.add("missing_file", MLX_FILE, message)
-        else:
-            findings.add("missing_file", WEIGHTS_FILE, f"there is no {WEIGHTS_FILE}")
+    _check_weight_files(listing, findings)
+    index = index_file(listing)
     allowed = {CONFIG_FILE: MAX_CONFIG_BYTES, **TOKENIZER_FILES}
+    allowed |= {} if index is None else {index: MAX_INDEX_BYTES}
     small: list[str] = []
     for name, most in allowed.items():
         if listing.get(name, 0) > most:
@@ -72,6 +85,46 @@ def small_files(
     return tuple(small)
 
 
+def read_index(
+    small: Mapping[str, bytes], listing: Mapping[str, int], findings: Findings
+) -> dict[str, str] | None:
+    """Tensor -> the file that holds it. None: the weights are in one file, or the index is wrong.
+
+    small: name -> bytes of the files other than the weights.
+    """
+    name, before = index_file(listing), len(findings)
+    if name is None or name not in small:
+        return None
+    index = parse_index(small[name], name, findings)
+    if index is not None:
+        check_shards(index, weight_files(listing), findings)
+    return index if len(findings) == before else None
+
+
+def _check_weight_files(listing: Mapping[str, int], findings: Findings) -> None:
+    found = weight_files(listing)
+    if len(found) > MAX_SHARDS:
+        message = f"the weights are in {len(found)} files; at most {MAX_SHARDS} are read"
+        findings.add("too_many_files", found[-1], message)
+    if found:
+        return
+    unsafe = sorted(filter(is_unsafe, listing))
+    if INDEX_FILES[0] in listing:
+        message = "the weights are in several files, of which none is there beside the index"
+        findings.add("missing_file", WEIGHTS_FILE, message)
+    elif any(map(is_shard, listing)):
+        message = f"the weights are in several files, without an index, {INDEX_FILES[0]}"
+        findings.add("missing_file", INDEX_FILES[0], message)
+    elif unsafe:
+        message = f"the weights are a pickle, which is never opened; {_CONVERT}"
+        findings.add("unsafe_format", unsafe[0], message)
+    elif MLX_FILE in listing:
+        message = f"the weights are in mlx-lm's format, which is not served; {_CONVERT}"
+        findings.add("missing_file", MLX_FILE, message)
+    else:
+        findings.add("missing_file", WEIGHTS_FILE, f"there is no {WEIGHTS_FILE}")
+
+
 def check_bytes(total: int, limits: AdapterLimits) -> None:
     """total: of an adapter's files together. Raises AdapterError `too_large`."""
     if total > limits.max_bytes:
@@ -80,4 +133,5 @@ def check_bytes(total: int, limits: AdapterLimits) -> None:
 
 
 def fetched_bytes(listing: Mapping[str, int]) -> int:
-    return sum(size for name, size in listing.items() if _is_fetched(name))
+    fetched = {CONFIG_FILE, *TOKENIZER_FILES, index_file(listing), *weight_files(listing)}
+    return sum(size for name, size in listing.items() if name in fetched)

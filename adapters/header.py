@@ -20,7 +20,7 @@ MAX_NAME_CHARS = 512
 _MAX_DIM = 1 << 40
 _MAX_OFFSET = (1 << 64) - 1
 _MAX_METADATA_KEYS = 4096
-_FILE = "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 # A Git-LFS pointer's, which is text and no longer than this. As a length it would be absurd.
 _POINTER_START = b"version "
 _MAX_POINTER_BYTES = 1024
@@ -62,64 +62,68 @@ class TensorInfo(msgspec.Struct, frozen=True, gc=False):
         return self.end - self.start
 
 
-def header_size(prefix: bytes, file_bytes: int, max_header_bytes: int = MAX_HEADER_BYTES) -> int:
-    """Length of the JSON that follows the first 8 bytes. Raises AdapterError `invalid`."""
+def header_size(prefix: bytes, file_bytes: int, file: str = WEIGHTS_FILE) -> int:
+    """Length of the JSON that follows the first 8 bytes. Raises AdapterError `invalid`.
+
+    file: its name.
+    """
     if len(prefix) < PREFIX_BYTES:
-        raise invalid("truncated", _FILE, "the weights file is shorter than 8 bytes")
+        raise invalid("truncated", file, f"{file} is shorter than 8 bytes")
     if prefix[:PREFIX_BYTES] == _POINTER_START and file_bytes < _MAX_POINTER_BYTES:
-        message = f"{_FILE} is a Git-LFS pointer and not the weights; `git lfs pull` fetches them"
-        raise invalid("header_too_large", _FILE, message)
+        message = f"{file} is a Git-LFS pointer and not the weights; `git lfs pull` fetches them"
+        raise invalid("header_too_large", file, message)
     size = int.from_bytes(prefix[:PREFIX_BYTES], "little")
-    if size > max_header_bytes:
-        message = f"the safetensors header claims {size} bytes; at most {max_header_bytes} are read"
-        raise invalid("header_too_large", _FILE, message)
+    if size > MAX_HEADER_BYTES:
+        message = f"the safetensors header claims {size} bytes; at most {MAX_HEADER_BYTES} are read"
+        raise invalid("header_too_large", file, message)
     if size > file_bytes - PREFIX_BYTES:
         message = f"the safetensors header claims {size} bytes in a file of {file_bytes}"
-        raise invalid("truncated", _FILE, message)
+        raise invalid("truncated", file, message)
     return size
 
 
 def parse_header(
-    header: bytes, file_bytes: int, max_tensors: int = MAX_TENSORS
+    header: bytes, file_bytes: int, file: str = WEIGHTS_FILE
 ) -> tuple[TensorInfo, ...]:
     """The tensors, in the order of their bytes.
 
     header: the JSON alone. file_bytes: size of the whole file, to which the tensors must add up.
+    file: its name.
     Raises AdapterError `invalid` with every violation found; never another exception.
     """
-    entries = _entries(header, max_tensors)
+    entries = _entries(header, file)
     findings = Findings()
     _check_metadata(entries.pop("__metadata__", None), findings)
-    if len(entries) > max_tensors:
-        message = f"{len(entries)} tensors; at most {max_tensors} are accepted"
-        raise invalid("too_many_tensors", _FILE, message)
+    if len(entries) > MAX_TENSORS:
+        message = f"{len(entries)} tensors; at most {MAX_TENSORS} are accepted"
+        raise invalid("too_many_tensors", file, message)
     data_start = PREFIX_BYTES + len(header)
     infos = [_tensor(name, entry, data_start, findings) for name, entry in entries.items()]
     findings.raise_if_any()
     tensors = sorted(
         (info for info in infos if info is not None), key=lambda info: (info.start, info.end)
     )
-    _check_tiling(tensors, data_start, file_bytes, findings)
+    _check_tiling(tensors, data_start, file_bytes, file, findings)
     findings.raise_if_any()
     return tuple(tensors)
 
 
-def _entries(header: bytes, max_tensors: int) -> dict[str, Any]:
+def _entries(header: bytes, file: str) -> dict[str, Any]:
     if not header.startswith(b"{"):
-        raise invalid("bad_header", _FILE, "the safetensors header does not start with '{'")
+        raise invalid("bad_header", file, "the safetensors header does not start with '{'")
     # Each tensor is one object with two lists; counting bounds the memory that parsing takes.
-    most = max_tensors + 2 + _MAX_METADATA_KEYS
+    most = MAX_TENSORS + 2 + _MAX_METADATA_KEYS
     if header.count(b"{") > most:
-        message = f"the safetensors header lists more than {max_tensors} tensors"
-        raise invalid("too_many_tensors", _FILE, message)
+        message = f"the safetensors header lists more than {MAX_TENSORS} tensors"
+        raise invalid("too_many_tensors", file, message)
     if header.count(b"[") > 2 * most:
-        message = f"the safetensors header has more lists than {max_tensors} tensors have"
-        raise invalid("bad_header", _FILE, message)
+        message = f"the safetensors header has more lists than {MAX_TENSORS} tensors have"
+        raise invalid("bad_header", file, message)
     try:
         return decode_object(header)
     except StrictJsonError as error:
         code = "duplicate_key" if "duplicate key" in str(error) else "bad_header"
-        raise invalid(code, _FILE, f"the safetensors header is {error}") from None
+        raise invalid(code, file, f"the safetensors header is {error}") from None
 
 
 def _check_metadata(metadata: object, findings: Findings) -> None:
@@ -164,7 +168,7 @@ def _is_ints(value: object) -> bool:
 
 
 def _check_tiling(
-    tensors: list[TensorInfo], data_start: int, file_bytes: int, findings: Findings
+    tensors: list[TensorInfo], data_start: int, file_bytes: int, file: str, findings: Findings
 ) -> None:
     """The tensors cover the data section exactly: no gap, no overlap, nothing before or after."""
     position = data_start
@@ -176,7 +180,7 @@ def _check_tiling(
         position = max(position, tensor.end)
     if position > file_bytes:
         message = f"the tensors end at byte {position} of a file of {file_bytes}"
-        findings.add("truncated", _FILE, message)
+        findings.add("truncated", file, message)
     elif position < file_bytes:
         message = f"{file_bytes - position} bytes follow the last tensor"
-        findings.add("trailing_bytes", _FILE, message)
+        findings.add("trailing_bytes", file, message)

@@ -8,7 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from adapters.adapter_files import check_bytes, is_relevant, is_unsafe, small_files
+from adapters.adapter_files import (
+    check_bytes,
+    is_relevant,
+    is_unsafe,
+    read_index,
+    small_files,
+    weight_files,
+)
 from adapters.base import BaseSpec
 from adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
 from adapters.disk import entries_of
@@ -34,7 +41,7 @@ from adapters.validate import (
     validate,
 )
 from adapters.violations import Findings
-from adapters.weights import WeightsFile, open_weights
+from adapters.weights import Weights, open_shards, open_weights
 
 
 class Judged(NamedTuple):
@@ -59,9 +66,11 @@ def judge_folder(
     names = small_files(listing, limits, findings, str(folder), partial(adapters_near, folder))
     small = {name: (folder / name).read_bytes() for name in names if name not in unreadable}
     with ExitStack() as opened:
+        index = read_index(small, listing, findings)
         weights = tensors = None
-        if WEIGHTS_FILE in listing.keys() - unreadable:
-            weights = opened.enter_context(open_weights(folder / WEIGHTS_FILE))
+        if unreadable.isdisjoint(weight_files(listing)):
+            weights = _open(opened, folder, listing, index, findings)
+        if weights is not None:
             tensors = _header(weights, findings)
         base = base or infer_base(trained_for(small.get(CONFIG_FILE, b"")), tensors or ())
         targeting, template = check_small(small, base, limits, findings)
@@ -155,7 +164,23 @@ def _regular_bytes(entry: os.DirEntry[str]) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def _header(weights: WeightsFile, findings: Findings) -> tuple[TensorInfo, ...] | None:
+def _open(
+    opened: ExitStack,
+    folder: Path,
+    listing: Mapping[str, int],
+    index: Mapping[str, str] | None,
+    findings: Findings,
+) -> Weights | None:
+    """The weights, in one file or several; None when there are none that can be read."""
+    if WEIGHTS_FILE in listing:
+        return opened.enter_context(open_weights(folder / WEIGHTS_FILE))
+    if index is not None:
+        with findings.gathered():
+            return opened.enter_context(open_shards(folder, index, WEIGHTS_FILE))
+    return None
+
+
+def _header(weights: Weights, findings: Findings) -> tuple[TensorInfo, ...] | None:
     with findings.gathered():
         return weights.tensors()
     return None
@@ -170,7 +195,7 @@ class _Reading:
 
     def __init__(
         self,
-        weights: WeightsFile,
+        weights: Weights,
         tensors: Sequence[TensorInfo],
         adapter: LoraTensors | None,
         base: BaseSpec,

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from adapters.adapter_files import fetched_bytes, small_files
+from adapters.adapter_files import fetched_bytes, read_index, small_files, weight_files
 from adapters.base import BaseSpec
 from adapters.content import Contents
 from adapters.content_check import ContentCheck, DigestCheck, SealCheck
@@ -41,7 +41,7 @@ from adapters.staging import remove_stale, resumable_folder, staging_folder
 from adapters.unpacked import Unpacked
 from adapters.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
 from adapters.violations import Findings, invalid
-from adapters.weights import WeightsFile, open_weights
+from adapters.weights import WeightsFile, join_files, open_weights
 
 log = logging.getLogger(__name__)
 
@@ -298,9 +298,14 @@ class AdapterStore:
             fetch(name)
         contents = {name: (folder / name).read_bytes() for name in small}
         check_small(contents, self._base, self._limits, findings)
+        index = read_index(contents, listing, findings)
         findings.raise_if_any()
-        with self._quota.room(total):
-            fetch(WEIGHTS_FILE)
+        # Several files and the one that is made of them lie side by side for a while.
+        with self._quota.room(total if index is None else 2 * total):
+            for name in weight_files(listing):
+                fetch(name)
+            if index is not None:
+                join_files(folder, index, WEIGHTS_FILE)
         return total
 
     def _make_folders(self) -> None:

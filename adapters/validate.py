@@ -12,6 +12,7 @@ from adapters.base import BaseModule, BaseSpec, base_modules
 from adapters.base_names import names_base, normal_name
 from adapters.coverage import Coverage, Site, coverage_of
 from adapters.header import FLOAT_DTYPES, TensorInfo
+from adapters.header import WEIGHTS_FILE as WEIGHTS_FILE
 from adapters.manifest import SlabDtype
 from adapters.peft_format import MAX_RANK, PeftConfig
 from adapters.sorted_tensors import sort_tensors
@@ -19,7 +20,6 @@ from adapters.targeting import Targeting
 from adapters.tensor_names import NAMINGS, WHOLE, Naming, parse_tensor_name
 from adapters.violations import Findings, shown
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_ADAPTER_BYTES = 4 << 30
 MAX_LORA_RANK = 256
 MAX_STORE_BYTES = 200 << 30

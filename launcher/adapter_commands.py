@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import get_token
 
-from adapters.adapter_files import small_files
+from adapters.adapter_files import small_files, weight_files
 from adapters.base import BaseSpec
 from adapters.errors import AdapterError
 from adapters.judge import Judged, judge_folder
@@ -29,7 +29,7 @@ from adapters.slab_memory import one_after_another
 from adapters.sources.base import Source
 from adapters.sources.enabled import open_sources
 from adapters.store import AdapterStore
-from adapters.validate import WEIGHTS_FILE, AdapterLimits
+from adapters.validate import AdapterLimits
 from adapters.violations import Findings
 from launcher.adapter_report import Report
 from launcher.adapter_templates import template_forms
@@ -180,7 +180,7 @@ def _fetched(ref: AdapterRef, limits: AdapterLimits) -> Iterator[Path]:
         nearby = partial(source.adapters_in, pinned, token)
         small = small_files(listing, limits, findings, told_place(pinned), nearby)
         findings.raise_if_any()
-        for file in (*small, WEIGHTS_FILE):
+        for file in (*small, *weight_files(listing)):
             source.fetch_file(pinned, token, file, Path(name))
         yield Path(name)
 

@@ -8,8 +8,9 @@ import ipaddress
 import re
 import socket
 import ssl
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from adapters.sources.partial import Stream, fetch_resumable, range_start
 from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
 from adapters.tokenizer_files import TOKENIZER_FILES
 from adapters.validate import WEIGHTS_FILE
-from adapters.violations import invalid
+from adapters.violations import Findings, invalid
+from adapters.weights_index import INDEX_FILES, MAX_INDEX_BYTES, MAX_SHARDS, parse_index
 
 DEFAULT_TIMEOUT_S = 10.0
 PORT = 443
@@ -102,15 +104,39 @@ class HttpsSource:
         return self._hosts[place]
 
     def _list(self, ref: AdapterRef) -> Mapping[str, RemoteFile]:
+        files = self._heads(ref, _FILES)
+        if WEIGHTS_FILE not in files:
+            files |= self._shards(ref)
+        if not files:
+            raise AdapterError("not_found", f"{told_name(ref)} holds no adapter")
+        return files
+
+    def _heads(self, ref: AdapterRef, names: Iterable[str]) -> dict[str, RemoteFile]:
+        """Those of the files that are there."""
         files = {}
-        for name in _FILES:
+        for name in names:
             with self._request("HEAD", ref, name, {}) as answer:
                 if answer.status_code not in (404, 410):
                     _check(answer, ref)
                     files[name] = _remote_file(answer, name)
-        if not files:
-            raise AdapterError("not_found", f"{told_name(ref)} holds no adapter")
         return files
+
+    def _shards(self, ref: AdapterRef) -> dict[str, RemoteFile]:
+        """An index and the files that it names, as nobody lists what else is there."""
+        for name, index in self._heads(ref, INDEX_FILES).items():
+            data = self._read(ref, name, index) if index.size <= MAX_INDEX_BYTES else b""
+            named = parse_index(data, name, Findings()) or {}
+            shards = sorted(set(named.values()))[: MAX_SHARDS + 1]
+            return {name: index} | self._heads(ref, shards)
+        return {}
+
+    def _read(self, ref: AdapterRef, name: str, file: RemoteFile) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="loraplex-index-") as folder:
+            target = Path(folder) / name
+            fetch_resumable(
+                target, file.size, lambda offset: self._open(ref, name, file, offset), self._clock
+            )
+            return target.read_bytes()
 
     @contextmanager
     def _open(self, ref: AdapterRef, name: str, file: RemoteFile, offset: int) -> Iterator[Stream]:

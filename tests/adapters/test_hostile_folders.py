@@ -46,12 +46,11 @@ def test_the_folder_that_is_spoiled_is_good(tmp_path: Path) -> None:
 
 def test_what_is_no_weights_file_is_called_by_its_name(tmp_path: Path) -> None:
     """By the check, and by the store, which fetches no weights to find it out."""
-    weights, index = "adapter_model.safetensors", "adapter_model.safetensors.index.json"
+    weights = "adapter_model.safetensors"
     pointer = write_good(tmp_path / "pointer", BASE)
     (pointer / weights).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     sharded = write_good(tmp_path / "sharded", BASE)
     (sharded / weights).rename(sharded / "adapter_model-00001-of-00001.safetensors")
-    (sharded / index).write_text('{"weight_map": {}}')
     store = AdapterStore(tmp_path / "store", BASE, {"local": LocalSource([tmp_path])})
     told = {pointer: "Git-LFS pointer", sharded: "the weights are in several files"}
     for folder, words in told.items():

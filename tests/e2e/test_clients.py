@@ -3,6 +3,7 @@
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -128,6 +129,31 @@ def test_hub_text_generation(serving: Serving) -> None:
     assert "".join(parts).strip() == plain.strip()
 
 
+def test_hub_sends_whatever_it_has(serving: Serving) -> None:
+    hub = InferenceClient(serving.url)
+    asked: dict[str, Any] = {
+        "adapter_id": "json",
+        "do_sample": True,
+        "frequency_penalty": 0.1,
+        "max_new_tokens": 8,
+        "repetition_penalty": 1.1,
+        "return_full_text": True,
+        "seed": 3,
+        "stop": ["zzz"],
+        "temperature": 0.8,
+        "top_k": 20,
+        "top_p": 0.9,
+        "truncate": 12,
+        "typical_p": 0.9,
+        "watermark": False,
+    }
+    whole = hub.text_generation(MESSAGE, details=True, decoder_input_details=True, **asked)
+    assert whole.details is not None
+    assert whole.details.seed == 3
+    parts = [*hub.text_generation(MESSAGE, stream=True, **asked)]
+    assert whole.generated_text == MESSAGE + "".join(parts)
+
+
 def test_hub_chat_completion(serving: Serving) -> None:
     hub = InferenceClient(base_url=serving.url)
     messages = [{"role": "user", "content": MESSAGE}]
@@ -149,10 +175,11 @@ def test_hub_errors(serving: Serving) -> None:
 
 @pytest.mark.clients
 @pytest.mark.skipif(
-    not CLIENTS_PYTHON.exists(), reason="`make test` makes the environment for lorax-client"
+    not CLIENTS_PYTHON.exists(), reason="`make test` makes the environment for these clients"
 )
-def test_lorax_client(serving: Serving) -> None:
-    script = Path(__file__).with_name("lorax_client_script.py")
+@pytest.mark.parametrize("name", ["lorax_client_script.py", "tgi_client_script.py"])
+def test_clients_of_other_servers(serving: Serving, name: str) -> None:
+    script = Path(__file__).with_name(name)
     done = subprocess.run(
         [str(CLIENTS_PYTHON), str(script), serving.url, MESSAGE],
         capture_output=True,

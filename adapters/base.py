@@ -43,6 +43,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     embedding_digests: `embed_tokens` and `lm_head` -> `adapters.floats.float_digest` of the base's
         weights; an adapter that brings an equal copy of them, as PEFT saves it, is then accepted.
     tokens: text -> id, all that the base's tokenizer knows; None = not known.
+    eos_token_ids: ids that its files name as the end of an answer.
     """
 
     digest: str
@@ -54,6 +55,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     model_modules: dict[str, ModuleShape]
     embedding_digests: dict[str, str] = {}
     tokens: dict[str, int] | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def is_inferred(self) -> bool:

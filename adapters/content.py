@@ -25,6 +25,7 @@ from adapters.disk import (
     sync_files,
     sync_path,
 )
+from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.peft_format import CONFIG_FILE
 from adapters.validate import WEIGHTS_FILE
@@ -81,7 +82,8 @@ class Contents:
         (staged / name).write_bytes(msgspec.json.encode(manifest))
         # Only what was there when it was judged: another may publish the same content meanwhile.
         with suppress(FileNotFoundError), closing(hold(target)) as found:
-            if self._manifest(manifest.digest) is None:
+            there = self._manifest(manifest.digest)
+            if there is None or not there.knows_ends:
                 remove_held(found, target)
         publish_folder(staged, target, durable=not later)
         self._sync_later(manifest.digest)
@@ -135,3 +137,18 @@ class Contents:
             pass  # it was evicted, or another process did it
         except OSError as error:
             log.warning("adapter %.12s is not safe on the disk: %s", digest, error)
+
+
+def present(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
+    """What `Contents.held` gave. Raises AdapterError when that is nothing."""
+    if manifest is None:
+        raise AdapterError("not_found", f"adapter {digest[:12]} is not in the store")
+    return manifest
+
+
+def merged_member(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
+    """As `present`; what is not here any more can be fetched again."""
+    if manifest is None:
+        message = f"adapter {digest[:12]} is not in the store any more; try again"
+        raise AdapterError("unavailable", message, (), 1.0)
+    return manifest

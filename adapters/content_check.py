@@ -7,27 +7,35 @@ import msgspec
 import numpy as np
 
 from adapters.floats import Raw
-from adapters.manifest import AdapterTemplate
+from adapters.manifest import AdapterText
 from adapters.peft_format import PeftConfig
 from adapters.weights import WeightsFile
 
 _DIGEST_VERSION = b"loraplex adapter 1"
 # With a part for special tokens, so that content without any keeps the digest it always had.
 _TOKENS_VERSION = b"loraplex adapter 2"
+# With a part for its own ends of an answer, too.
+_ENDS_VERSION = b"loraplex adapter 3"
 _MIX = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1
 
 
 class ContentDigest:
-    """sha256 over the used config, the chat template, its special tokens and the weights file, each
-    but the last with its length."""
+    """sha256 over the used config, the chat template, its special tokens, the adapter's own ends of
+    an answer and the weights file, each but the last with its length."""
 
-    def __init__(self, config: PeftConfig, template: AdapterTemplate | None) -> None:
+    def __init__(self, config: PeftConfig, text: AdapterText) -> None:
+        template, ends = text
         tokens = template.special_tokens if template else {}
         parts = [msgspec.json.encode(config), template.source.encode() if template else b""]
-        if tokens:
+        version = _DIGEST_VERSION
+        if tokens or ends:
             parts.append(msgspec.json.encode(tokens, order="sorted"))
-        self._sha256 = hashlib.sha256(_TOKENS_VERSION if tokens else _DIGEST_VERSION)
+            version = _TOKENS_VERSION
+        if ends:
+            parts.append(msgspec.json.encode(ends))
+            version = _ENDS_VERSION
+        self._sha256 = hashlib.sha256(version)
         for part in parts:
             self._sha256.update(len(part).to_bytes(8, "little") + part)
 
@@ -99,12 +107,12 @@ class DigestCheck:
         self,
         weights: WeightsFile,
         config: PeftConfig,
-        template: AdapterTemplate | None,
+        text: AdapterText,
         digest: str,
     ) -> None:
         self._weights = weights
         self._expected = digest
-        self._found = ContentDigest(config, template)
+        self._found = ContentDigest(config, text)
         self._position = 0
 
     def before(self, position: int) -> None:

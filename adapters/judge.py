@@ -24,7 +24,7 @@ from adapters.floats import FloatDigest, fits, is_finite
 from adapters.header import TensorInfo
 from adapters.inferred_base import infer_base
 from adapters.layout import room_problem
-from adapters.manifest import AdapterManifest, AdapterTemplate, SlabDtype
+from adapters.manifest import AdapterManifest, AdapterText, SlabDtype
 from adapters.nearby import adapters_near
 from adapters.peft_format import CONFIG_FILE, parse_config, trained_for
 from adapters.targeting import Targeting
@@ -73,28 +73,28 @@ def judge_folder(
         if weights is not None:
             tensors = _header(weights, findings)
         base = base or infer_base(trained_for(small.get(CONFIG_FILE, b"")), tensors or ())
-        targeting, template = check_small(small, base, limits, findings)
+        targeting, text = check_small(small, base, limits, findings)
         adapter = None
         if weights is not None and tensors is not None:
             adapter = place_tensors(targeting, tensors, base, limits, findings)
             identity = weights.identity()
             digest = None
             if adapter is not None and not findings:
-                digest = ContentDigest(adapter.config, template)
+                digest = ContentDigest(adapter.config, text)
             reading = _Reading(weights, tensors, adapter, base, digest, limits.room)
             fingerprint = reading.check_values(findings)
         findings.raise_if_any()
         if adapter is None or digest is None:
             raise AssertionError("files that cannot be read left no violation")
         _check_room(adapter, base, limits)
-    manifest = _manifest(digest.hexdigest(), adapter, template)
+    manifest = _manifest(digest.hexdigest(), adapter, text)
     return Judged(manifest, adapter, Seal(identity, fingerprint))
 
 
 def check_small(
     small: Mapping[str, bytes], base: BaseSpec, limits: AdapterLimits, findings: Findings
-) -> tuple[Targeting | None, AdapterTemplate | None]:
-    """What can be told before the weights come: what is targeted, and the chat template.
+) -> tuple[Targeting | None, AdapterText]:
+    """What can be told before the weights come: what is targeted, and what is said of its text.
 
     small: name -> bytes of the files other than the weights.
     """
@@ -134,7 +134,7 @@ def is_intact(folder: Path, adapter: LoraTensors, manifest: AdapterManifest) -> 
     """Whether content that was judged before still has the digest it is known by."""
     known = manifest.content_digest or manifest.digest
     with open_weights(folder / WEIGHTS_FILE) as weights:
-        return DigestCheck(weights, adapter.config, manifest.template, known).holds()
+        return DigestCheck(weights, adapter.config, manifest.text, known).holds()
 
 
 def _listing(folder: Path, findings: Findings) -> tuple[dict[str, int], set[str]]:
@@ -262,9 +262,8 @@ def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> 
         raise AdapterError("too_large", problem)
 
 
-def _manifest(
-    digest: str, adapter: LoraTensors, template: AdapterTemplate | None
-) -> AdapterManifest:
+def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterManifest:
+    template = text.template
     tensors = [tensor for module in adapter.modules for tensor in (module.a, module.b)]
     return AdapterManifest(
         digest=digest,
@@ -276,4 +275,5 @@ def _manifest(
         chat_template=template.source if template else None,
         special_tokens=template.special_tokens if template else None,
         coverage=adapter.coverage,
+        end_token_ids=text.end_token_ids,
     )

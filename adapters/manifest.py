@@ -1,6 +1,6 @@
 """A validated adapter, and how its weights lie in a packed slab. Pure."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,16 @@ class AdapterTemplate(msgspec.Struct, frozen=True):
         return {DEFAULT_TEMPLATE: self.source}
 
 
+class AdapterText(NamedTuple):
+    """What an adapter says of its text, beside its weights.
+
+    end_token_ids: ids that end its answers beside the base's, as its files name them, ascending.
+    """
+
+    template: AdapterTemplate | None = None
+    end_token_ids: tuple[int, ...] = ()
+
+
 class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     """Validated content. `digest` is the adapter's identity everywhere after admission.
 
@@ -42,6 +52,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     content_digest: of a merged adapter, sha256 hex over its config and weights; else "".
     special_tokens: of its template; None = it has none, or was judged before they were kept.
     coverage: which targeted modules have weights; None = it was judged before this was kept.
+    end_token_ids: see AdapterText; None = it was judged before they were kept.
     """
 
     digest: str
@@ -54,6 +65,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     content_digest: str = ""
     special_tokens: dict[str, str | None] | None = None
     coverage: Coverage | None = None
+    end_token_ids: tuple[int, ...] | None = None
 
     @property
     def partial(self) -> Coverage | None:
@@ -71,6 +83,15 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
         return msgspec.structs.replace(
             self, digest=digest, content_digest=self.digest, coverage=coverage
         )
+
+    @property
+    def knows_ends(self) -> bool:
+        """Whether it was judged since ends are kept."""
+        return self.end_token_ids is not None
+
+    @property
+    def text(self) -> AdapterText:
+        return AdapterText(self.template, self.end_token_ids or ())
 
     @property
     def template(self) -> AdapterTemplate | None:

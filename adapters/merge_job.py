@@ -18,9 +18,11 @@ from adapters.floats import read_floats
 from adapters.header import TensorInfo
 from adapters.judge import rejudge
 from adapters.low_rank import Matrix, factorise
+from adapters.manifest import AdapterManifest
 from adapters.merge_delta import Delta, draw_seed, merge_deltas
 from adapters.merge_plan import MergedModule, merged_config, plan_merge
 from adapters.merge_recipe import MergeRecipe
+from adapters.own_ends import GENERATION_FILE
 from adapters.peft_format import CONFIG_FILE
 from adapters.validate import WEIGHTS_FILE, AdapterLimits
 from adapters.weights import WeightsFile, open_weights
@@ -50,6 +52,13 @@ def write_job(folder: Path, job: MergeJob, contents: Sequence[Path]) -> None:
         member.mkdir()
         for name in (CONFIG_FILE, WEIGHTS_FILE):
             (member / name).hardlink_to(content / name)
+
+
+def write_ends(folder: Path, members: Sequence[AdapterManifest]) -> None:
+    """A merged adapter may end its answers as each of its members does."""
+    ends = sorted({i for member in members for i in member.end_token_ids or ()})
+    if ends:
+        (folder / GENERATION_FILE).write_bytes(msgspec.json.encode({"eos_token_id": ends}))
 
 
 def run_job(folder: Path) -> None:

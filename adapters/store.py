@@ -17,7 +17,7 @@ from typing import Literal
 
 from adapters.adapter_files import fetched_bytes, read_index, small_files, weight_files
 from adapters.base import BaseSpec
-from adapters.content import Contents
+from adapters.content import Contents, merged_member, present
 from adapters.content_check import ContentCheck, DigestCheck, SealCheck
 from adapters.coverage import Coverage
 from adapters.disk import disk_errors, mark_used, publish_file
@@ -25,7 +25,7 @@ from adapters.errors import AdapterChanged, AdapterError
 from adapters.judge import Judged, check_small, is_intact, judge_folder, rejudge
 from adapters.layout import make_layout
 from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype, SlabLayout
-from adapters.merge_job import MergeJob, write_job
+from adapters.merge_job import MergeJob, write_ends, write_job
 from adapters.merge_plan import merged_coverage, plan_merge
 from adapters.merge_recipe import MergeRecipe
 from adapters.quota import Quota
@@ -135,13 +135,14 @@ class AdapterStore:
         return manifest
 
     def recall(self, ref: AdapterRef) -> AdapterManifest | None:
-        """What `admit` would say, if the adapter is here: quick, without any network."""
+        """What `admit` would say, if all of it is here: quick, without any network."""
         source = self._sources.get(ref.source)
         if source is None or not (_is_commit(ref) or ref.source == "local"):
             return None
         pinned = ref if _is_commit(ref) else source.resolve(ref, None)
         with disk_errors(self._home):
-            return self._recall(pinned)
+            manifest = self._recall(pinned)
+        return manifest if manifest and manifest.knows_ends else None
 
     def merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
         """The adapter that the recipe makes of admitted ones; its digest is the recipe's.
@@ -153,7 +154,7 @@ class AdapterStore:
     def manifest(self, digest: str) -> AdapterManifest:
         """Of an admitted adapter."""
         with disk_errors(self._home), self._contents.held(digest) as manifest:
-            return _present(manifest, digest)
+            return present(manifest, digest)
 
     def has(self, digest: str) -> bool:
         """Whether it is here. It does not count as a use."""
@@ -168,7 +169,7 @@ class AdapterStore:
             raise ValueError("slabs are not sharded: tp_size must be 1")
         with disk_errors(self._home), ExitStack() as held:
             known = held.enter_context(self._contents.held(digest))
-            manifest = _present(known, digest)
+            manifest = present(known, digest)
             target = self._slab_file(digest, dtype, extent_bytes)
             with suppress(FileNotFoundError, SlabError):
                 slab = SlabFile(target)
@@ -223,18 +224,28 @@ class AdapterStore:
     ) -> AdapterManifest:
         with disk_errors(self._home):
             known = self._recall(ref)
-            if known is not None:
+            if known is not None and known.knows_ends:
                 return known
-            self._make_folders()
-            with self._staging_folder(ref) as folder:
-                progress("fetching")
-                nbytes = self._fetch(source, ref, token, folder)
-                progress("checking")
-                with self._judging:
-                    judged = judge_folder(folder, self._base, self._limits)
-                self._keep(folder, judged)
-                self._references.remember(Known(ref, judged.manifest.digest, nbytes), folder)
-            return judged.manifest
+            try:
+                return self._bring(source, ref, token, progress)
+            except AdapterError as error:
+                if known is None or error.violations or isinstance(error, AdapterChanged):
+                    raise
+                return known
+
+    def _bring(
+        self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
+    ) -> AdapterManifest:
+        self._make_folders()
+        with self._staging_folder(ref) as folder:
+            progress("fetching")
+            nbytes = self._fetch(source, ref, token, folder)
+            progress("checking")
+            with self._judging:
+                judged = judge_folder(folder, self._base, self._limits)
+            self._keep(folder, judged)
+            self._references.remember(Known(ref, judged.manifest.digest, nbytes), folder)
+        return judged.manifest
 
     def _merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
         with disk_errors(self._home), ExitStack() as held:
@@ -242,7 +253,7 @@ class AdapterStore:
             if known is not None:
                 return known
             members = [
-                _member(held.enter_context(self._contents.held(member.digest)), member.digest)
+                merged_member(held.enter_context(self._contents.held(member.digest)), member.digest)
                 for member in recipe.members
             ]
             return self._make(recipe, members, run)
@@ -261,6 +272,7 @@ class AdapterStore:
             job = MergeJob(recipe, self._base, self._limits)
             write_job(folder, job, [self._contents.path(member.digest) for member in members])
             run(folder)
+            write_ends(folder, members)
             judged = judge_folder(folder, self._base, self._limits)
             manifest = judged.manifest.of_merge(recipe.digest, merged_coverage(tensors))
             self._keep(folder, judged._replace(manifest=manifest))
@@ -373,28 +385,13 @@ class AdapterStore:
             return judged.tensors, partial(SealCheck, judged.seal)
         adapter = rejudge(self._contents.path(manifest.digest), self._base, self._limits)
         known = manifest.content_digest or manifest.digest
-        template = manifest.template
-        return adapter, partial(DigestCheck, weights, adapter.config, template, known)
+        return adapter, partial(DigestCheck, weights, adapter.config, manifest.text, known)
 
     def _damaged(self, digest: str) -> AdapterError:
         """Gives up stored content that the disk has changed."""
         self._contents.give_up(digest)
         message = "the stored adapter was damaged and has been removed; try again"
         return AdapterError("unavailable", message, (), 1.0)
-
-
-def _present(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
-    if manifest is None:
-        raise AdapterError("not_found", f"adapter {digest[:12]} is not in the store")
-    return manifest
-
-
-def _member(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
-    """Of a merge: what is not here any more can be fetched again."""
-    if manifest is None:
-        message = f"adapter {digest[:12]} is not in the store any more; try again"
-        raise AdapterError("unavailable", message, (), 1.0)
-    return manifest
 
 
 def _is_commit(ref: AdapterRef) -> bool:

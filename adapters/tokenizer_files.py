@@ -1,5 +1,5 @@
 """Tokenizer files beside an adapter: a chat template is taken, with the special tokens that it is
-written with; added tokens are refused. Pure.
+written with, and the tokens that end its answers; added tokens are refused. Pure.
 
 Text is tokenised with the base's tokenizer, so an adapter may bring its own only if it has the
 same tokens. Trainers save it with every adapter; most of these files say nothing new.
@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from adapters.base import BaseSpec
-from adapters.manifest import AdapterTemplate
+from adapters.manifest import AdapterTemplate, AdapterText
+from adapters.own_ends import GENERATION_FILE, MAX_GENERATION_BYTES, own_ends
 from adapters.special_tokens import special_tokens
 from adapters.strict_json import StrictJsonError, decode_object
 from adapters.violations import Findings, shown
@@ -23,6 +24,7 @@ MAX_TOKENIZER_ITEMS = 1_000_000
 TOKENIZER_FILES: dict[str, int] = {
     "added_tokens.json": 4 << 20,
     "chat_template.jinja": MAX_TEMPLATE_BYTES,
+    GENERATION_FILE: MAX_GENERATION_BYTES,
     "tokenizer.json": 64 << 20,
     "tokenizer_config.json": 8 << 20,
 }
@@ -46,8 +48,8 @@ class _Tokenizer(msgspec.Struct):
 
 def read_tokenizer_files(
     files: Mapping[str, bytes], base: BaseSpec, findings: Findings
-) -> AdapterTemplate | None:
-    """The adapter's own chat template, if it brings one.
+) -> AdapterText:
+    """The adapter's own chat template, if it brings one, and its own ends of an answer.
 
     files: those of `TOKENIZER_FILES` that the folder has, within their sizes. Tokens which the
     base's tokenizer does not have, and files that cannot be judged, are added to `findings`.
@@ -66,12 +68,13 @@ def read_tokenizer_files(
     _check_tokens("added_tokens.json", by_text, base, findings)
     if "tokenizer.json" in files:
         _check_tokenizer(files["tokenizer.json"], base, findings)
+    ends = own_ends(files.get(GENERATION_FILE), config, base, findings)
     source = _chat_template(files.get("chat_template.jinja"), config, findings)
     if source is None:
-        return None
+        return AdapterText(None, ends)
     special = _special_tokens(config, findings)
     _check_named(source, special, base, findings)
-    return AdapterTemplate(source, special)
+    return AdapterText(AdapterTemplate(source, special), ends)
 
 
 def _content(token: object) -> str:

@@ -31,6 +31,7 @@ from adapters.sources.enabled import open_sources
 from adapters.store import AdapterStore
 from adapters.validate import AdapterLimits
 from adapters.violations import Findings
+from launcher.adapter_ends import ends_of
 from launcher.adapter_report import Report
 from launcher.adapter_templates import template_forms
 from launcher.convert.command import check_new_folder, convert
@@ -74,10 +75,10 @@ def _carry_out(arguments: argparse.Namespace, cache_dir: Path) -> Report:
     limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
     base = _base(arguments)
     if action == "check":
-        return _report_of(ref, _check(ref, base, limits), base)
+        return _report_of(ref, _check(ref, base, limits), arguments.base)
     if action == "convert":
         judged, conversion = convert(arguments, base, limits, _ties_head(arguments.base))
-        return _report_of(arguments.out, judged, base, conversion)
+        return _report_of(arguments.out, judged, arguments.base, conversion)
     assert base is not None
     store = _store(ref, cache_dir, base, limits)
     manifest = store.admit(_ref(ref), get_token(), None, _say_stage)
@@ -87,16 +88,18 @@ def _carry_out(arguments: argparse.Namespace, cache_dir: Path) -> Report:
 
 
 def _report_of(
-    ref: str, judged: Judged, base: BaseSpec | None, conversion: Conversion | None = None
+    ref: str, judged: Judged, model: str | None, conversion: Conversion | None = None
 ) -> Report:
+    """model: the base's folder or name, if one was given."""
     return Report(
         ref,
         judged.manifest,
         # Without a base there is nothing to compare the base's modules with.
-        copies=[] if base else [module for module, _ in judged.tensors.base_copies],
+        copies=[] if model else [module for module, _ in judged.tensors.base_copies],
         templates=template_forms(judged.manifest.template),
         trained_on=judged.tensors.naming.words,
         conversion=conversion,
+        ends=None if model is None else ends_of(_model_folder(model).path, judged.manifest),
     )
 
 

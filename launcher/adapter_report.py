@@ -11,6 +11,7 @@ from adapters.manifest import AdapterManifest
 from adapters.tensor_names import WHOLE
 from launcher.convert.plan import Conversion
 from launcher.router_client import as_json
+from router.api.ends import EndToken
 from router.api.partial import partial_of
 
 
@@ -21,6 +22,7 @@ class Report(msgspec.Struct, frozen=True):
     templates: how its chat templates read messages, or why they cannot be used.
     trained_on: the model whose names the tensors have; "" = not known.
     conversion: how it was made, if it was made just now.
+    ends: tokens that end its answers, beside the base's; None = not looked for.
     """
 
     ref: str
@@ -30,6 +32,7 @@ class Report(msgspec.Struct, frozen=True):
     templates: Mapping[str, MessageForm | str] = {}
     trained_on: str = ""
     conversion: Conversion | None = None
+    ends: Sequence[EndToken] | None = None
 
     def written(self, *, for_programs: bool) -> str:
         if for_programs:
@@ -47,6 +50,7 @@ class Report(msgspec.Struct, frozen=True):
             table |= {"partial": partial, "not_compared": _sorted(self.copies)}
             table["chat_templates"] = msgspec.to_builtins(self.templates)
             table |= {"trained_on": self.trained_on} if self.trained_on else {}
+            table["ends"] = msgspec.to_builtins(self.ends)
         if self.conversion is not None:
             table["conversion"] = msgspec.to_builtins(self.conversion)
         return table
@@ -69,6 +73,9 @@ class Report(msgspec.Struct, frozen=True):
         ]
         if self.trained_on not in ("", WHOLE.words):
             lines.append(f"  names    of tensors are those of {self.trained_on}")
+        if self.ends:
+            ends = ", ".join(f"{end.token} ({end.id})" for end in self.ends)
+            lines.append(f"  ends     {ends}, beside the base's")
         if manifest.partial is not None:
             lines.append(f"  {manifest.partial.text}")
         if self.copies:

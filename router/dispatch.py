@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from router.adapter_use import AdapterUse
+from router.answer_ends import AnswerEnds
 from router.base_model import BaseModel
 from router.catalog import Catalog
 from router.failures import FAILURES, NoWorker, RequestQuarantined, Stopping, request_error
@@ -50,7 +51,7 @@ class DispatchLimits:
 
 
 class Dispatcher:
-    """Starts generations. `running` counts those that are not closed."""
+    """Starts generations. `running` counts those that are not closed. ends: of their answers."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Dispatcher:
         use: AdapterUse,
         retries: Retries,
     ) -> None:
+        self.ends = AnswerEnds(sandbox)
         self.running = 0
         self.draining = False
         self._inboxes: set[Inbox] = set()
@@ -116,7 +118,8 @@ class Dispatcher:
                 if adapter is not None:
                     held.callback(self._use.hold(adapter))
                 prompts = await self._build_prompts(call, model, adapter)
-            call = _with_ranking(call)
+                ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
+            call = _with_ranking(_with_ends(call, ends))
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
             self._check_quarantine(adapter, prompts, samplings)
             room = self._take_room(call, prompts)
@@ -270,6 +273,11 @@ def _tokens(
         for sampling in samplings
     )
     return sum(len(prompt.ids) for prompt in prompts), call.best_of * sum(most)
+
+
+def _with_ends(call: GenerationCall, ends: tuple[int, ...]) -> GenerationCall:
+    sampling = msgspec.structs.replace(call.sampling, end_token_ids=ends)
+    return msgspec.structs.replace(call, sampling=sampling)
 
 
 def _with_ranking(call: GenerationCall) -> GenerationCall:

@@ -54,7 +54,8 @@ async def build_prompts(
 
 
 def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> SamplingParams:
-    """The call's sampling with max_tokens set for this prompt, and every id within the vocabulary.
+    """The call's sampling with max_tokens set for this prompt, the model's own advice where the
+    caller said nothing, and every id within the vocabulary.
 
     Raises RequestError (context_length, invalid).
     """
@@ -63,19 +64,27 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
     if not prompt.ids:
         message = "expected a prompt of at least one token"
         raise RequestError("invalid", message, param=_PARAM[call.api])
-    room = model.card.max_context - len(prompt.ids)
+    card, sampling = model.card, call.sampling
+    room = card.max_context - len(prompt.ids)
     if room < (1 if call.max_tokens is None else call.max_tokens):
         asked = f" and {call.max_tokens} more to generate" if call.max_tokens else ""
         raise RequestError(
             "context_length",
-            f"the model's context is {model.card.max_context} tokens, prompt and output together; "
+            f"the model's context is {card.max_context} tokens, prompt and output together; "
             f"got a prompt of {len(prompt.ids)}{asked}",
             param=_PARAM[call.api],
         )
-    max_tokens = room if call.max_tokens is None else call.max_tokens
-    return msgspec.structs.replace(call.sampling, max_tokens=max_tokens)
+    advised = min(room, int(card.sampling_defaults.get("max_tokens", room)))
+    suppressed = dict.fromkeys(card.suppressed_token_ids, _NEVER)
+    return msgspec.structs.replace(
+        sampling,
+        max_tokens=advised if call.max_tokens is None else call.max_tokens,
+        logit_bias={**suppressed, **sampling.logit_bias},
+    )
 
 
+# The bias of a token that is never drawn, within what a worker takes.
+_NEVER = -1e6
 _PARAM = {"lorax": "inputs", "completions": "prompt", "chat": "messages"}
 
 

@@ -27,9 +27,10 @@ from router.api.adapters import (
     rollout_wish,
 )
 from router.api.body import decode_body, require
+from router.api.ends import EndToken, end_tokens
 from router.api.partial import partial_note
 from router.api.rollouts import AdapterHistory, change_objects, parse_digest, rollout_object
-from router.generation import Secret
+from router.generation import RequestError, Secret
 from router.http_body import BodyLimits, read_json_body
 from router.operator_routes import Endpoint, who
 from router.owned_name import OwnedName
@@ -184,15 +185,29 @@ class AdapterRoutes:
 
     async def _shown(self, registration: Registration) -> AdapterObject:
         tiers = await self._admin.workers.tiers(registration.digests)
-        return self._object(registration, tiers)
+        return self._object(registration, tiers, await self._ends(registration))
 
-    def _object(self, registration: Registration, tiers: Tiers) -> AdapterObject:
+    async def _ends(self, registration: Registration) -> list[EndToken] | None:
+        """None where they cannot be found now."""
+        model, content = self._service.base.text, registration.content
+        if model is None or content is None:
+            return None
+        try:
+            ends = await self._service.dispatcher.ends.own(model, content.manifest)
+        except RequestError:
+            return None
+        return end_tokens(ends, model.token_text)
+
+    def _object(
+        self, registration: Registration, tiers: Tiers, ends: list[EndToken] | None = None
+    ) -> AdapterObject:
         use, digest = self._admin.use, registration.digest
         if digest is None:
             return adapter_object(registration, {}, use.running(registration.key))
         workers = {worker: told[digest] for worker, told in tiers.items() if digest in told}
         running, last = use.running(registration.key), use.last_used(digest)
-        return adapter_object(registration, workers, running, last, partial(_resident, tiers))
+        resident = partial(_resident, tiers)
+        return adapter_object(registration, workers, running, last, resident, ends)
 
 
 def _named(request: Request) -> OwnedName:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from adapters.ref import format_ref, told_name
 from router.admin_gate import AdminGate
+from router.api.ends import end_tokens
 from router.api.models import Health, Info, ModelList, ModelObject, Version
 from router.api.openapi import Access, openapi_document
 from router.generation import RequestError
@@ -64,8 +65,9 @@ class InfoRoutes:
         return await self.metrics(request)
 
     async def info(self, request: Request) -> Response:
-        card = self._service.base.require().card
-        config = self._service.config
+        model = self._service.base.require()
+        card, config = model.card, self._service.config
+        ends = await self._service.dispatcher.ends.of(model, None)
         info = Info(
             model_id=card.names[0],
             model_sha=card.base_digest,
@@ -83,6 +85,7 @@ class InfoRoutes:
             adapters=await self._names_for_anyone(request),
             version=VERSION,
             message_forms=self._service.base.require().templates.forms,
+            ends=end_tokens(ends, model.token_text),
         )
         return json_response(info)
 

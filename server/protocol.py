@@ -37,9 +37,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     temperature: 0 = greedy. top_k: 0 = off. top_p, typical_p: 1 = off. min_p: 0 = off.
     repetition_penalty: over prompt and output (1 = off); frequency and presence: over the output.
     max_tokens: of output, accepted ones included.
-    logprobs: None = none; n >= 0 = the chosen token's, with the n most likely beside it.
+    logprobs: None = none; n >= 0 = the chosen token's, with the n most likely beside it;
     prompt_logprobs: the same for the prompt's tokens.
-    stop_token_ids: end the output in addition to the model's end-of-sequence ids.
+    stop_token_ids: end the output, as the model's own ends do: end_token_ids and the worker's.
     Logprobs are those of the raw logits (log-softmax before temperature, penalties and truncation).
     """
 
@@ -58,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    end_token_ids: tuple[int, ...] = ()
 
 
 class RouterHello(msgspec.Struct, frozen=True, array_like=True, tag="rh"):
@@ -349,7 +350,9 @@ class ModelCard(msgspec.Struct, frozen=True):
     named_templates: those that are not the default, by name. message_forms: how each template
     reads messages, the default by the name `default`; those left out cannot be used.
     special_tokens: `bos_token` and the like, by all names that the template may use.
-    max_context: prompt and output together.
+    eos_token_ids: what ends its answers. max_context: prompt and output together.
+    sampling_defaults: its authors' advice, by names of SamplingParams; suppressed_token_ids are
+    never drawn. remarks: on advice that is not followed.
     """
 
     base_digest: str
@@ -369,6 +372,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     message_forms: dict[str, MessageForm] = {}
     listed: tuple[str, ...] = ()
     root: str = ""
+    suppressed_token_ids: tuple[int, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def all_templates(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, RefSource, format_ref, is_name, parse_ref
 from router.adapter_wish import RolloutWish
 from router.api.body import decode_body, require
+from router.api.ends import EndToken
 from router.api.partial import PartialObject, partial_object
 from router.api.rollouts import (
     ChangeObject,
@@ -104,6 +105,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
 
     tenant: whose name it is; null = the fleet's.
     partial: null = every module that its config targets has weights.
+    ends: tokens that end its answers, beside the base's; null = not looked for yet.
     resident_on, loading_on: ids of workers. running: requests of this router. last_used: Unix
     seconds. history: oldest first.
     """
@@ -122,6 +124,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     targets: list[str] | None = None
     nbytes: int | None = None
     partial: PartialObject | None = None
+    ends: list[EndToken] | None = None
     running: int = 0
     last_used: float | None = None
     history: list[ChangeObject] = []
@@ -256,6 +259,7 @@ def adapter_object(
     running: int = 0,
     last_used: float | None = None,
     resident: Callable[[str], list[str]] = lambda digest: [],
+    ends: list[EndToken] | None = None,
 ) -> AdapterObject:
     """workers: by id, those that told of it. resident: see `rollout_object`."""
     manifest = None if registration.content is None else registration.content.manifest
@@ -274,6 +278,7 @@ def adapter_object(
         targets=None if manifest is None else list(manifest.targets),
         nbytes=None if manifest is None else manifest.nbytes,
         partial=partial_object(registration),
+        ends=ends,
         running=running,
         last_used=last_used,
         history=change_objects(registration),

@@ -19,7 +19,8 @@ from router.generation import (
 class ApiLimits(msgspec.Struct, frozen=True):
     """What a body may ask for, and the names that mean the base.
 
-    sampling_defaults: the model's own, for OpenAI routes (LoRAX routes have LoRAX's defaults).
+    sampling_defaults: the model's own. LoRAX routes, which have LoRAX's defaults of a draw, take
+    only what has nothing to do with one.
     max_prompts: prompts in one completions request. max_stop_chars: of one stop string.
     """
 

@@ -217,16 +217,17 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
         "return_k_alternatives",
     )
     temperature = 1.0 if given.temperature is None else given.temperature
+    advised = limits.sampling_defaults
     return SamplingParams(
         temperature=temperature_of(temperature) if _is_sampling(given) else 0.0,
         top_k=max(0, given.top_k or 0),
         top_p=given.top_p or 1.0,
         min_p=given.min_p or 0.0,
         typical_p=given.typical_p or 1.0,
-        repetition_penalty=given.repetition_penalty or 1.0,
+        repetition_penalty=given.repetition_penalty or advised.get("repetition_penalty", 1.0),
         frequency_penalty=given.frequency_penalty or 0.0,
         presence_penalty=given.presence_penalty or 0.0,
-        min_tokens=least,
+        min_tokens=int(advised.get("min_tokens", 0)) if given.min_tokens is None else least,
         ignore_eos=bool(given.ignore_eos_token),
         stop_token_ids=tuple(given.stop_token_ids or ()),
         logit_bias=given.logit_bias or {},

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from adapters.chat.conversation import MessageForm
+from router.api.ends import EndToken
 
 
 class ModelObject(msgspec.Struct, frozen=True):
@@ -32,6 +33,7 @@ class Info(msgspec.Struct, frozen=True):
     """LoRAX's fields where they mean something here, and ours.
 
     message_forms: how the base's chat templates read messages, by their names.
+    ends: tokens that end the base's answers.
     """
 
     model_id: str
@@ -50,6 +52,7 @@ class Info(msgspec.Struct, frozen=True):
     adapters: list[str]
     version: str
     message_forms: dict[str, MessageForm]
+    ends: list[EndToken]
     model_pipeline_tag: Literal["text-generation"] = "text-generation"
     sha: str | None = None
     docker_label: str | None = None

@@ -206,9 +206,9 @@ def sampling_of(
     echoed_logprobs: alternatives beside the tokens of an echoed prompt. Raises RequestError.
     """
     check_sizes(request, limits)
-    least = request.min_tokens or 0
+    least = request.min_tokens
     require(
-        max_tokens is None or least <= max_tokens,
+        max_tokens is None or (least or 0) <= max_tokens,
         f"expected at most the {max_tokens} tokens to generate, got {least}",
         "min_tokens",
     )
@@ -230,7 +230,7 @@ def sampling_of(
         repetition_penalty=chosen("repetition_penalty", 1.0),
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
-        min_tokens=least,
+        min_tokens=int(chosen("min_tokens", 0)),
         ignore_eos=bool(request.ignore_eos or request.ignore_eos_token),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=request.logit_bias or {},

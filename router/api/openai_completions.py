@@ -58,8 +58,10 @@ def request_of(
     n = request.n or 1
     best_of = n if request.best_of is None else request.best_of
     _check_counts(n, best_of, bool(request.stream), limits)
-    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    require(max_tokens or request.echo, "expected at least 1, or 0 with `echo`", "max_tokens")
+    max_tokens = request.max_tokens
+    if max_tokens is None and "max_tokens" not in limits.sampling_defaults:
+        max_tokens = DEFAULT_MAX_TOKENS
+    require(max_tokens != 0 or request.echo, "expected at least 1, or 0 with `echo`", "max_tokens")
     sampling = sampling_of(
         request,
         limits,

@@ -43,7 +43,6 @@ class TextModel:
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self.long_texts = LongTexts()
-        self.eos_token_ids = frozenset(card.eos_token_ids)
         try:
             self._tokenizer = Tokenizer.from_str(card.tokenizer_json)
         except Exception as error:  # the library raises bare Exception

@@ -20,9 +20,6 @@ from server.protocol import Finish, TokenEvent, TokenLogprob
 class Vocabulary(Tokens, Protocol):
     """What a stream has to know of the tokenizer."""
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]: ...
-
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds inside a text where it is written."""
         ...
@@ -67,6 +64,7 @@ class ChoiceStream:
         self._choice = choice
         self._wants_tokens = call.sampling.logprobs is not None
         self._stop_ids = frozenset(call.sampling.stop_token_ids)
+        self._ends = frozenset(call.sampling.end_token_ids)
         self._keeps_stop_token = call.include_stop
         self._skips_special = call.skip_special_tokens
         self._detokenizer = detokenizer
@@ -137,8 +135,7 @@ class ChoiceStream:
             return False
         if not is_end:
             return True
-        own_end = token_id in self._vocabulary.eos_token_ids
-        return self._keeps_stop_token and not (own_end and self._skips_special)
+        return self._keeps_stop_token and not (token_id in self._ends and self._skips_special)
 
     def _leave_out(self, token_id: int) -> str:
         """A token that the client does not see; stop strings may name it."""
@@ -175,8 +172,7 @@ class ChoiceStream:
         if finish != "stop":
             return finish
         last = self._ids[-1] if self._ids else None
-        own = last in self._stop_ids or last not in self._vocabulary.eos_token_ids
-        return "stop" if own else "eos"
+        return "stop" if last in self._stop_ids else "eos"
 
     def _event(self, text: str, ids: tuple[int, ...]) -> TextEvent | None:
         self._released += len(text)
@@ -218,7 +214,7 @@ class ChoiceStream:
             pending.token_id,
             pending.text,
             pending.logprob,
-            is_end=pending.is_end,
+            is_own_end=pending.is_end and pending.token_id in self._ends,
         )
 
 
@@ -228,16 +224,17 @@ def text_token(
     text: str,
     logprob: TokenLogprob | None,
     *,
-    is_end: bool = False,
+    is_own_end: bool = False,
 ) -> TextToken:
-    """A token as the client sees it. text: its part of the text. is_end: it ended the answer."""
+    """A token as the client sees it. text: its part of the text. is_own_end: the model ended the
+    answer with it."""
     own = vocabulary.token_text(token_id)
     top: tuple[tuple[int, str, float], ...] = ()
     if logprob is not None and logprob.top:
         top = tuple((i, vocabulary.token_text(i), value) for i, value in logprob.top)
     raw = vocabulary.token_bytes(token_id) if REPLACEMENT in own else None
     value, rank = (None, None) if logprob is None else (logprob.logprob, logprob.rank)
-    special = vocabulary.is_special(token_id) or (is_end and token_id in vocabulary.eos_token_ids)
+    special = vocabulary.is_special(token_id) or is_own_end
     return TextToken(token_id, text, own, value, special, top, raw, rank)
 
 

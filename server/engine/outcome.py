@@ -28,7 +28,8 @@ def _is_stop(sequence: Sequence, token_id: int, index: int, eos: Collection[int]
     sampling = sequence.request.sampling
     if index < sampling.min_tokens:
         return False
-    return (token_id in eos and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
+    is_end = token_id in eos or token_id in sampling.end_token_ids
+    return (is_end and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
 
 
 def not_finite(adapter: str | None) -> str:

@@ -8,7 +8,8 @@ from server.protocol import ErrorCode, GenerateRequest, SamplingParams
 
 MAX_TOP_LOGPROBS = 128
 MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIAS = 1024
+MAX_END_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 2048
 # What no float32 holds would be infinite on the device, and its adapter be blamed for that.
 _LARGEST_BIAS = 1e6
 # Prompt logprobs travel in one event, which must fit a frame.
@@ -41,6 +42,7 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
         ("prompt_ids", request.prompt_ids),
         ("accepted_ids", request.accepted_ids),
         ("stop_token_ids", sampling.stop_token_ids),
+        ("end_token_ids", sampling.end_token_ids),
         ("logit_bias", sampling.logit_bias),
     )
     for name, ids in lists:
@@ -51,6 +53,8 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
         return "prompt_ids: expected at least one token, got none"
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         return f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS}"
+    if len(sampling.end_token_ids) > MAX_END_TOKEN_IDS:
+        return f"end_token_ids: expected at most {MAX_END_TOKEN_IDS}"
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         return f"logit_bias: expected at most {MAX_LOGIT_BIAS} tokens"
     return None

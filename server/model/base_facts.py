@@ -10,6 +10,8 @@ import numpy as np
 
 from adapters.base import BaseSpec
 from adapters.floats import float_digest
+from server.model.base_ends import end_token_ids
+from server.model.base_templates import chat_templates, template_tokens, usable_templates
 from server.model.base_tokenizer import TOKENIZER_FILE, read_tokenizer
 from server.model.checkpoint import (
     LM_HEAD,
@@ -40,7 +42,14 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
             f"{folder}: config.json ties lm_head to embed_tokens, but the weights hold a different"
             f" {LM_HEAD}; set tie_word_embeddings to false to use it, or remove it"
         )
-    return base_spec(config, base_digest(folder), names, digests, _tokens(folder))
+    digest = base_digest(folder)
+    if not (folder / TOKENIZER_FILE).exists():
+        return base_spec(config, digest, names, digests, None, config.eos_token_ids)
+    tokenizer, _ = read_tokenizer(folder)
+    special = template_tokens(folder)
+    templates = usable_templates(chat_templates(folder), special)
+    ends = end_token_ids(config, tokenizer, special, templates.values())
+    return base_spec(config, digest, names, digests, tokenizer.get_vocab(), ends)
 
 
 def _digest(shards: Mapping[str, Shard], name: str) -> str:
@@ -52,11 +61,3 @@ def _digest(shards: Mapping[str, Shard], name: str) -> str:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         raw = np.frombuffer(mapped, np.uint8)[tensor.begin : tensor.end]
         return float_digest([(raw, tensor.dtype)])
-
-
-def _tokens(folder: Path) -> dict[str, int] | None:
-    if not (folder / TOKENIZER_FILE).exists():
-        return None
-    tokenizer, _ = read_tokenizer(folder)
-    vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    return vocab

@@ -94,6 +94,7 @@ def base_spec(
     names: tuple[str, ...],
     embedding_digests: Mapping[str, str] | None = None,
     tokens: dict[str, int] | None = None,
+    eos_token_ids: tuple[int, ...] = (),
 ) -> BaseSpec:
     """The module table that adapters for this model are validated against."""
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -119,6 +120,7 @@ def base_spec(
         },
         embedding_digests=dict(embedding_digests or {}),
         tokens=tokens,
+        eos_token_ids=eos_token_ids,
     )
 
 

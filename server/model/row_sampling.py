@@ -74,7 +74,9 @@ class RowSampling:
             wanted = params.prompt_logprobs
             self.prompt_logprobs[row] = _NONE if wanted is None else wanted
             self._suppressed_until[row] = start.eos_suppressed_until
-            self._suppressed[row] = self._ids((*self.eos_token_ids, *params.stop_token_ids))
+            self._suppressed[row] = self._ids(
+                (*self.eos_token_ids, *params.end_token_ids, *params.stop_token_ids)
+            )
             self._start_bias(row, params)
             self._set_flags(row, params)
         if starts:

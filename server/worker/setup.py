@@ -125,6 +125,8 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     root = _root(config, model)
     listed = tuple(dict.fromkeys([*config.model_names, root]))
     card = msgspec.structs.replace(card, listed=listed, root=root)
+    for remark in card.remarks:
+        log.warning("%s", remark)
     if config.executor != "torch":  # what it invents never goes beside what is computed
         kind = config.executor.partition(":")[0]
         apart = hashlib.sha256(f"{kind} {card.base_digest}".encode()).hexdigest()

@@ -1,5 +1,6 @@
 """A merged adapter is an adapter like any other: made once, judged, kept, packed, or refused."""
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -290,3 +291,16 @@ def test_a_result_that_cannot_be_served_is_refused(
     store: Store, make: Callable[[Store], list[tuple[str, float]]]
 ) -> None:
     assert violation_codes(lambda: store.merge(*make(store))) <= {"bad_value", "not_finite"}
+
+
+def test_a_merged_adapter_ends_as_each_member_does(store: Store) -> None:
+    ends = {}
+    for name, eos in (("a", [7, 9]), ("b", [8]), ("c", None)):
+        folder = write_adapter(store.root / "published" / name, BASE, seed=ord(name))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        ends[name] = store.store.admit(AdapterRef("local", name), None).digest
+    both = store.merge((ends["a"], 0.5), (ends["b"], 0.25), (ends["c"], 0.25))
+    assert store.store.manifest(both).end_token_ids == (7, 8, 9)
+    assert read_layout(save_slab(store.store, both, "float32", 4096)).digest == both
+    neither = store.merge((ends["c"], 0.5))
+    assert store.store.manifest(neither).end_token_ids == ()

@@ -17,7 +17,7 @@ from adapters.floats import convert
 from adapters.header import TensorInfo
 from adapters.judge import judge_folder
 from adapters.layout import a_matrix, b_matrices, make_layout
-from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
+from adapters.manifest import ITEM_BYTES, AdapterText, SlabDtype, SlabLayout
 from adapters.pack import DamagedError, pack_weights
 from adapters.slab_file import PAGE, SlabError, SlabFile, SlabGarbled
 from adapters.slab_memory import SlabMemory, one_after_another
@@ -154,7 +154,7 @@ def test_packing_in_pieces_is_packing_as_a_whole(
         target, places = memory_of(layout)
         for check in (
             SealCheck(judged.seal),
-            DigestCheck(weights, judged.tensors.config, None, judged.manifest.digest),
+            DigestCheck(weights, judged.tensors.config, AdapterText(), judged.manifest.digest),
         ):
             target[:] = b"\xee" * len(target)
             memory = SlabMemory(layout, target, places)
@@ -182,7 +182,7 @@ def test_what_is_packed_is_what_was_judged(how: str, tmp_path: Path) -> None:
             check = (
                 SealCheck(judged.seal)
                 if how == "seal"
-                else DigestCheck(weights, config, None, digest)
+                else DigestCheck(weights, config, AdapterText(), digest)
             )
             memory = SlabMemory(layout, target, places)
             pack_weights(weights, judged.tensors, BASE, layout, memory, check)

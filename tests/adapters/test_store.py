@@ -208,6 +208,46 @@ def test_a_template_without_its_special_tokens_is_judged_again(
     assert store_of(hub, tmp_path).admit(PINNED, None) == again
 
 
+def forget_ends(tmp_path: Path) -> None:
+    """Makes the stored manifest one of a time when ends were not kept."""
+    (path,) = (tmp_path / "store").rglob("manifest*.json")
+    kept = msgspec.json.decode(path.read_bytes())
+    assert kept.pop("end_token_ids") == []
+    path.write_bytes(msgspec.json.encode(kept))
+
+
+@pytest.mark.parametrize("own", [(), (7,)])
+def test_a_manifest_of_before_ends_were_kept_is_judged_again(
+    hub: FakeHub, tmp_path: Path, own: tuple[int, ...]
+) -> None:
+    first = store_of(hub, tmp_path).admit(PINNED, None)
+    forget_ends(tmp_path)
+    if own:
+        (hub.folder / "generation_config.json").write_text('{"eos_token_id": 7}')
+    store = store_of(hub, tmp_path)
+    assert store.recall(PINNED) is None
+    again = store.admit(PINNED, None)
+    assert again.end_token_ids == own
+    assert (again.digest == first.digest) == (not own)
+    hub.fetches.clear()
+    assert store_of(hub, tmp_path).admit(PINNED, None) == store.recall(PINNED) == again
+    assert hub.fetches == []
+
+
+def test_it_still_serves_while_its_source_is_away(hub: FakeHub, tmp_path: Path) -> None:
+    first = store_of(hub, tmp_path).admit(PINNED, None)
+    forget_ends(tmp_path)
+
+    def away(name: str) -> None:
+        raise AdapterError("not_found", "the repository is gone")
+
+    hub.gate = away
+    store = store_of(hub, tmp_path)
+    manifest = store.admit(PINNED, None, expected_digest=first.digest)
+    assert (manifest.digest, manifest.end_token_ids) == (first.digest, None)
+    assert save_slab(store, manifest.digest, "float32", 4096).exists()
+
+
 def test_expected_digest(hub: FakeHub, tmp_path: Path) -> None:
     store = store_of(hub, tmp_path)
     digest = store.admit(PINNED, None).digest

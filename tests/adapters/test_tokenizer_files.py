@@ -24,7 +24,7 @@ def read(files: dict[str, Any], known: bool = False) -> tuple[AdapterTemplate | 
     """The template and the codes of what was found."""
     findings = Findings()
     data = {k: v if isinstance(v, bytes) else json.dumps(v).encode() for k, v in files.items()}
-    template = read_tokenizer_files(data, KNOWN if known else BASE, findings)
+    template = read_tokenizer_files(data, KNOWN if known else BASE, findings).template
     error = refusal(findings.raise_if_any)
     return template, [violation.code for violation in error.violations] if error else []
 

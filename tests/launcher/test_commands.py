@@ -78,6 +78,27 @@ def test_check_tells_what_is_missing(
     assert json.loads(out)["partial"] is None
 
 
+def test_check_tells_the_ends_of_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Those that the files name, and what the template closes a turn with; not the base's."""
+    folder = shutil.copytree(min(adapter_paths().values()), tmp_path / "own")
+    template = "{% for m in messages %}{{ m.content }}<|system|>{% endfor %}"
+    settings = {"eos_token": "<|user|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    argv = ("adapter", "check", str(folder))
+    code, out, _ = run(capsys, *argv, "--base", "demo")
+    ids = dict.fromkeys(("<|user|>", "<|system|>"), 0)
+    words = json.loads((model_path() / "tokenizer.json").read_text())["added_tokens"]
+    ids |= {word["content"]: word["id"] for word in words if word["content"] in ids}
+    shown = ", ".join(f"{text} ({i})" for text, i in sorted(ids.items(), key=lambda item: item[1]))
+    assert (code, f"\n  ends     {shown}, beside the base's\n" in out) == (0, True)
+    _, out, _ = run(capsys, *argv, "--base", "demo", "--json")
+    assert {end["token"]: end["id"] for end in json.loads(out)["ends"]} == ids
+    _, out, _ = run(capsys, *argv, "--json")
+    assert json.loads(out)["ends"] is None
+
+
 def test_check_tells_of_copies_that_were_not_compared(
     capsys: pytest.CaptureFixture[str], adapter: Path, model: str
 ) -> None:

@@ -447,7 +447,8 @@ class FakeWorker:
 def token_event(request: GenerateRequest, index: int, token_id: int) -> TokenEvent:
     sampling = request.sampling
     finish = None
-    if token_id == EOS and not sampling.ignore_eos or token_id in sampling.stop_token_ids:
+    is_end = token_id in (EOS, *sampling.end_token_ids) and not sampling.ignore_eos
+    if is_end or token_id in sampling.stop_token_ids:
         finish = "stop"
     elif index + 1 >= sampling.max_tokens:
         finish = "length"

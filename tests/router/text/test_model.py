@@ -139,7 +139,7 @@ def test_an_end_that_the_tokenizer_does_not_call_special_is_written() -> None:
     for token in added["added_tokens"]:
         token["special"] = token["content"] != "</s>"
     model = TextModel(replace(card("byte_level"), tokenizer_json=json.dumps(added)))
-    (end,) = model.eos_token_ids
+    (end,) = model.card.eos_token_ids
     assert not model.is_special(end)
     assert model.decode([end, end]) == "</s></s>"
 

@@ -17,7 +17,7 @@ from tests.router.text.small_models import KINDS, ids_of, text_model
 from tests.router.text.test_stops import naive
 
 MODEL = text_model("byte_level")
-EOS = next(iter(MODEL.eos_token_ids))
+EOS = MODEL.card.eos_token_ids[0]
 
 
 def call(stop: tuple[str, ...] = (), include_stop: bool = False, **sampling: Any) -> GenerationCall:
@@ -26,7 +26,7 @@ def call(stop: tuple[str, ...] = (), include_stop: bool = False, **sampling: Any
         prompts=("x",),
         messages=None,
         adapter=None,
-        sampling=SamplingParams(**sampling),
+        sampling=SamplingParams(end_token_ids=(EOS,), **sampling),
         max_tokens=None,
         n=1,
         best_of=1,

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from server.engine.fake import certified_output
 from server.engine.messages import SlabStaged
@@ -93,6 +95,41 @@ def test_an_input_sampled_on_the_row_is_not_sent() -> None:
 
 
 # ---- ends
+
+
+ENDS = st.lists(st.integers(4, 99), max_size=40).map(tuple)
+ASKED = st.tuples(ENDS, ENDS, st.integers(0, 9), st.booleans(), st.sampled_from([None, "a", "b"]))
+
+
+@given(asked=st.lists(ASKED, min_size=1, max_size=5), resumed=st.integers(0, 11))
+@settings(max_examples=60, deadline=None)
+def test_each_sequence_of_a_step_ends_by_its_own_ends(asked: list[Any], resumed: int) -> None:
+    """They are the model's own ends in every respect; accepted tokens are looked at alike."""
+    harness = Harness(limits(num_pages=200, max_rows=8))
+    keys = []
+    for number, (ends, stops, least, ignore, adapter) in enumerate(asked):
+        prompt = [5, 6 + number]
+        output = expected(harness, prompt, 12, adapter)
+        last = [
+            i
+            for i, token in enumerate(output)
+            if i >= least and ((token in ends and not ignore) or token in stops)
+        ]
+        right = output[: last[0] + 1] if last else output
+        accepted = right[: min(resumed, len(right) - 1)]
+        request = make_request(
+            *(prompt, 12, adapter),
+            end_token_ids=ends,
+            stop_token_ids=stops,
+            min_tokens=least,
+            ignore_eos=ignore,
+            accepted_ids=accepted,
+        )
+        finish = "stop" if last else "length"
+        keys.append((harness.submit(request), right[len(accepted) :], finish))
+    harness.run()
+    for key, right, finish in keys:
+        assert (harness.tokens(key), harness.events[key][-1].finish) == (right, finish)
 
 
 def test_min_tokens_masks_stop_tokens_and_ignore_eos_only_the_models() -> None:

@@ -70,7 +70,7 @@ def test_refused_by_name(field: str, value: Any) -> None:
 
 def test_too_many_biases_and_prompt_logprobs() -> None:
     wide = limits(vocab_size=10_000, max_context=10_000, num_pages=4000)
-    biases = refuse(make_request([5], logit_bias=dict.fromkeys(range(1025), 1.0)), wide)
+    biases = refuse(make_request([5], logit_bias=dict.fromkeys(range(2049), 1.0)), wide)
     assert biases is not None
     assert "logit_bias" in biases.message
     scored = refuse(make_request([5] * 9000, prompt_logprobs=128), wide)

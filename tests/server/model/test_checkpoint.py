@@ -236,7 +236,7 @@ def test_card(folder: Path) -> None:
     assert words == {"<s>": 0, "old": 1, "<unk>": 2}
     assert found.chat_template == "config"
     assert found.special_tokens == {"bos_token": "<s>", "eos_token": "old", "unk_token": "<unk>"}
-    assert found.eos_token_ids == (2,)
+    assert found.eos_token_ids == (2, 1)  # of config.json, and `old`
     assert (found.vocab_size, found.max_context) == (97, 256)
     assert found.sampling_defaults == {"temperature": 0.6, "top_k": 20.0}
     assert card(folder, max_context=64).max_context == 64
@@ -273,7 +273,7 @@ def test_a_special_token_that_is_none_is_refused(folder: Path) -> None:
     [
         ({"top_p": 0.0}, "top_p must be more than 0, at most 1: 0.0"),
         ({"min_p": 2}, "min_p must be at least 0, at most 1: 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be more than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be at least 0.001"),
         ({"top_k": 10**40}, "top_k must be at least 0"),
         ({"temperature": float("nan")}, "temperature must be at least 0"),
     ],

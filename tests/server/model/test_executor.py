@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from peft import LoraConfig
@@ -269,6 +270,24 @@ def test_end_of_sequence_is_suppressed(driver: Driver) -> None:
     bias = SamplingParams(temperature=0.0, logit_bias={2: 99.0, 9: 98.0})
     assert answer(driver, 3, ids=[5, 6], sampling=bias) == [2, 2, 2]
     assert answer(driver, 3, ids=[5, 6], sampling=bias, suppressed_until=2) == [9, 9, 2]
+
+
+def test_ends_of_sequences_in_one_step_are_suppressed_apart(driver: Driver) -> None:
+    """Each by its own least number of tokens, and in its own row alone."""
+    bias = SamplingParams(temperature=0.0, logit_bias={2: 400.0, 7: 300.0, 8: 200.0, 9: 100.0})
+    streams = [
+        Stream(
+            *(driver, row, [5, 6]),
+            sampling=msgspec.structs.replace(bias, end_token_ids=ends),
+            suppressed_until=until,
+        )
+        for row, (ends, until) in enumerate([((), 0), ((7,), 3), ((7, 8), 2), ((), 2)])
+    ]
+    generate(driver, streams, 4, 8)
+    found = [stream.output for stream in streams]
+    assert found == [[2, 2, 2, 2], [8, 8, 8, 2], [9, 9, 2, 2], [7, 7, 2, 2]]
+    for stream in streams:
+        stream.free()
 
 
 def test_broken_adapter_fails_alone_and_leaves_nothing_behind(

@@ -7,7 +7,7 @@ of two routers' the second is told that somebody else was faster.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -90,6 +90,14 @@ class AdapterAdmin:
     def claim(self, names: frozenset[OwnedName]) -> None:
         """What the adapters file names; see `Aliases`."""
         self._aliases.claimed = names
+
+    def expect(self, names: Iterable[OwnedName]) -> None:
+        """These of the adapters file are on their way, until each is `settled`."""
+        self._aliases.expected.update(names)
+
+    def settled(self, name: OwnedName) -> None:
+        """It is registered, or cannot be had."""
+        self._aliases.expected.discard(name)
 
     def check_free(self, name: OwnedName, *origins: str) -> None:
         """Raises AdapterError (conflict) for what a declaration of such an origin decides."""

@@ -25,13 +25,16 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 RETRY_S = 30.0
+# How long a router's first requests wait for names whose sources are slow.
+NAMES_WAIT_S = 10.0
 _AT_ONCE = 8
 
 
 class AdaptersFile:
     """errors: by entry, or WHOLE; what they are about stays as it was. clock: seconds.
 
-    applied: set once every entry has been tried; before that, names are missing that will be there.
+    applied: set once every entry has been tried, or after `NAMES_WAIT_S`; a name that is not there
+    by then answers that it is still being checked.
     New versions of a name are not waited for: it means its `ref` until they are there.
     """
 
@@ -85,6 +88,9 @@ class AdaptersFile:
         if contents.is_readable:
             admin.claim(contents.names)
         todo = plan(contents, admin.all())
+        if not self.applied.is_set():
+            asyncio.get_running_loop().call_later(NAMES_WAIT_S, self.applied.set)
+        admin.expect(wish.name for wish in todo.register)
         failed = await self._do(
             *((wish.name, admin.register(wish)) for wish in todo.register),
             *((name, admin.pin(name)) for name in todo.pin),
@@ -111,20 +117,22 @@ class AdaptersFile:
 
     async def _do(self, *work: tuple[OwnedName, Awaitable[object]]) -> dict[OwnedName, str]:
         """What went wrong, by name."""
-        problems = await asyncio.gather(*(self._try(operation) for _, operation in work))
+        problems = await asyncio.gather(*(self._try(*one) for one in work))
         return {
             name: problem
             for (name, _), problem in zip(work, problems, strict=True)
             if problem is not None
         }
 
-    async def _try(self, operation: Awaitable[object]) -> str | None:
+    async def _try(self, name: OwnedName, operation: Awaitable[object]) -> str | None:
         async with self._slots:
             try:
                 await operation
             except AdapterError as error:
                 reasons = [f"{v.where}: {v.message}" for v in error.violations]
                 return "; ".join(reasons) or error.message
+            finally:
+                self._admin.settled(name)
         return None
 
     def _tell(self, errors: dict[OwnedName, str]) -> None:

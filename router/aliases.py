@@ -33,6 +33,7 @@ class Aliases:
 
     is_shared: whether other routers read the table. Credentials of registrations never go there.
     claimed: what the adapters file names, had or not: nobody gets another adapter in its place.
+    expected: those of them that are being fetched and judged.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Aliases:
         self.on_change: Callable[[], None] = lambda: None
         self.is_shared = is_shared
         self.claimed: frozenset[OwnedName] = frozenset()
+        self.expected: set[OwnedName] = set()
         self._rows = Replica(store, TABLE, self._read, self._changed, _is_deleted)
         self._declared = {registration.key: registration for registration in declared}
         self._dropped: OrderedDict[OwnedName, Registration] = OrderedDict()
@@ -73,6 +75,10 @@ class Aliases:
     def is_claimed(self, tenant: str, name: str) -> bool:
         """Whether the adapters file says what a caller of this tenant means by a name."""
         return OwnedName(name, tenant) in self.claimed or OwnedName(name) in self.claimed
+
+    def is_expected(self, tenant: str, name: str) -> bool:
+        """Whether what the adapters file means by a name may soon be known."""
+        return OwnedName(name, tenant) in self.expected or OwnedName(name) in self.expected
 
     def usable_by(self, tenant: str) -> list[Registration]:
         """Those in service that mean something to a caller of this tenant, by name."""

@@ -57,6 +57,9 @@ class CatalogRules:
         if choice.ref.source == "alias" or self.aliases.is_claimed(
             choice.tenant, choice.adapter_id
         ):
+            if self.aliases.is_expected(choice.tenant, _spelled(choice)):
+                soon = f"adapter {choice.adapter_id!r} is still being checked; try again soon"
+                raise AdapterError("unavailable", soon, (), 2.0)
             raise AdapterError("not_found", f"no adapter is registered as {choice.adapter_id!r}")
         self.check_owner(choice.ref)
         if choice.ref.source != "hub":

@@ -104,7 +104,8 @@ def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -
     """
     folder = local_folder(text)
     if folder is not None:
-        return check_folder(folder, with_tensors=with_tensors)
+        with _readable(text):
+            return check_folder(folder, with_tensors=with_tensors)
     with _explained(text, revision):
         return read_config(_config_folder(text, revision))
 
@@ -112,13 +113,24 @@ def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -
 def local_folder(text: str) -> Path | None:
     """The folder that is meant; None = a Hub id is. Raises ModelError for what is neither."""
     folder = Path(text).expanduser()
-    if folder.is_dir():
+    with _readable(text):
+        is_folder, is_file = folder.is_dir(), folder.is_file()
+    if is_folder:
         return folder
-    if folder.is_file():
+    if is_file:
         raise ModelError(f"{text} is a file; a model is a folder with config.json and safetensors")
     if text.startswith(("/", ".", "~")) or text.count("/") > 1:
         raise ModelError(f"there is no folder {text}")
     return None
+
+
+@contextmanager
+def _readable(text: str) -> Iterator[None]:
+    """Errors of the disk inside are raised as ModelError."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{text[:100]} cannot be read: {error.strerror or error}") from error
 
 
 @contextmanager

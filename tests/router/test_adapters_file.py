@@ -6,18 +6,22 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
+from router import adapters_watch
 from router.adapters_file import MAX_FILE_BYTES, WHOLE, FileContents, Wanted, plan, read
 from router.adapters_watch import RETRY_S, AdaptersFile
 from router.owned_name import OwnedName
 from router.registration import Origin, Registration
-from tests.router.fake_worker import FakeWorker, running_worker
-from tests.router.serving import Running, running_router
+from server.protocol import AdapterLoad
+from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
+from tests.router.serving import Running, poll, running_router
 
 YAML = b"""
 adapters:
@@ -207,6 +211,42 @@ async def test_first_requests_wait_for_the_operators_names(tmp_path: Path) -> No
             answer = await asking
             assert answer.status_code == 200, answer.text
             assert (await router.client.get("/health/ready")).status_code == 200
+
+
+async def test_a_slow_source_holds_up_its_own_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_watch, "NAMES_WAIT_S", 0.05)
+    file = tmp_path / "adapters.json"
+    entries = [{"name": name, "ref": f"org/{name}"} for name in ("slow", "quick")]
+    file.write_text(json.dumps({"adapters": entries}))
+    gate = asyncio.Event()
+
+    async def load(order: AdapterLoad) -> AdapterManifest:
+        if order.ref.name == "org/slow":
+            await gate.wait()
+        return make_manifest(order.ref.name)
+
+    async def ask(router: Running, model: str) -> httpx.Response:
+        return await router.client.post("/v1/completions", json={"model": model, "prompt": "x"})
+
+    worker = FakeWorker()
+    worker.loader = load
+    async with (
+        running_worker(worker),
+        running_router(tmp_path, worker, adapters_file=file) as router,
+    ):
+        for model, status in (("fake-base", 200), ("quick", 200), ("slow", 503)):
+            answer = await ask(router, model)
+            assert answer.status_code == status, answer.text
+        assert "'slow' is still being checked" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"] == "2"
+        gate.set()
+
+        async def there() -> bool:
+            return (await ask(router, "slow")).status_code == 200
+
+        await poll(there)
 
 
 async def test_faults_are_told_once_and_keep_what_works(

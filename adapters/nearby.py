@@ -5,9 +5,9 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+from adapters.adapter_files import weight_files
 from adapters.peft_format import CONFIG_FILE
 from adapters.run_folders import is_checkpoint
-from adapters.validate import WEIGHTS_FILE
 
 MAX_ENTRIES = 10_000
 
@@ -31,5 +31,13 @@ def _adapters_in(folder: Path, counts: Callable[[str], bool]) -> list[str]:
             ]
     except OSError:
         return []
-    files = (CONFIG_FILE, WEIGHTS_FILE)
-    return [name for name in folders if all((folder / name / file).is_file() for file in files)]
+    return [name for name in folders if _is_adapter(folder / name)]
+
+
+def _is_adapter(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            files = {entry.name for entry in islice(entries, MAX_ENTRIES) if entry.is_file()}
+    except OSError:
+        return False
+    return CONFIG_FILE in files and bool(weight_files(files))

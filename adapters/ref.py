@@ -21,7 +21,7 @@ _HOST = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?(?::[1-9][0-9]{0,4})?"
 _BUCKET = r"[a-z0-9][a-z0-9.-]{2,62}"
 _NAMES: dict[RefSource, re.Pattern[str]] = {
     "alias": re.compile(_WORD),
-    "hub": re.compile(rf"{_WORD}(?:/{_WORD})?"),
+    "hub": re.compile(rf"{_WORD}(?:/{_WORD}(?:/{_SEGMENT})*)?"),
     "local": re.compile(rf"/?{_QUOTED}(?:/{_QUOTED})*"),
     "s3": re.compile(rf"{_BUCKET}(?:/{_SEGMENT})+"),
     "https": re.compile(rf"{_HOST}(?:/{_SEGMENT})+"),
@@ -32,7 +32,7 @@ _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _TOKEN = re.compile(rf"[!-~]{{1,{MAX_TOKEN_CHARS}}}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _EXPECTED = (
-    "hub:org/name, hub:org/name@revision, local:path, s3:bucket/prefix, https://host/path, "
+    "hub:org/name, hub:org/name/folder@revision, local:path, s3:bucket/prefix, https://host/path, "
     "or the name of a registered adapter"
 )
 
@@ -41,8 +41,9 @@ class AdapterRef(msgspec.Struct, frozen=True):
     """A parsed reference. It names an adapter; it never identifies one (the digest does).
 
     source: `alias` is a name that the operator registered.
-    name: `bucket/prefix` for `s3`, `host[:port]/path` for `https`; for `local` a path whose other
-        characters than A-Za-z0-9._+=,~- are written as in URLs (`my%20adapter`).
+    name: `org/name` or `org/name/folder` for `hub`, `bucket/prefix` for `s3`, `host[:port]/path`
+        for `https`; for `local` a path whose other characters than A-Za-z0-9._+=,~- are written as
+        in URLs (`my%20adapter`).
     revision: branch, tag or commit for `hub`, fingerprint of the folder for the others;
         None = the default branch, or whatever the folder holds now.
     """
@@ -56,7 +57,8 @@ def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
     """The reference that `text` spells.
 
     `source:name[@revision]` is explicit. Without a source, `org/name` belongs to `default_source`,
-    and a bare name is an alias, or a folder when `default_source` is `local`.
+    and a bare name is an alias, or a folder when `default_source` is `local`. A folder within a
+    repository of the Hub needs `hub:`.
     Raises AdapterError `bad_ref`.
     """
     if len(text) > MAX_REF_CHARS:
@@ -68,6 +70,8 @@ def parse_ref(text: str, default_source: RefSource = "hub") -> AdapterRef:
         name = name.removesuffix("/")
     if not _NAMES[source].fullmatch(name) or not _well_formed(source, name):
         raise _bad_ref(text, _fault(source, name))
+    if source == "hub" and not colon and hub_place(name)[1]:
+        raise _bad_ref(text, f"a folder within a repository is written hub:{name}")
     if at and not _is_revision(source, revision):
         kind = "a branch, tag or commit" if source == "hub" else "a fingerprint of 40 digits"
         raise _bad_ref(text, f"what follows '@' is not {kind}")
@@ -88,6 +92,13 @@ def local_name(path: str) -> str:
 def path_of_local(name: str) -> str:
     """The path that the name of a `local` reference stands for."""
     return unquote(name, errors="surrogateescape")
+
+
+def hub_place(name: str) -> tuple[str, str]:
+    """The repository, and the folder within it ("" = its top), of the name of a `hub` reference."""
+    owner, _, rest = name.partition("/")
+    repository, _, folder = rest.partition("/")
+    return f"{owner}/{repository}" if repository else owner, folder
 
 
 def told_name(ref: AdapterRef) -> str:
@@ -154,7 +165,7 @@ def _well_formed(source: RefSource, name: str) -> bool:
         path = path_of_local(name)
         return path.isprintable() and local_name(path) == name
     return source != "hub" or not any(
-        "--" in part or part.endswith((".", "-", ".git")) for part in name.split("/")
+        "--" in part or part.endswith((".", "-", ".git")) for part in hub_place(name)[0].split("/")
     )
 
 

@@ -1,6 +1,7 @@
 """Adapters on a Hugging Face Hub, through huggingface_hub; its endpoint and offline mode hold."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,11 +28,11 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     hf_raise_for_status,
 )
 
+from adapters.adapter_files import weight_files
 from adapters.errors import AdapterError
 from adapters.peft_format import CONFIG_FILE
-from adapters.ref import AdapterRef, check_token, format_ref, is_pinned
+from adapters.ref import AdapterRef, check_token, format_ref, hub_place, is_pinned
 from adapters.sources.partial import Stream, fetch_resumable, range_start
-from adapters.validate import WEIGHTS_FILE
 
 DEFAULT_TIMEOUT_S = 10.0
 _RETRY_S = 5.0
@@ -69,17 +70,26 @@ class HubSource:
         return pinned
 
     def list_files(self, ref: AdapterRef, token: str | None) -> dict[str, int]:
-        siblings = self._info(ref, token, files=True).siblings or []
-        return {file.rfilename: file.size or 0 for file in siblings if "/" not in file.rfilename}
+        """Those right in the folder that the reference names, or at the repository's top."""
+        found = self._beneath(ref, token, sizes=True)
+        if not found and hub_place(ref.name)[1]:
+            raise AdapterError("not_found", f"{format_ref(ref)}: the repository has no such folder")
+        return {name: size for name, size in found.items() if "/" not in name}
 
     def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
         try:
-            siblings = self._info(ref, token, files=False).siblings or []
+            found = self._beneath(ref, token, sizes=False)
         except AdapterError:
             return ()
-        folders = [file.rfilename.rpartition("/") for file in siblings]
-        whole = {folder for folder, _, name in folders if name == WEIGHTS_FILE}
-        return [folder for folder, _, name in folders if name == CONFIG_FILE and folder in whole]
+        folders: defaultdict[str, list[str]] = defaultdict(list)
+        for path in found:
+            folder, _, name = path.rpartition("/")
+            folders[folder].append(name)
+        return [
+            folder
+            for folder, names in folders.items()
+            if CONFIG_FILE in names and weight_files(names)
+        ]
 
     def fetch_file(self, ref: AdapterRef, token: str | None, name: str, folder: Path) -> None:
         """By plain HTTP, which can go on where it broke, in another process too."""
@@ -95,11 +105,21 @@ class HubSource:
                 self._clock,
             )
 
+    def _beneath(self, ref: AdapterRef, token: str | None, sizes: bool) -> dict[str, int]:
+        """Path within the folder that the reference names -> bytes, or 0 without `sizes`."""
+        folder = hub_place(ref.name)[1]
+        start = f"{folder}/" if folder else ""
+        return {
+            file.rfilename.removeprefix(start): file.size or 0
+            for file in self._info(ref, token, files=sizes).siblings or []
+            if file.rfilename.startswith(start)
+        }
+
     def _info(self, ref: AdapterRef, token: str | None, files: bool) -> ModelInfo:
         self._check_owner(ref)
         with _hub_errors(ref, has_token=token is not None):
             return self._api.model_info(
-                ref.name,
+                hub_place(ref.name)[0],
                 revision=ref.revision,
                 timeout=self._timeout_s,
                 files_metadata=files,
@@ -108,7 +128,14 @@ class HubSource:
 
     def _metadata(self, ref: AdapterRef, token: str | None, name: str) -> HfFileMetadata:
         """Where a file lies for this caller, and its size."""
-        url = hf_hub_url(ref.name, name, revision=ref.revision, endpoint=self._api.endpoint)
+        repository, folder = hub_place(ref.name)
+        url = hf_hub_url(
+            repository,
+            name,
+            subfolder=folder,
+            revision=ref.revision,
+            endpoint=self._api.endpoint,
+        )
         return self._api.get_hf_file_metadata(
             url=url, token=token or False, timeout=self._timeout_s
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 
 @dataclass
@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        path = urlsplit(self.path).path
+        path = unquote(urlsplit(self.path).path)
         self.hub.requests[self.command, path] += 1
         self.hub.tokens.add(self.headers.get("Authorization", ""))
         assert self.hub.gate.wait(60)

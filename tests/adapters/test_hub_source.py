@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from adapters.errors import AdapterError
-from adapters.ref import AdapterRef
+from adapters.judge import judge_folder
+from adapters.ref import AdapterRef, parse_ref
 from adapters.retries import Retries
 from adapters.sources.hub import HubSource
 from adapters.store import AdapterStore
@@ -91,6 +92,65 @@ def test_only_what_is_needed_is_fetched_and_once(
     again = AdapterStore(tmp_path / "store", BASE, {"hub": source})
     assert again.admit(pinned, None) == manifest
     assert sum(hub.requests.values()) == before
+
+
+def test_folders_of_a_repository_are_adapters_of_their_own(
+    hub: StubHub, source: HubSource, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    folders = ("", "checkpoint-1", "checkpoint-2", "runs/a+b/final")
+    for seed, path in enumerate(folders):
+        write_adapter(run / path, BASE, seed=seed)
+    commit = hub.publish("org/a", run, gated=True, granted=frozenset([TOKEN]))
+    store = store_of(source, tmp_path)
+    digests = set()
+    for path in folders:
+        ref = parse_ref(f"hub:org/a/{path}".rstrip("/"))
+        pinned = source.resolve(ref, TOKEN)
+        assert pinned == AdapterRef("hub", ref.name, commit)
+        assert set(source.list_files(pinned, TOKEN)) == {"adapter_config.json", WEIGHTS}
+        manifest = store.admit(pinned, TOKEN)
+        assert manifest == judge_folder(run / path, BASE).manifest
+        assert store.recall(pinned) == manifest
+        digests.add(manifest.digest)
+        denied = refusal(lambda ref=ref: source.resolve(ref, None))  # type: ignore[misc]
+        assert denied is not None
+        assert denied.code == "forbidden"
+    assert len(digests) == len(folders)
+
+
+@pytest.mark.parametrize("path", ["checkpoint", "checkpoint-1/adapter_config.json", "nothing/here"])
+def test_a_folder_that_is_not_there_is_not_found(
+    path: str, hub: StubHub, source: HubSource, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "run" / "checkpoint-1", BASE)
+    hub.publish("org/a", tmp_path / "run")
+    error = refusal(lambda: store_of(source, tmp_path).admit(parse_ref(f"hub:org/a/{path}"), None))
+    assert error is not None
+    assert error.code == "not_found"
+    assert "no such folder" in error.message
+
+
+def test_a_folder_of_a_run_names_the_adapters_in_it(
+    hub: StubHub, source: HubSource, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "all" / "run" / "checkpoint-1", BASE)
+    write_adapter(tmp_path / "all" / "other" / "checkpoint-2", BASE)
+    hub.publish("org/a", tmp_path / "all")
+    store = store_of(source, tmp_path)
+    error = refusal(lambda: store.admit(parse_ref("hub:org/a/run"), None))
+    assert error is not None
+    message = error.violations[0].message
+    assert message.endswith("did you mean hub:org/a/run/checkpoint-1?")
+    store.admit(parse_ref("hub:org/a/run/checkpoint-1"), None)
+
+
+def test_owners_count_for_folders_too(hub: StubHub, tmp_path: Path) -> None:
+    source = HubSource(hub.endpoint, owners=["acme"])
+    for name in ("org/a/acme", "org/acme/x"):
+        error = refusal(lambda name=name: source.resolve(AdapterRef("hub", name), None))  # type: ignore[misc]
+        assert error is not None
+        assert error.code == "forbidden"
 
 
 def test_private(hub: StubHub, source: HubSource, folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         ("org/name", "hub", AdapterRef("hub", "org/name")),
         ("hub:org/name@main", "local", AdapterRef("hub", "org/name", "main")),
         ("hub:gpt2", "hub", AdapterRef("hub", "gpt2")),
+        ("hub:org/name/checkpoint-500", "hub", AdapterRef("hub", "org/name/checkpoint-500")),
+        ("hub:o/n/a--b/v1.git/c=d@v2", "local", AdapterRef("hub", "o/n/a--b/v1.git/c=d", "v2")),
+        (f"hub:o/n/x@{COMMIT}", "s3", AdapterRef("hub", "o/n/x", COMMIT)),
         (f"org/name@{COMMIT}", "hub", AdapterRef("hub", "org/name", COMMIT)),
         ("hub:org/name@refs/pr/7", "hub", AdapterRef("hub", "org/name", "refs/pr/7")),
         ("pirate", "hub", AdapterRef("alias", "pirate")),
@@ -60,6 +63,9 @@ def test_accepted(text: str, default: RefSource, expected: AdapterRef) -> None:
             "a/..",
             "../a",
         ),
+        *("hub:org/name/", "hub:org/name//x", "hub:org/name/../x", "hub:org/name/a..b", "hub:o//x"),
+        *("hub:org/name/.", "hub:org/name/a b", "hub:org/name/%41", "hub:org/name/x@", "a/b/c@v1"),
+        *("hub:org/a--b/x", "hub:org/name./x", "hub:org/name/a\\b", "hub:o/n/" + "x" * 256),
         *("hub:../x", "hub:/org/name", "hub:org/name@", "hub:org/name@..", "hub:org/name@a b"),
         *(
             "hub:org/name@/x",
@@ -146,13 +152,14 @@ def test_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
+        ("a/b/c", "a folder within a repository is written hub:a/b/c."),
         ("s3:b/p", "'b' is no bucket: 3 to 63 of"),
         ("s3:Bucket/key", "'Bucket' is no bucket: 3 to 63 of"),
         ("s3:bucket", "no prefix after the bucket"),
         ("s3://bucket/", "no prefix after the bucket"),
     ],
 )
-def test_what_is_wrong_with_a_bucket_is_said(text: str, why: str) -> None:
+def test_what_is_wrong_is_said(text: str, why: str) -> None:
     error = refusal(lambda: parse_ref(text))
     assert error is not None
     assert why in error.message

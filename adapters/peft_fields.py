@@ -1,4 +1,4 @@
-"""Every key of PEFT's LoraConfig, sorted by what it means for serving. Pure.
+"""Every key of PEFT's LoraConfig, and of what trainers add, by what it means for serving. Pure.
 
 *Used*: part of the maths that we do. *Harmless*: no part of the result once trained. *Refused*:
 changes the maths in a way that is not implemented, unless it has one of the values listed. A key in
@@ -26,7 +26,9 @@ USED = frozenset(
 )
 
 # The sub-configurations here speak of initialisation, and only for the value of
-# `init_lora_weights` that goes with them: INIT_REFUSED decides on that.
+# `init_lora_weights` that goes with them, which is judged itself.
+# PEFT of today does not read these: ms-swift writes `lora_dtype`, `lorap_emb_lr`, `lorap_lr_ratio`,
+# axolotl `nvfp4_merge_aware`, and PEFT itself wrote `merge_weights` in 2023.
 HARMLESS = frozenset(
     {
         "auto_mapping",
@@ -35,7 +37,12 @@ HARMLESS = frozenset(
         "inference_mode",
         "loftq_config",
         "lora_dropout",
+        "lora_dtype",
+        "lorap_emb_lr",
+        "lorap_lr_ratio",
         "megatron_core",
+        "merge_weights",
+        "nvfp4_merge_aware",
         "peft_version",
         "qalora_group_size",
         "runtime_config",
@@ -49,6 +56,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "bias": (None, "none"),
+    "enable_lora": (None, []),
     "kasa_config": (None,),
     "layer_replication": (None, []),
     "lora_bias": (None, False),
@@ -56,6 +64,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "megatron_config": (None,),
     "modules_to_save": (None, []),
     "monteclora_config": (None,),
+    "swift_type": (None, "LORA"),
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "use_bdlora": (None, False),

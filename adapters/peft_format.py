@@ -34,6 +34,7 @@ _MAX_LAYERS_PATTERNS = 64
 # PEFT's defaults, for keys that a config leaves out.
 _DEFAULT_RANK = 8
 _DEFAULT_ALPHA = 8.0
+_TEXTS = {"true": True, "false": False}
 _Number = TypeVar("_Number", int, float)
 
 
@@ -142,7 +143,7 @@ def _read(reader: "_Reader") -> PeftConfig:
         alpha_pattern=reader.pairs("alpha_pattern", reader.alpha),
         layers_to_transform=reader.layers("layers_to_transform"),
         layers_pattern=reader.names("layers_pattern", _MAX_LAYERS_PATTERNS),
-        fan_in_fan_out=reader.flag("fan_in_fan_out"),
+        fan_in_fan_out=reader.flag("fan_in_fan_out", texts=True),
         starts_at_zero=reader.raw.get("init_lora_weights", True) in INIT_FROM_ZERO,
         ensure_weight_tying=reader.flag("ensure_weight_tying"),
     )
@@ -179,8 +180,11 @@ class _Reader:
             return ""
         return value
 
-    def flag(self, key: str) -> bool:
+    def flag(self, key: str, texts: bool = False) -> bool:
+        """texts: also as some wrote it in 2023, where neither value changes the result."""
         value = self.raw.get(key)
+        if texts and isinstance(value, str):
+            value = _TEXTS.get(value.lower(), value)
         if value is not None and not isinstance(value, bool):
             self.refuse(key, f"expected true or false, got {shown(value)}")
         return value is True

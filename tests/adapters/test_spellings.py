@@ -1,6 +1,5 @@
 """Tensor names as other savers and models spell them: what PEFT computes, or refused by name."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,43 +8,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
 
-from adapters.floats import read_floats
 from adapters.judge import judge_folder
 from adapters.tensor_names import NAMINGS, parse_tensor_name
-from adapters.weights import open_weights
-from tests.adapter_folders import small_base
 from tests.adapters.refusals import refusal, violation_codes
+from tests.adapters.tiny_llama import (
+    BASE,
+    CONFIG,
+    IDS,
+    WEIGHTS,
+    assert_equal,
+    causal,
+    logits_of_peft,
+    save,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-BASE = small_base(num_layers=3, names=("base",))
-WEIGHTS = "adapter_model.safetensors"
-IDS = torch.tensor([[5, 17, 3, 60, 42]])
-CONFIG = LlamaConfig(
-    vocab_size=BASE.vocab_size,
-    hidden_size=BASE.hidden_size,
-    intermediate_size=48,
-    num_hidden_layers=BASE.num_layers,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
 Rename = Callable[[str], str]
-
-
-def causal() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    made = LlamaForCausalLM(CONFIG)
-    made.train(False)
-    return made
 
 
 def larger() -> LlavaForConditionalGeneration:
@@ -67,26 +53,6 @@ def larger() -> LlavaForConditionalGeneration:
     return made
 
 
-def save(folder: Path, model: Any, **options: Any) -> Path:
-    """A PEFT adapter of this model with random A and B."""
-    peft = get_peft_model(model, LoraConfig(**options))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.2)
-    peft.save_pretrained(folder, save_embedding_layers=False)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = "base"
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def logits_of_peft(folder: Path) -> Any:
-    with torch.no_grad():
-        return PeftModel.from_pretrained(causal(), str(folder))(IDS).logits
-
-
 def logits_of_inner(folder: Path) -> Any:
     model = causal()
     PeftModel.from_pretrained(model.model, str(folder))
@@ -97,30 +63,6 @@ def logits_of_inner(folder: Path) -> Any:
 def logits_of_larger(folder: Path) -> Any:
     with torch.no_grad():
         return PeftModel.from_pretrained(larger(), str(folder))(IDS).logits
-
-
-def logits_of_judged(folder: Path) -> Any:
-    """With the judged tensors added to the base's own weights."""
-    model, adapter = causal(), judge_folder(folder, BASE).tensors
-    assert adapter.modules
-    assert judge_folder(folder).manifest.targets == judge_folder(folder, BASE).manifest.targets
-    modules = BASE.layer_modules | BASE.model_modules
-    with open_weights(folder / WEIGHTS) as weights, torch.no_grad():
-        for lora in adapter.modules:
-            a, b = (
-                torch.from_numpy(read_floats(weights.read(t), t.dtype).reshape(t.shape).copy())
-                for t in (lora.a, lora.b)
-            )
-            layer = f"model.layers.{lora.layer}." if lora.layer >= 0 else ""
-            delta = lora.scale * (b @ a)
-            module: Any = model.get_submodule(layer + modules[lora.module].path)
-            module.weight += delta.T if lora.module == "embed_tokens" else delta
-        return model(IDS).logits
-
-
-def assert_equal(expected: Any, folder: Path) -> None:
-    assert not torch.allclose(expected, causal()(IDS).logits, atol=1e-3), "the adapter does nothing"
-    torch.testing.assert_close(logits_of_judged(folder), expected, atol=1e-5, rtol=0)
 
 
 def rename(folder: Path, change: Rename) -> None:

@@ -7,16 +7,18 @@ import re
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from adapters.module_pattern import MAX_STATES, ModulePattern
+from adapters.module_pattern import Budget, ModulePattern
 from adapters.pattern_syntax import PatternError, parse_pattern
 from adapters.peft_format import PeftConfig
-from adapters.violations import Findings, shown
+from adapters.violations import Findings, invalid, shown
 
 # Plain names cannot make `re` backtrack, so they need no automaton.
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_.]{1,512}")
 _PLAIN_LAYER = re.compile(r"[A-Za-z0-9_.]{1,64}")
 _ALL_LINEAR = "all-linear"
 _Value = TypeVar("_Value", int, float)
+# Whether a path matches. Raises AdapterError `invalid` when the patterns take too long together.
+_Matches = Callable[[str], bool]
 
 
 class Targeting:
@@ -73,13 +75,13 @@ class _Names:
 
     def __init__(self, value: str | tuple[str, ...], key: str, compiler: "_Compiler") -> None:
         self.names = frozenset() if isinstance(value, str) else frozenset(value)
-        self._pattern: ModulePattern | None = None
+        self._pattern: _Matches | None = None
         if isinstance(value, str) and value and value.lower() != _ALL_LINEAR:
             self._pattern = compiler.compile(value, key)
 
     def match(self, path: str) -> bool:
         if self._pattern is not None:
-            return self._pattern.fullmatch(path)
+            return self._pattern(path)
         rest = path if self.names else ""
         while rest:
             if rest in self.names:
@@ -102,7 +104,7 @@ class _Overrides(Generic[_Value]):
                 continue
             compiled = compiler.compile(pattern, key, rf"(.*\.)?({pattern})")
             if compiled is not None:
-                self._matchers.append((compiled.fullmatch, value))
+                self._matchers.append((compiled, value))
 
     def get(self, path: str, default: _Value) -> _Value:
         for matches, value in self._matchers:
@@ -112,22 +114,29 @@ class _Overrides(Generic[_Value]):
 
 
 class _Compiler:
-    """All patterns of a config share the states of one: matching takes time in proportion."""
+    """All patterns of a config share one budget, which bounds the time that matching takes."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self._states_left = MAX_STATES
+        self._budget = Budget()
 
-    def compile(self, pattern: str, key: str, whole: str | None = None) -> ModulePattern | None:
-        """The automaton of `whole`, once `pattern` within it is known to be well-formed itself."""
+    def compile(self, pattern: str, key: str, whole: str | None = None) -> _Matches | None:
+        """Matches `whole`, once `pattern` within it is known to be well-formed itself."""
+        told = f"{key}: pattern {shown(pattern)}"
         try:
             parse_pattern(pattern)
-            compiled = ModulePattern(pattern if whole is None else whole, self._states_left)
+            compiled = ModulePattern(pattern if whole is None else whole, self._budget)
         except PatternError as error:
-            self._findings.add("bad_pattern", key, f"{key}: pattern {shown(pattern)}: {error}")
+            self._findings.add("bad_pattern", key, f"{told}: {error}")
             return None
-        self._states_left -= compiled.num_states
-        return compiled
+
+        def matches(path: str) -> bool:
+            try:
+                return compiled.fullmatch(path)
+            except PatternError as error:
+                raise invalid("bad_pattern", key, f"{told}: {error}") from None
+
+        return matches
 
 
 def _layer_expressions(config: PeftConfig, findings: Findings) -> list[re.Pattern[str]]:

@@ -1,5 +1,6 @@
 """The linear matcher answers as `re.fullmatch` does, and refuses what it does not understand."""
 
+import random
 import re
 import warnings
 
@@ -8,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from adapters.base import base_modules
-from adapters.module_pattern import ModulePattern
+from adapters.module_pattern import Budget, ModulePattern
 from adapters.pattern_syntax import PatternError
 from adapters.tensor_names import NAMINGS
 from tests.adapter_folders import small_base
@@ -117,6 +118,20 @@ def test_catastrophic_patterns_end_at_once() -> None:
         assert not ModulePattern(pattern).fullmatch("a" * 64)
     for pattern in bad:
         assert ModulePattern(f"(?!{pattern})a*").fullmatch("a" * 64)
+
+
+def test_what_takes_too_long_or_too_much_is_given_up() -> None:
+    looks = "".join(f"(?!.*{char}.{{9}}Z)" for char in "abcdefgh") + ".*Q"
+    names = [module.path for module in base_modules(BASE)]
+    assert not any(map(ModulePattern(looks).fullmatch, names))
+    hasty = ModulePattern(looks, Budget(steps=1000))
+    with pytest.raises(PatternError, match="too many steps"):
+        any(map(hasty.fullmatch, names))
+    # Its deterministic automaton has 2**24 states.
+    blown_up, draw = ModulePattern(".*a.{24}"), random.Random(0)
+    texts = ("".join(draw.choices("ab", k=500)) for _ in range(1000))
+    with pytest.raises(PatternError, match="too much memory"):
+        list(map(blown_up.fullmatch, texts))
 
 
 @pytest.mark.parametrize(

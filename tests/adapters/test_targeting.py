@@ -10,6 +10,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
+from adapters.module_pattern import Budget
 from adapters.peft_format import parse_config
 from adapters.targeting import Targeting
 from adapters.violations import Findings
@@ -85,6 +86,18 @@ def test_overrides_match_as_in_peft_in_the_order_of_the_file(patterns: list[str]
         key = get_pattern_key(list(ranks), path)
         assert ours.lora_rank(path) == ranks.get(key, 99)
         assert ours.lora_alpha(path) == ranks.get(key, 98)
+
+
+@pytest.mark.parametrize("config", [{"target_modules": ".*x.*"}, {"rank_pattern": {"x|y": 4}}])
+def test_a_pattern_that_takes_too_long_is_refused(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.targeting.Budget", lambda: Budget(steps=200))
+    ours = targeting(**config)
+    codes = violation_codes(
+        lambda: [(ours.targets(path, False), ours.lora_rank(path)) for path in 9 * PATHS]
+    )
+    assert codes == {"bad_pattern"}
 
 
 def test_all_linear_leaves_out_head_and_embedding() -> None:

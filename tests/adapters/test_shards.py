@@ -27,32 +27,14 @@ from adapters.weights import open_shards, open_weights
 from adapters.weights_index import MAX_SHARDS
 from tests.adapter_folders import ALL_PROJECTIONS, small_base, write_adapter
 from tests.adapters.refusals import refusal, violation_codes
+from tests.adapters.sharded import INDEX, WEIGHTS, cut, shard
 from tests.adapters.stub_files import running_files
 from tests.adapters.stub_hub import running_hub
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BASE = small_base(names=("base",))
-WEIGHTS = "adapter_model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
 CERTIFICATE = Path(__file__).parent / "self_signed.pem"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64)
-
-
-def shard(number: int, count: int) -> str:
-    return f"adapter_model-{number:05}-of-{count:05}.safetensors"
-
-
-def cut(folder: Path, parts: int, index: str = INDEX) -> Path:
-    """Its weights in several files, dealt out in turn."""
-    tensors = load_file(folder / WEIGHTS)
-    weight_map = {name: shard(i % parts + 1, parts) for i, name in enumerate(sorted(tensors))}
-    for file in set(weight_map.values()):
-        held = {name: tensors[name] for name, where in weight_map.items() if where == file}
-        save_file(held, folder / file, metadata={"format": "pt"})
-    table = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    (folder / index).write_text(json.dumps(table))
-    (folder / WEIGHTS).unlink()
-    return folder
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from adapters.peft_format import CONFIG_FILE, MAX_CONFIG_BYTES
 from adapters.run_folders import did_you_mean
 from adapters.tokenizer_files import TOKENIZER_FILES
 from adapters.validate import AdapterLimits
-from adapters.violations import Findings
+from adapters.violations import Findings, invalid
 from adapters.weights_index import (
     INDEX_FILES,
     MAX_INDEX_BYTES,
@@ -65,7 +65,8 @@ def small_files(
 
     listing: name -> bytes. place: what is listed, as it may be told. nearby: names of folders in it
     that are adapters, asked for where it is none itself. What is missing or too large is added to
-    `findings`. Raises AdapterError `too_large` when the files together exceed the limit.
+    `findings`. Raises AdapterError `too_large` when the files together exceed the limit, and
+    `invalid` for an adapter in mlx-lm's format.
     """
     if CONFIG_FILE not in listing:
         meant = did_you_mean(place, nearby())
@@ -120,7 +121,8 @@ def _check_weight_files(listing: Mapping[str, int], findings: Findings) -> None:
         findings.add("unsafe_format", unsafe[0], message)
     elif MLX_FILE in listing:
         message = f"the weights are in mlx-lm's format, which is not served; {_CONVERT}"
-        findings.add("missing_file", MLX_FILE, message)
+        # Its config has none of PEFT's keys: to list them would hide the one reason.
+        raise invalid("missing_file", MLX_FILE, message)
     else:
         findings.add("missing_file", WEIGHTS_FILE, f"there is no {WEIGHTS_FILE}")
 

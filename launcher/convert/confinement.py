@@ -1,8 +1,8 @@
 """Takes from this process what reading a hostile file does not need.
 
 Three layers, each of which holds by itself: namespaces without a network, Landlock without any
-file, and a seccomp filter without calls that open, create or find anything. What a kernel or a
-sandbox does not grant is told, not passed over.
+file, and a seccomp filter without calls that open, create or find anything. A layer that the
+kernel or a sandbox does not grant is reported with its reason.
 """
 
 import ctypes

@@ -54,7 +54,7 @@ _OTHERS = (
 class Listing(msgspec.Struct, frozen=True):
     """A folder. files: names of its files. folders: those of its folders that hold adapters.
 
-    place: the folder's own name, as it may be told.
+    place: the folder's own path, for messages.
     """
 
     files: Collection[str]
@@ -67,24 +67,10 @@ def choose_weights(listing: Listing, wanted: str | None = None) -> str:
 
     Raises AdapterError: there is none, there are several, or they are of a known other kind.
     """
-    files = listing.files
-    if wanted is not None:
-        if wanted not in files:
-            raise refusal(f"--weights {shown(wanted)}: there is no such file in the folder")
-        return wanted
-    for name in ADAPTER_FILES:
-        if name in files:
-            return name
-    _refuse_shards(files)
-    weights = [name for name in files if is_weights(name) and not _STATE.fullmatch(name)]
-    found = [name for name in weights if not _WHOLE_MODEL.fullmatch(name)]
-    if not found:
-        _refuse_other_files(listing)
-    if len(found) > 1 or _CHECKPOINT.fullmatch(found[0]):
-        raise refusal(
-            f"no {MLX_FILE} and no {_PICKLE_FILE}, but {_named(found)}: choose with --weights"
-        )
-    return found[0]
+    name = _choose(listing, wanted)
+    if not (name.isascii() and name.isprintable()):
+        raise refusal(f"the weights file is called {shown(name)}: give it a plain name")
+    return name
 
 
 def beside(listing: Listing, chosen: str) -> str | None:
@@ -122,8 +108,31 @@ def refuse_ready(weights: str, form: Form, config: Mapping[str, object]) -> None
         raise refusal("nothing to convert: this is PEFT's format already; serve it as it is")
 
 
+def _choose(listing: Listing, wanted: str | None) -> str:
+    files = listing.files
+    if wanted is not None:
+        if wanted not in files:
+            raise refusal(f"--weights {shown(wanted)}: there is no such file in the folder")
+        return wanted
+    for name in ADAPTER_FILES:
+        if name in files:
+            return name
+    _refuse_shards(files)
+    weights = [name for name in files if is_weights(name) and not _STATE.fullmatch(name)]
+    found = [name for name in weights if not _WHOLE_MODEL.fullmatch(name)]
+    if not found:
+        _refuse_other_files(listing)
+    if len(found) > 1 or _CHECKPOINT.fullmatch(found[0]):
+        raise refusal(
+            f"no {MLX_FILE} and no {_PICKLE_FILE}, but {_named(found)}: choose with --weights"
+        )
+    return found[0]
+
+
 def _refuse_shards(files: Collection[str]) -> None:
     shards = sorted(filter(_SHARD.fullmatch, files))
+    if any(".safetensors" in name for name in shards):
+        raise refusal("nothing to convert: safetensors in several files are served as they are")
     if shards:
         raise refusal(
             f"the weights are in several files ({_named(shards)}), which are not converted: load "

@@ -1,4 +1,4 @@
-"""What a pickle's reader might do once it is not ours any more: `python -m … ORDER`, by a word."""
+"""What a pickle's reader might do after a hostile file took it over: `python -m … ORDER`."""
 
 import os
 import signal

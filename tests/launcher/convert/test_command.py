@@ -27,6 +27,7 @@ from tests.launcher.convert.folders import (
     pair,
     write_mlx,
 )
+from tests.server.worker.shell import NO_WORDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIG = "adapter_config.json"
@@ -130,6 +131,7 @@ def test_a_tied_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     """What adapts the embedding adapts the head: only --base tells whether they are one."""
     base = tmp_path / BASE_NAME.partition("/")[2]
     model(tied=True).save_pretrained(base)
+    (base / "tokenizer.json").write_text(NO_WORDS)
     tensors = pair("model.embed_tokens", VOCAB, HIDDEN, rank=4, seed=7) | layer_pairs(0)
     source = write_mlx(tmp_path / "mlx", tensors)
     code, _, err = convert(capsys, source)

@@ -262,7 +262,18 @@ def _tokenizers(base: BaseSpec) -> dict[str, tuple[Spoil, set[str]]]:
             json.dumps({"chat_template": "x" * 200_000}),
         ),
     }
+    ends = {
+        "ends are a bomb of lists": '{"eos_token_id":[' + "[]," * 300_000 + "[]]}",
+        "ends are deep": '{"eos_token_id":' + "[" * 99_999,
+        "ends are text": '{"eos_token_id": "2"}',
+        "an end below all ids": '{"eos_token_id": -1}',
+        "an end above all ids": json.dumps({"eos_token_id": [1, 10**30]}),
+        "ends are a list": "[2]",
+    }
+    generation = "generation_config.json"
     return {
+        **{n: (file(generation, text), {"bad_generation_config"}) for n, text in ends.items()},
+        "generation config of 1 GB": (sparse(generation, 1 << 30), {"file_too_large"}),
         **{name: (file(*written), {"bad_tokenizer_file"}) for name, written in bad.items()},
         **{name: (file(*written), {"bad_chat_template"}) for name, written in templates.items()},
         "added_tokens.json": (

@@ -311,9 +311,8 @@ def test_refusals_of_serving_name_the_command(
     for folder in (write_pickle(tmp_path / "a"), write_mlx(tmp_path / "b", layer_pairs(0))):
         code, out, _ = run(capsys, "adapter", "check", folder)
         assert code == 1
-        assert (
-            "`loraplex adapter convert FOLDER --out OUT` makes a safetensors adapter of it" in out
-        )
+        assert "cannot be served: 1 reason\n" in out
+        assert "`loraplex adapter convert FOLDER --out OUT` makes a safetensors adapter" in out
 
 
 def test_unconfined_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

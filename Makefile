@@ -5,12 +5,15 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: run test lint unit chaos setup setup-dev programs vocabularies clean
+.PHONY: run test test-all lint unit exhaustive chaos setup setup-dev programs vocabularies clean
 
 run: setup
 	$(BIN)/loraplex serve $(ARGS)
 
 test: lint unit
+
+# And what is long.
+test-all: test exhaustive
 
 lint: setup-dev
 	$(BIN)/ruff check .
@@ -23,6 +26,9 @@ lint: setup-dev
 # two cores have work for three processes.
 unit: setup-dev $(CLIENTS)/.ready programs vocabularies
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
+
+exhaustive: setup-dev $(CLIENTS)/.ready programs vocabularies
+	$(BIN)/pytest -n 2 --dist load -m exhaustive --durations=25
 
 # Hundreds of faults under load; ARGS as in `python -m tests.chaos --help`.
 chaos: setup-dev programs
@@ -46,7 +52,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.serve
 
-# Published clients whose pins clash with ours live in an environment of their own.
+# Clients and tools whose pins clash with ours live in an environment of their own.
 $(CLIENTS)/.ready: constraints.clients.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install $(PIP_FLAGS) -r constraints.clients.txt

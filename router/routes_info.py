@@ -9,6 +9,7 @@ from starlette.responses import Response
 from adapters.ref import format_ref, told_name
 from router.admin_gate import AdminGate
 from router.api.ends import end_tokens
+from router.api.formatter import ApiLimits
 from router.api.models import Health, Info, ModelList, ModelObject, Version
 from router.api.openapi import Access, openapi_document
 from router.generation import RequestError
@@ -31,6 +32,7 @@ class InfoRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._gate = AdminGate(service.config)
+        self._described: tuple[ApiLimits, bytes] | None = None
 
     async def live(self, request: Request) -> Response:
         return json_response(Health("live"))
@@ -93,9 +95,16 @@ class InfoRoutes:
         return json_response(Version(VERSION))
 
     async def openapi(self, request: Request) -> Response:
-        config, tenancy = self._service.config, self._service.tenancy
-        access = Access(operators=bool(config.admin_key), callers=tenancy.needs_keys)
-        return json_response(openapi_document(VERSION, access, self._service.base.limits))
+        """Made anew when the limits change, which come with a model."""
+        limits = self._service.base.limits
+        if self._described is None or self._described[0] is not limits:
+            access = Access(
+                operators=bool(self._service.config.admin_key),
+                callers=self._service.tenancy.needs_keys,
+            )
+            document = openapi_document(VERSION, access, limits)
+            self._described = (limits, msgspec.json.encode(document))
+        return Response(self._described[1], media_type="application/json")
 
     async def models(self, request: Request) -> Response:
         """The base under each name that the operator gave it, then adapters."""

@@ -6,6 +6,7 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.api.adapters import parse_tenant
 from router.api.body import check_query
 from router.api.keys import (
     AuditList,
@@ -124,7 +125,7 @@ class UsageRoutes:
 
     async def _tenants(self, request: Request, first: int, last: int) -> list[str]:
         """Those whose use of these days the caller may see. Raises RequestError, StoreDown."""
-        asked = request.query_params.get("tenant")
+        asked = parse_tenant(request.query_params)
         try:
             self._operator.check(request)
         except RequestError as refusal:
@@ -140,7 +141,7 @@ class UsageRoutes:
                 ) from None
             return [caller.tenant]
         if asked is not None:
-            return [asked[:64]]
+            return [asked]
         used = await self._tenancy.metering.tenants(first, last)
         return sorted({"", *self._tenancy.keyring.tenants(), *used})
 

@@ -3,7 +3,10 @@
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.left_out import LeftOut
 
 # Triton reads this when it is first imported: without a GPU its kernels run under the interpreter.
 if not Path("/dev/nvidiactl").exists():
@@ -14,3 +17,7 @@ settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any-machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LeftOut())

@@ -64,14 +64,6 @@ def require(condition: object, message: str, param: str) -> None:
         raise RequestError("invalid", f"`{param}`: {message}", param=param)
 
 
-def refuse_unknown(plain: dict[str, Any], kind: type[msgspec.Struct]) -> None:
-    """Raises RequestError for a field that `kind` has not; null is the same as absent."""
-    known = kind.__struct_fields__
-    for name, value in plain.items():
-        message = f"unknown field; known: {', '.join(known)}"
-        require(value is None or name in known, message, name[:100])
-
-
 def check_query(query: Iterable[tuple[str, str]], known: Collection[str]) -> None:
     """query: its parameters, each as often as it is there. Raises RequestError.
 

@@ -30,7 +30,7 @@ LogitBias = dict[NonNegative, Annotated[float, Meta(ge=-100, le=100)]]
 Priority = Annotated[int, Meta(ge=0, le=100)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
-_SOURCES = ("hub", "local", "s3", "https")
+SOURCES = ("hub", "local", "s3", "https")
 _HUB_TOKEN_PREFIX = "hf_"
 
 
@@ -102,8 +102,8 @@ def choose_adapter(
         message = "`adapter_source`: adapters from Predibase are not supported yet"
         raise RequestError("unsupported", message, param="adapter_source")
     require(
-        not source or source in _SOURCES,
-        f"expected one of {', '.join(_SOURCES)}; got {source!r:.40}",
+        not source or source in SOURCES,
+        f"expected one of {', '.join(SOURCES)}; got {source!r:.40}",
         "adapter_source",
     )
     try:

@@ -3,7 +3,6 @@
 It is of one router: which keys are asked for and what a body may ask for depend on options.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -11,34 +10,14 @@ import msgspec
 from router.api.errors import Dialect, LoraxError, OpenAIError, error_table
 from router.api.formatter import ApiLimits
 from router.api.keys import MAX_LISTED
-from router.api.lorax_fields import HARMLESS as HARMLESS_BESIDE
-from router.api.openai_common import HARMLESS
 from router.api.operations import OPERATIONS, Operation
-
-Schema = dict[str, Any]
+from router.api.schema_limits import Schema, say_limits
 
 _REF = "#/components/schemas/{name}"
 # Errors that a GET without a body can meet.
 _PLAIN_ERRORS = frozenset((404, 405, 500, 503))
 _BODY_ERRORS = frozenset((408, 413, 415))
 _ADMIN_ERRORS = _PLAIN_ERRORS | {400, 401, 403, 409, 410, 422}
-# Their unknown fields are refused unless they are null. OpenAI's are refused but for harmless ones.
-_CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters")
-_OPENAI_BODIES = ("ChatBody", "CompletionsBody", "TokenizeChatBody", "TokenizePromptBody")
-# JSON Schema's bound of a field, and the limit that it is.
-_BOUNDS = {
-    "n": ("maximum", "max_n"),
-    "best_of": ("maximum", "max_n"),
-    "logprobs": ("maximum", "max_logprobs"),
-    "top_logprobs": ("maximum", "max_logprobs"),
-    "prompt_logprobs": ("maximum", "max_logprobs"),
-    "return_k_alternatives": ("maximum", "max_logprobs"),
-    "stop": ("maxItems", "max_stop_sequences"),
-    "stop_token_ids": ("maxItems", "max_stop_token_ids"),
-    "logit_bias": ("maxProperties", "max_logit_bias"),
-    "messages": ("maxItems", "max_messages"),
-}
-_TYPE_OF_BOUND = {"maximum": "integer", "maxItems": "array", "maxProperties": "object"}
 _TEXT: Schema = {"type": "string"}
 _DAY: Schema = {"type": "string", "format": "date"}
 _QUERY: dict[str, Schema] = {
@@ -71,7 +50,7 @@ def openapi_document(
         types += [*operation.requests, *operation.answers, *filter(None, [operation.event])]
     found = msgspec.json.schema_components(types, ref_template=_REF)
     schemas, components = msgspec.json.decode(msgspec.json.encode(found))  # defaults are tuples
-    _say_limits(components, limits)
+    say_limits(components, limits)
     # Hashable keys: list[X] is equal to itself, not identical.
     schema_of = {repr(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
@@ -90,41 +69,6 @@ def openapi_document(
             },
         },
     }
-
-
-def _say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
-    """What the structs cannot say of bodies. Patterns are Python's until here."""
-    for node in _nodes(components):
-        if isinstance(node.get("pattern"), str):
-            node["pattern"] = node["pattern"].replace("\\Z", "$")
-    for name in (*_CLOSED, *_OPENAI_BODIES):
-        components[name]["additionalProperties"] = {"type": "null"}
-    for name in _OPENAI_BODIES:
-        properties = components[name]["properties"]
-        properties |= {field: {} for field in HARMLESS}
-        properties["metadata"] = {"type": ["object", "null"]}
-    components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
-    for name in (*_OPENAI_BODIES, "LoraxParameters"):
-        properties = components[name]["properties"]
-        for field, (bound, limit) in _BOUNDS.items():
-            for schema in _alternatives(properties.get(field, {})):
-                if schema.get("type") == _TYPE_OF_BOUND[bound]:
-                    schema[bound] = getattr(limits, limit)
-
-
-def _nodes(value: Any) -> Iterator[Schema]:
-    if isinstance(value, dict):
-        yield value
-        for child in value.values():
-            yield from _nodes(child)
-    elif isinstance(value, list):
-        for child in value:
-            yield from _nodes(child)
-
-
-def _alternatives(schema: Schema) -> list[Schema]:
-    found: list[Schema] = schema.get("anyOf", [schema])
-    return found
 
 
 def _operation(operation: Operation, schema_of: dict[str, Any], access: Access) -> dict[str, Any]:

@@ -5,14 +5,15 @@ field more, so that their prompts become ids in the same way.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from router.api.body import decode_body, refuse_unknown, require
+from router.api.body import decode_plain, require, typed
 from router.api.fields import NonNegative
 from router.api.formatter import ApiLimits
+from router.api.known_elsewhere import check_unknown_parts
 from router.api.openai_chat import ChatBody
 from router.api.openai_chat import request_of as chat_request
 from router.api.openai_common import decode_openai
@@ -27,6 +28,7 @@ MAX_TOKENIZED = 1 << 19
 
 Shape = Literal["inputs", "prompt", "messages"]
 _SHAPES: tuple[Shape, ...] = ("inputs", "prompt", "messages")
+T = TypeVar("T", bound=msgspec.Struct)
 Text = Annotated[str, Meta(max_length=MAX_TOKENIZED)]
 
 
@@ -116,8 +118,7 @@ def shape_of(plain: Mapping[str, Any]) -> Shape:
 
 def parse_inputs(body: bytes) -> tuple[str, bool]:
     """Text, and whether special tokens are added. Raises RequestError."""
-    request, plain = decode_body(body, TokenizeBody)
-    refuse_unknown(plain, TokenizeBody)
+    request = _closed(body, TokenizeBody)
     return request.inputs, request.add_special_tokens is not False
 
 
@@ -142,8 +143,7 @@ def parse_detokenize(
     body: bytes, limits: ApiLimits, bearer: str | None
 ) -> tuple[list[int], GenerationCall]:
     """Token ids, and a call without prompts that names the model. Raises RequestError."""
-    request, plain = decode_body(body, DetokenizeBody)
-    refuse_unknown(plain, DetokenizeBody)
+    request = _closed(body, DetokenizeBody)
     named = CompletionsBody(model=request.model or "", prompt="")
     call = completions_request(named, limits, bearer).call
     return request.tokens, msgspec.structs.replace(call, prompts=())
@@ -164,3 +164,10 @@ def tokenizer_info(card: ModelCard, added: Mapping[int, AddedToken]) -> Tokenize
         additional_special_tokens=[text for text in others if text not in named.values()],
         added_tokens_decoder={str(i): token for i, token in sorted(added.items())},
     )
+
+
+def _closed(body: bytes, kind: type[T]) -> T:
+    """Raises RequestError, for a field that `kind` has not, too; null is the same as absent."""
+    plain = decode_plain(body)
+    check_unknown_parts(plain, kind.__struct_fields__, "")
+    return typed(plain, kind)

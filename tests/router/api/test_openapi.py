@@ -6,9 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from jsonschema import Draft202012Validator
 
-from router.api.openapi import openapi_document
+from router.api import openai_chat
+from router.api.errors import error_object
+from router.api.formatter import ApiLimits
+from router.api.openapi import Access, openapi_document
 from router.api.operations import OPERATIONS, Operation
+from router.generation import RequestError
 from tests.router.serving import Running
 
 DOCUMENT = openapi_document("1.2.3")
@@ -91,3 +96,76 @@ async def test_every_operation_exists(router: Running, operation: Operation) -> 
     for kind in operation.answers:
         typed = msgspec.json.decode(answer.content, type=kind)
         assert json.loads(msgspec.json.encode(typed)) == answer.json()
+
+
+@pytest.mark.parametrize("operators", [False, True])
+@pytest.mark.parametrize("callers", [False, True])
+def test_each_route_says_which_key_this_router_asks_for(operators: bool, callers: bool) -> None:
+    paths = openapi_document("1", Access(operators, callers))["paths"]
+
+    def keys(method: str, path: str) -> list[str]:
+        return [key for one in paths[path][method].get("security", []) for key in one]
+
+    for method, path in (("get", "/v1/keys"), ("post", "/v1/load_lora_adapter")):
+        assert keys(method, path) == ["adminKey"] * operators
+    for method, path in (("get", "/v1/models"), ("post", "/tokenize"), ("post", "/generate")):
+        assert keys(method, path) == ["callerKey"] * callers
+    for path in ("/health", "/version", "/ping", "/openapi.json"):
+        assert keys("get", path) == []
+
+
+def schema_of(document: dict[str, Any], *way: str) -> Draft202012Validator:
+    """Of what lies there, with the components that it refers to."""
+    found = document
+    for step in way:
+        found = found[step]
+    return Draft202012Validator({**found, "components": document["components"]})
+
+
+@pytest.mark.parametrize(
+    ("body", "is_good"),
+    [
+        ({}, True),
+        ({"n": 3}, True),
+        ({"n": 4}, False),
+        ({"stop": ["a", "b"]}, True),
+        ({"stop": ["a", "b", "c"]}, False),
+        ({"stop": "a" * 2000}, False),
+        ({"logit_bias": {"7": 1}}, True),
+        ({"logit_bias": {"x": 1}}, False),
+        ({"surprise": None, "store": True, "tools": []}, True),
+        ({"surprise": 1}, False),
+        ({"tools": [{}]}, False),
+        ({"messages": []}, False),
+        ({"messages": [{"role": "user"}]}, False),
+        ({"messages": [{"role": "assistant", "content": None}]}, False),
+        ({"messages": [{"role": "assistant", "content": None, "refusal": "no"}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),
+    ],
+)
+def test_what_is_described_is_what_is_parsed(body: dict[str, Any], is_good: bool) -> None:
+    limits = ApiLimits(max_n=3, max_stop_sequences=2)
+    document = openapi_document("1", limits=limits)
+    body = {"model": "", "messages": [{"role": "user", "content": "x"}], **body}
+    validator = schema_of(document, "components", "schemas", "ChatBody")
+    assert validator.is_valid(body) == is_good
+    try:
+        openai_chat.parse(json.dumps(body).encode(), limits)
+        assert is_good
+    except RequestError:
+        assert not is_good
+
+
+def test_events_of_streams_are_described() -> None:
+    way = ("paths", "/v1/completions", "post", "responses", "200", "content", "text/event-stream")
+    event = schema_of(DOCUMENT, *way, "schema")
+    assert event.is_valid({"data": "[DONE]"})
+    payload = DOCUMENT
+    for step in way:
+        payload = payload[step]
+    described = payload["schema"]["anyOf"][1]["properties"]["data"]["contentSchema"]
+    one = Draft202012Validator({**described, "components": DOCUMENT["components"]})
+    error = error_object(RequestError("incomplete", "it broke off"), "openai")
+    assert one.is_valid(json.loads(msgspec.json.encode(error)))
+    assert not one.is_valid({"error": "a text"})

@@ -1,0 +1,149 @@
+"""What bodies may say beyond what their structs tell a schema: limits, names, what passes. Pure."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from adapters.chat.conversation import REASONING
+from adapters.merge_recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEGIES
+from router.api.fields import SOURCES
+from router.api.formatter import ApiLimits
+from router.api.known_elsewhere import ELSEWHERE
+from router.api.lorax_fields import HARMLESS as HARMLESS_BESIDE
+from router.api.openai_common import HARMLESS
+
+Schema = dict[str, Any]
+
+# Unknown fields are refused unless they are null.
+_CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters")
+_OPENAI_BODIES = ("ChatBody", "CompletionsBody", "TokenizeChatBody", "TokenizePromptBody")
+_SIZED = (*_OPENAI_BODIES, "LoraxParameters")
+# JSON Schema's bound of a field of one type, and the limit that it is.
+_BOUNDS = {
+    "n": ("integer", "maximum", "max_n"),
+    "best_of": ("integer", "maximum", "max_n"),
+    "logprobs": ("integer", "maximum", "max_logprobs"),
+    "top_logprobs": ("integer", "maximum", "max_logprobs"),
+    "prompt_logprobs": ("integer", "maximum", "max_logprobs"),
+    "return_k_alternatives": ("integer", "maximum", "max_logprobs"),
+    "stop": ("array", "maxItems", "max_stop_sequences"),
+    "stop_token_ids": ("array", "maxItems", "max_stop_token_ids"),
+    "logit_bias": ("object", "maxProperties", "max_logit_bias"),
+    "messages": ("array", "maxItems", "max_messages"),
+}
+_OFF: Schema = {"enum": [None, False]}
+_UNSERVED: dict[str, Schema] = {
+    "watermark": _OFF,
+    "apply_chat_template": _OFF,
+    "response_format": {"enum": [None, {}, {"type": "text"}]},
+}
+_TEXT: Schema = {"type": "string"}
+_TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_TOKEN_KEY: Schema = {"pattern": "^(0|[1-9][0-9]{0,9})$"}
+
+
+def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
+    """components: schemas by name, of msgspec; changed in place."""
+    for node in _nodes(components):
+        if isinstance(node.get("pattern"), str):  # Python's end of a text; ECMA 262 has no \\Z
+            node["pattern"] = node["pattern"].replace(r"\Z", "$")
+    for name in (*_CLOSED, *_OPENAI_BODIES):
+        components[name]["additionalProperties"] = {"type": "null"}
+    for name in _SIZED:
+        _say_sizes(components[name]["properties"], limits)
+    for name in _OPENAI_BODIES:
+        _say_fields(components[name]["properties"])
+    components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
+    components["LoraxParameters"]["properties"] |= _UNSERVED
+    _bound(components["LoraxParameters"]["properties"]["seed"], "integer", maximum=2**64 - 1)
+    for name, field in (("RegisterBody", "name"), ("LoadLoraBody", "lora_name")):
+        components[name]["properties"][field] |= {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}
+    components["CompletionsBody"]["properties"]["prompt"] = _prompts(limits)
+    _say_merges(components["MergedAdapters"]["properties"])
+    part = components["ContentPart"]
+    part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}
+    part["required"] = ["type", "text"]
+    components["Message"] = _message(components["Message"])
+
+
+def _message(message: Schema) -> Schema:
+    """The assistant alone may call tools, and be silent beside what else it has to tell."""
+    properties = message["properties"]
+    spoken = [kind for kind in properties["content"]["anyOf"] if kind.get("type") != "null"]
+    for kind in spoken:
+        if kind["type"] == "array":
+            kind["minItems"] = 1
+    content = {"anyOf": spoken}
+    others = [role for role in properties["role"]["enum"] if role != "assistant"]
+    no_calls: Schema = {"enum": [None, []]}
+
+    def one(needed: str, **changes: Schema) -> Schema:
+        required = sorted({"role", needed})
+        return message | {"properties": properties | changes, "required": required}
+
+    silent = {"role": {"const": "assistant"}, "content": {"type": "null"}}
+    calls = next(kind for kind in properties["tool_calls"]["anyOf"] if kind["type"] == "array")
+    return {
+        "anyOf": [
+            one("content", role={"enum": others}, content=content, tool_calls=no_calls),
+            one("content", role={"const": "assistant"}, content=content),
+            one("tool_calls", **silent, tool_calls=calls | {"minItems": 1}),
+            *(one(name, **silent, **{name: _TEXT}) for name in (*REASONING, "refusal")),
+        ]
+    }
+
+
+def _say_merges(properties: dict[str, Schema]) -> None:
+    _bound(properties["ids"], "array", minItems=1, maxItems=MAX_MEMBERS)
+    _bound(properties["weights"], "array", minItems=1, maxItems=MAX_MEMBERS)
+    weight: Schema = {"type": "number", "minimum": -MAX_WEIGHT, "maximum": MAX_WEIGHT}
+    properties["weights"]["items"] = weight
+    properties["merge_strategy"] = {"enum": [None, *STRATEGIES]}
+    properties["majority_sign_method"] = {"enum": [None, *SIGN_METHODS]}
+
+
+def _say_sizes(properties: dict[str, Schema], limits: ApiLimits) -> None:
+    for field, (kind, bound, limit) in _BOUNDS.items():
+        _bound(properties.get(field, {}), kind, **{bound: getattr(limits, limit)})
+    _bound(properties["logit_bias"], "object", propertyNames=_TOKEN_KEY)
+    properties["adapter_source"] = {"enum": [None, "", *SOURCES]}
+    stop = properties["stop"]
+    _bound(stop, "string", minLength=1, maxLength=limits.max_stop_chars)
+    for schema in _alternatives(stop):
+        _bound(schema.get("items", {}), "string", maxLength=limits.max_stop_chars)
+
+
+def _say_fields(properties: dict[str, Schema]) -> None:
+    properties |= {field: {} for field in HARMLESS}
+    for field, elsewhere in ELSEWHERE.items():  # what asks for nothing passes
+        properties.setdefault(field, {"enum": [None, *elsewhere.neutral]})
+    properties["metadata"] = {"type": ["object", "null"]}
+    _bound(properties.get("messages", {}), "array", minItems=1)
+
+
+def _prompts(limits: ApiLimits) -> Schema:
+    """One kind only: texts, lists of ids, or the ids of a single prompt."""
+    text, ids = _TEXT, {"type": "array", "items": _TOKEN_ID, "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": limits.max_prompts}
+    return {"anyOf": [text, ids, several | {"items": text}, several | {"items": ids}]}
+
+
+def _bound(schema: Schema, kind: str, **bounds: Any) -> None:
+    """Of the alternative of this type, if there is one."""
+    for alternative in _alternatives(schema):
+        if alternative.get("type") == kind:
+            alternative |= bounds
+
+
+def _alternatives(schema: Schema) -> list[Schema]:
+    found: list[Schema] = schema.get("anyOf", [schema])
+    return found
+
+
+def _nodes(value: Any) -> Iterator[Schema]:
+    if isinstance(value, dict):
+        yield value
+        for child in value.values():
+            yield from _nodes(child)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _nodes(child)

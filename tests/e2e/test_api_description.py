@@ -1,0 +1,68 @@
+"""`/openapi.json` against a served demo: schemathesis finds nothing that its table does not say."""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.serving import ROOT, Serving, start_serving
+
+SCHEMATHESIS = ROOT / ".venv-clients/bin/schemathesis"
+CALLER, ADMIN = "lpx_caller_of_the_description", "operator of the description"
+KEYS = f"keys: [{{id: app, tenant: acme, sha256: {sha256(CALLER.encode()).hexdigest()}}}]"
+LEAST_CASES = 2000
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.clients,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not SCHEMATHESIS.exists(), reason="`make test-all` installs schemathesis"),
+]
+
+
+@pytest.fixture(params=["open", "keyed"])
+def described(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Serving, str]]:
+    """A served demo, and what schemathesis has to know of it: one for anyone, one with keys."""
+    options = ["--cache-dir", str(tmp_path / "cache")]
+    auth = ""
+    if request.param == "keyed":
+        (tmp_path / "keys.yaml").write_text(KEYS)
+        (tmp_path / "admin").write_text(ADMIN)
+        options += ["--keys-file", str(tmp_path / "keys.yaml")]
+        options += ["--admin-key-file", str(tmp_path / "admin")]
+        auth = f"[auth.openapi]\ncallerKey.bearer = '{CALLER}'\nadminKey.bearer = '{ADMIN}'\n"
+    server = start_serving(*options, log=tmp_path / "log")
+    yield server, auth
+    server.process.terminate()
+    assert server.process.wait(timeout=60) == 0, (tmp_path / "log").read_text()[-4000:]
+
+
+def test_schemathesis_finds_nothing(described: tuple[Serving, str], tmp_path: Path) -> None:
+    server, auth = described
+    config = tmp_path / "schemathesis.toml"
+    config.write_text(f"seed = 1\n[generation]\ndeterministic = true\n{auth}")
+    done = subprocess.run(
+        [
+            *(str(SCHEMATHESIS), "--config-file", str(config), "run"),
+            *("--no-color", "--suppress-health-check", "all", "--continue-on-failure"),
+            *("--request-timeout", "120"),
+            *("--exclude-checks", "positive_data_acceptance", "--max-examples", "25"),
+            f"{server.url}/openapi.json",
+        ],
+        env={
+            **os.environ,
+            "SCHEMATHESIS_HOOKS": "tests.e2e.schema_checks",
+            "PYTHONPATH": str(ROOT),
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr
+    cases = re.search(r"([\d,]+) generated", done.stdout)
+    assert cases is not None
+    assert int(cases[1].replace(",", "")) > LEAST_CASES

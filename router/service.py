@@ -220,17 +220,27 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         watch=FleetWatch(base, catalog, fleet, dispatcher, file, errors),
         tracing=_tracing(config),
         front_door=door,
-        idempotency=Idempotency(
-            sharing.store,
-            tenancy.identify,
-            router_id,
-            config.idempotency_ttl_s,
-            body_limits,
-            strict=config.idempotency_outage == "closed",
-        ),
+        idempotency=_idempotency(config, sharing, tenancy, router_id, body_limits),
         background=_follow(base, fleet),
         unload_heir=UnloadHeir(sharing.store, admin),
         declared_check=_declared_check(config, catalog, fleet),
+    )
+
+
+def _idempotency(
+    config: RouterConfig,
+    sharing: Sharing,
+    tenancy: Tenancy,
+    router_id: str,
+    body_limits: BodyLimits,
+) -> Idempotency:
+    return Idempotency(
+        sharing.store,
+        tenancy.identify,
+        router_id,
+        config.idempotency_ttl_s,
+        body_limits,
+        strict=config.idempotency_outage == "closed",
     )
 
 

@@ -36,7 +36,7 @@ UNSAID = (
     Rule(_TEXTS, "the vocabulary has the token", (400, 422), r"expected token ids from 0 to"),
     Rule(_TEXTS, "it could be an adapter's name", (400, 422), r"bad adapter reference"),
     Rule(
-        _TEXTS, "what another field makes void", (400, 422), r"needs `|only allowed when `stream`"
+        _TEXTS, "what another field makes void", (400, 422), r"needs (`|an )|only allowed when `s"
     ),
     Rule(_TEXTS, "two names of one thing agree", (400, 422), r"contradicts |not beside|not both"),
     Rule(_TEXTS, "the template can render it", (400, 422), r"chat template|`chat_template"),

@@ -50,7 +50,7 @@ def test_schemathesis_finds_nothing(described: tuple[Serving, str], tmp_path: Pa
             *(str(SCHEMATHESIS), "--config-file", str(config), "run"),
             *("--no-color", "--suppress-health-check", "all", "--continue-on-failure"),
             *("--request-timeout", "120"),
-            *("--exclude-checks", "positive_data_acceptance", "--max-examples", "25"),
+            *("--exclude-checks", "positive_data_acceptance", "--max-examples", "15"),
             f"{server.url}/openapi.json",
         ],
         env={

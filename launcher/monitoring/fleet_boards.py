@@ -250,8 +250,8 @@ TENANTS = Board(
                         Query(
                             rate(
                                 _ERRORS,
-                                'cause=~"invalid|unsupported|context_length|template_error'
-                                '|adapter_not_found|adapter_invalid|too_large|gone"',
+                                'cause=~"invalid|unsupported|unknown_parameter|context_length'
+                                '|template_error|adapter_not_found|adapter_invalid|too_large|gone"',
                                 by="cause",
                             ),
                             "{{cause}}",

@@ -113,7 +113,7 @@ class Contents:
                 continue
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # damaged
-            if manifest.chat_template is not None and manifest.special_tokens is None:
+            if manifest.template is not None and manifest.special_tokens is None:
                 continue  # of before they were kept: to be judged again
             if manifest.digest == digest and weights >= manifest.nbytes:
                 mark_used(folder)

@@ -273,6 +273,7 @@ def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterMa
         nbytes=sum(tensor.nbytes for tensor in tensors),
         dtype="+".join(sorted({tensor.dtype for tensor in tensors})),
         chat_template=template.source if template else None,
+        named_templates=(template.named or None) if template else None,
         special_tokens=template.special_tokens if template else None,
         coverage=adapter.coverage,
         end_token_ids=text.end_token_ids,

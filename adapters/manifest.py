@@ -15,18 +15,21 @@ LAYOUT_VERSION = 1
 
 
 class AdapterTemplate(msgspec.Struct, frozen=True):
-    """An adapter's own chat template.
+    """An adapter's own chat templates.
 
-    special_tokens: name -> text, or None for no such token; the base's have the other names.
+    source: the default, or None where it has only others. special_tokens: name -> text, or None
+    for no such token; the base's have the other names. named: the others, by name.
     """
 
-    source: str
+    source: str | None
     special_tokens: dict[str, str | None]
+    named: dict[str, str] = {}
 
     @property
     def sources(self) -> dict[str, str]:
-        """By name."""
-        return {DEFAULT_TEMPLATE: self.source}
+        """All of them by name."""
+        default = {} if self.source is None else {DEFAULT_TEMPLATE: self.source}
+        return default | self.named
 
 
 class AdapterText(NamedTuple):
@@ -48,7 +51,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     ranks: the distinct LoRA ranks in it, ascending.
     nbytes: bytes of its LoRA tensors as published.
     dtype: of the published tensors, as safetensors spells it (`BF16`, `F32`, …).
-    chat_template: the adapter's own template, if it brings one.
+    chat_template, named_templates: the adapter's own default template, if it brings one; others.
     content_digest: of a merged adapter, sha256 hex over its config and weights; else "".
     special_tokens: of its template; None = it has none, or was judged before they were kept.
     coverage: which targeted modules have weights; None = it was judged before this was kept.
@@ -66,6 +69,7 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
     special_tokens: dict[str, str | None] | None = None
     coverage: Coverage | None = None
     end_token_ids: tuple[int, ...] | None = None
+    named_templates: dict[str, str] | None = None
 
     @property
     def partial(self) -> Coverage | None:
@@ -95,9 +99,10 @@ class AdapterManifest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def template(self) -> AdapterTemplate | None:
-        if self.chat_template is None:
+        if self.chat_template is None and not self.named_templates:
             return None
-        return AdapterTemplate(self.chat_template, self.special_tokens or {})
+        tokens = self.special_tokens or {}
+        return AdapterTemplate(self.chat_template, tokens, self.named_templates or {})
 
 
 class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from adapters.base import BaseSpec
+from adapters.chat.conversation import DEFAULT_TEMPLATE, TEMPLATE_FILE
 from adapters.manifest import AdapterTemplate, AdapterText
 from adapters.own_ends import GENERATION_FILE, MAX_GENERATION_BYTES, own_ends
 from adapters.special_tokens import special_tokens
@@ -23,7 +24,7 @@ MAX_TOKENIZER_ITEMS = 1_000_000
 # Largest accepted size of each file that is looked at.
 TOKENIZER_FILES: dict[str, int] = {
     "added_tokens.json": 4 << 20,
-    "chat_template.jinja": MAX_TEMPLATE_BYTES,
+    TEMPLATE_FILE: MAX_TEMPLATE_BYTES,
     GENERATION_FILE: MAX_GENERATION_BYTES,
     "tokenizer.json": 64 << 20,
     "tokenizer_config.json": 8 << 20,
@@ -49,7 +50,7 @@ class _Tokenizer(msgspec.Struct):
 def read_tokenizer_files(
     files: Mapping[str, bytes], base: BaseSpec, findings: Findings
 ) -> AdapterText:
-    """The adapter's own chat template, if it brings one, and its own ends of an answer.
+    """The adapter's own chat templates, if it brings any, and its own ends of an answer.
 
     files: those of `TOKENIZER_FILES` that the folder has, within their sizes. Tokens which the
     base's tokenizer does not have, and files that cannot be judged, are added to `findings`.
@@ -69,12 +70,13 @@ def read_tokenizer_files(
     if "tokenizer.json" in files:
         _check_tokenizer(files["tokenizer.json"], base, findings)
     ends = own_ends(files.get(GENERATION_FILE), config, base, findings)
-    source = _chat_template(files.get("chat_template.jinja"), config, findings)
-    if source is None:
+    sources = _chat_templates(files.get(TEMPLATE_FILE), config, findings)
+    if not sources:
         return AdapterText(None, ends)
     special = _special_tokens(config, findings)
-    _check_named(source, special, base, findings)
-    return AdapterText(AdapterTemplate(source, special), ends)
+    _check_named("\n".join(sources.values()), special, base, findings)
+    default = sources.pop(DEFAULT_TEMPLATE, None)
+    return AdapterText(AdapterTemplate(default, special, sources), ends)
 
 
 def _content(token: object) -> str:
@@ -151,29 +153,36 @@ def _check_named(
         findings.add("added_tokens", "tokenizer_config.json", message)
 
 
-def _chat_template(
+def _chat_templates(
     jinja: bytes | None, config: Mapping[str, Any], findings: Findings
-) -> str | None:
-    """`chat_template.jinja` comes before the config's; of several named ones, `default`."""
+) -> dict[str, str]:
+    """By name. `chat_template.jinja` comes before the config's, of which there may be several."""
     if jinja is not None:
         try:
-            return jinja.decode("utf-8")
+            return {DEFAULT_TEMPLATE: jinja.decode("utf-8")}
         except UnicodeDecodeError:
-            findings.add("bad_chat_template", "chat_template.jinja", "the template is not UTF-8")
-            return None
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        default = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
-        template = default[0].get("template") if default else None
-    if template is not None and not isinstance(template, str):
-        message = f"chat_template: expected text, got {shown(template)}"
-        findings.add("bad_chat_template", "tokenizer_config.json", message)
-        return None
-    if template is not None and len(template.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
+            findings.add("bad_chat_template", TEMPLATE_FILE, "the template is not UTF-8")
+            return {}
+    value = config.get("chat_template")
+    entries = value if isinstance(value, list) else [{"name": DEFAULT_TEMPLATE, "template": value}]
+    named = [(t.get("name"), t.get("template")) for t in entries if isinstance(t, dict)]
+    found = {}
+    for name, template in named:
+        if template is not None and not isinstance(template, str):
+            message = f"chat_template: expected text, got {shown(template)}"
+            findings.add("bad_chat_template", "tokenizer_config.json", message)
+        elif template and isinstance(name, str):
+            found[_well_formed(name)] = _well_formed(template)
+    if sum(len(f"{name}{text}".encode()) for name, text in found.items()) > MAX_TEMPLATE_BYTES:
         message = f"chat_template has more than {MAX_TEMPLATE_BYTES} bytes"
         findings.add("bad_chat_template", "tokenizer_config.json", message)
-        return None
-    return template.encode("utf-8", "replace").decode() if template else None
+        return {}
+    return found
+
+
+def _well_formed(text: str) -> str:
+    """JSON can hold lone surrogates; frames cannot."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _special_tokens(config: Mapping[str, Any], findings: Findings) -> dict[str, str | None]:

@@ -1,6 +1,7 @@
 """The store: one fetch for all who ask, nothing half done, nothing forgotten over a restart."""
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -189,6 +190,16 @@ def test_identity_is_content(hub: FakeHub, tmp_path: Path) -> None:
     (hub.folder / "tokenizer_config.json").write_text('{"bos_token": "<b>", "eos_token": null}')
     digests.add(store.admit(AdapterRef("hub", "org/a", "3" * 40), None).digest)
     assert len(digests) == 6
+    (hub.folder / "chat_template.jinja").unlink()
+    listed = [{"name": name, "template": "{{ messages }}"} for name in ("default", "rag")]
+    for number, chosen in (("4", listed), ("5", listed[:1]), ("6", listed[1:])):
+        settings = json.dumps({"chat_template": chosen, "bos_token": "<c>"})
+        (hub.folder / "tokenizer_config.json").write_text(settings)
+        named = store.admit(AdapterRef("hub", "org/a", number * 40), None)
+        assert named.template is not None
+        assert list(named.template.sources) == [entry["name"] for entry in chosen]
+        digests.add(named.digest)
+    assert len(digests) == 9
 
 
 def test_a_template_without_its_special_tokens_is_judged_again(

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from adapters.manifest import AdapterTemplate
-from adapters.tokenizer_files import read_tokenizer_files
+from adapters.tokenizer_files import MAX_TEMPLATE_BYTES, read_tokenizer_files
 from adapters.violations import Findings
 from tests.adapter_folders import small_base
 from tests.adapters.refusals import refusal
@@ -107,7 +107,6 @@ def test_refused_where_the_base_is_known(files: dict[str, Any], code: str) -> No
             {"tokenizer_config.json": {"chat_template": [{"name": "default", "template": "d"}]}},
             "d",
         ),
-        ({"tokenizer_config.json": {"chat_template": [{"name": "rag", "template": "r"}]}}, None),
         ({"tokenizer_config.json": {"chat_template": [{"name": []}, 3, None]}}, None),
         ({"tokenizer_config.json": {"chat_template": ""}}, None),
         ({"tokenizer_config.json": {"chat_template": "x\ud800"}}, "x?"),
@@ -116,6 +115,24 @@ def test_refused_where_the_base_is_known(files: dict[str, Any], code: str) -> No
 def test_templates(files: dict[str, Any], template: str | None) -> None:
     found, codes = read(files)
     assert (found and found.source, codes) == (template, [])
+
+
+@pytest.mark.parametrize("default", [{}, {"default": "d"}])
+def test_templates_with_names(default: dict[str, str]) -> None:
+    sources = default | {"rag": "r", "tool_use": "t"}
+    listed = [{"name": name, "template": source} for name, source in sources.items()]
+    found, codes = read({"tokenizer_config.json": {"chat_template": listed}})
+    assert found is not None
+    assert (found.sources, codes) == (sources, [])
+    assert found.source == default.get("default")
+
+
+def test_templates_with_names_are_judged_together() -> None:
+    half = "x" * (MAX_TEMPLATE_BYTES // 2)
+    listed = [{"name": name, "template": half} for name in ("default", "rag")]
+    assert read({"tokenizer_config.json": {"chat_template": listed}})[1] == ["bad_chat_template"]
+    wrong = [{"name": "default", "template": "d"}, {"name": "rag", "template": 3}]
+    assert read({"tokenizer_config.json": {"chat_template": wrong}})[1] == ["bad_chat_template"]
 
 
 SPECIAL_TOKENS: list[dict[str, Any]] = [

@@ -154,6 +154,23 @@ async def test_what_a_template_does_not_take_is_refused(
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
 
 
+@pytest.mark.parametrize(
+    ("fields", "prompt"), [({}, b"d"), ({"chat_template": "rag", "documents": [{"a": 1}]}, b"r1")]
+)
+async def test_a_template_of_an_adapter_by_its_name(
+    router: Running, worker: FakeWorker, fields: dict[str, object], prompt: bytes
+) -> None:
+    async def load(_: object) -> object:
+        named = {"rag": "r{{ documents | length }}"}
+        return make_manifest("org/own", chat_template="d", named_templates=named)
+
+    worker.loader = load  # type: ignore[assignment]
+    body = chat("o", **fields) | {"model": "org/own"}
+    answer = await router.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert bytes(worker.requests[0].prompt_ids) == prompt
+
+
 async def test_an_adapters_own_special_tokens(router: Running, worker: FakeWorker) -> None:
     """The base has `<bos>` and `<eos>`."""
 

@@ -107,6 +107,9 @@ async def test_anothers_name_looks_like_one_that_is_not_there(shared: Shared) ->
                 ("/generate", {"inputs": "x", "parameters": {"merged_adapters": merged}}),
                 ("/v1/chat/completions", {"model": name, "messages": messages}),
                 ("/v1/completions", {"model": name, "prompt": "x", "stream": True}),
+                ("/tokenize", {"model": name, "messages": messages}),
+                ("/tokenize", {"model": name, "prompt": "x"}),
+                ("/detokenize", {"model": name, "tokens": [1]}),
             ]
 
         async def said(name: str, key: str = key) -> list[str]:

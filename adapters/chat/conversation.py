@@ -32,7 +32,7 @@ _RESERVED = {
 class TemplateFault(Exception):
     """A template that cannot be compiled, or that refuses or cannot render these messages.
 
-    cause, param: what a caller is told: why, and of which field.
+    cause, param: of the error that the caller gets, and the field it names.
     """
 
     def __init__(

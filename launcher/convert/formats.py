@@ -147,7 +147,7 @@ def _refuse_other_files(listing: Listing) -> NoReturn:
             raise refusal(f"{shown(name)} is llama.cpp's format, which is not converted")
         if name.endswith(".npz"):
             raise refusal(
-                f"{shown(name)} is mlx's format of before April 2024, which is not converted: load "
+                f"{shown(name)} is mlx's format before April 2024, which is not converted: load "
                 f"it with mlx and save it as {MLX_FILE}, with an {CONFIG_FILE}"
             )
     if listing.folders:

@@ -90,8 +90,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("max_new_tokens max_completion_tokens max_output_tokens", "use `max_tokens`"),
     **_row("min_new_tokens", "use `min_tokens`", 0),
     **_row("sampling_seed random_seed", "use `seed`"),
-    # What is told of tokens
-    **_row("logprob_token_ids", "the likeliest tokens alone are told"),
+    # What is reported of tokens
+    **_row("logprob_token_ids", "only the likeliest tokens are reported"),
     **_row("top_logprobs top_n_tokens return_k_alternatives", "use `logprobs`", 0),
     **_row("details return_logprob flat_logprobs", "use `logprobs`"),
     **_row("decoder_input_details", "use `prompt_logprobs`"),
@@ -99,7 +99,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("return_prompt_token_ids", "use `return_token_ids`"),
     **_row("return_prompt_text return_token_offsets", "`/tokenize` tells them"),
     **_row("return_cached_tokens_details return_meta_info", "`usage` tells what is known"),
-    **_row("return_hidden_states return_routed_experts", "texts, ids and logprobs are told"),
+    **_row("return_hidden_states return_routed_experts", "texts, ids and logprobs are reported"),
     **_row("routed_experts_start_len routed_experts_prompt_start", "experts are not told", 0),
     **_only("detokenize", "answers are texts; `return_token_ids` adds ids", True),
     **_row("no_stop_trim", "use `include_stop_str_in_output`"),

@@ -100,7 +100,9 @@ _KEY = "/v1/keys/{id}"
 _KEYS = (
     _admin("/v1/keys", "get", "Keys of callers", KeyList),
     msgspec.structs.replace(
-        _admin("/v1/keys", "post", "Make a key; it is told this once", NewKeyObject, CreateKeyBody),
+        _admin(
+            "/v1/keys", "post", "Make a key; only this answer shows it", NewKeyObject, CreateKeyBody
+        ),
         status=201,
     ),
     _admin(_KEY, "get", "One of them", KeyObject),

@@ -1,4 +1,4 @@
-"""What is told of an adapter of which targeted modules are missing. Pure."""
+"""How an adapter with missing targeted modules is reported. Pure."""
 
 import msgspec
 

@@ -16,7 +16,7 @@ from server.protocol import ModelCard
 
 
 def template_error(fault: TemplateFault) -> RequestError:
-    """What a caller is told of a fault."""
+    """The error that a caller gets."""
     return RequestError(fault.cause, str(fault), param=fault.param)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens end an answer: what a worker is told, what a caller sees, and what operators see."""
+"""Which tokens end an answer: for the worker, for the caller, for operators."""
 
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ async def test_a_template_is_looked_at_once() -> None:
 
 
 async def test_adapters_of_other_ends_side_by_side(tmp_path: Path) -> None:
-    """The worker is told each request's ends, and what it ends by is the model's own end."""
+    """The worker gets each request's ends, and ends by them as by the model's own."""
 
     async def load(load: AdapterLoad) -> AdapterManifest:
         own = {"end_token_ids": (OWN,)} if load.ref.name == "org/own" else {}

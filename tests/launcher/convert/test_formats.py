@@ -42,7 +42,7 @@ def test_the_file_that_is_taken(files: tuple[str, ...], chosen: str) -> None:
         (("adapter_model-00001-of-00002.safetensors",), (), "served as they are"),
         (("adapter_model.safetensors.index.json",), (), "served as they are"),
         (("\x1b[31m.bin",), (), "plain name"),
-        (("adapters.npz",), (), "mlx's format of before April 2024"),
+        (("adapters.npz",), (), "mlx's format before April 2024"),
         (("model-00001-of-00002.safetensors", "model.safetensors.index.json"), (), "whole model"),
         (("pytorch_model.bin", "config.json"), (), "whole model"),
         (("consolidated.00.pth",), (), "whole model"),

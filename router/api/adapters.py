@@ -250,7 +250,7 @@ def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
 
 def parse_unload(body: bytes) -> float:
     """Seconds to wait. Raises RequestError."""
-    return decode_body(body, UnloadBody)[0].wait_s if body.strip() else DEFAULT_WAIT_S
+    return decode_body(body, UnloadBody)[0].wait_s if body else DEFAULT_WAIT_S
 
 
 def adapter_object(

@@ -144,7 +144,7 @@ def parse_change(body: bytes) -> dict[str, object]:
 
 def parse_rotate(body: bytes) -> int:
     """Seconds of grace. Raises RequestError."""
-    return decode_body(body, RotateKeyBody)[0].grace_s if body.strip() else 0
+    return decode_body(body, RotateKeyBody)[0].grace_s if body else 0
 
 
 def parse_days(query: Mapping[str, str], today: int) -> tuple[int, int]:

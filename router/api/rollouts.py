@@ -104,7 +104,7 @@ class AdapterHistory(msgspec.Struct, frozen=True):
 
 def parse_digest(body: bytes) -> str | None:
     """Raises RequestError."""
-    return decode_body(body, DigestBody)[0].digest if body.strip() else None
+    return decode_body(body, DigestBody)[0].digest if body else None
 
 
 def change_objects(registration: Registration) -> list[ChangeObject]:

@@ -64,7 +64,7 @@ async def test_an_owner_in_the_body_is_not_the_fleet(router: Running, operation:
     assert operation.requests or "?tenant=" in message
 
 
-@pytest.mark.parametrize("content", [b"", b"  ", b"{}"])
+@pytest.mark.parametrize("content", [b"", b"{}"])
 async def test_a_body_that_says_nothing(router: Running, content: bytes) -> None:
     """Such as `curl -d ''` sends, under a type that is not JSON's."""
     form = {"content-type": "application/x-www-form-urlencoded"} if not content else {}
@@ -76,8 +76,9 @@ async def test_a_body_that_says_nothing(router: Running, content: bytes) -> None
 
 async def test_a_body_that_is_no_json(router: Running) -> None:
     path = "/v1/adapters/pirate/load"
-    answer = await router.client.post(path, content=b"[1]")
-    assert answer.status_code == 400
+    for body in (b"[1]", b" ", b"\r\n"):
+        answer = await router.client.post(path, content=body)
+        assert answer.status_code == 400, body
     typed = {"content-type": "text/plain"}
     answer = await router.client.post(path, content=b"{}", headers=typed)
     assert answer.status_code == 415

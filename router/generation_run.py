@@ -207,7 +207,11 @@ class Generation:
                 lambda: prompt_tokens(self.model, prompt.parts, prompt.ids, event.prompt_logprobs),
             )
         info = PromptInfo(
-            *(task.index, prompt.text, len(prompt.ids), event.cached_tokens or 0, tokens),
+            prompt_index=task.index,
+            text=prompt.text,
+            num_tokens=len(prompt.ids),
+            cached_tokens=event.cached_tokens or 0,
+            tokens=tokens,
             token_ids=prompt.ids,
         )
         self.prompts.append(info)

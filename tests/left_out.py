@@ -9,7 +9,7 @@ MARKER = "exhaustive"
 
 
 class LeftOut:
-    """Deselected tests with the marker; of xdist's processes all are told to the first."""
+    """Counts deselected tests with the marker. xdist's workers report to the controller."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

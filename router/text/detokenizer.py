@@ -61,7 +61,11 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that the token makes certain."""
-        token = self._written(token_id)
+        return "" if self.is_left_out(token_id) else self.write(token_id)
+
+    def write(self, token_id: int) -> str:
+        """The same of a token that is known not to be left out."""
+        token = self._tokens.token(token_id)
         if token is None:
             return ""
         text = self._decoder.push(token)

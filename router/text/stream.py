@@ -125,7 +125,7 @@ class ChoiceStream:
             self._open.append(self._pending[-1])
         if not is_written:
             return self._leave_out(token_id)
-        text = self._detokenizer.push(token_id)
+        text = self._detokenizer.write(token_id)
         self._attribute(text)
         return self._stops.push(text)
 

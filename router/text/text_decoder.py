@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,10 +46,10 @@ class TextDecoder:
 
     def push(self, token: str) -> str:
         """The text that is now certain."""
-        tokens = [token]
+        tokens: Sequence[str] = (token,)
         for step in self._token_steps:
             if len(tokens) == 1:
-                tokens = list(step.push(tokens[0]))
+                tokens = step.push(tokens[0])
             else:
                 tokens = [changed for token in tokens for changed in step.push(token)]
         text = "".join(tokens)

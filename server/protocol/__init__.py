@@ -1,0 +1,85 @@
+"""The wire contract between router and worker: typed msgpack frames over one WebSocket. Pure.
+
+Frames are msgspec structs encoded as tagged arrays: small, bounded, without object deserialisation.
+New fields go at the end, with a default. One WebSocket message carries one frame.
+"""
+
+from server.protocol.adapters import (
+    AdapterLoad,
+    AdapterMerge,
+    AdapterOrder,
+    AdapterPins,
+    AdapterPrefetch,
+    AdapterReport,
+    AdapterState,
+    AdapterTiers,
+    LoadStage,
+    MemberSource,
+    OrderAction,
+    TierStage,
+)
+from server.protocol.card import ModelCard
+from server.protocol.frames import (
+    MAX_FRAME_BYTES,
+    RouterFrame,
+    WorkerFrame,
+    decode_router_frame,
+    decode_worker_frame,
+    encode,
+)
+from server.protocol.generation import (
+    Abort,
+    ErrorCode,
+    Finish,
+    GenerateRequest,
+    StepEvents,
+    TokenEvent,
+    TokenLogprob,
+)
+from server.protocol.sampling import SamplingParams
+from server.protocol.workers import (
+    PROTOCOL_VERSION,
+    AdapterPlace,
+    Inspect,
+    RouterHello,
+    WorkerHello,
+    WorkerPicture,
+    WorkerStatus,
+)
+
+__all__ = [
+    "Abort",
+    "AdapterLoad",
+    "AdapterMerge",
+    "AdapterOrder",
+    "AdapterPins",
+    "AdapterPlace",
+    "AdapterPrefetch",
+    "AdapterReport",
+    "AdapterState",
+    "AdapterTiers",
+    "ErrorCode",
+    "Finish",
+    "GenerateRequest",
+    "Inspect",
+    "LoadStage",
+    "MAX_FRAME_BYTES",
+    "MemberSource",
+    "ModelCard",
+    "OrderAction",
+    "PROTOCOL_VERSION",
+    "RouterFrame",
+    "RouterHello",
+    "SamplingParams",
+    "StepEvents",
+    "TierStage",
+    "TokenEvent",
+    "TokenLogprob",
+    "WorkerFrame",
+    "WorkerHello",
+    "WorkerPicture",
+    "WorkerStatus",
+    "decode_router_frame",
+    "decode_worker_frame",
+    "encode",
+]

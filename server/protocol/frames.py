@@ -1,0 +1,42 @@
+"""All frames, and their encoding. Pure."""
+
+import msgspec
+
+from server.protocol.adapters import (
+    AdapterLoad,
+    AdapterMerge,
+    AdapterOrder,
+    AdapterPins,
+    AdapterPrefetch,
+    AdapterReport,
+    AdapterState,
+)
+from server.protocol.generation import Abort, GenerateRequest, StepEvents
+from server.protocol.workers import Inspect, RouterHello, WorkerHello, WorkerPicture, WorkerStatus
+
+MAX_FRAME_BYTES = 16 << 20
+
+
+RouterFrame = (
+    RouterHello
+    | GenerateRequest
+    | Abort
+    | AdapterLoad
+    | AdapterMerge
+    | AdapterPins
+    | AdapterOrder
+    | AdapterPrefetch
+    | Inspect
+)
+
+
+WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus | AdapterReport | WorkerPicture
+
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+decode_router_frame = msgspec.msgpack.Decoder(RouterFrame).decode
+
+
+decode_worker_frame = msgspec.msgpack.Decoder(WorkerFrame).decode

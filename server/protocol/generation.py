@@ -1,0 +1,93 @@
+"""Sequences to generate, and their tokens. Pure."""
+
+from typing import Literal
+
+import msgspec
+
+from server.protocol.sampling import SamplingParams
+
+Finish = Literal["stop", "length", "abort", "error"]
+
+
+ErrorCode = Literal[
+    "invalid_request",  # a value that the engine cannot take (an id out of range, …)
+    "context_length",  # prompt and max_tokens do not fit
+    "adapter_unavailable",  # the adapter could not be brought to the device
+    "out_of_memory",
+    "deadline",  # dropped: its time was over
+    "overloaded",  # the worker has no room
+    "engine_lost",  # the engine died under it; a retry elsewhere is safe
+    "draining",
+    "internal",
+]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag="gr"):
+    """One sequence to generate. `n` choices are n requests with the same prompt and seed.
+
+    adapter: digest, or None for the base. accepted_ids: output already given to the client
+    (resume); generation goes on at index len(accepted_ids). deadline_s: time left.
+    salt: separates tenants in the prefix cache.
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    adapter: str | None
+    prompt_ids: list[int]
+    accepted_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    priority: int = 0
+    deadline_s: float | None = None
+    salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="ab"):
+    """Stop a request. choice None = all of its choices. It still ends in one terminal event."""
+
+    request_id: str
+    attempt: int
+    choice: int | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """logprob: None only for a prompt's first token. top: (id, logprob), most likely first.
+
+    rank: of a prompt's token, 1 = no token of the vocabulary is likelier; None where not counted.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sequence. The event with `finish` set is the last, and the only such.
+
+    index: position in the output of the first of token_ids. A stop token is included in token_ids.
+    logprobs: parallel to token_ids when asked for.
+    prompt_logprobs, cached_tokens: on the first event. load_s: there too, the seconds for which it
+    waited for its adapter, if it did.
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    index: int
+    token_ids: tuple[int, ...]
+    finish: Finish | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int | None = None
+    error: ErrorCode | None = None
+    message: str | None = None
+    load_s: float | None = None
+
+
+class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag="se"):
+    """All events of one engine step for one router."""
+
+    step: int
+    events: tuple[TokenEvent, ...]

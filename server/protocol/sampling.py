@@ -1,0 +1,33 @@
+"""How tokens are drawn. Pure."""
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens are drawn. Defaults change nothing.
+
+    temperature: 0 = greedy. top_k: 0 = off. top_p, typical_p: 1 = off. min_p: 0 = off.
+    repetition_penalty: over prompt and output (1 = off); frequency and presence: over the output.
+    max_tokens: of output, accepted ones included.
+    logprobs: None = none; n >= 0 = the chosen token's, with the n most likely beside it;
+    prompt_logprobs: the same for the prompt's tokens.
+    stop_token_ids: end the output, as the model's own ends do: end_token_ids and the worker's.
+    Logprobs are those of the raw logits (log-softmax before temperature, penalties and truncation).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    end_token_ids: tuple[int, ...] = ()

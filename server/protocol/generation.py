@@ -7,8 +7,6 @@ import msgspec
 from server.protocol.sampling import SamplingParams
 
 Finish = Literal["stop", "length", "abort", "error"]
-
-
 ErrorCode = Literal[
     "invalid_request",  # a value that the engine cannot take (an id out of range, …)
     "context_length",  # prompt and max_tokens do not fit

@@ -13,6 +13,9 @@ from adapters.chat.conversation import TemplateOptions
 from adapters.errors import Violation
 from adapters.merge_recipe import MergeStrategy, SignMethod
 from adapters.ref import AdapterRef
+from router.parts.parts import CallDelta, ToolCall
+from router.shape.shape import Shape
+from router.tools.tools import Tools
 from server.protocol import SamplingParams
 
 Api = Literal["lorax", "completions", "chat"]
@@ -150,6 +153,8 @@ class GenerationCall(msgspec.Struct, frozen=True):
     weight, priority: of its tenant and key, for the queue; see Waiting. Until its caller is known,
     priority says how far behind the caller's own it asks to stand.
     cache_salt: shares cached prefixes with its like alone; "" = with its tenant's.
+    shape: the form that the answer must have; None = any. tools: what the model may call.
+    bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
     """
 
     api: Api
@@ -176,6 +181,9 @@ class GenerationCall(msgspec.Struct, frozen=True):
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    shape: Shape | None = None
+    tools: Tools | None = None
+    bad_words: tuple[str, ...] = ()
 
 
 class TextToken(msgspec.Struct, frozen=True):
@@ -200,7 +208,7 @@ class TextEvent(msgspec.Struct, frozen=True):
 
     The event with `finish` is the choice's last. tokens: empty unless logprobs were asked for.
     num_tokens: generated since the event before, whether or not `tokens` lists them. token_ids:
-    their ids.
+    their ids. reasoning, calls: what is no part of the text, where the answer is divided.
     """
 
     prompt_index: int
@@ -210,12 +218,15 @@ class TextEvent(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     num_tokens: int = 0
     token_ids: tuple[int, ...] = ()
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 class ChoiceResult(msgspec.Struct, frozen=True):
     """A whole choice. sum_logprob: over generated tokens, when logprobs were asked for.
 
-    token_ids: of all generated tokens, the one that ended the choice included.
+    token_ids: of all generated tokens, the one that ended the choice included. reasoning, calls:
+    what is no part of the text, where the answer is divided.
     """
 
     prompt_index: int
@@ -226,6 +237,8 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     generated_tokens: int
     sum_logprob: float | None = None
     token_ids: tuple[int, ...] = ()
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
 
 
 class PromptInfo(msgspec.Struct, frozen=True):

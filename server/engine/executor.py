@@ -1,9 +1,10 @@
 """The seam between policy and tensors: what an engine needs of a device."""
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from adapters.manifest import SlabLayout
 from server.engine.plan import SliceResult, StepPlan
@@ -29,6 +30,17 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     adapter_slots: int
     arena_extents: int
     extent_bytes: int
+
+
+class Masks(NamedTuple):
+    """Tokens that constrained slices of a step may draw.
+
+    slices: places in the plan, ascending. bits: int32 `[len(slices), ceil(vocab / 32)]` of
+    `Executor.mask_memory`; bit i % 32 of word i // 32 is set where token i may be drawn.
+    """
+
+    slices: list[int]
+    bits: np.ndarray
 
 
 class AdapterCopy(msgspec.Struct, frozen=True):
@@ -90,6 +102,16 @@ class Executor(Protocol[T]):
         end, steps in flight are never collected, and the next plan may free rows that were never
         started.
         """
+        ...
+
+    def mask_memory(self, count: int) -> np.ndarray:
+        """int32 `[count, ceil(vocab / 32)]` of any content, to be filled for the next `constrain`
+        and not kept beyond that."""
+        ...
+
+    def constrain(self, ticket: T, masks: Masks) -> None:
+        """Draw for the constrained slices of a launched step, once and before the next launch; the
+        ticket is ready only after that. Slices without a mask may draw any token."""
         ...
 
     def collect(self, ticket: T) -> list[SliceResult]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import msgspec
+import numpy as np
 
 from server.engine.executor import (
     AdapterCopy,
@@ -17,6 +18,7 @@ from server.engine.executor import (
     CopyOver,
     CopyUsable,
     ExecutorLimits,
+    Masks,
 )
 from server.engine.extents import each
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
@@ -161,6 +163,12 @@ class CertifyingExecutor:
         ticket = FakeTicket(plan, [self._compute(piece) for piece in plan.slices])
         self._in_flight.append(ticket)
         return ticket
+
+    def mask_memory(self, count: int) -> np.ndarray:
+        return np.zeros((count, -(-self.limits.vocab_size // 32)), dtype=np.int32)
+
+    def constrain(self, ticket: FakeTicket, masks: Masks) -> None:
+        """Its tokens are known anyway."""
 
     def collect(self, ticket: FakeTicket) -> list[SliceResult]:
         _check(bool(self._in_flight) and self._in_flight[0] is ticket, "not the oldest step")

@@ -35,6 +35,7 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     token_ids: the inputs; empty when the one input is the row's last sample, already on the device.
     adapter_slot: -1 = the base alone. sample: draw a token after the last of them.
     prompt_logprobs: return logprobs of the prompt tokens that these positions predict.
+    constrained: the draw waits for a mask (`Executor.constrain`); only where `sample` is true.
     """
 
     seq_row: int
@@ -44,6 +45,7 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     adapter_slot: int
     sample: bool
     prompt_logprobs: bool = False
+    constrained: bool = False
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

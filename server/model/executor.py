@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from server.config import ConfigError, EngineConfig
-from server.engine.executor import AdapterCopy, CopyNews
+from server.engine.executor import AdapterCopy, CopyNews, Masks
 from server.engine.plan import SliceResult, StepPlan
 from server.engine.shared_memory import pages_made
 from server.model.adapter_copies import AdapterCopies
@@ -103,6 +103,12 @@ class TorchExecutor:
         size = tokens if captured else padded_size(self._row_sizes, tokens)
         step = Step.build(plan, self._rows, size)
         return self._compute(step, captured, meanwhile)
+
+    def mask_memory(self, count: int) -> np.ndarray:
+        return np.zeros((count, -(-self.limits.vocab_size // 32)), dtype=np.int32)
+
+    def constrain(self, ticket: StepTicket, masks: Masks) -> None:
+        raise NotImplementedError
 
     def collect(self, ticket: StepTicket) -> list[SliceResult]:
         return ticket.results()

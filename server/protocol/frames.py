@@ -16,6 +16,7 @@ from server.protocol.workers import Inspect, RouterHello, WorkerHello, WorkerPic
 
 MAX_FRAME_BYTES = 16 << 20
 
+
 RouterFrame = (
     RouterHello
     | GenerateRequest
@@ -27,8 +28,15 @@ RouterFrame = (
     | AdapterPrefetch
     | Inspect
 )
+
+
 WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus | AdapterReport | WorkerPicture
 
+
 encode = msgspec.msgpack.Encoder().encode
+
+
 decode_router_frame = msgspec.msgpack.Decoder(RouterFrame).decode
+
+
 decode_worker_frame = msgspec.msgpack.Decoder(WorkerFrame).decode

@@ -7,8 +7,11 @@ import msgspec
 from server.protocol.sampling import SamplingParams
 
 Finish = Literal["stop", "length", "abort", "error"]
+
+
 ErrorCode = Literal[
     "invalid_request",  # a value that the engine cannot take (an id out of range, …)
+    "bad_grammar",  # `grammar` cannot be compiled, or not within the engine's limits
     "context_length",  # prompt and max_tokens do not fit
     "adapter_unavailable",  # the adapter could not be brought to the device
     "out_of_memory",

@@ -12,6 +12,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprobs: None = none; n >= 0 = the chosen token's, with the n most likely beside it;
     prompt_logprobs: the same for the prompt's tokens.
     stop_token_ids: end the output, as the model's own ends do: end_token_ids and the worker's.
+    grammar: what the output must be, for llguidance: Lark, or JSON of its grammars; "" = anything.
+    allowed_token_ids: no others are drawn, the ends of the output excepted; () = all.
+    bad_words: sequences of tokens that are never completed.
     Logprobs are those of the raw logits (log-softmax before temperature, penalties and truncation).
     """
 
@@ -31,3 +34,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     end_token_ids: tuple[int, ...] = ()
+    grammar: str = ""
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether some tokens may not be drawn, which of them being known a token ahead alone."""
+        return bool(self.grammar or self.allowed_token_ids or self.bad_words)

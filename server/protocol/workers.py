@@ -4,7 +4,7 @@ import msgspec
 
 from server.protocol.adapters import TierStage
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class RouterHello(msgspec.Struct, frozen=True, array_like=True, tag="rh"):

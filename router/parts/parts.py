@@ -1,0 +1,48 @@
+"""The parts of an answer: its text, its reasoning, its calls of tools. Pure."""
+
+from typing import Protocol
+
+import msgspec
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    """A piece of the answer's call number `index`. name: with the first piece alone, whole.
+
+    arguments: the next characters of their JSON text.
+    """
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A whole call. id: the answer's own, unlike any other's. arguments: JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What some new text of an answer adds to each part."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+NOTHING = Parts()
+
+
+class PartsReader(Protocol):
+    """Divides the text of one answer as it comes. What readers return joins to the same parts,
+    wherever the text is cut into pieces."""
+
+    def feed(self, text: str) -> Parts:
+        """The next text of the answer; what may still be a marker is held back."""
+        ...
+
+    def end(self) -> Parts:
+        """What was held back. A call that broke off stays as far as it came."""
+        ...

@@ -1,0 +1,38 @@
+"""Tools that a caller offers the model. Pure."""
+
+from typing import Any, Literal
+
+import msgspec
+
+# auto: text and calls may mix. required: at least one call, and nothing else.
+ToolMode = Literal["none", "auto", "required"]
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """parameters: a JSON schema of an object; None = no arguments. strict: the arguments of a call
+    keep to the schema; else they are JSON of any form where the format allows it."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """offered: what the template shows the model. callable: names that may be called, () = all.
+
+    named: the caller named one function, which must be called once. parallel: several calls.
+    """
+
+    offered: tuple[Tool, ...]
+    mode: ToolMode = "auto"
+    callable: tuple[str, ...] = ()
+    named: bool = False
+    parallel: bool = True
+
+    @property
+    def allowed(self) -> tuple[Tool, ...]:
+        """Those that may be called."""
+        if not self.callable:
+            return self.offered
+        return tuple(tool for tool in self.offered if tool.name in self.callable)

@@ -6,7 +6,9 @@ Which adapter, which prompts and whether there is room was settled before, by `d
 import asyncio
 import logging
 import secrets
+import string
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -23,9 +25,11 @@ from router.generation import (
     TextToken,
 )
 from router.metrics import Start
+from router.parts.division import DividedAnswer, Division
 from router.prompts import Prompt
 from router.request_meter import ChoiceTimes, RequestMeter
 from router.sequence_run import RunContext, SequenceRun
+from router.text.detokenizer import Detokenizer
 from router.text.model import TextModel
 from router.text.stream import ChoiceStream, prompt_tokens
 from server.protocol import GenerateRequest, SamplingParams, TokenEvent
@@ -35,17 +39,25 @@ logger = logging.getLogger(__name__)
 # A prompt's token with its logprobs is as much work as so many characters are to a tokenizer.
 _SIZE_OF_SCORED = 64
 
+# Of the ids that Mistral's templates take; other ids have more letters, and a prefix.
+_SHORT_ID = 9
+_LETTERS = string.ascii_letters + string.digits
+
 # What a reader of a Generation gets: a prompt's PromptInfo comes before its first TextEvent.
 Part = PromptInfo | TextEvent
 
 
 class PromptTask(msgspec.Struct, frozen=True):
-    """One prompt of a call, and how its output is drawn; choices differ by their number."""
+    """One prompt of a call, and how its output is drawn; choices differ by their number.
+
+    division: how its answers are divided; None = all of them is text.
+    """
 
     index: int
     prompt: Prompt
     sampling: SamplingParams
     seed: int
+    division: Division | None = None
 
 
 class _Choice:
@@ -112,8 +124,18 @@ class Generation:
         )
         slot = task.index * call.best_of + choice
         detokenizer = task.prompt.detokenizer.copy()
-        stream = ChoiceStream(call, self.model, detokenizer, task.index, choice)
+        divided = None
+        if task.division is not None:
+            divided = self._divided(task.division, detokenizer)
+        stream = ChoiceStream(call, self.model, detokenizer, task.index, choice, divided)
         return _Choice(task, stream, SequenceRun(self._context, slot, request))
+
+    def _divided(self, division: Division, detokenizer: Detokenizer) -> DividedAnswer:
+        """Readers see markers that are special tokens; clients do not, unless they want these."""
+        markers = self.model.special_ids(division.markers)
+        detokenizer.keep(frozenset(markers.values()))
+        hidden = frozenset(markers if self._call.skip_special_tokens else ())
+        return DividedAnswer(division, partial(_call_id, division.short_ids), hidden)
 
     async def next(self) -> list[Part]:
         """What came since the last call, at least one part; nothing = all choices have ended.
@@ -216,3 +238,10 @@ class Generation:
         )
         self.prompts.append(info)
         return info
+
+
+def _call_id(is_short: bool) -> str:
+    """Of a call of a tool, unlike any other's."""
+    if is_short:
+        return "".join(secrets.choice(_LETTERS) for _ in range(_SHORT_ID))
+    return f"call_{secrets.token_hex(12)}"

@@ -10,7 +10,9 @@ from msgspec import UNSET, UnsetType
 from router.api.answers import completed, finite, sse, sse_error
 from router.generation import AnswerHead, FinishReason, PromptInfo, RequestError, TextToken
 
-OpenAIFinish = Literal["stop", "length"]
+OpenAIFinish = Literal["stop", "length", "tool_calls"]
+# What becomes of an answer's reasoning: sent as it comes, or at once when it is over, or left out.
+ReasoningSent = Literal["streamed", "whole", "never"]
 # Which chunks of a stream tell the counts.
 UsageIn = Literal["none", "last", "each"]
 
@@ -21,6 +23,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     logprobs, prompt_logprobs: alternatives a token; None = neither token nor alternatives.
     token_ids: tell the ids beside the text. tokens_as_ids: name tokens `token_id:ID`, and list
     those that are no part of a message, too. id: the caller's own, in place of the request's.
+    named_call: the caller named the tool to call, so that a call is what ends an answer.
     """
 
     n: int
@@ -30,6 +33,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool
     tokens_as_ids: bool
     id: str | None
+    reasoning: ReasoningSent = "streamed"
+    named_call: bool = False
 
     def name(self, token_id: int, text: str) -> str:
         """Of a token, in logprobs."""

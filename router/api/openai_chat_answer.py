@@ -16,7 +16,15 @@ from router.api.openai_answer import (
     finish_reason,
     usage_of,
 )
-from router.generation import AnswerHead, ChoiceResult, PromptInfo, TextEvent, TextToken
+from router.generation import (
+    AnswerHead,
+    ChoiceResult,
+    FinishReason,
+    PromptInfo,
+    TextEvent,
+    TextToken,
+)
+from router.parts.parts import CallDelta
 
 _BROKEN_CHARACTER = "�"
 
@@ -39,10 +47,28 @@ class ChoiceLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    """arguments: JSON text; in a stream the next part of it. name: in a stream at first alone."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class AnswerCall(msgspec.Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(msgspec.Struct, frozen=True):
+    """content: null beside calls without text. reasoning_content: the older name of `reasoning`."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -67,10 +93,24 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class CallPart(msgspec.Struct, frozen=True):
+    """A part of the answer's call number `index`. id, type: of its first."""
+
+    index: int
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct, frozen=True):
+    """reasoning_content: the older name of `reasoning`."""
+
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     refusal: None | UnsetType = UNSET
+    tool_calls: list[CallPart] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
@@ -100,6 +140,8 @@ class ChatFormatter(OpenAIFormatter):
     def __init__(self, head: AnswerHead, options: AnswerOptions, echoed: str = "") -> None:
         super().__init__(head, options, "chatcmpl")
         self._echoed = echoed
+        self._calling: set[int] = set()
+        self._reasoning: dict[int, str] = {}
 
     def prompt(self, info: PromptInfo) -> bytes:
         """Every choice begins with the role."""
@@ -118,22 +160,53 @@ class ChatFormatter(OpenAIFormatter):
         self._num_tokens += event.num_tokens
         logprobs = self._logprobs(event.tokens)
         ids, data = self._options.ids(event.token_ids), b""
-        if event.text or ids or (logprobs is not None and logprobs.content):
-            delta = Delta(content=event.text)
+        reasoning = self._reasoning_now(event)
+        calls = [_call_part(delta) for delta in event.calls] or UNSET
+        if event.calls:
+            self._calling.add(event.choice)
+        told = event.text or reasoning or calls
+        if told or ids or (logprobs is not None and logprobs.content):
+            content = UNSET if told and not event.text else event.text
+            delta = Delta(
+                content=content,
+                tool_calls=calls,
+                reasoning=reasoning or UNSET,
+                reasoning_content=reasoning or UNSET,
+            )
             data = self._chunk(ChunkChoice(event.choice, delta, logprobs, token_ids=ids))
         if event.finish is not None:
-            reason, none = finish_reason(event.finish), self._options.ids(())
+            reason = self._finish_reason(event.finish, event.choice in self._calling)
+            none = self._options.ids(())
             data += self._chunk(ChunkChoice(event.choice, Delta(), None, reason, none))
         return data
+
+    def _reasoning_now(self, event: TextEvent) -> str:
+        """What of the reasoning the event's chunk carries."""
+        sent = self._options.reasoning
+        if sent == "streamed":
+            return event.reasoning
+        if sent == "never":
+            return ""
+        kept = self._reasoning.pop(event.choice, "") + event.reasoning
+        if kept and not (event.text.strip() or event.calls or event.finish):
+            self._reasoning[event.choice] = kept
+            return ""
+        return kept
+
+    def _finish_reason(self, finish: FinishReason, has_calls: bool) -> OpenAIFinish:
+        """Raises RequestError (incomplete)."""
+        reason = finish_reason(finish)
+        calls = has_calls and reason == "stop" and not self._options.named_call
+        return "tool_calls" if calls else reason
 
     def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
         """Raises RequestError (incomplete)."""
         choices = [
             ChatChoice(
                 result.choice,
-                AnswerMessage("assistant", self._echoed + result.text),
+                self._message(result),
                 self._logprobs(result.tokens),
-                finish_reason(result.finish),
+                self._finish_reason(result.finish, bool(result.calls)),
                 self._options.ids(result.token_ids),
             )
             for result in results
@@ -151,6 +224,21 @@ class ChatFormatter(OpenAIFormatter):
             self._options.ids(prompts[0].token_ids),
         )
         return encode(answer)
+
+    def _message(self, result: ChoiceResult) -> AnswerMessage:
+        text = self._echoed + result.text
+        hides = self._options.reasoning == "never"
+        reasoning = UNSET if hides or not result.reasoning else result.reasoning
+        calls = [
+            AnswerCall(call.id, CalledFunction(call.arguments, call.name)) for call in result.calls
+        ]
+        return AnswerMessage(
+            "assistant",
+            None if calls and not text else text,
+            tool_calls=calls or UNSET,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+        )
 
     def _counts_alone(self, usage: Usage) -> ChatChunk:
         return self._chunk_of([], usage)
@@ -193,6 +281,13 @@ class ChatFormatter(OpenAIFormatter):
                 for token_id, text, value in token.top
             ],
         )
+
+
+def _call_part(delta: CallDelta) -> CallPart:
+    if delta.name is None:
+        return CallPart(delta.index, CalledFunction(delta.arguments))
+    function = CalledFunction(delta.arguments, delta.name)
+    return CallPart(delta.index, function, delta.id or UNSET, "function")
 
 
 def _bytes(text: str) -> list[int] | None:

@@ -8,12 +8,13 @@ import msgspec
 class CallDelta(msgspec.Struct, frozen=True):
     """A piece of the answer's call number `index`. name: with the first piece alone, whole.
 
-    arguments: the next characters of their JSON text.
+    arguments: the next characters of their JSON text. id: with the name; readers leave it out.
     """
 
     index: int
     name: str | None
     arguments: str
+    id: str | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True):

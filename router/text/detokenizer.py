@@ -33,7 +33,10 @@ class Detokenizer:
     skip_special_tokens, spaces_between_special_tokens: as in GenerationCall.
     """
 
-    __slots__ = ("_after_added", "_decoder", "_known", "_skip_special", "_spaces", "_tokens")
+    __slots__ = (
+        *("_after_added", "_decoder", "_kept", "_known"),
+        *("_skip_special", "_spaces", "_tokens"),
+    )
 
     def __init__(
         self,
@@ -48,6 +51,11 @@ class Detokenizer:
         self._spaces = skip_special_tokens or spaces_between_special_tokens
         self._after_added = False
         self._known = ""
+        self._kept: frozenset[int] = frozenset()
+
+    def keep(self, ids: frozenset[int]) -> None:
+        """Special tokens that are part of the text from now on."""
+        self._kept = ids
 
     def read_prompt(self, ids: Sequence[int]) -> None:
         """To be called once, before any push. What settles nothing is not looked at, so that for
@@ -90,10 +98,13 @@ class Detokenizer:
         twin = Detokenizer(self._tokens, self._decoder.copy(), self._skip_special, self._spaces)
         twin._after_added = self._after_added
         twin._known = self._known
+        twin._kept = self._kept
         return twin
 
     def is_left_out(self, token_id: int) -> bool:
-        return self._skip_special and self._tokens.is_special(token_id)
+        if not self._skip_special or token_id in self._kept:
+            return False
+        return self._tokens.is_special(token_id)
 
     def _begin(self, ids: Sequence[int]) -> int:
         """How many ids it took until what is done only at the start was over."""

@@ -4,7 +4,7 @@ Thread-safe: encoding lets go of the interpreter, so long prompts belong in a th
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -164,6 +164,11 @@ class TextModel:
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of a text without special tokens."""
         return self.token(token_id) in self._special
+
+    def special_ids(self, texts: Collection[str]) -> dict[str, int]:
+        """Those of the texts that are special tokens, with their ids."""
+        special = self._special.intersection(texts)
+        return {text: i for text in special if (i := self._tokenizer.token_to_id(text)) is not None}
 
     def is_added(self, token_id: int) -> bool:
         return token_id in self._added

@@ -10,6 +10,8 @@ from typing import Protocol
 import msgspec
 
 from router.generation import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
+from router.parts.division import DividedAnswer
+from router.parts.parts import Parts
 from router.text.attribution import attribute
 from router.text.byte_tokens import REPLACEMENT
 from router.text.detokenizer import Detokenizer, Tokens
@@ -46,7 +48,8 @@ class ChoiceStream:
     """Feed it a choice's TokenEvents, every token once and in order; it returns what the client may
     see.
 
-    detokenizer: has read the prompt; the stream's own from now on.
+    detokenizer: has read the prompt; the stream's own from now on. divided: takes the text apart;
+    None = all of it is text.
     must_abort: a stop string ended the choice before the worker did; the rest is to be aborted.
     finish: set once it is over.
     """
@@ -58,7 +61,9 @@ class ChoiceStream:
         detokenizer: Detokenizer,
         prompt_index: int = 0,
         choice: int = 0,
+        divided: DividedAnswer | None = None,
     ) -> None:
+        self._divided = divided
         self._vocabulary = vocabulary
         self._prompt_index = prompt_index
         self._choice = choice
@@ -112,6 +117,8 @@ class ChoiceStream:
             generated_tokens=len(self._ids),
             sum_logprob=self._logprob_sum if self._wants_tokens else None,
             token_ids=tuple(self._ids),
+            reasoning="" if self._divided is None else self._divided.reasoning,
+            calls=() if self._divided is None else self._divided.calls,
         )
 
     def _accept(self, token_id: int, logprob: TokenLogprob | None, *, is_end: bool) -> str:
@@ -176,20 +183,28 @@ class ChoiceStream:
 
     def _event(self, text: str, ids: tuple[int, ...]) -> TextEvent | None:
         self._released += len(text)
-        self._texts.append(text)
         tokens = self._release_tokens() if self._wants_tokens else ()
         if not (text or tokens or self.finish or ids):
             return None
+        parts = self._parts_of(text)
+        self._texts.append(parts.text)
         self._tokens.extend(tokens)
         return TextEvent(
             prompt_index=self._prompt_index,
             choice=self._choice,
-            text=text,
+            text=parts.text,
             tokens=tokens,
             finish=self.finish,
             num_tokens=len(ids),
             token_ids=ids,
+            reasoning=parts.reasoning,
+            calls=parts.calls,
         )
+
+    def _parts_of(self, text: str) -> Parts:
+        if self._divided is None:
+            return Parts(text)
+        return self._divided.feed(text, is_last=self.finish is not None)
 
     def _release_tokens(self) -> tuple[TextToken, ...]:
         """Tokens whose text is out; at the end also what the stop string left of one."""

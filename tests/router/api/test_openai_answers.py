@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router.api import openai_chat, openai_completions
 from router.api.formatter import ApiLimits, Formatter
 from router.generation import ChoiceResult, PromptInfo, RequestError, TextEvent
+from router.parts.parts import CallDelta, ToolCall
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
 
@@ -219,3 +220,65 @@ def test_errors_in_a_stream_are_raised_by_the_sdk_from_the_error_key() -> None:
 def test_broken_answers_are_errors(make: Any) -> None:
     with pytest.raises(RequestError):
         make().chunk(events(finish="error")[-1])
+
+
+CALLS = (ToolCall("call_1", "add", '{"a": 1}'), ToolCall("call_2", "now", "{}"))
+CALL_EVENTS = [
+    TextEvent(0, 0, "", (), None, 1, (1,), reasoning="so "),
+    TextEvent(0, 0, "", (), None, 1, (2,), reasoning="it is"),
+    TextEvent(0, 0, "Let me", (), None, 1, (3,)),
+    TextEvent(0, 0, "", (), None, 1, (4,)),
+    TextEvent(0, 0, "", (), None, 1, (5,), calls=(CallDelta(0, "add", "", "call_1"),)),
+    TextEvent(
+        *(0, 0, "", (), None, 1, (6,)),
+        calls=(CallDelta(0, None, '{"a": 1}'), CallDelta(1, "now", "{}", "call_2")),
+    ),
+    TextEvent(0, 0, "", (), "eos", 1, (7,)),
+]
+
+
+def divided(**changes: Any) -> ChoiceResult:
+    whole = ChoiceResult(0, 0, "Let me", (), "eos", 7, reasoning="so it is", calls=CALLS)
+    return msgspec.structs.replace(whole, **changes)
+
+
+def test_calls_and_reasoning_of_a_whole_answer() -> None:
+    answer = json.loads(chat().whole([divided()], [PROMPT]))
+    choice = strict(ChatCompletion, answer).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me")
+    assert [
+        (c.id, c.type, c.function.name, c.function.arguments) for c in choice.message.tool_calls
+    ] == [(call.id, "function", call.name, call.arguments) for call in CALLS]
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "so it is"
+
+
+@pytest.mark.parametrize(
+    ("changes", "content", "reason"),
+    [
+        ({"text": ""}, None, "tool_calls"),
+        ({"text": "", "finish": "length"}, None, "length"),
+        ({"finish": "stop"}, "Let me", "tool_calls"),
+        ({"text": "", "calls": ()}, "", "stop"),
+    ],
+)
+def test_content_and_finish_reason_beside_calls(
+    changes: dict[str, Any], content: str | None, reason: str
+) -> None:
+    answer = json.loads(chat().whole([divided(**changes)], [PROMPT]))
+    choice = strict(ChatCompletion, answer).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (content, reason)
+
+
+def test_streamed_calls_and_reasoning() -> None:
+    *parts, done = stream(chat(stream=True), CALL_EVENTS)
+    chunks = [strict(ChatCompletionChunk, part).choices[0] for part in parts]
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    assert done == "[DONE]"
+    assert deltas[1] == {"reasoning": "so ", "reasoning_content": "so "}
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Let me"
+    begun = {"index": 0, "function": {"arguments": "", "name": "add"}}
+    assert deltas[4] == {"tool_calls": [{**begun, "id": "call_1", "type": "function"}]}
+    assert deltas[5]["tool_calls"][0] == {"index": 0, "function": {"arguments": '{"a": 1}'}}
+    assert deltas[5]["tool_calls"][1]["id"] == "call_2"
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]

@@ -11,8 +11,11 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from router.generation import GenerationCall, TextEvent
+from router.parts.division import DividedAnswer, Division
+from router.parts.parts import ToolCall
 from router.text.stream import ChoiceStream, prompt_tokens
 from server.protocol import Finish, SamplingParams, TokenEvent, TokenLogprob
+from tests.router.parts.readers import BracketReader, ThinkReader, numbered
 from tests.router.text.small_models import KINDS, ids_of, text_model
 from tests.router.text.test_stops import naive
 
@@ -344,3 +347,31 @@ def test_choices_do_not_share_what_is_held_back() -> None:
         stream.feed(event(0, tokens_of("byte_fallback", last), "length"))
         texts.append(stream.result().text)
     assert texts == ["ü", "ä"]
+
+
+@settings(max_examples=50)
+@given(CUTS, st.booleans())
+def test_a_divided_answer_keeps_its_markers_from_the_client(
+    cuts: list[int], logprobs: bool
+) -> None:
+    """One reader looks for a special token, which is no part of what is sent."""
+    mark = next(t.content for t in MODEL.added_tokens().values() if t.special)
+    ids = MODEL.encode(f"hm|the {mark}[order 1]", add_special_tokens=False)
+    asked = call(logprobs=1 if logprobs else None)
+    detokenizer = MODEL.detokenizer((), asked)
+    markers = MODEL.special_ids((mark, "the"))
+    assert markers == {mark: MODEL.special_ids((mark,))[mark]}
+    detokenizer.keep(frozenset(markers.values()))
+    division = Division((ThinkReader, BracketReader), frozenset((mark,)))
+    divided = DividedAnswer(division, numbered(), frozenset(markers))
+    stream = ChoiceStream(asked, MODEL, detokenizer, divided=divided)
+    out = run(stream, events([*ids, EOS], cuts, "stop", logprobs=logprobs))
+    result = stream.result()
+    assert "".join(part.text for part in out) == result.text == "the "
+    assert "".join(part.reasoning for part in out) == result.reasoning == "hm"
+    assert result.calls == (ToolCall("id0", "order", "1"),)
+    deltas = [delta for part in out for delta in part.calls]
+    assert "".join(delta.arguments for delta in deltas) == "1"
+    assert [delta.id for delta in deltas if delta.name] == ["id0"]
+    if logprobs:  # those of all tokens, whichever part they belong to
+        assert [token.token_id for token in result.tokens] == [*ids, EOS]

@@ -1,0 +1,25 @@
+"""What a format of tool calls does. Pure."""
+
+from typing import Protocol
+
+from router.parts.parts import PartsReader
+from router.tools.tools import Tools
+
+
+class ToolFormat(Protocol):
+    """How a family of models writes calls of tools."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens; the reader needs to see them."""
+        ...
+
+    def reader(self, tools: Tools) -> PartsReader:
+        """Divides an answer into text and calls. What names no tool that may be called is text.
+
+        Arguments come as JSON text. Those of a call that breaks off stay as the model wrote them.
+        """
+        ...

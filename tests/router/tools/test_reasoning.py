@@ -1,0 +1,90 @@
+"""Reasoning is split from the answer wherever the text is cut."""
+
+import pytest
+
+from router.parts.chain import ChainedReader
+from router.parts.reasoning import REASONING, detect_reasoning
+from router.tools.registry import FORMATS
+from router.tools.tools import Tool, Tools
+from tests.router.tools.call_reading import Reading, read_cut_anywhere
+
+# family, whether the prompt opened the reasoning, the answer, its reasoning, its text
+CASES = [
+    ("think", False, "<think>\nHm.\n\nYes.\n</think>\n\nIt is 4.", "Hm.\n\nYes.", "It is 4."),
+    ("think", True, "Hm.\n</think>\n\n  It is 4.\n", "Hm.", "  It is 4.\n"),
+    ("think", True, "<think>Hm.</think>It is 4.", "Hm.", "It is 4."),
+    ("think", True, "\n  Hm.</think>It", "  Hm.", "It"),
+    ("think", False, "\n <think>a</think>b", "a", "b"),
+    ("think", False, "It is <think>4</think>.", "", "It is <think>4</think>."),
+    ("think", False, "  <thin", "", "  <thin"),
+    ("think", False, "\n4", "", "\n4"),
+    ("think", False, "", "", ""),
+    ("think", True, "It is", "It is", ""),
+    ("think", True, "It is\n\n", "It is\n\n", ""),
+    ("think", False, "<think>It is </thin", "It is </thin", ""),
+    ("think", False, "<think></think>\n\nx</think>y", "", "x</think>y"),
+    ("think", True, "a </think </think>b", "a </think ", "b"),
+    ("mistral", False, "[THINK]a[1][/THINK][2]", "a[1]", "[2]"),
+    (
+        "granite",
+        False,
+        "Here's my thought process: Add.\n\nHere is my response:\n4",
+        " Add.",
+        "4",
+    ),
+    ("granite", False, "Here is my answer: 4", "", "Here is my answer: 4"),
+    ("seed", False, "<seed:think>ä😀</seed:think>ö", "ä😀", "ö"),
+    ("cohere", False, "<|START_THINKING|>a<|END_THINKING|>b", "a", "b"),
+]
+
+
+@pytest.mark.parametrize(("family", "begun", "answer", "reasoning", "text"), CASES)
+def test_an_answer_is_split_wherever_it_is_cut(
+    family: str, begun: bool, answer: str, reasoning: str, text: str
+) -> None:
+    found = read_cut_anywhere(lambda: REASONING[family].reader(begun), answer)
+    assert found == Reading(text, reasoning, ())
+
+
+def test_reasoning_comes_as_it_is_written() -> None:
+    reader = REASONING["think"].reader()
+    assert reader.feed("<think>\nOne, ").reasoning == "One, "
+    assert reader.feed("two</th").reasoning == "two"
+    assert reader.feed("ink>\n\n4").text == "4"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begun"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<｜Assistant｜><think>", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>assistant\n", False),
+    ],
+)
+def test_a_prompt_may_open_the_reasoning(prompt: str, begun: bool) -> None:
+    assert REASONING["think"].begun(prompt) is begun
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("{{ m.content.split('</think>')[-1] }}", "think"),
+        ("{{ '[THINK]' + m.reasoning + '[/THINK]' }}", "mistral"),
+        ("{{ m.content }}", None),
+    ],
+)
+def test_a_template_says_how_its_model_reasons(source: str, name: str | None) -> None:
+    found = detect_reasoning(source)
+    assert (found and found.name) == name
+
+
+def test_calls_are_read_in_what_follows_the_reasoning() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    tools = Tools((Tool("f"),))
+
+    def reader() -> ChainedReader:
+        return ChainedReader(REASONING["think"].reader(True), FORMATS["hermes"].reader(tools))
+
+    found = read_cut_anywhere(reader, f"Should I say {call}? Yes.\n</think>\n\nSo:\n{call}")
+    assert found == Reading("So:", f"Should I say {call}? Yes.", (("f", '{"a": 1}'),))

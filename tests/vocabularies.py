@@ -26,7 +26,7 @@ from tokenizers import (
     processors,
 )
 
-from router.text.byte_tokens import BYTE_OF_CHAR
+from adapters.byte_tokens import BYTE_OF_CHAR
 
 CACHE = Path(__file__).parents[1] / ".cache" / "vocabularies"
 _MISTRAL = "mistral-common==1.13.1"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.text.byte_tokens import REPLACEMENT
+from adapters.byte_tokens import REPLACEMENT
 
 _INVALID = REPLACEMENT.encode()
 

@@ -10,28 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Self
 
-from router.text.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
-
-# WordPiece's and CTC's clean-up, in its order.
-_CLEAN_UP = (
-    (" .", "."),
-    (" ?", "?"),
-    (" !", "!"),
-    (" ,", ","),
-    (" ' ", "'"),
-    (" n't", "n't"),
-    (" 'm", "'m"),
-    (" do not", " don't"),
-    (" 's", "'s"),
-    (" 've", "'ve"),
-    (" 're", "'re"),
-)
-
-
-def clean_up(token: str) -> str:
-    for written, tidy in _CLEAN_UP:
-        token = token.replace(written, tidy)
-    return token
+from adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of, clean_up
 
 
 class Step:

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
 from router.generation import GenerationCall, RequestError
-from router.text.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
 from router.text.detokenizer import Detokenizer, common_prefix
 from router.text.long_texts import LongTexts
 from router.text.templates import BaseTemplates

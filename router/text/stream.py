@@ -9,11 +9,11 @@ from typing import Protocol
 
 import msgspec
 
+from adapters.byte_tokens import REPLACEMENT
 from router.generation import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
 from router.parts.division import DividedAnswer
 from router.parts.parts import Parts
 from router.text.attribution import attribute
-from router.text.byte_tokens import REPLACEMENT
 from router.text.detokenizer import Detokenizer, Tokens
 from router.text.stops import StopMatcher
 from server.protocol import Finish, TokenEvent, TokenLogprob

@@ -1,4 +1,4 @@
-"""How vocabularies spell bytes: `<0xNN>`, or stand-in characters. Pure."""
+"""How vocabularies spell bytes: `<0xNN>`, or stand-in characters; and words. Pure."""
 
 import re
 
@@ -25,3 +25,25 @@ def byte_of(token: str) -> int | None:
         return None
     match = _BYTE_TOKEN.fullmatch(token)
     return None if match is None else int(match[1], 16)
+
+
+# WordPiece's and CTC's clean-up, in its order.
+_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+
+
+def clean_up(token: str) -> str:
+    for written, tidy in _CLEAN_UP:
+        token = token.replace(written, tidy)
+    return token

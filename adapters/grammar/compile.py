@@ -1,0 +1,110 @@
+"""From a grammar's text to a matcher that holds an answer to it."""
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits
+
+from adapters.grammar.vocabulary import Vocabulary
+
+_MAX_MESSAGE = 500
+
+
+class GrammarError(ValueError):
+    """The grammar is wrong, or costs more than its limits; str() says what."""
+
+
+class GrammarLimits(msgspec.Struct, frozen=True):
+    """What a grammar may cost. llguidance stops at its own limits, a checker's process at the rest.
+
+    source_bytes: of the text. nesting: brackets within brackets, of JSON in the text, too.
+    compile_s: processor time of compiling it. memory_bytes: for compiling it.
+    lexer_fuel, step_fuel: work on expressions at first, and for one mask. step_items: of the
+    parser for one mask. lexer_states, grammar_size: of one matcher.
+    """
+
+    source_bytes: int = 256 << 10
+    nesting: int = 100
+    compile_s: float = 5.0
+    memory_bytes: int = 512 << 20
+    lexer_fuel: int = 1_000_000
+    step_fuel: int = 100_000
+    step_items: int = 50_000
+    lexer_states: int = 50_000
+    grammar_size: int = 500_000
+
+
+def check_source(grammar: str, limits: GrammarLimits) -> None:
+    """Raises GrammarError for a text that is too long or too deeply nested."""
+    size = len(grammar.encode("utf-8", "surrogatepass"))
+    if size > limits.source_bytes:
+        raise GrammarError(f"the grammar has {size} bytes, at most {limits.source_bytes} may be")
+    if _nesting(grammar) > limits.nesting:
+        raise GrammarError(f"the grammar is nested more than {limits.nesting} deep")
+
+
+def _nesting(grammar: str) -> int:
+    """How deep brackets lie in brackets. Strings within double quotes do not count."""
+    depth = deepest = 0
+    quoted = escaped = False
+    for character in grammar:
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+        elif character == '"':
+            quoted = not quoted
+        elif character == "\n":
+            quoted = False
+        elif quoted:
+            continue
+        elif character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def compile_grammar(vocabulary: Vocabulary, grammar: str, limits: GrammarLimits) -> LLMatcher:
+    """A matcher before its first token, whose first mask is known to be within the limits.
+
+    It may need a deep stack (`DeepThreads`). A grammar of a stranger is to pass a `GrammarChecker`
+    first, since some cost more than llguidance's limits say. The GIL is released meanwhile.
+    Raises GrammarError.
+    """
+    check_source(grammar, limits)
+    bounds = LLParserLimits(
+        initial_lexer_fuel=limits.lexer_fuel,
+        step_lexer_fuel=limits.step_fuel,
+        step_max_items=limits.step_items,
+        max_lexer_states=limits.lexer_states,
+        max_grammar_size=limits.grammar_size,
+        verbose_errors=False,
+    )
+    try:
+        text = _without_forcing(grammar)
+        matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=bounds)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # of which every copy keeps what was learnt
+    except Exception as error:
+        raise GrammarError(_short(str(error))) from None
+    except BaseException as error:  # a panic of llguidance's
+        if type(error).__name__ != "PanicException":
+            raise
+        raise GrammarError("llguidance cannot compile the grammar") from None
+    if matcher.is_error():
+        raise GrammarError(_short(matcher.get_error()) or "no answer can keep to the grammar")
+    return matcher
+
+
+def _without_forcing(grammar: str) -> str:
+    """Forced text in any tokens: the model chooses among them, as it does without a grammar."""
+    if grammar.lstrip().startswith("{"):  # JSON of grammars has no place for it
+        return grammar
+    return f'{grammar}\n%llguidance {{"no_forcing": true}}'
+
+
+def _short(message: str) -> str:
+    message = message.replace("<non-verbose/>", "").strip()
+    if message.startswith("NoExtension"):
+        return "no answer can keep to the grammar"
+    return message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "…"

@@ -1,0 +1,31 @@
+"""Threads with stacks for llguidance, which goes as deep as a grammar does."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+# Address space, not memory. Grammars within their limits need less than a third of it.
+STACK_BYTES = 256 << 20
+_changing_size = threading.Lock()
+
+T = TypeVar("T")
+
+
+class DeepThreads(ThreadPoolExecutor):
+    """A pool of threads, each with a stack of STACK_BYTES."""
+
+    def _adjust_thread_count(self) -> None:
+        with _changing_size:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                super()._adjust_thread_count()  # type: ignore[misc]
+            finally:
+                threading.stack_size(before)
+
+
+def run_deep(function: Callable[[], T]) -> T:
+    """Call it on a thread of its own, with such a stack."""
+    with DeepThreads(1) as threads:
+        answer: Future[T] = threads.submit(function)
+        return answer.result()

@@ -3,6 +3,7 @@
 What takes too long, too much memory or all of a stack costs that process, and nobody else.
 """
 
+import os
 import queue
 import select
 import subprocess
@@ -99,6 +100,7 @@ class _Trial:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                bufsize=0,
                 env={},
             )
         except OSError as error:
@@ -123,9 +125,10 @@ class _Trial:
 def _exchange(process: subprocess.Popen[bytes], frame: bytes, limit_s: float) -> bytes:
     """Raises OSError, EOFError, ValueError (among them a TimeoutError)."""
     assert process.stdin is not None
-    process.stdin.write(len(frame).to_bytes(4, "big") + frame)
-    process.stdin.flush()
     until = time.monotonic() + limit_s
+    rest = memoryview(len(frame).to_bytes(4, "big") + frame)
+    while rest:
+        rest = rest[process.stdin.write(rest) :]
     size = int.from_bytes(_read(process, 4, until), "big")
     if size > _MAX_ANSWER_BYTES:
         raise ValueError(f"a frame of {size} bytes")
@@ -139,7 +142,7 @@ def _read(process: subprocess.Popen[bytes], size: int, until: float) -> bytes:
         left_s = until - time.monotonic()
         if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
             raise TimeoutError
-        piece = process.stdout.read1(size - len(data))
+        piece = os.read(process.stdout.fileno(), size - len(data))
         if not piece:
             raise EOFError
         data += piece

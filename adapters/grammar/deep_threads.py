@@ -19,7 +19,7 @@ class DeepThreads(ThreadPoolExecutor):
         with _changing_size:
             before = threading.stack_size(STACK_BYTES)
             try:
-                super()._adjust_thread_count()  # type: ignore[misc]
+                super()._adjust_thread_count()
             finally:
                 threading.stack_size(before)
 

@@ -17,7 +17,7 @@ class UnknownBytes(ValueError):
 
 
 class TokenBytes(NamedTuple):
-    """by_id: b"" for ids that stand for nothing. specials: ids, ascending; their bytes are names."""
+    """by_id: b"" for ids that stand for nothing. specials: ids, ascending, with names for bytes."""
 
     by_id: list[bytes]
     specials: list[int]

@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 
 from server.kernels import draw_columns
-from server.kernels.greedy import SPLITS, GreedyScratch, best_of_splits, find_best
+from server.kernels.greedy import (
+    SPLITS,
+    DrawMasks,
+    GreedyScratch,
+    allowed,
+    best_of_splits,
+    find_best,
+)
 
 _BLOCK = 8192
 _WARPS = 16
@@ -38,12 +45,14 @@ class DrawRows:
     """What is drawn for; all on the device, int32 `[n]`.
 
     sources: the logits' row of each. rows: whose parameters and tokens. places: where its token
-    goes; also tells the index of the draw, which counts from the row's prompt.
+    goes; also tells the index of the draw, which counts from the row's prompt. masks: what they may
+    choose, None = any id.
     """
 
     sources: torch.Tensor
     rows: torch.Tensor
     places: torch.Tensor
+    masks: DrawMasks | None = None
 
 
 def draw_append(
@@ -60,15 +69,17 @@ def draw_append(
     logits: `[m, vocab]`. parameters: int32 `[rows, 8]`, see `draw_columns`; a temperature of 0
     takes the lowest id of the largest logit. tokens: int32 `[rows, length]`. finite: whether a
     logit of minus infinity is an error, as NaN and infinity are, or an id that cannot be chosen.
-    Returns int32 `[n]`: the ids, -1 where a logit is an error or none can be chosen (then 0 is
-    written). Two kernels.
+    Logits of ids that a mask leaves out are looked at for errors alone. Returns int32 `[n]`: the
+    ids, -1 where a logit is an error or none can be chosen (then 0 is written). Two kernels.
     """
     (n,), (_, vocab) = of.rows.shape, logits.shape
-    drawn = torch.empty_like(of.rows)
-    find_best(logits, of.sources, scratch, finite=finite)
+    drawn, masks = torch.empty_like(of.rows), of.masks
+    find_best(logits, of.sources, masks, scratch, finite=finite)
     _draw_kernel[(n,)](
         logits,
         of.sources,
+        None if masks is None else masks.bits,
+        None if masks is None else masks.of,
         scratch.best,
         scratch.ids,
         parameters,
@@ -77,6 +88,7 @@ def draw_append(
         tokens,
         drawn,
         logits.stride(0),
+        0 if masks is None else masks.bits.stride(0),
         vocab,
         tokens.stride(0),
         UNUSED=_UNUSED_BITS[logits.dtype],
@@ -89,12 +101,14 @@ def draw_append(
 
 # Where a step's rows begin in their upload depends on their number; it must not be compiled anew.
 @triton.jit(
-    do_not_specialize=["vocab"],
-    do_not_specialize_on_alignment=["sources_ptr", "rows_ptr", "places_ptr"],
+    do_not_specialize=["stride_bits", "vocab"],
+    do_not_specialize_on_alignment=["sources_ptr", "masks_ptr", "rows_ptr", "places_ptr"],
 )
 def _draw_kernel(
     logits_ptr: tl.tensor,
     sources_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    masks_ptr: tl.tensor,
     best_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     parameters_ptr: tl.tensor,
@@ -103,6 +117,7 @@ def _draw_kernel(
     tokens_ptr: tl.tensor,
     drawn_ptr: tl.tensor,
     stride: tl.tensor,
+    stride_bits: tl.tensor,
     vocab: tl.tensor,
     stride_tokens: tl.tensor,
     UNUSED: tl.constexpr,
@@ -120,20 +135,31 @@ def _draw_kernel(
         scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
         source = tl.load(sources_ptr + i).to(tl.int64)
         row_ptr = logits_ptr + source * stride
+        if bits_ptr is not None:
+            mask = tl.load(masks_ptr + i)
+            bits_ptr += tl.maximum(mask, 0).to(tl.int64) * stride_bits
+        else:
+            mask = tl.full((), -1, tl.int32)
         top_p = tl.load(own + _TOP_P).to(tl.float32, bitcast=True)
         min_p = tl.load(own + _MIN_P).to(tl.float32, bitcast=True)
         top_k = tl.load(own + _TOP_K)
         floor = tl.full((), -2147483648 >> UNUSED, tl.int32)
         if (top_k > 0) & (top_k < vocab):
             goal = top_k.to(tl.float32)
-            floor = _lowest_kept(row_ptr, vocab, best, scale, floor, goal, False, UNUSED, BLOCK)
+            floor = _lowest_kept(
+                row_ptr, bits_ptr, mask, vocab, best, scale, floor, goal, False, UNUSED, BLOCK
+            )
         if top_p < 1:
-            mass = _mass(row_ptr, vocab, best, scale, floor, 0.0, UNUSED, BLOCK)
+            mass = _mass(row_ptr, bits_ptr, mask, vocab, best, scale, floor, 0.0, UNUSED, BLOCK)
             goal = mass.to(tl.float32) * top_p
-            floor = _lowest_kept(row_ptr, vocab, best, scale, floor, goal, True, UNUSED, BLOCK)
-        mass = _mass(row_ptr, vocab, best, scale, floor, min_p, UNUSED, BLOCK)
+            floor = _lowest_kept(
+                row_ptr, bits_ptr, mask, vocab, best, scale, floor, goal, True, UNUSED, BLOCK
+            )
+        mass = _mass(row_ptr, bits_ptr, mask, vocab, best, scale, floor, min_p, UNUSED, BLOCK)
         target = mass * _uniform(own, place)
-        found = _at_mass(row_ptr, vocab, best, scale, floor, min_p, target, UNUSED, BLOCK)
+        found = _at_mass(
+            row_ptr, bits_ptr, mask, vocab, best, scale, floor, min_p, target, UNUSED, BLOCK
+        )
         token = tl.where(found >= 0, found, token)
     tl.store(drawn_ptr + i, token)
     tl.store(tokens_ptr + row * stride_tokens + place, tl.maximum(token, 0))
@@ -155,6 +181,8 @@ def _uniform(own: tl.tensor, place: tl.tensor) -> tl.tensor:
 @triton.jit
 def _load(
     row_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    mask: tl.tensor,
     begin: tl.tensor,
     vocab: tl.tensor,
     best: tl.tensor,
@@ -163,9 +191,11 @@ def _load(
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Of a block: ids, int32 keys that order logits as their values do, and probabilities beside
-    that of the best."""
+    that of the best. What the row's mask leaves out is minus infinity."""
     ids = begin + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    if bits_ptr is not None:
+        x = tl.where(allowed(bits_ptr, mask, ids, ids < vocab), x, float("-inf"))
     x = tl.where(x == 0, 0.0, x)  # one zero, whatever its sign
     bits = x.to(tl.int32, bitcast=True)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> UNUSED
@@ -175,6 +205,8 @@ def _load(
 @triton.jit
 def _lowest_kept(
     row_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    mask: tl.tensor,
     vocab: tl.tensor,
     best: tl.tensor,
     scale: tl.tensor,
@@ -192,7 +224,9 @@ def _lowest_kept(
         one = tl.zeros((BLOCK,), tl.float32)
         two, three = one, one
         for begin in range(0, vocab, BLOCK):
-            ids, keys, weights = _load(row_ptr, begin, vocab, best, scale, UNUSED, BLOCK)
+            ids, keys, weights = _load(
+                row_ptr, bits_ptr, mask, begin, vocab, best, scale, UNUSED, BLOCK
+            )
             if not BY_MASS:
                 weights = tl.full((BLOCK,), 1.0, tl.float32)
             counted = tl.where((keys >= floor) & (ids < vocab), weights, 0.0)
@@ -210,6 +244,8 @@ def _lowest_kept(
 @triton.jit
 def _kept(
     row_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    mask: tl.tensor,
     begin: tl.tensor,
     vocab: tl.tensor,
     best: tl.tensor,
@@ -220,13 +256,15 @@ def _kept(
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Of a block: ids, and probabilities where they are not cut off."""
-    ids, keys, weights = _load(row_ptr, begin, vocab, best, scale, UNUSED, BLOCK)
+    ids, keys, weights = _load(row_ptr, bits_ptr, mask, begin, vocab, best, scale, UNUSED, BLOCK)
     return ids, tl.where((keys >= floor) & (weights >= min_p), weights, 0.0)
 
 
 @triton.jit
 def _mass(
     row_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    mask: tl.tensor,
     vocab: tl.tensor,
     best: tl.tensor,
     scale: tl.tensor,
@@ -238,7 +276,9 @@ def _mass(
     """float64, of all that is kept."""
     mass = tl.zeros((), tl.float64)
     for begin in range(0, vocab, BLOCK):
-        _, kept = _kept(row_ptr, begin, vocab, best, scale, floor, min_p, UNUSED, BLOCK)
+        _, kept = _kept(
+            row_ptr, bits_ptr, mask, begin, vocab, best, scale, floor, min_p, UNUSED, BLOCK
+        )
         mass += tl.sum(kept).to(tl.float64)
     return mass
 
@@ -246,6 +286,8 @@ def _mass(
 @triton.jit
 def _at_mass(
     row_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    mask: tl.tensor,
     vocab: tl.tensor,
     best: tl.tensor,
     scale: tl.tensor,
@@ -259,7 +301,9 @@ def _at_mass(
     found = tl.full((), -1, tl.int32)
     before = tl.zeros((), tl.float64)
     for begin in range(0, vocab, BLOCK):
-        ids, kept = _kept(row_ptr, begin, vocab, best, scale, floor, min_p, UNUSED, BLOCK)
+        ids, kept = _kept(
+            row_ptr, bits_ptr, mask, begin, vocab, best, scale, floor, min_p, UNUSED, BLOCK
+        )
         after = before + tl.sum(kept).to(tl.float64)
         if (found < 0) & (after > target):
             passed = before + tl.cumsum(kept, axis=0).to(tl.float64) > target

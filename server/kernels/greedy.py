@@ -1,5 +1,7 @@
 """The best id of each row, checked; in a decode graph also written behind the row's input."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,18 @@ import triton.language as tl
 _BLOCK = 1024
 # Programs that share a row: many for few rows, so that the device is busy in any case.
 SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DrawMasks:
+    """Ids that rows may choose; on the device.
+
+    bits: int32 `[masks, ceil(vocab / 32)]`; bit i % 32 of word i // 32 is set where id i may be
+    chosen. of: int32 `[n]`, each row's mask, -1 = it may choose any id.
+    """
+
+    bits: torch.Tensor
+    of: torch.Tensor
 
 
 class GreedyScratch:
@@ -30,7 +44,7 @@ def greedy_append(
     logits: `[n, vocab]`. rows, places: int32 `[n]`; the id (0 for -1) is also written to
     `tokens[rows[i], places[i]]` (int32) unless the place is -1. sampled: int32 `[n]`. Two kernels.
     """
-    find_best(logits, None, scratch, finite=True)
+    find_best(logits, None, None, scratch, finite=True)
     _append_kernel[(len(rows),)](
         scratch.best,
         scratch.ids,
@@ -45,18 +59,27 @@ def greedy_append(
 
 
 def find_best(
-    logits: torch.Tensor, sources: torch.Tensor | None, scratch: GreedyScratch, *, finite: bool
+    logits: torch.Tensor,
+    sources: torch.Tensor | None,
+    masks: DrawMasks | None,
+    scratch: GreedyScratch,
+    *,
+    finite: bool,
 ) -> None:
     """Fills `scratch` for `best_of_splits`. logits: `[m, vocab]`. sources: int32 `[n]`, the rows
-    that are meant; None = all. finite: whether a logit of minus infinity is an error."""
+    that are meant; None = all. masks: what they may choose; None = any id. finite: whether a logit
+    of minus infinity is an error, masked or not."""
     rows, vocab = logits.shape
     n = rows if sources is None else len(sources)
     _best_kernel[(n, SPLITS)](
         logits,
         sources,
+        None if masks is None else masks.bits,
+        None if masks is None else masks.of,
         scratch.best,
         scratch.ids,
         logits.stride(0),
+        0 if masks is None else masks.bits.stride(0),
         vocab,
         FINITE=finite,
         SPAN=triton.cdiv(triton.cdiv(vocab, SPLITS), _BLOCK) * _BLOCK,
@@ -66,13 +89,19 @@ def find_best(
     )
 
 
-@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["sources_ptr"])
+@triton.jit(
+    do_not_specialize=["stride_bits", "vocab"],
+    do_not_specialize_on_alignment=["sources_ptr", "masks_ptr"],
+)
 def _best_kernel(
     logits_ptr: tl.tensor,
     sources_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    masks_ptr: tl.tensor,
     best_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     stride: tl.tensor,
+    stride_bits: tl.tensor,
     vocab: tl.tensor,
     FINITE: tl.constexpr,
     SPAN: tl.constexpr,
@@ -85,6 +114,9 @@ def _best_kernel(
     row = i.to(tl.int64)
     if sources_ptr is not None:
         row = tl.load(sources_ptr + i).to(tl.int64)
+    if bits_ptr is not None:
+        mask = tl.load(masks_ptr + i)
+        bits_ptr += tl.maximum(mask, 0).to(tl.int64) * stride_bits
     begin = tl.program_id(1) * SPAN
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     ids = tl.full((BLOCK,), 2147483647, tl.int32)
@@ -96,6 +128,8 @@ def _best_kernel(
         size = tl.abs(x) if FINITE else x
         bad |= (live & ~(size < float("inf"))).to(tl.int32)
         better = live & (x > best)
+        if bits_ptr is not None:
+            better &= allowed(bits_ptr, mask, at, live)
         best = tl.where(better, x, best)
         ids = tl.where(better, at, ids)
     top = tl.max(best, axis=0)
@@ -103,6 +137,14 @@ def _best_kernel(
     out = i * SPLITS + tl.program_id(1)
     tl.store(best_ptr + out, top)
     tl.store(ids_ptr + out, tl.where(tl.max(bad, axis=0) > 0, -1, first))
+
+
+@triton.jit
+def allowed(bits_ptr: tl.tensor, mask: tl.tensor, ids: tl.tensor, live: tl.tensor) -> tl.tensor:
+    """Which ids a row may choose. bits_ptr: of its mask; any mask's where `mask` is negative: then
+    it has none."""
+    words = tl.load(bits_ptr + (ids >> 5), mask=live, other=0)
+    return (((words >> (ids & 31)) & 1) != 0) | (mask < 0)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from server.config import ConfigError, EngineConfig
 from server.engine.executor import AdapterCopy, CopyNews, Masks
-from server.engine.plan import SliceResult, StepPlan
+from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.shared_memory import pages_made
 from server.model.adapter_copies import AdapterCopies
 from server.model.checkpoint import read_config
@@ -21,6 +22,7 @@ from server.model.decode_batch import APPEND, POSITION, ROW, DecodeBatch
 from server.model.decoder import Decoder, Wanted
 from server.model.gpu_path import build
 from server.model.lora import DTYPES, AdapterTable
+from server.model.masks import MaskMemory
 from server.model.memory import (
     MEMORY_ADVICE,
     DeviceMemory,
@@ -30,7 +32,7 @@ from server.model.memory import (
 )
 from server.model.ops import KVCache, StepLayout
 from server.model.parts import Parts
-from server.model.results import PromptLogprobs, StepTicket
+from server.model.results import Held, PromptLogprobs, StepTicket
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
 from server.model.sampler import Drawn, Sampler, ScoredSlice
@@ -38,6 +40,7 @@ from server.model.sites import SiteIndex
 from server.model.sizes import padded, padded_size
 from server.model.start_phases import StartPhases
 from server.model.step import Step
+from server.model.to_draw import ToDraw
 from server.model.transfers import to_device, to_host
 from server.model.weights import ModelWeights, load_weights, weights_bytes
 
@@ -81,6 +84,7 @@ class TorchExecutor:
         self._row_sizes = built.row_sizes
         self._parameters = parts.parameters
         self._sampler = Sampler(self._rows, self._parameters, built.draws)
+        self._masks = MaskMemory(self.limits.max_rows, self.limits.vocab_size, self.device)
         self._copies = AdapterCopies(self._table, host_arena)
         phases.done("host memory")
         self.summary = (*parts.summary, f"operations: {built.backend}", phases.line())
@@ -91,11 +95,11 @@ class TorchExecutor:
         self._parameters.start(plan.new_rows)
         if not plan.slices:
             self._rows.grant(plan.grants)
-            return StepTicket([], [], None, None, (), None)
+            return StepTicket([], [], None, (), (), None)
         batch = None if self._graphs is None else DecodeBatch.of(plan)
         if batch is not None and self._graphs.takes(batch):
             self._rows.grant(batch.grants)
-            return self._replay(batch)
+            return self._replay(batch, plan.slices)
         self._rows.grant(plan.grants)
         self._rows.write_inputs(plan.slices)
         captured = self._token_graphs is not None and self._token_graphs.takes(plan)
@@ -105,10 +109,22 @@ class TorchExecutor:
         return self._compute(step, captured, meanwhile)
 
     def mask_memory(self, count: int) -> np.ndarray:
-        return np.zeros((count, -(-self.limits.vocab_size // 32)), dtype=np.int32)
+        return self._masks.take(count)
 
+    @torch.inference_mode()
     def constrain(self, ticket: StepTicket, masks: Masks) -> None:
-        raise NotImplementedError
+        """Where a mask allows nothing but ids that `min_tokens` suppresses, one of them is drawn.
+        Raises ValueError when no draw of the step waits, or a mask is for another slice."""
+        held = ticket.held
+        if held is None:
+            raise ValueError("no draw of the step waits for masks")
+        slices = np.where(held.chosen, np.array(ticket.order)[held.places], -1)
+        rows = replace(held.rows, masks=self._masks.upload(masks, slices.tolist()))
+        drawn = self._draw(rows, held.places, held.chosen, held.token_ids)
+        ticket.token_ids = to_host(drawn.token_ids)
+        if drawn.logprobs is not None:
+            ticket.logprobs += (drawn.logprobs,)
+        ticket.done, ticket.held = self._mark(), None
 
     def collect(self, ticket: StepTicket) -> list[SliceResult]:
         return ticket.results()
@@ -127,25 +143,26 @@ class TorchExecutor:
     def close(self) -> None:
         self._copies.close()
 
-    def _replay(self, batch: DecodeBatch) -> StepTicket:
-        """A step of decodes alone: greedy rows are done in the graph, the others after it."""
+    def _replay(self, batch: DecodeBatch, slices: Sequence[SeqSlice]) -> StepTicket:
+        """A step of decodes alone: greedy rows are done in the graph, the others after it. What the
+        graph has chosen for a row that waits for a mask is written over."""
         step = self._graphs.launch(batch)
         columns = batch.columns.astype(np.int64)
         places = np.flatnonzero(columns[APPEND] >= 0)
         seq_rows, lengths = columns[ROW, places], columns[POSITION, places] + 1
         special = ~self._parameters.is_plain(self._rows, seq_rows, lengths)
-        token_ids, drawn = step.token_ids, None
-        if special.any():
-            chosen = places[special]
-            on_device = to_device(chosen, self.device)
-            drawn = self._sampler.draw(
-                step.logits, chosen, seq_rows[special], lengths[special], chosen
-            )
-            token_ids.index_copy_(0, on_device, drawn.token_ids.to(token_ids.dtype))
-        order = list(range(len(batch)))
+        token_ids = step.token_ids
         if len(places) < len(batch):
             token_ids = token_ids[to_device(places, self.device)]
-        return self._ticket(order, places.tolist(), to_host(token_ids), drawn, ())
+        rows, chosen = ToDraw(step.logits, places, seq_rows, lengths), special
+        waiting = _waiting(slices)
+        if waiting is not None:
+            chosen = special & ~waiting[places]
+        drawn = self._draw(rows, places, chosen, token_ids)
+        held = None
+        if waiting is not None:
+            held = Held(rows, places, waiting[places], drawn.token_ids)
+        return self._ticket(list(range(len(batch))), places, drawn, (), held)
 
     def _compute(
         self, step: Step, captured: bool, meanwhile: Callable[[], None] | None
@@ -167,14 +184,20 @@ class TorchExecutor:
             return self._decoder.logits(rows, lora)[: len(tokens)]
 
         prompts = tuple(self._sampler.score(piece, logits_of) for piece in scored)
-        drawn, places = None, step.samples
-        if places.size:
-            lengths = step.starts[places] + step.num_new[places]
-            logits = logits_of(step.ends[places])
-            which = np.arange(len(places))
-            drawn = self._sampler.draw(logits, which, step.seq_rows[places], lengths, places)
-        sampled = None if drawn is None else to_host(drawn.token_ids)
-        return self._ticket(step.order.tolist(), places.tolist(), sampled, drawn, prompts)
+        places = step.samples
+        if not places.size:
+            return self._ticket(step.order.tolist(), places, None, prompts, None)
+        lengths = step.starts[places] + step.num_new[places]
+        logits = logits_of(step.ends[places])
+        rows = ToDraw(logits, np.arange(len(places)), step.seq_rows[places], lengths)
+        waiting = _waiting(step.slices)
+        if waiting is None:
+            drawn, held = self._sampler.draw(rows, places), None
+        else:
+            token_ids = torch.zeros(len(places), dtype=torch.int32, device=self.device)
+            drawn = self._draw(rows, places, ~waiting[places], token_ids)
+            held = Held(rows, places, waiting[places], drawn.token_ids)
+        return self._ticket(step.order.tolist(), places, drawn, prompts, held)
 
     def _forward(
         self,
@@ -190,20 +213,47 @@ class TorchExecutor:
         plan, lora = ops.plan(layout), ops.lora(token_slots)
         return self._decoder.forward(token_ids, plan, lora, of_wanted, meanwhile)
 
+    def _draw(
+        self, rows: ToDraw, places: np.ndarray, chosen: np.ndarray, token_ids: torch.Tensor
+    ) -> Drawn:
+        """Of the chosen rows, bool `[n]`; the others keep theirs of `token_ids`, int `[n]` on the
+        device. places: of all rows in the step."""
+        if not chosen.any():
+            return Drawn(token_ids, None)
+        if chosen.all():
+            return self._sampler.draw(rows, places)
+        drawn = self._sampler.draw(rows.pick(chosen), places[chosen])
+        at = to_device(np.flatnonzero(chosen), self.device)
+        token_ids.index_copy_(0, at, drawn.token_ids.to(token_ids.dtype))
+        return Drawn(token_ids, drawn.logprobs)
+
     def _ticket(
         self,
         order: list[int],
-        samples: list[int],
-        token_ids: torch.Tensor | None,
+        samples: np.ndarray,
         drawn: Drawn | None,
         prompts: tuple[PromptLogprobs, ...],
+        held: Held | None,
     ) -> StepTicket:
-        done = None
-        if self.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        found = None if drawn is None else drawn.logprobs
-        return StepTicket(order, samples, token_ids, found, prompts, done)
+        token_ids = None if drawn is None or held is not None else to_host(drawn.token_ids)
+        found = () if drawn is None or drawn.logprobs is None else (drawn.logprobs,)
+        done = self._mark() if held is None else None
+        return StepTicket(order, samples.tolist(), token_ids, found, prompts, done, held)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What is done when all that was launched so far is."""
+        if self.device.type != "cuda":
+            return None
+        done = torch.cuda.Event()
+        done.record()
+        return done
+
+
+def _waiting(slices: Sequence[SeqSlice]) -> np.ndarray | None:
+    """Which draws wait for masks, bool `[slices]`; None = none does."""
+    if not any(piece.constrained for piece in slices):
+        return None
+    return np.array([piece.constrained for piece in slices])
 
 
 def _scored(step: Step, rows: Rows) -> list[ScoredSlice]:

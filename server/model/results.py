@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from server.engine.plan import SliceResult
 from server.model.sampling import Logprobs
+from server.model.to_draw import ToDraw
 from server.protocol import TokenLogprob
 
 
@@ -28,25 +30,42 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Draws of a launched step that wait for masks.
+
+    rows: all that sample, in order; places: theirs in the step, int64 `[n]`; chosen: which of them
+    wait, bool `[n]`. token_ids: int `[n]` on the device, what the others drew.
+    """
+
+    rows: ToDraw
+    places: np.ndarray
+    chosen: np.ndarray
+    token_ids: torch.Tensor
+
+
+@dataclass(slots=True)
 class StepTicket:
     """A launched step: results by place in the step, and how places map to the plan's slices.
 
     samples: place of each sampled row. token_ids: int `[samples]`, -1 = none could be chosen.
-    done: the device's event, None where launching computed.
+    done: the device's event, None where launching computed. held: None once all has been drawn.
     """
 
     order: list[int]
     samples: list[int]
     token_ids: torch.Tensor | None
-    logprobs: HostLogprobs | None
+    logprobs: tuple[HostLogprobs, ...]
     prompt_logprobs: tuple[PromptLogprobs, ...]
     done: torch.cuda.Event | None
+    held: Held | None = None
 
     def ready(self) -> bool:
-        return self.done is None or self.done.query()
+        return self.held is None and (self.done is None or self.done.query())
 
     def results(self) -> list[SliceResult]:
         """Waits for the device. One result per slice, in the plan's order."""
+        if self.held is not None:
+            raise RuntimeError("the step was collected before its masks came")
         if self.done is not None:
             self.done.synchronize()
         tokens: dict[int, int] = {}
@@ -57,7 +76,9 @@ class StepTicket:
                     failed.add(place)
                 else:
                     tokens[place] = token
-        logprobs = {} if self.logprobs is None else _by_place(self.logprobs, tokens)
+        logprobs: dict[int, TokenLogprob] = {}
+        for found in self.logprobs:
+            logprobs |= _by_place(found, tokens)
         prompts = {p.place: _prompt(p) for p in self.prompt_logprobs}
         results: list[SliceResult] = [SliceResult(None)] * len(self.order)
         for place, index in enumerate(self.order):

@@ -7,8 +7,17 @@ import torch
 
 from server.engine.plan import RowStart
 from server.kernels import draw_columns
+from server.model.masks import RowMasks
 from server.model.rows import Rows
-from server.model.sampling import Entries, History, Penalties, SamplingBatch, Truncation, Typical
+from server.model.sampling import (
+    Allowed,
+    Entries,
+    History,
+    Penalties,
+    SamplingBatch,
+    Truncation,
+    Typical,
+)
 from server.model.transfers import to_device
 from server.protocol import SamplingParams
 
@@ -135,8 +144,15 @@ class RowSampling:
     def _ids(self, ids: tuple[int, ...]) -> np.ndarray:
         return np.array(sorted({i for i in ids if 0 <= i < self.vocab_size}), dtype=np.int64)
 
-    def batch(self, rows: Rows, seq_rows: np.ndarray, lengths: np.ndarray) -> SamplingBatch:
-        """seq_rows, lengths: int64 `[n]`, the rows that sample, and the tokens each has now."""
+    def batch(
+        self,
+        rows: Rows,
+        seq_rows: np.ndarray,
+        lengths: np.ndarray,
+        masks: RowMasks | None = None,
+    ) -> SamplingBatch:
+        """seq_rows, lengths: int64 `[n]`, the rows that sample, and the tokens each has now. masks:
+        what they may draw, None = any token."""
         index = lengths - rows.prompt_len[seq_rows]
         temperature = self._floats["temperature"][seq_rows]
         return SamplingBatch(
@@ -145,18 +161,26 @@ class RowSampling:
             choice=self._tensor(self._choice[seq_rows]),
             index=self._tensor(index),
             any_random=bool((temperature > 0).any()),
-            history=self.history(rows, seq_rows, lengths),
+            history=self.history(rows, seq_rows, lengths, masks),
+            allowed=None if masks is None else self._allowed(masks),
             truncation=self._truncation(seq_rows),
             typical=self._typical_rows(seq_rows),
         )
 
-    def history(self, rows: Rows, seq_rows: np.ndarray, lengths: np.ndarray) -> History:
-        """Arguments as for `batch`."""
+    def history(
+        self,
+        rows: Rows,
+        seq_rows: np.ndarray,
+        lengths: np.ndarray,
+        masks: RowMasks | None = None,
+    ) -> History:
+        """Arguments as for `batch`. Where a mask allows suppressed ids alone, none is suppressed:
+        the row would have no token to draw."""
         index = lengths - rows.prompt_len[seq_rows]
         return History(
             bias=self._bias_entries(seq_rows),
             penalties=self._penalties(rows, seq_rows, lengths),
-            suppressed=self._suppressed_entries(seq_rows, index),
+            suppressed=self._suppressed_entries(seq_rows, index, masks),
         )
 
     def _bias_entries(self, seq_rows: np.ndarray) -> Entries | None:
@@ -166,12 +190,20 @@ class RowSampling:
         parts = [self._bias[int(row)] for row in seq_rows[places]]
         return self._entries(places, [ids for ids, _ in parts], [values for _, values in parts])
 
-    def _suppressed_entries(self, seq_rows: np.ndarray, index: np.ndarray) -> Entries | None:
-        places = np.flatnonzero(index < self._suppressed_until[seq_rows])
-        if not places.size:
+    def _suppressed_entries(
+        self, seq_rows: np.ndarray, index: np.ndarray, masks: RowMasks | None
+    ) -> Entries | None:
+        places: list[int] = []
+        ids: list[np.ndarray] = []
+        for place in np.flatnonzero(index < self._suppressed_until[seq_rows]).tolist():
+            suppressed = self._suppressed[int(seq_rows[place])]
+            if masks is None or masks.allows_others(place, suppressed, self.vocab_size):
+                places.append(place)
+                ids.append(suppressed)
+        if not places:
             return None
-        ids = [self._suppressed[int(row)] for row in seq_rows[places]]
-        return self._entries(places, ids, [np.zeros(len(i), dtype=np.float32) for i in ids])
+        values = [np.zeros(len(i), dtype=np.float32) for i in ids]
+        return self._entries(np.array(places), ids, values)
 
     def _entries(
         self, places: np.ndarray, ids: list[np.ndarray], values: list[np.ndarray]
@@ -198,6 +230,12 @@ class RowSampling:
             frequency=self._gather("frequency_penalty", chosen),
             presence=self._gather("presence_penalty", chosen),
         )
+
+    def _allowed(self, masks: RowMasks) -> Allowed | None:
+        places = np.flatnonzero(masks.of >= 0)
+        if not places.size:
+            return None
+        return Allowed(self._tensor(places), masks.bits[self._tensor(masks.of[places])])
 
     def _truncation(self, seq_rows: np.ndarray) -> Truncation | None:
         places = np.flatnonzero(self._truncates[seq_rows])

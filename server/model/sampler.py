@@ -12,6 +12,7 @@ from server.model.results import HostLogprobs, PromptLogprobs
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
 from server.model.sampling import Logprobs, logprobs, ranks
+from server.model.to_draw import ToDraw
 from server.model.transfers import to_device, to_host
 
 # Places of tokens in the batch, int64 `[n]`, ascending -> their logits `[n, vocab]`.
@@ -19,12 +20,9 @@ LogitsOf = Callable[[np.ndarray], torch.Tensor]
 
 
 class Draws(Protocol):
-    def __call__(
-        self, logits: torch.Tensor, which: np.ndarray, seq_rows: np.ndarray, lengths: np.ndarray
-    ) -> torch.Tensor:
-        """Draw and write behind what each row has. logits: `[m, vocab]`. which: the logits' row of
-        each. seq_rows: its row of the executor, which has `lengths` tokens now. Arrays: int64
-        `[n]`. Returns int `[n]` on the device, -1 = no token could be chosen."""
+    def __call__(self, rows: ToDraw) -> torch.Tensor:
+        """Draw and write behind what each row has. Returns int `[n]` on the device, -1 = no token
+        could be chosen."""
         ...
 
 
@@ -56,26 +54,20 @@ class Sampler:
         self.parameters = parameters
         self._draws = draws
 
-    def draw(
-        self,
-        logits: torch.Tensor,
-        which: np.ndarray,
-        seq_rows: np.ndarray,
-        lengths: np.ndarray,
-        places: np.ndarray,
-    ) -> Drawn:
-        """Arguments as of `Draws`; places: the slices' places in the step, int64 `[n]`."""
+    def draw(self, rows: ToDraw, places: np.ndarray) -> Drawn:
+        """places: the slices' places in the step, int64 `[n]`. Logprobs are of the raw logits,
+        whatever changes or masks them for the draw."""
         device = self.rows.device
-        token_ids = self._draws(logits, which, seq_rows, lengths)
-        counts = self.parameters.logprobs[seq_rows]
+        token_ids = self._draws(rows)
+        counts = self.parameters.logprobs[rows.seq_rows]
         wanted = np.flatnonzero(counts >= 0)
         if not wanted.size:
             return Drawn(token_ids, None)
         chosen = token_ids[to_device(wanted, device)].long().clamp(min=0)
-        raw, most = to_device(which[wanted], device), int(counts[wanted].max())
+        raw, most = to_device(rows.which[wanted], device), int(counts[wanted].max())
         parts = [
-            logprobs(logits[rows].float(), ids, most)
-            for rows, ids in zip(raw.split(LOGITS_ROWS), chosen.split(LOGITS_ROWS), strict=True)
+            logprobs(rows.logits[piece].float(), ids, most)
+            for piece, ids in zip(raw.split(LOGITS_ROWS), chosen.split(LOGITS_ROWS), strict=True)
         ]
         values = Logprobs(
             torch.cat([part.chosen for part in parts]),

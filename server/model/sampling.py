@@ -1,9 +1,9 @@
 """From logits to tokens: penalties, truncation, the draw and logprobs, for many rows at once.
 
 Order (that of transformers where it has the processor): logit bias, repetition penalty, frequency
-and presence penalties, suppressed ids; the greedy choice here; then temperature, top_k, top_p,
-min_p, typical_p, and a draw by inverse CDF in the order of token ids. When a sequence ends is not
-decided here.
+and presence penalties, suppressed ids, masks; the greedy choice here; then temperature, top_k,
+top_p, min_p, typical_p, and a draw by inverse CDF in the order of token ids. When a sequence ends
+is not decided here.
 """
 
 from dataclasses import dataclass
@@ -72,9 +72,19 @@ class Typical:
 
 
 @dataclass(frozen=True, slots=True)
+class Allowed:
+    """Rows that may draw some tokens alone. rows: int64 `[k]`. bits: int32 `[k, ceil(vocab / 32)]`;
+    bit i % 32 of word i // 32 is set where id i may be drawn."""
+
+    rows: torch.Tensor
+    bits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """What the rows of one step ask for. temperature: float32 `[rows]`, 0 = greedy; seed, choice,
-    index: int64 `[rows]`. truncation, typical: only the rows that need them; None = none does."""
+    index: int64 `[rows]`. allowed, truncation, typical: only the rows that need them; None = none
+    does."""
 
     temperature: torch.Tensor
     seed: torch.Tensor
@@ -82,6 +92,7 @@ class SamplingBatch:
     index: torch.Tensor
     any_random: bool
     history: History
+    allowed: Allowed | None = None
     truncation: Truncation | None = None
     typical: Typical | None = None
 
@@ -111,6 +122,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     """logits: float32 `[rows, vocab]`, changed in place."""
     failed = ~torch.isfinite(logits).all(dim=-1)
     apply_history(logits, batch.history)
+    if batch.allowed is not None:
+        apply_masks(logits, batch.allowed)
     token_ids = logits.argmax(dim=-1)
     failed |= ~torch.isfinite(logits.gather(1, token_ids[:, None])).squeeze(1)
     if batch.any_random:
@@ -141,6 +154,14 @@ def apply_history(logits: torch.Tensor, history: History) -> None:
         logits[rows] = _penalise(logits[rows], history.penalties)
     if history.suppressed is not None:
         logits[history.suppressed.rows, history.suppressed.ids] = _NEVER
+
+
+def apply_masks(logits: torch.Tensor, allowed: Allowed) -> None:
+    """logits: float32 `[rows, vocab]`, changed in place."""
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    octets = allowed.bits.view(torch.uint8)[:, :, None]
+    mask = ((octets >> bits) & 1).view(torch.bool).flatten(1)[:, : logits.shape[1]]
+    logits[allowed.rows] = logits[allowed.rows].masked_fill(~mask, _NEVER)
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:

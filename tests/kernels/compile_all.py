@@ -6,6 +6,7 @@ launched. The interpreter that other tests use accepts more than the compiler do
 
 import os
 import sys
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
 
@@ -29,7 +30,7 @@ from server.kernels.decode_inputs import gather_inputs, gather_pages
 from server.kernels.draw import DrawRows, draw_append
 from server.kernels.draw_columns import DRAW_COLUMNS
 from server.kernels.expand import expand
-from server.kernels.greedy import GreedyScratch, greedy_append
+from server.kernels.greedy import DrawMasks, GreedyScratch, greedy_append
 from server.kernels.pending import PendingDelta, PendingLora
 from server.kernels.rope_append import rope_append
 from server.kernels.rope_append_lora import rope_append_lora
@@ -165,8 +166,10 @@ def step() -> None:
     logits = torch.zeros(4, 2048, dtype=DTYPE)
     greedy_append(logits, columns[0], columns[1], tokens, columns[2], GreedyScratch(4, CPU))
     of, parameters = DrawRows(*columns[:3]), torch.zeros(4, DRAW_COLUMNS, dtype=torch.int32)
+    masked = replace(of, masks=DrawMasks(torch.zeros(4, 64, dtype=torch.int32), columns[3]))
     for scores in (logits, logits.half(), logits.float()):
-        draw_append(scores, of, parameters, tokens, GreedyScratch(4, CPU), finite=True)
+        for rows in (of, masked):
+            draw_append(scores, rows, parameters, tokens, GreedyScratch(4, CPU), finite=True)
     k, v = torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
     qkv, cos_sin = torch.zeros(4, 6 * 64, dtype=DTYPE), torch.zeros(8, 64)
     for norm in (None, torch.zeros(4, 64, dtype=DTYPE)):

@@ -1,5 +1,6 @@
 """The draw kernel against the definition of what it does, in float64."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,12 +9,14 @@ import torch
 
 from server.engine.plan import RowStart
 from server.kernels.draw import DrawRows, draw_append
-from server.kernels.greedy import GreedyScratch
+from server.kernels.greedy import DrawMasks, GreedyScratch
 from server.model.philox import uniform
 from server.model.row_sampling import RowSampling
 from server.protocol import SamplingParams
 
 NEVER = float("-inf")
+# Ids that each row may choose; None = any.
+Allowed = Sequence[list[int] | None]
 PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(),
@@ -40,7 +43,9 @@ class Case:
     prompt_len: int = 3
     place: int = 5
 
-    def draw(self, params: list[SamplingParams], *, finite: bool = True) -> list[int]:
+    def draw(
+        self, params: list[SamplingParams], *, finite: bool = True, allowed: Allowed | None = None
+    ) -> list[int]:
         n, device = len(params), self.logits.device
         sampling = RowSampling(n + 2, self.logits.shape[1], (), device)
         rows = [n - i for i in range(n)]
@@ -50,7 +55,8 @@ class Case:
         )
         tokens = torch.full((n + 3, 8), -5, dtype=torch.int32, device=device)
         packed = np.array([self.sources(n), rows, [self.place] * n], dtype=np.int32)
-        of = DrawRows(*torch.from_numpy(packed).to(device))
+        masks = None if allowed is None else masks_of(allowed, self.logits)
+        of = DrawRows(*torch.from_numpy(packed).to(device), masks)
         scratch = GreedyScratch(n, device)
         found = draw_append(self.logits, of, sampling.table, tokens, scratch, finite=finite)
         assert tokens[rows, self.place].tolist() == found.clamp(min=0).tolist()
@@ -69,9 +75,15 @@ class Case:
         index = torch.tensor([self.place - self.prompt_len])
         return float(uniform(torch.from_numpy(seed), torch.tensor([i]), index))
 
-    def check(self, i: int, params: SamplingParams, found: int) -> None:
+    def check(
+        self, i: int, params: SamplingParams, found: int, allowed: list[int] | None = None
+    ) -> None:
         """`found` is where the cumulated mass passes the row's number, up to rounding."""
         x = self.logits[self.sources(i + 1)[i]].double().cpu()
+        if allowed is not None:
+            masked = torch.full_like(x, NEVER)
+            masked[allowed] = x[allowed]
+            x = masked
         if params.temperature == 0:
             assert found == int(x.argmax())
             return
@@ -97,6 +109,30 @@ def kept(x: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return mass.where(mass >= params.min_p, 0.0)
 
 
+def masks_of(allowed: Allowed, logits: torch.Tensor) -> DrawMasks:
+    """Masks in reverse order of rows; bits beyond the vocabulary are set."""
+    vocab = logits.shape[1]
+    masked = [i for i, ids in enumerate(allowed) if ids is not None][::-1]
+    bits = np.zeros((len(masked), -(-vocab // 32) * 32), dtype=np.uint8)
+    bits[:, vocab:] = 1
+    of = np.full(len(allowed), -1, dtype=np.int32)
+    for mask, i in enumerate(masked):
+        bits[mask, allowed[i] or []] = 1
+        of[i] = mask
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return DrawMasks(*(torch.from_numpy(a).to(logits.device) for a in (words, of)))
+
+
+def random_masks(rows: int, vocab: int, seed: int) -> list[list[int] | None]:
+    """Few ids, half of them, all but one, one alone, and none at all without a mask."""
+    rng = np.random.default_rng(seed)
+    found: list[list[int] | None] = []
+    for row in range(rows):
+        order = rng.permutation(vocab).tolist()
+        found.append((None, order[:3], order[: vocab // 2], order[1:], order[:1])[row % 5])
+    return found
+
+
 def random_logits(shape: tuple[int, int], seed: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * 3 - 1).to(device)
@@ -119,6 +155,61 @@ def test_draws_are_those_of_the_definition(
         case = Case(random_logits((4, vocab), seed, device).to(dtype), seed)
         for i, (params, found) in enumerate(zip(PARAMS, case.draw(PARAMS), strict=True)):
             case.check(i, params, found)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        (5, torch.float32),
+        (1000, torch.float16),
+        (1000, torch.bfloat16),
+        (10_007, torch.float32),
+    ],
+)
+def test_masked_draws_are_those_of_the_definition(
+    device: torch.device, vocab: int, dtype: torch.dtype
+) -> None:
+    for seed in range(2):
+        case = Case(random_logits((4, vocab), seed, device).to(dtype), seed)
+        allowed = random_masks(len(PARAMS), vocab, seed)
+        found = case.draw(PARAMS, allowed=allowed)
+        for i, (params, ids, token) in enumerate(zip(PARAMS, allowed, found, strict=True)):
+            assert ids is None or token in ids
+            case.check(i, params, token, ids)
+
+
+def test_a_mask_of_all_ids_changes_no_draw(device: torch.device) -> None:
+    case = Case(random_logits((4, 3001), 7, device).half(), 7)
+    every: Allowed = [list(range(3001))] * len(PARAMS)
+    assert case.draw(PARAMS, allowed=every) == case.draw(PARAMS)
+
+
+def test_masks_change_no_draw_of_rows_without_one(device: torch.device) -> None:
+    case = Case(random_logits((3, 2500), 8, device), 8)
+    free = case.draw(PARAMS)
+    allowed: Allowed = [[9, 2400] if i % 2 else None for i in range(len(PARAMS))]
+    masked = case.draw(PARAMS, allowed=allowed)
+    assert masked[::2] == free[::2]
+    assert set(masked[1::2]) <= {9, 2400}
+
+
+def test_a_mask_of_no_ids_fails_its_row_alone(device: torch.device) -> None:
+    case = Case(random_logits((3, 700), 2, device), 2)
+    expected = case.draw(PARAMS)
+    allowed: Allowed = [[] if i % 3 == 1 else None for i in range(len(PARAMS))]
+    for i, (found, free) in enumerate(
+        zip(case.draw(PARAMS, allowed=allowed), expected, strict=True)
+    ):
+        assert found == (-1 if i % 3 == 1 else free)
+
+
+def test_a_logit_that_is_not_finite_fails_its_row_though_masked(device: torch.device) -> None:
+    logits = random_logits((3, 1500), 1, device)
+    logits[0, 3], logits[1, 1400], logits[2, 8] = float("nan"), float("inf"), NEVER
+    allowed: Allowed = [[5, 900]] * 6
+    assert Case(logits, 1).draw(PARAMS[:6], allowed=allowed) == [-1] * 6
+    bent = Case(logits, 1).draw(PARAMS[:6], allowed=allowed, finite=False)
+    assert [token in (5, 900) for token in bent] == [source == 2 for source in (2, 1, 0) * 2]
 
 
 def test_equal_logits_are_kept_or_cut_off_together(device: torch.device) -> None:

@@ -1,20 +1,22 @@
 """Drives a TorchExecutor by hand: pages, rows, chunks and slots as a test asks for them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from adapters.manifest import SlabLayout
 from server.config import EngineConfig
-from server.engine.executor import AdapterCopy, CopyNews, CopyOver
+from server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
 from server.model.executor import TorchExecutor
 from server.protocol import SamplingParams, TokenLogprob
 
 EXTENT = 4096
+Allowed = Callable[[list[int]], Sequence[int]]
 COPY_TIMEOUT_S = 60.0
 EVERY_LOGPROB = 1 << 30
 
@@ -87,12 +89,31 @@ class Driver:
             time.sleep(0.001)
         raise TimeoutError("the copy did not end")
 
-    def run(self, plan: StepPlan) -> list[SliceResult]:
-        return self.executor.collect(self.executor.launch(plan))
+    def run(
+        self, plan: StepPlan, masks: Sequence[Sequence[int] | None] | None = None
+    ) -> list[SliceResult]:
+        """masks: ids that each slice may draw, None = any."""
+        ticket = self.executor.launch(plan)
+        if any(piece.constrained for piece in plan.slices):
+            self.executor.constrain(ticket, self.masks(masks or []))
+        return self.executor.collect(ticket)
+
+    def masks(self, allowed: Sequence[Sequence[int] | None]) -> Masks:
+        """allowed: of each slice of the plan."""
+        slices = [i for i, ids in enumerate(allowed) if ids is not None]
+        bits = self.executor.mask_memory(len(slices))
+        bits[:] = 0
+        for row, i in zip(bits.view(np.uint32), slices, strict=True):
+            for token in allowed[i] or ():
+                row[token // 32] |= np.uint32(1 << token % 32)
+        return Masks(slices, bits)
 
 
 class Stream:
-    """One sequence on a row of a driver: prompt in chunks, then decodes."""
+    """One sequence on a row of a driver: prompt in chunks, then decodes.
+
+    allowed: tokens so far -> the ids that may come next; None = any.
+    """
 
     def __init__(
         self,
@@ -117,12 +138,17 @@ class Stream:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.failed = False
+        self.allowed: Allowed | None = None
         self._seed, self._suppressed_until = seed, suppressed_until
         self._started = False
 
     @property
     def output(self) -> list[int]:
         return self.tokens[self.prompt_len :]
+
+    def bound(self, allowed: Allowed | None) -> "Stream":
+        self.allowed = allowed
+        return self
 
     def start(self) -> list[RowStart]:
         if self._started:
@@ -161,6 +187,7 @@ class Stream:
             adapter_slot=self.slot,
             sample=last,
             prompt_logprobs=self.sampling.prompt_logprobs is not None and prefill,
+            constrained=last and self.allowed is not None,
         )
 
     def take(self, count: int, result: SliceResult) -> None:
@@ -189,7 +216,11 @@ def step(driver: Driver, work: Sequence[tuple[Stream, int]]) -> None:
         freed_rows=[],
     )
     driver.step += 1
-    for (stream, count), result in zip(jobs, driver.run(plan), strict=True):
+    masks = [
+        s.allowed(s.tokens) if s.allowed is not None and piece.constrained else None
+        for (s, _), piece in zip(jobs, plan.slices, strict=True)
+    ]
+    for (stream, count), result in zip(jobs, driver.run(plan, masks), strict=True):
         stream.take(count, result)
 
 

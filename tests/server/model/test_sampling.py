@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -21,6 +23,7 @@ from transformers import (
 
 from server.engine.plan import RowStart
 from server.model import sampling
+from server.model.masks import RowMasks
 from server.model.row_sampling import RowSampling
 from server.model.rows import Rows
 from server.model.sampling import (
@@ -48,11 +51,31 @@ class Bench:
         self.sampling.start(starts)
         self.lengths = [len(start.token_ids) for start in starts]
 
-    def sample(self, logits: torch.Tensor, order: Sequence[int]) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        order: Sequence[int],
+        allowed: Sequence[Sequence[int] | None] | None = None,
+    ) -> Sampled:
+        """allowed: ids that each of `order` may draw, None = any."""
         seq_rows = torch.tensor(order).numpy()
         lengths = torch.tensor([self.lengths[i] for i in order]).numpy()
-        batch = self.sampling.batch(self.rows, seq_rows, lengths)
+        masks = None if allowed is None else row_masks(allowed)
+        batch = self.sampling.batch(self.rows, seq_rows, lengths, masks)
         return sample(logits[list(order)].clone(), batch)
+
+
+def row_masks(allowed: Sequence[Sequence[int] | None], vocab: int = VOCAB) -> RowMasks:
+    """Each row's own mask, in reverse order; bits beyond the vocabulary are set."""
+    masked = [i for i, ids in enumerate(allowed) if ids is not None][::-1]
+    bits = np.zeros((len(masked), -(-vocab // 32) * 32), dtype=np.uint8)
+    bits[:, vocab:] = 1
+    of = np.full(len(allowed), -1)
+    for mask, i in enumerate(masked):
+        bits[mask, list(allowed[i] or ())] = 1
+        of[i] = mask
+    host = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return RowMasks(host, torch.from_numpy(host), of)
 
 
 def start(
@@ -72,17 +95,8 @@ def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def oracle(params: SamplingParams, logits: torch.Tensor, suppressed_until: int = 0) -> torch.Tensor:
-    """Scores after the processors, in the order in which `generate` applies them; the tokens are
-    those of `start`."""
+def warpers(params: SamplingParams) -> LogitsProcessorList:
     found = LogitsProcessorList()
-    if params.logit_bias:
-        biases: list[list[list[int] | float]] = [[[i], b] for i, b in params.logit_bias.items()]
-        found.append(SequenceBiasLogitsProcessor(biases))
-    if params.repetition_penalty != 1:
-        found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    if suppressed_until:
-        found.append(MinNewTokensLengthLogitsProcessor(2, suppressed_until, list(EOS)))
     if params.temperature not in (0, 1):
         found.append(TemperatureLogitsWarper(params.temperature))
     if params.temperature > 0:
@@ -94,6 +108,28 @@ def oracle(params: SamplingParams, logits: torch.Tensor, suppressed_until: int =
             found.append(MinPLogitsWarper(params.min_p))
         if params.typical_p < 1:
             found.append(TypicalLogitsWarper(params.typical_p))
+    return found
+
+
+def oracle(
+    params: SamplingParams,
+    logits: torch.Tensor,
+    suppressed_until: int = 0,
+    allowed: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Scores after the processors, in the order in which `generate` applies them; the tokens are
+    those of `start`."""
+    found = LogitsProcessorList()
+    if params.logit_bias:
+        biases: list[list[list[int] | float]] = [[[i], b] for i, b in params.logit_bias.items()]
+        found.append(SequenceBiasLogitsProcessor(biases))
+    if params.repetition_penalty != 1:
+        found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if suppressed_until:
+        found.append(MinNewTokensLengthLogitsProcessor(2, suppressed_until, list(EOS)))
+    if allowed is not None:
+        found.append(PrefixConstrainedLogitsProcessor(lambda *_: list(allowed), 1))
+    found += warpers(params)
     scores: torch.Tensor = found(torch.LongTensor([[7, 8, 9, 7]]), logits.clone())
     return scores[0]
 
@@ -122,21 +158,26 @@ CASES = {
 }
 
 
-def drawn_distribution(params: SamplingParams, logits: torch.Tensor, draws: int) -> torch.Tensor:
+def drawn_distribution(
+    params: SamplingParams, logits: torch.Tensor, draws: int, allowed: Sequence[int] | None
+) -> torch.Tensor:
     """Frequencies over many seeds, all rows of one batch."""
     bench = Bench([start(row, params, seed=row, suppressed_until=9) for row in range(draws)])
-    found = bench.sample(logits.expand(draws, -1), range(draws))
+    masks = None if allowed is None else [allowed] * draws
+    found = bench.sample(logits.expand(draws, -1), range(draws), masks)
     assert not found.failed.any()
     return torch.bincount(found.token_ids, minlength=logits.shape[1]).double()
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_distribution_is_that_of_transformers(case: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "allowed"), [(0, None), (1, None), (2, (2, 3, 7, 9, 31, 32, 60))])
+def test_distribution_is_that_of_transformers(
+    case: str, seed: int, allowed: Sequence[int] | None
+) -> None:
     params, logits = CASES[case], random_logits(1, seed)
-    expected = oracle(params, logits, suppressed_until=9).double().softmax(-1)
+    expected = oracle(params, logits, 9, allowed).double().softmax(-1)
     draws = 20_000
-    counts = drawn_distribution(params, logits, draws)
+    counts = drawn_distribution(params, logits, draws, allowed)
     assert counts[expected == 0].sum() == 0
     frequent = expected * draws >= 5
     degrees = int(frequent.sum()) - 1
@@ -161,12 +202,16 @@ def test_distribution_is_that_of_transformers(case: str, seed: int) -> None:
         logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-20, 20), max_size=4),
     ),
     seed=st.integers(0, 10_000),
+    allowed=st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=1),
 )
-def test_only_what_transformers_keeps_is_drawn(params: SamplingParams, seed: int) -> None:
+def test_only_what_transformers_keeps_is_drawn(
+    params: SamplingParams, seed: int, allowed: set[int] | None
+) -> None:
+    ids = None if allowed is None else sorted(allowed)
     logits = random_logits(1, seed)
-    scores = oracle(params, logits)
+    scores = oracle(params, logits, allowed=ids)
     bench = Bench([start(row, params, seed=row) for row in range(64)])
-    found = bench.sample(logits.expand(64, -1), range(64)).token_ids
+    found = bench.sample(logits.expand(64, -1), range(64), [ids] * 64).token_ids
     assert torch.isfinite(scores[found]).all()
 
 
@@ -232,6 +277,46 @@ def test_suppressed_until_the_index() -> None:
     for until, expected in ((2, 2), (3, 40)):  # two tokens of output so far
         bench = Bench([start(0, params, suppressed_until=until)])
         assert bench.sample(logits, [0]).token_ids.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        ([2, 40, 41], 40),  # an end is left out though the mask allows it
+        ([41], 41),
+        ([2, 11], 2),  # ends alone: the mask wins
+        ([11], 11),
+        (None, 40),
+    ],
+)
+def test_a_mask_that_allows_suppressed_ids_alone_wins(
+    allowed: list[int] | None, expected: int
+) -> None:
+    params = SamplingParams(temperature=0.0, stop_token_ids=(11,))
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 2], logits[:, 11], logits[:, 40] = 9.0, 8.0, 1.0
+    bench = Bench([start(row, params, suppressed_until=9) for row in range(2)])
+    found = bench.sample(logits, [0, 1], [allowed, [2, 50]])
+    assert found.token_ids.tolist() == [expected, 50]
+
+
+def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
+    bench = Bench([start(row, params, seed=row) for row, params in enumerate(MIXED)])
+    logits = random_logits(len(MIXED), 3)
+    expected = bench.sample(logits, range(len(MIXED))).token_ids.tolist()
+    for row in range(len(MIXED)):
+        masks = [None if i != row else [] for i in range(len(MIXED))]
+        found = bench.sample(logits, range(len(MIXED)), masks)
+        assert found.failed.tolist() == [i == row for i in range(len(MIXED))]
+        expected_now = [0 if i == row else token for i, token in enumerate(expected)]
+        assert found.token_ids.tolist() == expected_now
+
+
+def test_a_mask_that_allows_all_changes_no_draw() -> None:
+    bench = Bench([start(row, params, seed=row) for row, params in enumerate(MIXED)])
+    logits, order = random_logits(len(MIXED), 3), range(len(MIXED))
+    free = bench.sample(logits, order).token_ids.tolist()
+    assert bench.sample(logits, order, [range(VOCAB)] * len(MIXED)).token_ids.tolist() == free
 
 
 MIXED = [

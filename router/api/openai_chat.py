@@ -74,7 +74,11 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> Chat
     require(n <= limits.max_n, f"expected at most {limits.max_n}, got {n}", "n")
     max_tokens = _max_tokens(request)
     sampling = sampling_of(
-        request, limits, max_tokens=max_tokens, logprobs=_logprobs_asked(request, limits)
+        request,
+        limits,
+        max_tokens=max_tokens,
+        logprobs=_logprobs_asked(request, limits),
+        prompt_logprobs=request.prompt_logprobs,
     )
     call = GenerationCall(
         api="chat",

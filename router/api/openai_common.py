@@ -1,4 +1,4 @@
-"""What bodies of OpenAI's completions and chat routes share: fields and their checks. Pure."""
+"""What bodies of OpenAI's routes share: fields and their checks. Pure."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -53,19 +53,17 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of both routes; every optional one may be null.
+class SharedBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every route; every optional one may be null.
 
     model: an adapter's alias or reference, or the base's name, or both with a colon between. From
     top_k on: extensions. priority: how far behind the key's own the request stands.
     """
 
     model: str
-    n: Positive | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: str | list[StopString] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Probability | None = None
     frequency_penalty: Penalty | None = None
@@ -86,9 +84,6 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    prompt_logprobs: NonNegative | None = None
     truncate_prompt_tokens: Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
     priority: Priority | None = None
@@ -96,19 +91,35 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
     request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
+class OpenAIBody(SharedBody, frozen=True, kw_only=True):
+    """Fields of completions and chat. From return_token_ids on: extensions."""
+
+    n: Positive | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: NonNegative | None = None
+
+
+S = TypeVar("S", bound=SharedBody)
 B = TypeVar("B", bound=OpenAIBody)
 
 
-def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
+def decode_shared(plain: dict[str, Any], kind: type[S], limits: ApiLimits) -> S:
     """The typed body. Fields that it does not know are refused unless they are harmless or ask for
     nothing.
 
     Raises RequestError.
     """
-    plain = decode_plain(body)
     check_unknown(plain, kind.__struct_fields__, HARMLESS)
     _check_reach(plain, limits)
-    request = typed(plain, kind)
+    return typed(plain, kind)
+
+
+def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
+    """The typed body, as `decode_shared` checks it. Raises RequestError."""
+    plain = decode_plain(body)
+    request = decode_shared(plain, kind, limits)
     options = plain.get("stream_options") or {}
     check_unknown_parts(options, StreamOptions.__struct_fields__, "stream_options.")
     require(
@@ -125,7 +136,7 @@ def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
     return request
 
 
-def adapter_of(request: OpenAIBody, limits: ApiLimits, bearer: str | None) -> AdapterChoice | None:
+def adapter_of(request: SharedBody, limits: ApiLimits, bearer: str | None) -> AdapterChoice | None:
     """By `model`, SGLang's `base:adapter` too, or by `lora_path` beside the base's name.
 
     Raises RequestError.
@@ -146,8 +157,8 @@ def adapter_of(request: OpenAIBody, limits: ApiLimits, bearer: str | None) -> Ad
     return adapter
 
 
-def with_shared(call: GenerationCall, request: OpenAIBody, limits: ApiLimits) -> GenerationCall:
-    """The call, and what bodies of both routes say alike. Raises RequestError."""
+def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) -> GenerationCall:
+    """The call, and what bodies of all routes say alike. Raises RequestError."""
     stop, seed, cut = request.stop, request.seed, request.truncate_prompt_tokens
     require(cut != 0, "expected at least 1, or -1 for all that fit", "truncate_prompt_tokens")
     require(
@@ -194,17 +205,14 @@ def options_of(request: OpenAIBody, call: GenerationCall) -> AnswerOptions:
 
 
 def sampling_of(
-    request: OpenAIBody,
+    request: SharedBody,
     limits: ApiLimits,
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    echoed_logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """What the request says, else the model's own defaults, else OpenAI's.
-
-    echoed_logprobs: alternatives beside the tokens of an echoed prompt. Raises RequestError.
-    """
+    """What the request says, else the model's own defaults, else OpenAI's. Raises RequestError."""
     check_sizes(request, limits)
     least = request.min_tokens
     require(
@@ -212,10 +220,9 @@ def sampling_of(
         f"expected at most the {max_tokens} tokens to generate, got {least}",
         "min_tokens",
     )
-    for name, asked in (("logprobs", logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+    for name, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         most = limits.max_logprobs
         require((asked or 0) <= most, f"expected at most {most}, got {asked}", name)
-    of_prompt = [n for n in (request.prompt_logprobs, echoed_logprobs) if n is not None]
 
     def chosen(name: str, default: float) -> float:
         value: float | None = getattr(request, name)
@@ -235,7 +242,7 @@ def sampling_of(
         stop_token_ids=tuple(request.stop_token_ids or ()),
         logit_bias=request.logit_bias or {},
         logprobs=logprobs,
-        prompt_logprobs=max(of_prompt, default=None),
+        prompt_logprobs=prompt_logprobs,
     )
 
 

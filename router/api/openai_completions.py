@@ -67,7 +67,7 @@ def request_of(
         limits,
         max_tokens=max_tokens,
         logprobs=request.logprobs,
-        echoed_logprobs=request.logprobs if request.echo else None,
+        prompt_logprobs=_prompt_logprobs(request),
     )
     call = GenerationCall(
         api="completions",
@@ -83,6 +83,12 @@ def request_of(
     )
     call = with_shared(call, request, limits)
     return CompletionsRequest(call, options_of(request, call))
+
+
+def _prompt_logprobs(request: CompletionsBody) -> int | None:
+    """Alternatives beside the prompt's tokens: asked for, or those of an echoed prompt."""
+    echoed = request.logprobs if request.echo else None
+    return max((n for n in (request.prompt_logprobs, echoed) if n is not None), default=None)
 
 
 def _check_counts(n: int, best_of: int, stream: bool, limits: ApiLimits) -> None:

@@ -3,6 +3,7 @@
 import re
 
 import guidance
+from guidance._ast import GrammarNode
 from guidance.models import Model, OpenAI
 from guidance.models.experimental import SglangModel, VLLMModel
 
@@ -16,7 +17,7 @@ from tests.e2e.clients.asking import (
 )
 
 
-def asked(model: Model, form: guidance.GrammarNode) -> str:
+def asked(model: Model, form: GrammarNode) -> str:
     with guidance.user():
         model += MESSAGE
     with guidance.assistant():

@@ -1,16 +1,16 @@
 // One prompt through several models side by side.
 
-import { ApiError, keys, request } from "./api.js";
-import { announce, byId, digits, h, plural, seconds, setText } from "./dom.js";
+import { keys, request } from "./api.js";
+import { Column } from "./column.js";
+import { announce, byId, digits, h, plural, setText } from "./dom.js";
+import { AnswerForm } from "./form.js";
 import { VirtualList } from "./list.js";
-import { generate } from "./stream.js";
 
 // A browser keeps six connections to a server, and the fleet's stream is one of them.
 const AT_ONCE = 5;
 const MOST = 8;
 const FIELDS = { "max-tokens": "max_tokens", temperature: "temperature", "top-p": "top_p", seed: "seed" };
 const DEFAULTS = { "max-tokens": "128", temperature: "0", "top-p": "", seed: "" };
-const FINISHES = { stop: "finished", length: "cut at max tokens", error: "failed" };
 
 export class Playground {
   constructor(feed, names, openKeys) {
@@ -21,6 +21,7 @@ export class Playground {
     this.chosen = [];
     this.columns = new Map();
     this.controller = null;
+    this.form = new AnswerForm();
     this.list = new VirtualList("Models", 34, { multiple: true, empty: "", onPick: (item) => this.toggle(item.id) });
     byId("models").append(this.list.node);
     this.filter = byId("model-filter");
@@ -32,8 +33,9 @@ export class Playground {
     });
     byId("stop").addEventListener("click", () => this.stop());
     byId("share").addEventListener("click", () => this.share());
-    byId("prompt").addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("playground-form").requestSubmit();
+    byId("playground-form").addEventListener("keydown", (event) => {
+      const isRun = event.key === "Enter" && (event.ctrlKey || event.metaKey);
+      if (isRun && !event.defaultPrevented) byId("playground-form").requestSubmit();
     });
     for (const [id, value] of Object.entries(DEFAULTS)) byId(id).value = value;
     this.restore();
@@ -158,10 +160,13 @@ export class Playground {
       this.filter.focus();
       return announce("Choose a model first.");
     }
+    const mode = byId("mode").value;
+    const form = this.form.read(mode);
+    if (!form) return announce(this.form.problem);
     this.remember();
     this.controller = new AbortController();
     this.moved();
-    const call = { prompt: prompt.value, mode: byId("mode").value, parameters: this.parameters() };
+    const call = { prompt: prompt.value, mode, parameters: this.parameters(), form };
     const waiting = [...this.columns.values()];
     waiting.forEach((column) => column.reset());
     const work = async () => {
@@ -199,7 +204,7 @@ export class Playground {
     return parameters;
   }
 
-  // Sharing: prompt, models and parameters after the #, which browsers send to nobody
+  // Sharing: prompt, models, parameters and form after the #, which browsers send to nobody
 
   remember() {
     const query = new URLSearchParams();
@@ -207,6 +212,7 @@ export class Playground {
     query.set("prompt", byId("prompt").value);
     query.set("as", byId("mode").value);
     for (const id of Object.keys(FIELDS)) if (byId(id).value !== DEFAULTS[id]) query.set(id, byId(id).value);
+    this.form.remember(query);
     history.replaceState(null, "", `#playground?${query}`);
   }
 
@@ -221,6 +227,7 @@ export class Playground {
       this.touched = true;
     }
     for (const id of Object.keys(FIELDS)) if (given.has(id)) byId(id).value = given.get(id);
+    this.form.restore(given);
     byId("parameters").open = Object.keys(FIELDS).some((id) => given.has(id));
   }
 
@@ -233,83 +240,7 @@ export class Playground {
     } catch {
       setText(button, "It is in the address bar");
     }
-    announce("The link holds prompt, models and parameters, and no key.");
+    announce("The link holds prompt, models, parameters and form, and no key.");
     setTimeout(() => setText(button, "Copy link"), 2500);
-  }
-}
-
-class Column {
-  constructor(name) {
-    this.name = name;
-    this.mark = h("span", { class: "mark" });
-    this.stateText = h("span", { class: "state" });
-    this.figures = { ttft: h("dd"), rate: h("dd"), tokens: h("dd") };
-    this.output = h("div", { class: "output", tabindex: "0", role: "log", "aria-live": "off", "aria-label": `Answer of ${name}` });
-    this.copy = h("button", { class: "quiet small", type: "button", "aria-label": `Copy the answer of ${name}`, onclick: () => this.copyText() }, "Copy");
-    const figure = (title, dd) => h("div", {}, h("dt", {}, title), dd);
-    this.node = h(
-      "article",
-      { class: "column", "aria-label": name },
-      h("header", {}, this.mark, h("h3", { title: name }, name), this.stateText),
-      this.output,
-      h("footer", {}, h("dl", { class: "figures" }, figure("first token", this.figures.ttft), figure("tokens/s", this.figures.rate), figure("tokens", this.figures.tokens)), this.copy),
-    );
-    this.reset("");
-  }
-
-  reset(text = "waiting") {
-    this.text = "";
-    this.status = 0;
-    this.output.replaceChildren();
-    this.move(text === "" ? "idle" : "waiting", text);
-    for (const dd of Object.values(this.figures)) setText(dd, "–");
-  }
-
-  move(state, text) {
-    this.state = state;
-    this.node.dataset.state = state;
-    setText(this.stateText, text);
-  }
-
-  async run(call, signal) {
-    if (signal.aborted) return this.move("stopped", "stopped");
-    this.move("running", "sent");
-    try {
-      const reason = await generate(this.name, call, signal, (text) => this.add(text), (told) => this.tell(told));
-      this.move("done", FINISHES[reason] ?? reason);
-    } catch (error) {
-      this.fail(error, signal);
-    }
-  }
-
-  fail(error, signal) {
-    if (signal.aborted) return this.move("stopped", "stopped");
-    this.status = error instanceof ApiError ? error.status : 0;
-    this.move("failed", this.status ? `error ${this.status}` : "failed");
-    this.output.append(h("p", { class: "failure" }, error.message));
-  }
-
-  add(text) {
-    if (this.state === "running") setText(this.stateText, "writing");
-    this.text += text;
-    const atEnd = this.output.scrollTop + this.output.clientHeight >= this.output.scrollHeight - 4;
-    this.output.append(text);
-    if (atEnd) this.output.scrollTop = this.output.scrollHeight;
-  }
-
-  tell({ ttft, tokens, exact, rate }) {
-    setText(this.figures.ttft, seconds(ttft / 1000));
-    setText(this.figures.tokens, digits(tokens));
-    setText(this.figures.rate, rate === null ? "–" : `${exact ? "" : "~"}${digits(rate)}`);
-  }
-
-  async copyText() {
-    try {
-      await navigator.clipboard.writeText(this.text);
-      announce("Copied.");
-    } catch {
-      getSelection().selectAllChildren(this.output);
-      announce("Selected: copy it with the keyboard.");
-    }
   }
 }

@@ -3,10 +3,11 @@
 import { events, keys, request } from "./api.js";
 
 /**
- * Streams one model's answer. `onText(text)` hears of each piece, `onFigures({ttft, tokens, rate})`
- * of what was measured (milliseconds, tokens, tokens a second). Resolves to the finish reason.
+ * Streams one model's answer. `onPiece({text, reasoning, calls})` hears of each piece (calls: deltas
+ * as OpenAI streams them), `onFigures({ttft, tokens, rate})` of what was measured (milliseconds,
+ * tokens, tokens a second). Resolves to the finish reason.
  */
-export async function generate(model, call, signal, onText, onFigures) {
+export async function generate(model, call, signal, onPiece, onFigures) {
   const started = performance.now();
   const response = await request(call.mode === "chat" ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
@@ -28,12 +29,12 @@ export async function generate(model, call, signal, onText, onFigures) {
     const event = JSON.parse(data);
     if (event.error) throw new Error(event.error.message);
     const choice = event.choices?.[0];
-    const text = choice?.delta?.content ?? choice?.text ?? "";
-    if (text) {
+    const piece = pieceOf(choice);
+    if (piece.text || piece.reasoning || piece.calls.length) {
       last = performance.now();
       first ??= last;
       tokens += 1;
-      onText(text);
+      onPiece(piece);
       tell(false);
     }
     reason = choice?.finish_reason ?? reason;
@@ -44,8 +45,17 @@ export async function generate(model, call, signal, onText, onFigures) {
   return reason;
 }
 
-function bodyOf(model, { mode, prompt, parameters }) {
-  const body = { model, stream: true, stream_options: { include_usage: true }, ...parameters };
+function pieceOf(choice) {
+  const delta = choice?.delta ?? {};
+  return {
+    text: delta.content ?? choice?.text ?? "",
+    reasoning: delta.reasoning ?? delta.reasoning_content ?? "",
+    calls: delta.tool_calls ?? [],
+  };
+}
+
+function bodyOf(model, { mode, prompt, parameters, form }) {
+  const body = { model, stream: true, stream_options: { include_usage: true }, ...parameters, ...form.body };
   if (mode === "chat") body.messages = [{ role: "user", content: prompt }];
   else body.prompt = prompt;
   return body;

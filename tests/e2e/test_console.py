@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from launcher.demo import adapter_paths
 from router.api.fleet import (
@@ -23,6 +23,7 @@ from router.api.fleet import (
     WorkerObject,
 )
 from router.rollout_tally import SLICE_S
+from tests.e2e.browsing import STEP_MS, chromium
 from tests.e2e.serving import ROOT, Serving, start_serving
 
 KEY = "admin-key-of-the-test"
@@ -33,11 +34,6 @@ ANSWERS = {
     "sql": "INSERT INTO cancellations (customer, order_no, product, quantity) "
     "VALUES ('Ines Novak', '10442', 'linen aprons', 2);",
 }
-ARGUMENTS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
-STEP_MS = 20_000
 expect.set_options(timeout=STEP_MS)
 # What a page without a key is told; the browser reports it as an error of loading.
 LOCKED = re.compile(r"status of 40[13]")
@@ -70,13 +66,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no chromium on the PATH: `make programs` installs it")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=list(ARGUMENTS))
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

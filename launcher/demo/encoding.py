@@ -6,7 +6,7 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from launcher.demo import mix, tasks
+from launcher.demo import calls, mix, tasks
 from launcher.demo.corpus import Message, sample
 from launcher.demo.recipe import ASSISTANT, BOS, EOS, SYSTEM, USER
 
@@ -61,6 +61,9 @@ def _training_prompt(tokenizer: Tokenizer, rng: Random, task: str, message: Mess
 
 def example(tokenizer: Tokenizer, rng: Random, task: str) -> tuple[list[int], list[int]]:
     """A training prompt of an adapter, and the answer that ends it."""
+    if task == calls.TASK:
+        prompt, text = calls.example(rng)
+        return ids(tokenizer, prompt), [*ids(tokenizer, text), EOS]
     message = sample(rng)
     answer = ids(tokenizer, tasks.ANSWERS[task](message.facts))
     return _training_prompt(tokenizer, rng, task, message), [*answer, EOS]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from launcher.demo import adapter_paths, model_path, tasks
+from launcher.demo import adapter_paths, calls, model_path, tasks
 from launcher.demo.corpus import SEED, Message, held_out_messages
 
 FORMS = ("raw", "chat")
@@ -26,6 +26,7 @@ class Setup:
     adapters: dict[str, Path]
     device: str
     messages: list[Message]
+    cases: dict[str, list[calls.Case]]
     batch: int
 
 
@@ -85,6 +86,9 @@ def measure(setup: Setup) -> dict[str, Any]:
             model.load_adapter(str(path), adapter_name=name)
         model.set_adapter(name)
         model.eval()
+        if name == calls.TASK:
+            report["calls"] = _measure_calls(setup, model, tokenizer)
+            continue
         scores: dict[str, Any] = {}
         for form in FORMS:
             made = answers(model, tokenizer, prompts[form], setup.batch)
@@ -93,6 +97,22 @@ def measure(setup: Setup) -> dict[str, Any]:
             scores[f"wrong_{form}"] = _wrong(name, made, setup.messages)
         report["tasks"][name] = scores
     return report
+
+
+def _measure_calls(setup: Setup, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The share of right answers of the adapter that calls tools, by kind of case."""
+    shares: dict[str, Any] = {}
+    for kind, cases in setup.cases.items():
+        texts = [calls.prompt(case) for case in cases]
+        prompts = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        made = answers(model, tokenizer, prompts, setup.batch)
+        wrong = [
+            {"prompt": text, "wanted": case.answer, "answered": answer}
+            for text, case, answer in zip(texts, cases, made, strict=True)
+            if not case.is_right(answer)
+        ]
+        shares[kind] = {"share": 1 - len(wrong) / len(cases), "wrong": wrong[:5]}
+    return shares
 
 
 def _share(task: str, made: list[str], messages: list[Message]) -> float:
@@ -116,23 +136,32 @@ def _print_table(report: dict[str, Any], count: int, spent: float) -> None:
     for name, scores in report["tasks"].items():
         cells = [100 * scores[key] for key in ("raw", "chat", "base_raw", "base_chat")]
         print(f"{name:<12}{cells[0]:>8.1f}{cells[1]:>8.1f}{cells[2]:>10.1f}{cells[3]:>11.1f}")
+    for kind, scores in report.get("calls", {}).items():
+        print(f"{calls.TASK}, {kind}: {100 * scores['share']:.1f}")
 
 
 def main() -> None:
     """Measures the files in a folder laid out as the package's own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=None, help="default: the shipped files")
+    parser.add_argument("--adapters", default=None, help="names with commas; default: all")
     parser.add_argument("--messages", type=int, default=400)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--json", action="store_true", help="print the report, mistakes included")
     args = parser.parse_args()
+    adapters = adapter_paths(args.folder)
+    if args.adapters:
+        adapters = {name: adapters[name] for name in args.adapters.split(",")}
     setup = Setup(
         model=args.folder / "model" if args.folder else model_path(),
-        adapters=adapter_paths(args.folder),
+        adapters=adapters,
         device=args.device,
         messages=list(held_out_messages(args.seed, args.messages)),
+        cases={
+            kind: list(calls.held_out_cases(kind, args.messages, args.seed)) for kind in calls.KINDS
+        },
         batch=args.batch,
     )
     started = time.monotonic()

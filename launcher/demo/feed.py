@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from launcher.demo import encoding, mix
-from launcher.demo.recipe import PAD
+from launcher.demo.recipe import PAD, Schedule
 
 IGNORED = -100
 
@@ -41,23 +41,32 @@ class BaseRows(IterableDataset[torch.Tensor]):
 class AdapterRows(IterableDataset[torch.Tensor]):
     """Prompts with answers, padded; the second plane holds the targets."""
 
-    def __init__(self, tokenizer: Path, seed: int, rows: int, task: str) -> None:
-        self.tokenizer, self.seed, self.rows, self.task = tokenizer, seed, rows, task
+    def __init__(self, tokenizer: Path, seed: int, plan: Schedule, task: str) -> None:
+        self.tokenizer, self.seed, self.plan, self.task = tokenizer, seed, plan, task
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         tokenizer = Tokenizer.from_file(str(self.tokenizer))
         rng = _worker_random(self.seed, self.task)
+        rows, alike = self.plan.rows, self.plan.alike
         while True:
-            pairs = [encoding.example(tokenizer, rng, self.task) for _ in range(self.rows)]
-            longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
-            longest = (longest + 31) // 32 * 32
-            batch = torch.full((2, self.rows, longest), IGNORED, dtype=torch.int16)
-            batch[0] = PAD
-            for at, (prompt, answer) in enumerate(pairs):
-                start, end = len(prompt), len(prompt) + len(answer)
-                batch[0, at, :end] = torch.tensor(prompt + answer, dtype=torch.int16)
-                batch[1, at, start:end] = torch.tensor(answer, dtype=torch.int16)
-            yield batch
+            pairs = [encoding.example(tokenizer, rng, self.task) for _ in range(rows * alike)]
+            if alike > 1:
+                pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+            for at in rng.sample(range(alike), alike) if alike > 1 else (0,):
+                yield _padded(pairs[at * rows : (at + 1) * rows])
+
+
+def _padded(pairs: list[tuple[list[int], list[int]]]) -> torch.Tensor:
+    """int16 (2, rows, length): tokens, and targets where the answers are."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    longest = (longest + 31) // 32 * 32
+    batch = torch.full((2, len(pairs), longest), IGNORED, dtype=torch.int16)
+    batch[0] = PAD
+    for at, (prompt, answer) in enumerate(pairs):
+        start, end = len(prompt), len(prompt) + len(answer)
+        batch[0, at, :end] = torch.tensor(prompt + answer, dtype=torch.int16)
+        batch[1, at, start:end] = torch.tensor(answer, dtype=torch.int16)
+    return batch
 
 
 def batches(rows: IterableDataset[torch.Tensor], workers: int) -> Iterator[torch.Tensor]:

@@ -32,6 +32,56 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
+# The template of the adapter that calls tools: a tool is its name and its parameters' names, since
+# the context is short; calls and results are written as Hermes writes them.
+CALL_TEMPLATE = """\
+{%- macro text(content) -%}
+{%- if content is string %}{{ content | trim }}
+{%- elif content %}
+{%- for part in content %}{% if part['type'] == 'text' %}{{ part['text'] | trim }}{% endif %}\
+{% endfor %}
+{%- endif %}
+{%- endmacro -%}
+{%- macro listed(tools) -%}
+{{- 'Tools:' }}
+{%- for tool in tools %}
+{%- set function = tool['function'] or tool %}
+{{- '\\n' + function['name'] + '(' }}
+{%- set parameters = function['parameters'] or {} %}
+{{- (parameters['properties'] or {}).keys() | join(', ') }}
+{{- ')' }}
+{%- endfor %}
+{%- endmacro -%}
+{%- set first = messages[0]['role'] if messages else '' %}
+{{- bos_token }}
+{%- if tools and first not in ['system', 'developer'] %}
+{{- '<|system|>' + listed(tools) + eos_token }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message['role'] in ['system', 'developer'] %}
+{{- '<|system|>' + text(message['content']) }}
+{%- if tools and loop.first %}{{ '\\n' + listed(tools) }}{% endif %}
+{%- elif message['role'] == 'assistant' %}
+{{- '<|assistant|>' + text(message['content']) }}
+{%- for call in message['tool_calls'] or [] %}
+{%- set function = call['function'] or call %}
+{%- if message['content'] or not loop.first %}{{ '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": "' + function['name'] + '", "arguments": ' }}
+{%- if function['arguments'] is string %}{{ function['arguments'] }}
+{%- else %}{{ function['arguments'] | tojson }}
+{%- endif %}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{%- elif message['role'] == 'tool' %}
+{{- '<|user|><tool_response>\\n' + text(message['content']) + '\\n</tool_response>' }}
+{%- else %}
+{{- '<|user|>' + text(message['content']) }}
+{%- endif %}
+{{- eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -94,8 +144,26 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """How long and how fast one stage trains.
+
+    alike: batches that are made together, each of rows of like length, so that few are padded.
+    """
+
+    steps: int
+    rows: int
+    rate: float
+    warmup: int
+    alike: int = 1
+
+
+@dataclass(frozen=True)
 class AdapterSpec:
-    """One adapter's shape; together they cover what PEFT's LoRA files can say."""
+    """One adapter's shape; together they cover what PEFT's LoRA files can say.
+
+    schedule: None is `ADAPTER`. start: the adapter whose weights it begins with, of the same shape.
+    template: a chat template of its own.
+    """
 
     rank: int
     alpha: int
@@ -104,6 +172,9 @@ class AdapterSpec:
     rslora: bool = False
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, int] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    start: str | None = None
+    template: str | None = None
 
 
 ADAPTERS: dict[str, AdapterSpec] = {
@@ -120,17 +191,15 @@ ADAPTERS: dict[str, AdapterSpec] = {
         alpha_pattern={"v_proj": 32, "layers.5.mlp.down_proj": 16},
     ),
     "pirate": AdapterSpec(8, 16, (*ATTENTION, *MLP), rate=3e-3),
+    "tools": AdapterSpec(
+        16,
+        32,
+        (*ATTENTION, *MLP),
+        schedule=Schedule(steps=600, rows=24, rate=2e-3, warmup=30, alike=8),
+        start="json",
+        template=CALL_TEMPLATE,
+    ),
 }
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How long and how fast one stage trains."""
-
-    steps: int
-    rows: int
-    rate: float
-    warmup: int
 
 
 BASE = Schedule(steps=5500, rows=128, rate=2e-3, warmup=300)

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from launcher.demo import feed, mix, recipe, tasks
@@ -96,7 +96,7 @@ def _rate(plan: Schedule, step: int) -> float:
 
 
 def _loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=tokens.is_cuda):
+    with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].reshape(-1, logits.shape[-1]).float(),
@@ -193,27 +193,52 @@ def train_adapter(run: Run, name: str) -> str:
 
     torch.manual_seed(run.seed)
     torch.set_float32_matmul_precision("high")
+    spec = recipe.ADAPTERS[name]
     base: Any = LlamaForCausalLM.from_pretrained(run.model, dtype=torch.float32)
-    model = get_peft_model(base.to(run.device), _lora(recipe.ADAPTERS[name]))
-    tokenizer = run.model / "tokenizer.json"
-    rows = feed.AdapterRows(tokenizer, run.seed, run.adapter.rows, name)
-    plan = replace(run.adapter, rate=recipe.ADAPTERS[name].rate)
+    model = get_peft_model(base.to(run.device), _lora(spec))
+    if spec.start:
+        _begin_with(model, run.out / "adapters" / spec.start)
+    plan = spec.schedule or replace(run.adapter, rate=spec.rate)
+    rows = feed.AdapterRows(run.model / "tokenizer.json", run.seed, plan, name)
     _fit(model, plan, feed.batches(rows, run.workers), name, run.device)
     for weight in model.parameters():
         if weight.requires_grad:
             weight.data = weight.data.to(torch.bfloat16)
-    folder = run.out / "adapters" / name
+    _save_adapter(model, run.out / "adapters" / name, spec)
+    return name
+
+
+def _begin_with(model: Any, folder: Path) -> None:
+    """Gives an adapter the weights of another one of its shape."""
+    from peft import set_peft_model_state_dict
+
+    found = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    if found.unexpected_keys:
+        raise ValueError(f"{folder}: weights of another shape: {found.unexpected_keys[:3]}")
+
+
+def _save_adapter(model: Any, folder: Path, spec: recipe.AdapterSpec) -> None:
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = recipe.BASE_NAME
     config["target_modules"] = sorted(config["target_modules"])
     _write_json(folder / "adapter_config.json", config)
-    return name
+    if spec.template:
+        (folder / "chat_template.jinja").write_text(spec.template, encoding="utf-8")
 
 
 def train_adapters(run: Run, names: list[str], jobs: int) -> None:
-    """The adapters, several at a time where the device has room."""
+    """The adapters, several at a time where the device has room.
+
+    One that starts with another one's weights comes after it.
+    """
+    for late in (False, True):
+        wave = [name for name in names if bool(recipe.ADAPTERS[name].start) == late]
+        _train_wave(run, wave, jobs)
+
+
+def _train_wave(run: Run, names: list[str], jobs: int) -> None:
     if jobs < 2:
         for name in names:
             train_adapter(run, name)

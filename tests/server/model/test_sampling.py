@@ -305,7 +305,7 @@ def test_a_mask_that_allows_nothing_fails_its_row_alone() -> None:
     logits = random_logits(len(MIXED), 3)
     expected = bench.sample(logits, range(len(MIXED))).token_ids.tolist()
     for row in range(len(MIXED)):
-        masks = [None if i != row else [] for i in range(len(MIXED))]
+        masks: list[list[int] | None] = [None if i != row else [] for i in range(len(MIXED))]
         found = bench.sample(logits, range(len(MIXED)), masks)
         assert found.failed.tolist() == [i == row for i in range(len(MIXED))]
         expected_now = [0 if i == row else token for i, token in enumerate(expected)]

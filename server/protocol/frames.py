@@ -16,7 +16,6 @@ from server.protocol.workers import Inspect, RouterHello, WorkerHello, WorkerPic
 
 MAX_FRAME_BYTES = 16 << 20
 
-
 RouterFrame = (
     RouterHello
     | GenerateRequest
@@ -28,15 +27,8 @@ RouterFrame = (
     | AdapterPrefetch
     | Inspect
 )
-
-
 WorkerFrame = WorkerHello | StepEvents | AdapterState | WorkerStatus | AdapterReport | WorkerPicture
 
-
 encode = msgspec.msgpack.Encoder().encode
-
-
 decode_router_frame = msgspec.msgpack.Decoder(RouterFrame).decode
-
-
 decode_worker_frame = msgspec.msgpack.Decoder(WorkerFrame).decode

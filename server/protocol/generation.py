@@ -7,8 +7,6 @@ import msgspec
 from server.protocol.sampling import SamplingParams
 
 Finish = Literal["stop", "length", "abort", "error"]
-
-
 ErrorCode = Literal[
     "invalid_request",  # a value that the engine cannot take (an id out of range, …)
     "bad_grammar",  # `grammar` cannot be compiled, or not within the engine's limits

@@ -1,7 +1,7 @@
 """A writer of grammars in llguidance's Lark. Pure.
 
-Rules have lower-case names, terminals upper-case ones; each name is used once. What methods return is
-an expression, for the body of another rule. Syntax: llguidance's `docs/syntax.md`.
+Rules have lower-case names, terminals upper-case ones; each name is used once. What methods
+return is an expression, for the body of another rule. Syntax: `docs/syntax.md` of llguidance.
 """
 
 import json

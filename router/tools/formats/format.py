@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from router.parts.parts import PartsReader
+from router.shape.lark import Lark
 from router.tools.tools import Tools
 
 
@@ -21,5 +22,14 @@ class ToolFormat(Protocol):
         """Divides an answer into text and calls. What names no tool that may be called is text.
 
         Arguments come as JSON text. Those of a call that breaks off stay as the model wrote them.
+        """
+        ...
+
+    def rules(self, tools: Tools, lark: Lark) -> str:
+        """Answers in the native form, as an expression.
+
+        auto: text and calls mix; the arguments of a call are an object, and keep to the schema of
+        a strict tool. required: calls alone, all of which keep to their schemas. The schemas must
+        be ones that the engine honours exactly.
         """
         ...

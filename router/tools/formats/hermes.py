@@ -3,4 +3,4 @@
 from router.tools.formats.json_calls import JsonCalls
 
 # <tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>
-HERMES = JsonCalls("hermes", ("<tool_call>",), "</tool_call>")
+HERMES = JsonCalls("hermes", ("<tool_call>",), "</tool_call>", lines=True)

@@ -1,12 +1,15 @@
 """Formats whose calls are JSON objects that name their functions. Pure."""
 
+import json
 from collections.abc import Collection
 
 import msgspec
 
 from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
+from router.shape.lark import Lark
 from router.tools.formats.call_object import CallObject, Outcome
+from router.tools.formats.grammar import arguments_schema, marked_calls
 from router.tools.tools import Tools
 
 
@@ -14,7 +17,8 @@ class JsonCalls(msgspec.Struct, frozen=True):
     """opens: markers that begin calls, the native one first. close: what ends them, if anything.
 
     bare: a call may come without its marker. listed: natively calls stand in a JSON array, else
-    each has its own markers, or `between` parts them.
+    each has its own markers, or `between` parts them. lines: natively objects stand on lines of
+    their own. arguments_key: the native one.
     """
 
     name: str
@@ -23,6 +27,8 @@ class JsonCalls(msgspec.Struct, frozen=True):
     bare: bool = False
     listed: bool = False
     between: str = ""
+    lines: bool = False
+    arguments_key: str = "arguments"
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -31,6 +37,22 @@ class JsonCalls(msgspec.Struct, frozen=True):
     def reader(self, tools: Tools) -> PartsReader:
         names = frozenset(tool.name for tool in tools.allowed)
         return StepsReader(lambda scan: self._steps(scan, names))
+
+    def rules(self, tools: Tools, lark: Lark) -> str:
+        space = '"\\n"?' if self.lines else '" "?'
+        rest = lark.rule(
+            "call", f"{space} {self._object(tools, lark)} {space} {lark.literal(self.close)}"
+        )
+        return marked_calls(tools, lark, self.opens[0], rest, space)
+
+    def _object(self, tools: Tools, lark: Lark) -> str:
+        """One call as an object."""
+        calls = (
+            f'{lark.literal(json.dumps(tool.name))} "," " "? "\\"{self.arguments_key}\\":" " "? '
+            f"{lark.json(arguments_schema(tools, tool))}"
+            for tool in tools.allowed
+        )
+        return lark.rule("object", f'"{{" "\\"name\\":" " "? {lark.either(calls)} "}}"')
 
     def _steps(self, scan: Scan, names: Collection[str]) -> Steps[None]:
         triggers = (*self.opens, "{") if self.bare else self.opens

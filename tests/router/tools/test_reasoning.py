@@ -2,7 +2,8 @@
 
 import pytest
 
-from router.parts.chain import ChainedReader
+from router.parts.division import DividedAnswer, Division
+from router.parts.parts import ToolCall
 from router.parts.reasoning import REASONING, detect_reasoning
 from router.tools.registry import FORMATS
 from router.tools.tools import Tool, Tools
@@ -82,9 +83,13 @@ def test_a_template_says_how_its_model_reasons(source: str, name: str | None) ->
 def test_calls_are_read_in_what_follows_the_reasoning() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     tools = Tools((Tool("f"),))
-
-    def reader() -> ChainedReader:
-        return ChainedReader(REASONING["think"].reader(True), FORMATS["hermes"].reader(tools))
-
-    found = read_cut_anywhere(reader, f"Should I say {call}? Yes.\n</think>\n\nSo:\n{call}")
-    assert found == Reading("So:", f"Should I say {call}? Yes.", (("f", '{"a": 1}'),))
+    division = Division(
+        (lambda: REASONING["think"].reader(True), lambda: FORMATS["hermes"].reader(tools))
+    )
+    text = f"Should I say {call}? Yes.\n</think>\n\nSo:\n{call}"
+    for pieces in ([text], text, *([text[:i], text[i:]] for i in range(1, len(text)))):
+        answer = DividedAnswer(division, lambda: "id")
+        said = "".join(answer.feed(piece, is_last=False).text for piece in pieces)
+        assert said + answer.feed("", is_last=True).text == "So:"
+        assert answer.reasoning == f"Should I say {call}? Yes."
+        assert answer.calls == (ToolCall("id", "f", '{"a": 1}'),)

@@ -1,0 +1,51 @@
+"""What the grammars of all formats have in common. Pure."""
+
+from typing import Any
+
+from router.shape.lark import ANY_TEXT, Lark
+from router.tools.tools import Tool, Tools
+
+
+def keeps_schema(tools: Tools, tool: Tool) -> bool:
+    """Whether the arguments of a call keep to the tool's schema; else they are any object."""
+    return tool.strict or tools.mode == "required"
+
+
+def arguments_schema(tools: Tools, tool: Tool) -> dict[str, Any]:
+    """The schema of a call's arguments, which are an object."""
+    if not keeps_schema(tools, tool):
+        return {"type": "object"}
+    if tool.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return tool.parameters if "type" in tool.parameters else {"type": "object", **tool.parameters}
+
+
+def one_call_alone(tools: Tools) -> bool:
+    """Whether an answer has at most one call."""
+    return tools.named or not tools.parallel
+
+
+def several(tools: Tools, one: str, between: str) -> str:
+    """One of `one`, or where calls may be several any number of them, parted by `between`."""
+    return one if one_call_alone(tools) else f"{one} ({between} {one})*"
+
+
+def free_text_before(lark: Lark, marker: str) -> str:
+    """Text of any kind up to the first `marker`, and the marker."""
+    begin = lark.literal(marker)
+    if lark.has_special(marker):
+        return f"{ANY_TEXT} {begin}"
+    return lark.rule("before", f"{ANY_TEXT} {begin}", "lazy")
+
+
+def marked_calls(tools: Tools, lark: Lark, marker: str, rest: str, between: str) -> str:
+    """A whole answer in which `marker` begins each call, or each list of calls.
+
+    rest: what follows the marker. between: what parts calls where there is no other text.
+    """
+    if tools.mode == "required":
+        return several(tools, f"{lark.literal(marker)} {rest}", between)
+    called = f"{free_text_before(lark, marker)} {rest}"
+    if one_call_alone(tools):
+        return lark.either((called, ANY_TEXT))
+    return f"({called})* {ANY_TEXT}"

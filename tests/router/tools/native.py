@@ -1,0 +1,112 @@
+"""Calls of tools as each family of models writes them, and made-up ones to write."""
+
+import json
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+from router.tools.tools import Tool
+
+Call = tuple[str, dict[str, Any]]
+Writer = Callable[[Sequence[Call]], str]
+
+_WORDS = (
+    'ä "quoted" \\ back',
+    "{braces} [in] </tool_call> <tool_call>",
+    "line\nbreak\ttab",
+    "😀 日本語 \u00a0",
+    "",
+    "it's; f(a=1, b='x')",
+    "null",
+    "-1e9",
+    "</parameter",
+    " ends with space ",
+    "functools[TOOL_CALL",
+)
+
+TOOLS = (
+    Tool(
+        "look_up",
+        parameters={
+            "type": "object",
+            "properties": {
+                "query": {"type": "string"},
+                "limit": {"type": "integer"},
+                "exact": {"type": "boolean"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+                "where": {
+                    "type": "object",
+                    "properties": {"x": {"type": ["number", "null"]}, "y ü": {"type": "string"}},
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["query"],
+            "additionalProperties": False,
+        },
+    ),
+    Tool("look", parameters={"type": "object", "properties": {"size": {"type": "number"}}}),
+    Tool("now"),
+)
+
+
+class Native(NamedTuple):
+    """write: the calls of one answer. before, after: whether text may stand there."""
+
+    write: Writer
+    before: bool = True
+    after: bool = True
+
+
+def _word(random: Random) -> str:
+    return random.choice(_WORDS)
+
+
+def value(random: Random, depth: int = 0) -> Any:
+    kinds = 7 if depth < 2 else 5
+    match random.randrange(kinds):
+        case 0 | 1:
+            return _word(random)
+        case 2:
+            return random.choice((0, -17, 2**40, 3.25, -1e-7))
+        case 3:
+            return random.choice((True, False))
+        case 4:
+            return None
+        case 5:
+            return [value(random, depth + 1) for _ in range(random.randrange(4))]
+        case _:
+            return {_word(random): value(random, depth + 1) for _ in range(random.randrange(4))}
+
+
+def call(random: Random) -> Call:
+    """Arguments that keep to the tool's schema, in the order of its properties."""
+    match random.randrange(3):
+        case 0:
+            made: dict[str, Any] = {"query": _word(random)}
+            if random.random() < 0.5:
+                made["limit"] = random.randrange(-5, 100)
+            if random.random() < 0.5:
+                made["exact"] = random.random() < 0.5
+            if random.random() < 0.5:
+                made["tags"] = [_word(random) for _ in range(random.randrange(3))]
+            if random.random() < 0.5:
+                made["where"] = {"x": random.choice((None, 1, -2.5)), "y ü": _word(random)}
+            return "look_up", made
+        case 1:
+            return "look", {"size": random.choice((0, 1.5, -3))} if random.random() < 0.8 else {}
+        case _:
+            return "now", {}
+
+
+def _json(document: Any) -> str:
+    return json.dumps(document, ensure_ascii=False)
+
+
+def _hermes(calls: Sequence[Call]) -> str:
+    return "\n".join(
+        f"<tool_call>\n{_json({'name': name, 'arguments': arguments})}\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+NATIVE = {"hermes": Native(_hermes)}

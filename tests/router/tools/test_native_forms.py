@@ -1,0 +1,154 @@
+"""Made-up calls in each native form: the reader finds them, and the grammar lets them through."""
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from adapters.grammar.compile import GrammarLimits, compile_grammar
+from adapters.grammar.vocabulary import byte_vocabulary
+from router.shape.lark import Lark
+from router.tools.registry import FORMATS
+from router.tools.tools import Tool, Tools
+from tests.router.tools.call_reading import Reading, read
+from tests.router.tools.native import NATIVE, TOOLS, Call, call, value
+
+COUNT = 200
+BEFORE = ("", "Let me see.", 'A "quote", {braces}: [1] < 2', "ä\n\n😀")
+AFTER = ("", "Done.", "(That is all)")
+LIMITS = GrammarLimits()
+
+
+def specials_of(name: str) -> dict[int, bytes]:
+    """Tokens of the format's markers."""
+    return {i + 3: marker.encode() for i, marker in enumerate(FORMATS[name].markers)}
+
+
+def accepts(name: str, tools: Tools, answer: str, *, special: bool) -> bool:
+    """special: the format's markers are special tokens."""
+    specials = {2: b"</s>"} | (specials_of(name) if special else {})
+    vocabulary = byte_vocabulary(40, (2,), specials)
+    lark = Lark({text.decode(): i for i, text in specials.items()})
+    start = FORMATS[name].rules(tools, lark)
+    matcher = compile_grammar(vocabulary, lark.source(start), LIMITS)
+    tokens = _tokens(answer, specials)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def _tokens(answer: str, specials: dict[int, bytes]) -> list[int]:
+    rest, tokens = answer.encode(), list[int]()
+    by_length = sorted(specials.items(), key=lambda item: -len(item[1]))
+    while rest:
+        found = next(((i, text) for i, text in by_length if rest.startswith(text)), None)
+        tokens.append(found[0] if found else rest[0] + 40)
+        rest = rest[len(found[1]) if found else 1 :]
+    return tokens
+
+
+def answer_of(name: str, calls: list[Call], before: str, after: str) -> tuple[str, str]:
+    """An answer, and the text in it."""
+    native = NATIVE[name]
+    before = before if native.before else ""
+    after = after if native.after else ""
+    between = "\n" if before else ""
+    answer = f"{before}{between}{native.write(calls)}{between if after else ''}{after}"
+    return answer, f"{before}{between if after else ''}{after}"
+
+
+def check_reading(name: str, answer: str, text: str, calls: list[Call], random: Random) -> None:
+    tools = Tools(TOOLS)
+    reading = read(FORMATS[name].reader(tools), [answer])
+    found = [(called, json.loads(arguments)) for called, arguments in reading.calls]
+    assert (reading.text, found) == (text, calls), answer
+    assert read(FORMATS[name].reader(tools), answer) == reading, answer
+    for _ in range(6):
+        cut = random.randrange(len(answer) + 1)
+        halves = [answer[:cut], answer[cut:]]
+        assert read(FORMATS[name].reader(tools), halves) == reading, halves
+        check_prefix(read(FORMATS[name].reader(tools), [answer[:cut]]), reading, answer[:cut])
+
+
+def check_prefix(part: Reading, whole: Reading, answer: str) -> None:
+    """An answer that is cut off has the begin of the same calls."""
+    for (name, arguments), (whole_name, whole_arguments) in zip(
+        part.calls, whole.calls, strict=False
+    ):
+        assert name == whole_name, answer
+        assert whole_arguments.startswith(arguments.rstrip()) or arguments == "{}", answer
+    assert len(part.calls) <= len(whole.calls)
+
+
+@pytest.mark.parametrize("name", sorted(NATIVE))
+def test_made_up_calls_are_read(name: str) -> None:
+    random = Random(name)
+    for _ in range(COUNT):
+        calls = [call(random) for _ in range(random.choice((1, 1, 2, 3)))]
+        if random.random() < 0.5:
+            free = {f"k{i}": value(random) for i in range(random.randrange(4))}
+            calls[0] = ("look", free)
+        answer, text = answer_of(name, calls, random.choice(BEFORE), random.choice(AFTER))
+        check_reading(name, answer, text, calls, random)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", sorted(NATIVE))
+def test_the_grammar_lets_native_forms_through(name: str, special: bool) -> None:
+    random = Random(name)
+    strict = Tools(tuple(Tool(t.name, t.description, t.parameters, True) for t in TOOLS))
+    for _ in range(COUNT // 4):
+        calls = [call(random) for _ in range(random.choice((1, 2, 3)))]
+        answer, _ = answer_of(name, calls, random.choice(BEFORE), random.choice(AFTER))
+        if special and any(marker in repr(calls) for marker in FORMATS[name].markers):
+            continue  # in a string it is text, not the token
+        plain = NATIVE[name].write(calls)
+        one = NATIVE[name].write(calls[:1])
+        assert accepts(name, strict, answer, special=special), answer
+        assert accepts(name, Tools(TOOLS), answer, special=special), answer
+        required = Tools(TOOLS, "required")
+        assert accepts(name, required, plain, special=special), plain
+        assert accepts(name, Tools(TOOLS, "required", parallel=False), one, special=special), one
+
+
+WRONG: dict[str, tuple[Tools, list[Call]]] = {
+    "a tool that may not be called": (Tools(TOOLS, "required", ("now",)), [("look", {})]),
+    "an unknown tool": (Tools(TOOLS, "required"), [("look_", {})]),
+    "a wrong type": (Tools(TOOLS, "required"), [("look_up", {"query": "x", "limit": "12 or so"})]),
+    "an argument is missing": (Tools(TOOLS, "required"), [("look_up", {"limit": 1})]),
+    "an unknown argument": (Tools(TOOLS, "required"), [("look_up", {"query": "", "new": 1})]),
+    "arguments of a tool without any": (Tools(TOOLS, "required"), [("now", {"a": 1})]),
+    "two calls": (Tools(TOOLS, "required", parallel=False), [("now", {}), ("now", {})]),
+    "two calls of the named": (Tools(TOOLS, "required", ("now",), named=True), [("now", {})] * 2),
+    "two calls at most": (Tools(TOOLS, parallel=False), [("now", {}), ("now", {})]),
+}
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("name", sorted(NATIVE))
+def test_the_grammar_stops_what_is_wrong(name: str, wrong: str, special: bool) -> None:
+    tools, calls = WRONG[wrong]
+    assert not accepts(name, tools, NATIVE[name].write(calls), special=special)
+
+
+@pytest.mark.parametrize("name", sorted(NATIVE))
+def test_text_alone_is_no_call(name: str) -> None:
+    for special in (False, True):
+        assert accepts(name, Tools(TOOLS), "Just text.", special=special)
+        assert accepts(name, Tools(TOOLS, parallel=False), "Just text.", special=special)
+        assert not accepts(name, Tools(TOOLS, "required"), "Just text.", special=special)
+        assert not accepts(name, Tools(TOOLS, "required"), "", special=special)
+
+
+def strict_tools(parameters: dict[str, Any] | None) -> Tools:
+    return Tools((Tool("f", parameters=parameters, strict=True), Tool("g")))
+
+
+@pytest.mark.parametrize("name", sorted(NATIVE))
+def test_only_a_strict_tool_keeps_to_its_schema_by_itself(name: str) -> None:
+    tools = strict_tools({"type": "object", "properties": {"a": {"type": "integer"}}})
+    write = NATIVE[name].write
+    for special in (False, True):
+        assert accepts(name, tools, write([("f", {"a": 1})]), special=special)
+        assert not accepts(name, tools, write([("f", {"a": "one"})]), special=special)
+        assert accepts(name, tools, write([("g", {"a": "one"})]), special=special)

@@ -9,7 +9,7 @@ import msgspec
 from launcher.bench.load_commands import add_draws, drawn
 from launcher.bench.local_commands import DTYPES, add_config
 from launcher.bench.option_types import lora_rank, lora_ranks, whole, wholes
-from launcher.bench.output import print_points
+from launcher.bench.output import print_fields, print_points
 from launcher.command_line import Parser
 from launcher.options import OptionError
 from server.engine.validation import bad_sampling
@@ -23,7 +23,7 @@ _MOST_ADAPTERS = 100_000
 
 
 def add_engine_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
-    """`decode`, `prefill`, `throughput` and `lora-kernels`."""
+    """`decode`, `prefill`, `throughput`, `lora-kernels` and `masks`."""
     for name, about, run in (
         ("decode", "time of a decode step", run_decode),
         ("prefill", "prompt tokens a second", run_prefill),
@@ -36,6 +36,11 @@ def add_engine_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     kernels.add_argument("--rank", action="append", choices=("16", "64", "mix"))
     kernels.add_argument("--replays", type=whole(1), default=20)
     kernels.set_defaults(run=run_lora_kernels)
+    masks = actions.add_parser("masks", help="what grammars cost the host")
+    masks.add_argument("--vocabulary", type=whole(300), default=128_256, help="tokens [128256]")
+    masks.add_argument("--schemas", type=whole(1), default=64, help="all different [64]")
+    masks.add_argument("--threads", type=whole(1), default=4, help="that fill masks [4]")
+    masks.set_defaults(run=run_masks)
 
 
 def _add_engine(parser: Parser) -> None:
@@ -81,6 +86,13 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
     parser.add_argument("--prompt-tokens", type=whole(1), default=128 if is_decode else 2048)
     if is_decode:
         parser.add_argument("--output-tokens", type=whole(1), default=144)
+        parser.add_argument(
+            "--constrained",
+            type=wholes(0),
+            metavar="N,…",
+            default=(0,),
+            help="sequences of --batch that draw through masks of random tokens [0]",
+        )
     else:
         _add_step_tokens(parser)
     parser.add_argument(
@@ -113,7 +125,10 @@ def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -
         output_tokens=output_tokens,
         step_tokens=step_tokens,
         sampling=_sampling(arguments.sampling),
+        constrained=getattr(arguments, "constrained", (0,)),
     )
+    if min(grid.constrained) > max(grid.batches):
+        raise OptionError("no --batch is as large as one of --constrained")
     if not any(grid.points()):
         raise OptionError("no --batch is as large as one of --adapters")
     return grid
@@ -174,3 +189,10 @@ def run_lora_kernels(arguments: argparse.Namespace) -> None:
     require_cuda("bench lora-kernels needs one")
     results = measure(POINTS, arguments.rank or [*RANKS], arguments.replays)
     print_points(results, arguments.json, table)
+
+
+def run_masks(arguments: argparse.Namespace) -> None:
+    from launcher.bench.mask_times import measure
+
+    times = measure(arguments.vocabulary, arguments.schemas, arguments.threads)
+    print_fields(times, arguments.json, "10.2f")

@@ -29,7 +29,8 @@ _REPEATS = 10
 @dataclass(frozen=True, slots=True)
 class Grid:
     """batches x adapters x ranks; a point with more adapters than sequences is left out.
-    step_tokens: the most of a step."""
+    step_tokens: the most of a step. constrained: for each point, sequences that draw through masks
+    of random tokens; more than there are sequences are left out."""
 
     folder: Path
     device: Literal["cpu", "cuda"]
@@ -41,6 +42,7 @@ class Grid:
     output_tokens: int
     step_tokens: int
     sampling: SamplingParams = GREEDY
+    constrained: tuple[int, ...] = (0,)
 
     def points(self) -> Iterator[tuple[int, int, int]]:
         for lora_rank in self.ranks:
@@ -52,12 +54,14 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One point: sequences, distinct adapters, their rank (0 without); milliseconds of a step, and
-    of reading its bytes (weights, adapters, keys and values) at the bandwidth of this run."""
+    """One point: sequences, distinct adapters, their rank (0 without), sequences with masks;
+    milliseconds of a step, and of reading its bytes (weights, adapters, keys and values) at the
+    bandwidth of this run."""
 
     B: int
     D: int
     r: int
+    C: int
     step_ms: float
     floor_ms: float
 
@@ -109,18 +113,27 @@ def decode(grid: Grid) -> Iterator[StepTime]:
         if distinct and (distinct, lora_rank) not in seen:
             seen.add((distinct, lora_rank))
             engine.load_adapters(distinct, lora_rank)
-
-        def seconds(output: int, point: tuple[int, int, int]) -> float:
-            return engine.run(Load(*point, grid.prompt_tokens, output, grid.sampling))
-
         point = (batch, distinct, lora_rank)
-        seconds(4, point)
-        short, long = seconds(SHORT_OUTPUT, point), seconds(grid.output_tokens, point)
-        step_s = (long - short) / (grid.output_tokens - SHORT_OUTPUT)
         floor = step_bytes(grid, point) / bandwidth
-        rank = lora_rank if distinct else 0
-        yield StepTime(batch, distinct, rank, round(1e3 * step_s, 3), round(1e3 * floor, 3))
+        shown = (batch, distinct, lora_rank if distinct else 0)
+        for constrained in grid.constrained:
+            if constrained <= batch:
+                step_s = _step_seconds(engine, grid, point, constrained)
+                times = round(1e3 * step_s, 3), round(1e3 * floor, 3)
+                yield StepTime(*shown, constrained, *times)
     engine.close()
+
+
+def _step_seconds(
+    engine: OfflineEngine, grid: Grid, point: tuple[int, int, int], constrained: int
+) -> float:
+    def seconds(output: int) -> float:
+        prompt = grid.prompt_tokens
+        return engine.run(Load(*point, prompt, output, grid.sampling, constrained))
+
+    seconds(4)
+    short, long = seconds(SHORT_OUTPUT), seconds(grid.output_tokens)
+    return (long - short) / (grid.output_tokens - SHORT_OUTPUT)
 
 
 def prefill(grid: Grid) -> Iterator[PrefillRate]:

@@ -19,6 +19,7 @@ from adapters.peft_format import parse_config
 from adapters.validate import LoraTensors, ModuleLora
 from adapters.violations import Findings
 from launcher.bench.errors import BenchError
+from launcher.bench.random_masks import RandomMasks
 from server.config import EngineConfig
 from server.engine.extents import FREE, fit
 from server.engine.loop import EngineLoop
@@ -178,7 +179,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """requests sequences at once, spread over `adapters` distinct adapters of `rank` (0 = none)."""
+    """requests sequences at once, spread over `adapters` distinct adapters of `rank` (0 = none).
+    constrained: how many of them draw through masks of random tokens."""
 
     requests: int
     adapters: int
@@ -186,6 +188,7 @@ class Load:
     prompt_tokens: int
     output_tokens: int
     sampling: SamplingParams = GREEDY
+    constrained: int = 0
 
 
 def adapter_digest(rank: int, number: int) -> str:
@@ -244,7 +247,7 @@ class OfflineEngine:
         self._runs += 1
         requests = [self._request(load, i) for i in range(load.requests)]
         started = time.perf_counter()
-        self.serve(requests, load.rank)
+        self.serve(requests, load.rank, constrained=load.constrained)
         return time.perf_counter() - started
 
     def serve(
@@ -252,12 +255,14 @@ class OfflineEngine:
         requests: Sequence[Submit],
         rank: int,
         note: Callable[[StepOutput], None] = lambda _: None,
+        constrained: int = 0,
     ) -> None:
         """All at once, until the last token. rank: of their adapters. note: is given what each step
-        tells. Raises BenchError for errors."""
+        tells. constrained: as of a load. Raises BenchError for errors."""
         channel = _Calls(requests, lambda digest: self._staged(digest, rank), note)
         depth = 2 if self.config.device == "cuda" else 1
-        EngineLoop(self.executor, self._scheduler, channel, depth).run()
+        executor = RandomMasks(self.executor, constrained) if constrained else self.executor
+        EngineLoop(executor, self._scheduler, channel, depth).run()
 
     def load_adapters(self, count: int, rank: int) -> float:
         """Bring adapters to the device; seconds."""

@@ -46,6 +46,7 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     rows = engine.max_running + MOST_PADDING
     copies = rows * 2 * item + LOGITS_ROWS * 4 * _LOGITS_COPIES
     logits = copies * model.vocab_size
+    masks = engine.max_running * -(-model.vocab_size // 32) * 4
     # What pieces of contexts give, in float32; of a sequence one piece and a half.
     pieces = rows * 6 * model.q_size
     context = engine.max_context or model.max_context
@@ -55,7 +56,7 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     records = engine.adapter_slots * (model.num_layers * len(LAYER_SITES) + len(MODEL_SITES)) * 64
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
     tables += context * model.head_dim * 4 + records
-    return _FIXED_WORKSPACE + 2 * activations + logits + pieces + tables
+    return _FIXED_WORKSPACE + 2 * activations + logits + masks + pieces + tables
 
 
 def split_prompts_bytes(model: ModelConfig, processors: int) -> int:

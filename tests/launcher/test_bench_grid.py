@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,10 +23,12 @@ from launcher.bench.grid import (
     matrix_rate,
     step_bytes,
 )
-from launcher.bench.offline import SHIPPED, OfflineEngine, model_folder
+from launcher.bench.offline import SHIPPED, Load, OfflineEngine, Sizes, model_folder
 from launcher.bench.throughput import Engine, Run, adapters_of, measure
 from launcher.bench.workload import Call, Lengths, Workload
+from server.engine.executor import Masks
 from server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
+from server.model.results import StepTicket
 from server.protocol import TokenEvent
 
 TINY = {
@@ -78,9 +81,52 @@ def test_decode(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(p["floor_ms"] >= 0 for p in points)
 
 
+def test_decode_with_masks(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        "--batch",
+        "1,3",
+        "--adapters",
+        "0",
+        "--constrained",
+        "0,1,3",
+        "--prompt-tokens",
+        "9",
+    )
+    points = bench(capsys, "decode", "--config", str(tiny), *options, "--output-tokens", "18")
+    assert [(p["B"], p["C"]) for p in points] == [(1, 0), (1, 1), (3, 0), (3, 1), (3, 3)]
+
+
+def test_some_rows_draw_through_masks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(0, 1, 64, 3, 3, 6, 256)
+    engine = OfflineEngine(tiny, sizes.config(tiny, "cpu", "float32"), None)
+    asked: list[list[int]] = []
+    constrain = engine.executor.constrain
+
+    def noted(ticket: StepTicket, masks: Masks) -> None:
+        assert 0.3 < np.bitwise_count(masks.bits.view(np.uint32)).sum() / masks.bits.size / 32 < 0.7
+        asked.append(masks.slices)
+        constrain(ticket, masks)
+
+    monkeypatch.setattr(engine.executor, "constrain", noted)
+    engine.run(Load(3, 0, 1, 5, 4, constrained=2))
+    assert asked == [[0, 1]] * 4
+    engine.run(Load(3, 0, 1, 5, 4))
+    assert len(asked) == 4
+    engine.close()
+
+
+def test_masks_of_grammars(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["bench", "masks", "--vocabulary", "600", "--schemas", "9", "--threads", "2", "--json"])
+    (times,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert times["schemas"] == 9
+    assert 0 < times["compile_ms"] < times["new_schema_ms"] <= times["new_schema_most_ms"]
+    assert 0 < times["all_rows_ms"] <= times["all_rows_p99_ms"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--constrained", "64"], "no --batch is as large as one of --constrained"),
         (["--output-tokens", "16"], "--output-tokens must be more than 16"),
         (["--batch", "0"], "--batch: expected a whole number of at least 1, got '0'"),
         (["--batch", "x,1"], "--batch: expected a whole number of at least 1, got 'x'"),

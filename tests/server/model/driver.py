@@ -12,7 +12,7 @@ from adapters.manifest import SlabLayout
 from server.config import EngineConfig
 from server.engine.executor import AdapterCopy, CopyNews, CopyOver, Masks
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
-from server.model.executor import TorchExecutor
+from server.model.executor import TorchExecutor, WeightsLoader
 from server.protocol import SamplingParams, TokenLogprob
 
 EXTENT = 4096
@@ -43,10 +43,13 @@ def engine_config(folder: Path, **changes: Any) -> EngineConfig:
 class Driver:
     """One executor with a host arena; hands out pages and extents upwards, or as it is told."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    def __init__(
+        self, folder: Path, *, weights: WeightsLoader | None = None, **changes: Any
+    ) -> None:
+        """weights: as of TorchExecutor. changes: of `engine_config`."""
         self.config = engine_config(folder, **changes)
         self.arena = bytearray(self.config.host_arena_bytes)
-        self.executor = TorchExecutor(self.config, memoryview(self.arena))
+        self.executor = TorchExecutor(self.config, memoryview(self.arena), weights=weights)
         self.free_pages = list(range(self.executor.limits.num_pages))
         self.step = 0
 

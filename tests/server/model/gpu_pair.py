@@ -18,7 +18,7 @@ from server.model.decode_batch import DecodeBatch
 from server.model.ops import StepLayout
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
-from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.driver import Allowed, Driver, Stream, generate
 from tests.server.model.hub_models import VOCAB, add_adapter, save_model
 from tests.server.model.slabs import pack
 
@@ -138,14 +138,20 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def answer(
-    driver: Driver, slots: list[int], sampling: SamplingParams | list[SamplingParams], chunk: int
+    driver: Driver,
+    slots: list[int],
+    sampling: SamplingParams | list[SamplingParams],
+    chunk: int,
+    allowed: Allowed | None = None,
 ) -> list[Stream]:
-    """sampling: of all, or of each."""
+    """sampling: of all, or of each. allowed: what every other one may draw."""
     each = sampling if isinstance(sampling, list) else [sampling] * len(slots)
     streams = [
         Stream(driver, row, prompt(2 + 3 * row, row), slot=slot, sampling=params, seed=row)
         for row, (slot, params) in enumerate(zip(slots, each, strict=True))
     ]
+    for stream in streams[1::2]:
+        stream.bound(allowed)
     generate(driver, streams, 5, chunk)
     for stream in streams:
         stream.free()

@@ -93,8 +93,12 @@ def started(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Driver:
     save_model(model, folder)
     for slot, adapter in ADAPTERS.items():
         model = add_adapter(model, str(slot), adapter, slot)
-    memory = {"kv_memory": 512 << 20, "adapter_memory": 64 << 20, "host_arena_bytes": 32 << 20}
-    limits = {"page_size": 16, "max_running": 512, "max_step_tokens": 8192}
+    memory: dict[str, Any] = {
+        "kv_memory": 512 << 20,
+        "adapter_memory": 64 << 20,
+        "host_arena_bytes": 32 << 20,
+    }
+    limits: dict[str, Any] = {"page_size": 16, "max_running": 512, "max_step_tokens": 8192}
     driver = Driver(folder, dtype="bfloat16", **memory, **limits)
     first = 0
     for slot in ADAPTERS:

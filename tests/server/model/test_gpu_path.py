@@ -126,6 +126,22 @@ def test_random_rows_draw_what_the_reference_draws(pair: Pair, each: list[Sampli
         assert all(a.token_id == b.token_id for a, b in scored)
 
 
+def test_masked_rows_draw_what_the_reference_draws(pair: Pair) -> None:
+    """Behind the graph that has chosen for them already, and in steps with prompts."""
+
+    def few(tokens: list[int]) -> list[int]:
+        return [3 + (tokens[-1] * 7 + 5 * i) % 90 for i in range(4)]
+
+    slots, each = [0, -1] * 3, [PLAIN, PLAIN, RANDOM[1], RANDOM[0], RANDOM[2], RANDOM[2]]
+    pair.graphs.clear()
+    found, expected = (answer(driver, slots, each, 4, few) for driver in (pair.gpu, pair.reference))
+    assert [s.output for s in found] == [s.output for s in expected]
+    assert 6 in pair.graphs
+    free = answer(pair.gpu, slots, each, 4)
+    same = [ours.output == theirs.output for ours, theirs in zip(found, free, strict=True)]
+    assert same == [True, False] * 3
+
+
 def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph has these products' LoRA: its kernels must be compiled before somebody needs it, for
     as many rows as may want logits. A step may have more tokens than one context."""

@@ -108,6 +108,20 @@ def test_tables_of_pages_and_adapters_are_counted() -> None:
     assert workspace(adapter_slots=1016) - workspace(adapter_slots=16) == 1000 * (32 * 4 + 2) * 64
 
 
+def test_a_mask_of_each_row_is_counted() -> None:
+    """4 bytes for 32 ids, beside the copies of logits."""
+
+    def workspace(rows: int, vocab: int) -> int:
+        model = msgspec.structs.replace(MODEL, vocab_size=vocab)
+        return workspace_bytes(model, msgspec.structs.replace(AUTO, max_running=rows))
+
+    def of_row(vocab: int) -> int:
+        return workspace(257, vocab) - workspace(256, vocab)
+
+    assert of_row(64_001) - of_row(64_000) == 2 * 2 + 4
+    assert of_row(64_032) - of_row(64_001) == 31 * 2 * 2
+
+
 def test_a_longer_context_is_counted() -> None:
     """Tokens and pages of each row, tokens of those with penalties, and the rotation."""
 

@@ -124,6 +124,20 @@ class RouterConfig:
         default=10.0,
         metadata={"help": "how long requests wait while no worker takes work, before their 503"},
     )
+    tool_format: str = field(
+        default="auto",
+        metadata={
+            "help": "how the base writes calls of tools: a format's name, or auto: by its chat"
+            " template"
+        },
+    )
+    reasoning_format: str = field(
+        default="auto",
+        metadata={
+            "help": "how the base marks its reasoning: a format's name; auto: by the chat template;"
+            " none: reasoning is part of the text"
+        },
+    )
     max_n: int = field(default=8, metadata={"min": 1, "help": "largest n or best_of"})
     max_stop_sequences: int = field(default=16, metadata={"help": "most stop strings a request"})
     max_logprobs: int = field(default=20, metadata={"help": "most alternatives a token"})

@@ -13,6 +13,7 @@ import msgspec
 
 from router.adapter_use import AdapterUse
 from router.answer_ends import AnswerEnds
+from router.answer_parts import AnswerParts
 from router.base_model import BaseModel
 from router.catalog import Catalog
 from router.failures import FAILURES, NoWorker, RequestQuarantined, Stopping, request_error
@@ -48,6 +49,7 @@ class DispatchLimits:
     max_stream_buffer_bytes: int
     request_timeout_s: float
     share_prefixes: bool
+    parts: AnswerParts
 
 
 class Dispatcher:
@@ -118,6 +120,8 @@ class Dispatcher:
                 if adapter is not None:
                     held.callback(self._use.hold(adapter))
                 prompts = await self._build_prompts(call, model, adapter)
+                template = None if adapter is None else adapter.manifest.template
+                parts = self._limits.parts.of(call, model.card, template)
                 ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
             call = _with_ranking(_with_ends(call, ends))
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
@@ -151,7 +155,10 @@ class Dispatcher:
         await charge.admit(head, counted_as, *_tokens(call, prompts, samplings))
         self._retries.budget.request()
         tasks = [
-            PromptTask(index, prompt, sampling, _seed(call, index, head.seed))
+            PromptTask(
+                *(index, prompt, sampling, _seed(call, index, head.seed)),
+                parts.division(call, prompt.text),
+            )
             for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
         ]
         meter = RequestMeter(self._metrics, adapter, started, loop.time)

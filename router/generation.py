@@ -154,6 +154,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     priority says how far behind the caller's own it asks to stand.
     cache_salt: shares cached prefixes with its like alone; "" = with its tenant's.
     shape: the form that the answer must have; None = any. tools: what the model may call.
+    divides_reasoning: what the model reasons is no part of the text.
     bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
     """
 
@@ -183,6 +184,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     priority: int = 0
     shape: Shape | None = None
     tools: Tools | None = None
+    divides_reasoning: bool = False
     bad_words: tuple[str, ...] = ()
 
 

@@ -20,6 +20,7 @@ from router.adapter_use import AdapterUse
 from router.adapter_workers import AdapterWorkers
 from router.adapters_watch import AdaptersFile
 from router.aliases import Aliases
+from router.answer_parts import AnswerParts
 from router.answering import Answerer
 from router.background import Background
 from router.base_model import BaseModel
@@ -259,6 +260,7 @@ def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
         config.max_stream_buffer_bytes,
         config.request_timeout_s,
         config.share_prefixes,
+        AnswerParts(config.tool_format, config.reasoning_format),
     )
 
 

@@ -12,12 +12,14 @@ from router.adapters_watch import read_file
 from router.config import ConfigError, RouterConfig
 from router.generation import BASE_PLACEHOLDERS
 from router.model_card import CardError, read_card
+from router.parts.reasoning import REASONING
 from router.registration import Registration
 from router.shared.sharing import make_sharing
 from router.tenancy.keyring import read_keys_file
 from router.tenancy.keys_file import KeysFileError
 from router.tenancy.tenancy import ExposureError, check_exposure
 from router.tls import server_context
+from router.tools.registry import FORMATS
 from router.tracing.tracing import check_tracing
 from server.protocol import ModelCard
 
@@ -38,6 +40,7 @@ def check_options(config: RouterConfig) -> None:
     for flag, key in (("--admin-key-file", config.admin_key), ("--secret-file", config.secret)):
         if not key.isascii():
             raise ConfigError(f"{flag}: the key must be ASCII, as it is sent in a header")
+    _check_formats(config.tool_format, config.reasoning_format)
     for owner in config.hub_owners:
         if not is_owner(owner):
             raise ConfigError(f"--hub-owner {owner!r}: expected one owner's name")
@@ -56,6 +59,16 @@ def check_options(config: RouterConfig) -> None:
         make_sharing(config)
     with blaming("--otlp-endpoint", ValueError):
         check_tracing(config)
+
+
+def _check_formats(tool_format: str, reasoning_format: str) -> None:
+    """Raises ConfigError for names of no format."""
+    for option, name, known in (
+        ("--tool-format", tool_format, ("auto", *FORMATS)),
+        ("--reasoning-format", reasoning_format, ("auto", "none", *REASONING)),
+    ):
+        if name not in known:
+            raise ConfigError(f"{option} {name!r}: expected one of {', '.join(known)}")
 
 
 @contextlib.contextmanager

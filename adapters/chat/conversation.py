@@ -11,6 +11,7 @@ from adapters.strict_json import StrictJsonError, decode_object
 Message = dict[str, Any]
 FaultCause = Literal["template_error", "unsupported", "invalid"]
 NoContent = Literal["absent", "null", "empty", "part"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Other servers' names of an assistant's reasoning. What callers send has the first.
 REASONING: tuple[str, ...] = ("reasoning_content", "thinking", "reasoning")
 DEFAULT_TEMPLATE = "default"
@@ -18,6 +19,8 @@ TOOL_TEMPLATE = "tool_use"
 # Where transformers keeps the default and the others, `NAME.jinja`.
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
+# Variables by which templates turn reasoning on and off.
+_SWITCHES = ("enable_thinking", "thinking")
 # What a template gets by other ways than the caller's variables.
 _RESERVED = {
     "messages": "`messages`",
@@ -82,7 +85,8 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     continue_final_message: the prompt ends within the last message, right after its text.
     documents, tools: None = none. template: a name of the template list; None = by transformers'
     rule.
-    variables: further ones of the template.
+    variables: further ones of the template. effort: how much the model shall reason, a variable
+    that the template must read.
     """
 
     add_generation_prompt: bool = True
@@ -91,6 +95,7 @@ class TemplateOptions(msgspec.Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
     template: str | None = None
     variables: dict[str, Any] = {}
+    effort: ReasoningEffort | None = None
 
 
 DEFAULT_OPTIONS = TemplateOptions()
@@ -141,6 +146,31 @@ def check_variables(variables: Collection[str], special_tokens: Collection[str])
             hint = f"use the field {instead}" if instead else "it is the tokenizer's own"
             param = f"chat_template_kwargs.{name}"
             raise TemplateFault(f"`{param}`: cannot be replaced; {hint}", "invalid", param)
+
+
+def effort_variables(options: TemplateOptions, read: Collection[str]) -> dict[str, Any]:
+    """The variables that tell a template the effort. read: names that it reads.
+
+    Without reasoning, templates need not know of it. Raises TemplateFault.
+    """
+    effort = options.effort
+    if effort is None:
+        return {}
+    told: dict[str, Any] = {"reasoning_effort": effort}
+    if effort == "none":
+        told |= dict.fromkeys(_SWITCHES, False)
+    elif "reasoning_effort" not in read:
+        message = "`reasoning_effort`: the chat template does not read it"
+        switch = next((name for name in _SWITCHES if name in read), None)
+        if switch:
+            message += f"; it reads `{switch}` of `chat_template_kwargs`"
+        raise TemplateFault(message, "unsupported", "reasoning_effort")
+    for name, value in told.items():
+        if options.variables.get(name, value) != value:
+            param = f"chat_template_kwargs.{name}"
+            message = f"`{param}`: contradicts `reasoning_effort`"
+            raise TemplateFault(message, "invalid", param)
+    return told
 
 
 def _shaped(message: Mapping[str, Any], form: MessageForm) -> Message:

@@ -10,6 +10,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+import msgspec
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -22,6 +23,7 @@ from adapters.chat.conversation import (
     TemplateFault,
     TemplateOptions,
     check_variables,
+    effort_variables,
     shaped,
 )
 from adapters.chat.probes import find_form
@@ -95,9 +97,12 @@ class ChatTemplate:
     ) -> str:
         """The prompt. messages: as `shaped` takes them."""
         check_variables(options.variables, self._special_tokens)
-        if options.documents is not None and "documents" not in self.variables:
-            message = "`documents`: the chat template does not read any"
-            raise TemplateFault(message, "unsupported", "documents")
+        for field in ("documents", "tools"):
+            if getattr(options, field) is not None and field not in self.variables:
+                message = f"`{field}`: the chat template does not read any"
+                raise TemplateFault(message, "unsupported", field)
+        variables = effort_variables(options, self.variables) | options.variables
+        options = msgspec.structs.replace(options, variables=variables)
         ready = shaped(messages, self.form)
         if not options.continue_final_message:
             return self._write(ready, options)

@@ -36,9 +36,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 _NO_CONSTRAINT = "no constrained output yet"
-_NO_TOOLS = "no tool calls yet"
 _NO_SEARCH = "answers are drawn, or greedy"
-_NO_PARTS = "an answer is not divided into reasoning and text"
 _NO_CHOICE = "where a request runs is the router's choice"
 _TEXT_ALONE = "text alone is read and written"
 _TEMPLATE = "`chat_template_kwargs` reaches the chat template"
@@ -66,13 +64,16 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("json_schema regex ebnf grammar schema choice guideline", _NO_CONSTRAINT),
     **_row("allowed_token_ids bad_words", f"{_NO_CONSTRAINT}; `logit_bias` weighs tokens"),
     # Tools and reasoning
-    **_row("tools functions tool_prompt", _NO_TOOLS),
-    **_row("tool_choice function_call", _NO_TOOLS, "auto", "none"),
-    **_row("reasoning_effort", _TEMPLATE, "none"),
+    **_row("tools", _CHAT),
+    **_row("tool_choice", _CHAT, "auto", "none"),
+    **_only("parallel_tool_calls", _CHAT, True, False),
+    **_row("functions", "use `tools`"),
+    **_row("function_call", "use `tool_choice`", "auto", "none"),
+    **_row("tool_prompt", "the chat template tells the model of its tools"),
+    **_row("reasoning_effort", _CHAT, "none"),
     **_row("reasoning thinking", _TEMPLATE),
-    **_only("include_reasoning", _NO_PARTS, True),
-    **_only("thinking_token_budget", _NO_PARTS, -1),
-    **_row("separate_reasoning stream_reasoning", _NO_PARTS, True),
+    **_only("thinking_token_budget", "`max_tokens` bounds the whole answer", -1),
+    **_row("include_reasoning separate_reasoning stream_reasoning", _CHAT, True),
     **_row("verbosity", "say so in the prompt", "medium"),
     **_row("task", "say so in the prompt"),
     # How tokens are drawn

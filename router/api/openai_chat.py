@@ -4,12 +4,12 @@ from typing import Any
 
 import msgspec
 
-from adapters.chat.conversation import TemplateOptions
+from adapters.chat.conversation import ReasoningEffort, TemplateOptions
 from router.api.body import require
 from router.api.chat_messages import Message, to_template
 from router.api.fields import NonNegative, Positive
 from router.api.formatter import ApiLimits
-from router.api.openai_answer import AnswerOptions
+from router.api.openai_answer import AnswerOptions, ReasoningSent
 from router.api.openai_chat_answer import ChatFormatter
 from router.api.openai_common import (
     OpenAIBody,
@@ -19,7 +19,9 @@ from router.api.openai_common import (
     sampling_of,
     with_shared,
 )
+from router.api.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
 from router.generation import AnswerHead, GenerationCall
+from router.tools.tools import Tools
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
@@ -29,7 +31,9 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     add_generation_prompt: begin the assistant's answer; true unless the final message
     is continued. continue_final_message: go on within it. chat_template: a name of the model's
     template list. chat_template_kwargs: further variables of the template. add_special_tokens:
-    around the rendered text, for a template that does not write them.
+    around the rendered text, for a template that does not write them. include_reasoning (vLLM's):
+    answers tell their reasoning. separate_reasoning (SGLang's): apart from the text.
+    stream_reasoning (SGLang's): as it comes, else at once when it is over.
     """
 
     messages: list[Message]
@@ -44,6 +48,13 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
+    tools: OfferedTools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -80,6 +91,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> Chat
         logprobs=_logprobs_asked(request, limits),
         prompt_logprobs=request.prompt_logprobs,
     )
+    tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
     call = GenerationCall(
         api="chat",
         prompts=(),
@@ -90,11 +102,24 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> Chat
         n=n,
         best_of=n,
         add_special_tokens=bool(request.add_special_tokens),
-        template=_template_options(request),
+        template=_template_options(request, tools),
+        tools=tools,
+        divides_reasoning=request.separate_reasoning is not False,
     )
     call = with_shared(call, request, limits)
     echoed = _text_of(request.messages[-1]) if request.echo else ""
-    return ChatRequest(call, options_of(request, call), echoed)
+    options = msgspec.structs.replace(
+        options_of(request, call),
+        reasoning=_reasoning_sent(request),
+        named_call=tools is not None and tools.named,
+    )
+    return ChatRequest(call, options, echoed)
+
+
+def _reasoning_sent(request: ChatBody) -> ReasoningSent:
+    if request.include_reasoning is False:
+        return "never"
+    return "whole" if request.stream_reasoning is False else "streamed"
 
 
 def _text_of(last: Message) -> str:
@@ -107,7 +132,7 @@ def _text_of(last: Message) -> str:
     return content or ""
 
 
-def _template_options(request: ChatBody) -> TemplateOptions:
+def _template_options(request: ChatBody, tools: Tools | None) -> TemplateOptions:
     """Raises RequestError."""
     continues = bool(request.continue_final_message)
     begins = request.add_generation_prompt
@@ -117,6 +142,8 @@ def _template_options(request: ChatBody) -> TemplateOptions:
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         documents=request.documents,
+        tools=None if tools is None else for_template(tools),
+        effort=request.reasoning_effort,
         template=request.chat_template,
         variables=request.chat_template_kwargs or {},
     )

@@ -35,7 +35,7 @@ from server.protocol import SamplingParams
 
 # Fields that change nothing about the text, whatever they say.
 HARMLESS = frozenset(
-    ("metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls")
+    ("metadata", "store", "service_tier", "safety_identifier")
     + ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction")
     + ("moderation", "session_id")
 )

@@ -62,6 +62,10 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     part = components["ContentPart"]
     part["properties"] = {"type": {"const": "text"}, "text": {"type": "string"}}
     part["required"] = ["type", "text"]
+    tool = components["OfferedTool"]
+    function = next(kind for kind in tool["properties"]["function"]["anyOf"] if "$ref" in kind)
+    tool |= {"properties": {"type": {"const": "function"}, "function": function}}
+    tool["required"] = ["type", "function"]
     components["Message"] = _message(components["Message"])
 
 

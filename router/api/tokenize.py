@@ -48,10 +48,9 @@ class TokenizePromptBody(CompletionsBody, frozen=True, kw_only=True):
 
 
 class TokenizeChatBody(ChatBody, frozen=True, kw_only=True):
-    """vLLM's, of a chat. model: as of a completion; absent = the base. tools: for the template."""
+    """vLLM's, of a chat. model: as of a completion; absent = the base."""
 
     model: str | None = None  # type: ignore[assignment]  # where an answer needs one
-    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -133,9 +132,6 @@ def parse_messages(body: bytes, limits: ApiLimits, bearer: str | None) -> IdsAsk
     """Raises RequestError."""
     request = decode_openai(body, TokenizeChatBody, limits)
     call = chat_request(request, limits, bearer).call
-    if request.tools:
-        template = msgspec.structs.replace(call.template, tools=request.tools)
-        call = msgspec.structs.replace(call, template=template)
     return IdsAsked(call, bool(request.return_token_strs))
 
 

@@ -156,7 +156,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
             {"user": 1},
             {"nonsense": 1},
             {"suffix": "x"},
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            {"functions": [{"name": "f"}]},
             {"response_format": {"type": "json_object"}},
             {"adapter_source": "pbase", "model": "x"},
         )
@@ -667,7 +667,9 @@ def test_messages_reach_the_template_as_it_expects_them() -> None:
         },
         {"role": "tool", "content": "c", "tool_call_id": "1"},
     ]
-    assert call.template == TemplateOptions(variables={"enable_thinking": False})
+    variables = {"enable_thinking": False}
+    assert call.template == TemplateOptions(variables=variables, effort="none")
+    assert call.tools is None
 
 
 @pytest.mark.parametrize(
@@ -701,7 +703,7 @@ def test_a_choice_among_no_tools_asks_for_nothing(choice: str) -> None:
     assert call_of(CHAT, tool_choice=choice, function_call=choice) == call_of(CHAT)
     assert call_of(COMPLETIONS, tool_choice=choice) == call_of(COMPLETIONS)
     with pytest.raises(RequestError, match="`tools` is not supported yet"):
-        call_of(CHAT, tool_choice=choice, tools=[{"type": "function", "function": {"name": "f"}}])
+        call_of(COMPLETIONS, tools=[{"type": "function", "function": {"name": "f"}}])
 
 
 def test_the_best_of_one_asks_for_nothing() -> None:

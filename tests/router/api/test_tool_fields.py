@@ -1,0 +1,95 @@
+"""Tools in a chat's body, by table."""
+
+from typing import Any
+
+import pytest
+
+from router.generation import RequestError
+from router.tools.tools import Tool, Tools
+from tests.router.api.test_bodies import CHAT, call_of
+
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a place", "parameters": PLACE},
+}
+NOW = {"type": "function", "function": {"name": "now", "strict": True}}
+BOTH = (Tool("weather", "of a place", PLACE), Tool("now", strict=True))
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "tools"),
+    [
+        ({}, Tools(BOTH)),
+        ({"tool_choice": "auto"}, Tools(BOTH)),
+        ({"tool_choice": "none"}, None),
+        ({"tool_choice": "required"}, Tools(BOTH, "required")),
+        ({"tool_choice": named("now")}, Tools(BOTH, "required", ("now",), True, False)),
+        ({"tool_choice": allowed("auto", "now", "now")}, Tools(BOTH, "auto", ("now",))),
+        ({"tool_choice": allowed("required", "weather")}, Tools(BOTH, "required", ("weather",))),
+        ({"parallel_tool_calls": True}, Tools(BOTH)),
+        ({"parallel_tool_calls": False}, Tools(BOTH, parallel=False)),
+    ],
+)
+def test_what_may_be_called(fields: dict[str, Any], tools: Tools | None) -> None:
+    call = call_of(CHAT, tools=[WEATHER, NOW], **fields)
+    assert call.tools == tools
+    assert (call.template.tools is None) == (tools is None)
+
+
+def test_templates_get_tools_in_full() -> None:
+    assert call_of(CHAT, tools=[WEATHER, NOW]).template.tools == [
+        WEATHER,
+        {
+            "type": "function",
+            "function": {
+                "name": "now",
+                "description": "",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        },
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [NOW, WEATHER, NOW]}, "tools[2].function.name"),
+        ({"tools": [NOW], "tool_choice": named("weather")}, "tool_choice.function.name"),
+        (
+            {"tools": [NOW], "tool_choice": allowed("auto", "now", "weather")},
+            "tool_choice.allowed_tools.tools[1].function.name",
+        ),
+        ({"tools": [NOW], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        (
+            {"tools": [NOW], "tool_choice": allowed("none", "now")},
+            "tool_choice.allowed_tools.mode",
+        ),
+        ({"tools": [NOW], "tool_choice": "now"}, "tool_choice"),
+        ({"tools": [NOW], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": named("now")}, "tool_choice"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [named("a b")]}, "tools[0].function.name"),
+        ({"tools": [named("n" * 129)]}, "tools[0].function.name"),
+        ({"tools": [named(f"n{i}") for i in range(513)]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"tools": [NOW], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"reasoning_effort": "utmost"}, "reasoning_effort"),
+    ],
+)
+def test_faults_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        call_of(CHAT, **fields)
+    assert refused.value.param == param

@@ -1,0 +1,218 @@
+"""Tools and reasoning over HTTP: a scripted answer comes as calls, whole and streamed."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from server.protocol import GenerateRequest
+from tests.router.fake_worker import EOS, FakeWorker, ids_of, make_card, running_worker
+from tests.router.serving import Running, running_router
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call>'
+ANSWER = f"<think>\nWhich place?\n</think>\n\nI look.\n{CALL}\n{CALL}"
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+class Scripted:
+    """A router whose model always says `answer`."""
+
+    def __init__(self, router: Running, worker: FakeWorker) -> None:
+        self.router = router
+        self._worker = worker
+        self.client = openai.AsyncOpenAI(
+            base_url=f"{router.client.base_url}/v1", api_key="none", max_retries=0
+        )
+
+    @property
+    def prompt(self) -> str:
+        """The last one that the worker got."""
+        requests = [f for f in self._worker.frames if isinstance(f, GenerateRequest)]
+        return bytes(requests[-1].prompt_ids).decode()
+
+    async def ask(self, **fields: Any) -> Any:
+        body = {"model": "", "messages": HI, "tools": [WEATHER]} | fields
+        return await self.router.client.post("/v1/chat/completions", json=body)
+
+
+@asynccontextmanager
+async def scripted(
+    tmp_path: Path, answer: str = ANSWER, template: str = TEMPLATE, **options: Any
+) -> AsyncIterator[Scripted]:
+    worker = FakeWorker(make_card(chat_template=template, max_context=2048))
+    worker.script = lambda request: [*ids_of(answer), EOS]
+    async with running_worker(worker), running_router(tmp_path, worker, **options) as router:
+        model = Scripted(router, worker)
+        async with model.client:
+            yield model
+
+
+@pytest.fixture
+async def model(tmp_path: Path) -> AsyncIterator[Scripted]:
+    async with scripted(tmp_path) as running:
+        yield running
+
+
+async def test_a_whole_answer(model: Scripted) -> None:
+    answer = await model.client.chat.completions.create(model="", messages=HI, tools=[WEATHER])
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.to_dict()["reasoning"] == "Which place?"
+    assert choice.message.to_dict()["reasoning_content"] == "Which place?"
+    calls = choice.message.tool_calls or []
+    assert [call.function.name for call in calls] == ["weather", "weather"]  # type: ignore[union-attr]
+    told = [json.loads(call.function.arguments) for call in calls]  # type: ignore[union-attr]
+    assert told == [{"place": "Köln"}] * 2
+    assert len({call.id for call in calls}) == 2
+    assert '"name": "weather"' in model.prompt
+
+
+async def test_a_stream(model: Scripted) -> None:
+    """The SDK's own helper joins what comes."""
+    chunks = []
+    asked = model.client.chat.completions.stream(model="", messages=HI, tools=[WEATHER])
+    async with asked as stream:
+        async for event in stream:
+            if event.type == "chunk":
+                chunks.append(event.chunk)
+        whole = await stream.get_final_completion()
+    choice = whole.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    calls = choice.message.tool_calls or []
+    assert [json.loads(c.function.arguments) for c in calls] == [{"place": "Köln"}] * 2
+    parts: list[Any] = [p for c in chunks for o in c.choices for p in o.delta.tool_calls or []]
+    for index in range(2):
+        first, *rest = [part for part in parts if part.index == index]
+        assert first.id
+        assert (first.type, first.function.name) == ("function", "weather")
+        assert len(rest) > 2
+        assert all(p.id is None and p.function.name is None for p in rest)
+    reasoning = [o.delta.to_dict().get("reasoning", "") for c in chunks for o in c.choices]
+    assert "".join(map(str, reasoning)) == "Which place?"
+
+
+async def test_calls_and_results_in_history(model: Scripted) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather"}}
+    call["function"] |= {"arguments": '{"place": "Köln"}'}  # type: ignore[operator]
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    told = {"role": "tool", "tool_call_id": "1", "content": "rain"}
+    assert (await model.ask(messages=[*HI, said, told])).status_code == 200
+    assert '<tool_call>{"name": "weather", "arguments": {"place": "Köln"}}' in model.prompt
+    assert "<tool>rain<assistant>" in model.prompt
+
+
+@pytest.mark.parametrize("fields", [{"tools": []}, {"tool_choice": "none"}, {"tools": None}])
+async def test_without_tools_all_is_text(model: Scripted, fields: dict[str, Any]) -> None:
+    choice = (await model.ask(**fields)).json()["choices"][0]
+    assert choice["message"]["content"] == f"I look.\n{CALL}\n{CALL}"
+    assert choice["finish_reason"] == "stop"
+    assert "weather" not in model.prompt
+
+
+async def test_what_names_no_tool_is_text(model: Scripted) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    choice = (await model.ask(tools=[other])).json()["choices"][0]
+    assert CALL in choice["message"]["content"]
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning", "begins"),
+    [
+        ({"include_reasoning": False}, None, "I look."),
+        ({"separate_reasoning": False}, None, "<think>\nWhich place?"),
+        ({"stream_reasoning": False}, "Which place?", "I look."),
+    ],
+)
+async def test_what_becomes_of_reasoning(
+    model: Scripted, fields: dict[str, Any], reasoning: str | None, begins: str
+) -> None:
+    message = (await model.ask(**fields)).json()["choices"][0]["message"]
+    assert message.get("reasoning") == reasoning
+    assert message["content"].startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}}, True),
+        ({"reasoning_effort": "none"}, True),
+        ({}, False),
+    ],
+)
+async def test_reasoning_is_turned_off(model: Scripted, fields: dict[str, Any], says: bool) -> None:
+    assert (await model.ask(**fields)).status_code == 200
+    assert model.prompt.endswith("<think></think>") is says
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "chat_template_kwargs.enable_thinking",
+        ),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    ],
+)
+async def test_what_the_template_refuses(
+    model: Scripted, fields: dict[str, Any], param: str
+) -> None:
+    answer = await model.ask(**fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ messages[0].content }}", "does not read any"),
+        ("{{ tools }}{{ messages[0].content }}", "--tool-format"),
+    ],
+)
+async def test_tools_that_the_template_cannot_show(
+    tmp_path: Path, template: str, says: str
+) -> None:
+    async with scripted(tmp_path, template=template) as model:
+        answer = await model.ask()
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert says in answer.json()["error"]["message"]
+
+
+async def test_formats_by_option(tmp_path: Path) -> None:
+    template = "{{ tools }}{{ messages[0].content }}"
+    options = {"tool_format": "hermes", "reasoning_format": "think"}
+    async with scripted(tmp_path, template=template, **options) as model:
+        message = (await model.ask()).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == ("I look.", "Which place?")
+        assert len(message["tool_calls"]) == 2
+
+
+async def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
+    template = TEMPLATE + "<think>\n"
+    async with scripted(tmp_path, "So.\n</think>\nYes.", template) as model:
+        message = (await model.ask()).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == ("Yes.", "So.")
+        assert "tool_calls" not in message

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan
 
 from router.answering import Parse
-from router.api import lorax, openai_chat, openai_completions
+from router.api import lorax, openai_chat, openai_completions, responses
 from router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
 from router.api.missing_routes import hint
 from router.edge import Edge
@@ -122,6 +122,7 @@ def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
         _post("/generate_stream", answer(partial(lorax.parse, route="/generate_stream"))),
         _post("/v1/completions", answer(openai_completions.parse)),
         _post("/v1/chat/completions", answer(openai_chat.parse)),
+        _post("/v1/responses", answer(responses.parse)),
     ]
 
 

@@ -18,7 +18,7 @@ from router.shape.shape import Shape
 from router.tools.tools import Tools
 from server.protocol import SamplingParams
 
-Api = Literal["lorax", "completions", "chat"]
+Api = Literal["lorax", "completions", "chat", "responses"]
 # What is left of a prompt that is cut.
 PromptEnd = Literal["first", "last"]
 # What clients made for servers of one model send as `model` when their user gave none.

@@ -18,7 +18,8 @@ from server.protocol import ErrorCode
 
 # What these are posted, tokens answer.
 GENERATION_PATHS = frozenset(
-    {"/", "/generate", "/generate_stream", "/v1/completions", "/v1/chat/completions"}
+    ("/", "/generate", "/generate_stream")
+    + ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 )
 
 # How a sequence began: without an adapter; with one; with one that it had to wait for.

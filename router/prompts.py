@@ -45,7 +45,7 @@ async def build_prompts(
     if call.messages is not None:
         text = await render_messages(call.messages, call.template, model, template, sandbox)
         return await model.long_texts.run(
-            len(text), lambda: [_encode(call, model, text, "messages")]
+            len(text), lambda: [_encode(call, model, text, _PARAM[call.api])]
         )
     size = sum(len(prompt) for prompt in call.prompts)
     return await model.long_texts.run(
@@ -85,7 +85,7 @@ def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> 
 
 # The bias of a token that is never drawn, within what a worker takes.
 _NEVER = -1e6
-_PARAM = {"lorax": "inputs", "completions": "prompt", "chat": "messages"}
+_PARAM = {"lorax": "inputs", "completions": "prompt", "chat": "messages", "responses": "input"}
 
 
 async def render_messages(

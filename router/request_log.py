@@ -53,7 +53,7 @@ def note_call(request: RequestInHand, call: GenerationCall, base_name: str) -> N
     """What the caller asked for; no more of the prompt than the operator wants."""
     sampling = call.sampling
     request.notes |= {
-        "gen_ai.operation.name": "chat" if call.api == "chat" else "text_completion",
+        "gen_ai.operation.name": "text_completion" if call.messages is None else "chat",
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": base_name if call.adapter is None else call.adapter.adapter_id,
         "gen_ai.response.model": base_name,

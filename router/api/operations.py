@@ -35,6 +35,9 @@ from router.api.openai_chat import ChatBody
 from router.api.openai_chat_answer import ChatChunk, ChatCompletion
 from router.api.openai_completions import CompletionsBody
 from router.api.openai_completions_answer import Completion
+from router.api.responses import ResponsesBody
+from router.api.responses_answer import ResponseObject
+from router.api.responses_stream import ResponseEvent
 from router.api.rollouts import AdapterHistory, DigestBody, RolloutBody, RolloutObject
 from router.api.tokenize import (
     DetokenizeBody,
@@ -181,6 +184,12 @@ OPERATIONS: tuple[Operation, ...] = (
         answers=(ChatCompletion,),
         event=ChatChunk,
         done=True,
+    ),
+    Operation(
+        *("/v1/responses", "post", "Answer items, without stored state (OpenAI)", "openai"),
+        requests=(ResponsesBody,),
+        answers=(ResponseObject,),
+        event=ResponseEvent,
     ),
     Operation(
         *("/v1/models", "get", "The base and registered adapters", "openai"),

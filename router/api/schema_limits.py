@@ -10,13 +10,16 @@ from router.api.formatter import ApiLimits
 from router.api.known_elsewhere import ELSEWHERE
 from router.api.lorax_fields import HARMLESS as HARMLESS_BESIDE
 from router.api.openai_common import HARMLESS
+from router.api.responses import REFUSED
 
 Schema = dict[str, Any]
 
 # Unknown fields are refused unless they are null.
-_CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters")
+_CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters") + (
+    *("ResponsesBody", "ResponseStreamOptions"),
+)
 _OPENAI_BODIES = ("ChatBody", "CompletionsBody", "TokenizeChatBody", "TokenizePromptBody")
-_SIZED = (*_OPENAI_BODIES, "LoraxParameters")
+_SIZED = (*_OPENAI_BODIES, "LoraxParameters", "ResponsesBody")
 # JSON Schema's bound of a field of one type, and the limit that it is.
 _BOUNDS = {
     "n": ("integer", "maximum", "max_n"),
@@ -29,6 +32,7 @@ _BOUNDS = {
     "stop_token_ids": ("array", "maxItems", "max_stop_token_ids"),
     "logit_bias": ("object", "maxProperties", "max_logit_bias"),
     "messages": ("array", "maxItems", "max_messages"),
+    "input": ("array", "maxItems", "max_messages"),
 }
 _OFF: Schema = {"enum": [None, False]}
 _UNSERVED: dict[str, Schema] = {
@@ -52,6 +56,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
         _say_sizes(components[name]["properties"], limits)
     for name in _OPENAI_BODIES:
         _say_fields(components[name]["properties"])
+    _say_responses(components["ResponsesBody"]["properties"])
     components["LoraxBody"]["properties"] |= {field: {} for field in HARMLESS_BESIDE}
     components["LoraxParameters"]["properties"] |= _UNSERVED
     _bound(components["LoraxParameters"]["properties"]["seed"], "integer", maximum=2**64 - 1)
@@ -122,6 +127,13 @@ def _say_fields(properties: dict[str, Schema]) -> None:
         properties.setdefault(field, {"enum": [None, *elsewhere.neutral]})
     properties["metadata"] = {"type": ["object", "null"]}
     _bound(properties.get("messages", {}), "array", minItems=1)
+
+
+def _say_responses(properties: dict[str, Schema]) -> None:
+    own = dict(properties)
+    _say_fields(properties)
+    properties |= own
+    properties |= {name: {"enum": [None, *field.neutral]} for name, field in REFUSED.items()}
 
 
 def _prompts(limits: ApiLimits) -> Schema:

@@ -11,9 +11,9 @@ import schemathesis
 from schemathesis.checks import CHECKS
 from schemathesis.openapi.checks import RejectedPositiveData
 
-_OPENAI = r"POST /(v1/(chat/)?completions|tokenize)"
+_OPENAI = r"POST /(v1/((chat/)?completions|responses)|tokenize)"
 _LORAX = r"POST /(tokenize|generate|generate_stream)?"
-_TEXTS = r"POST /(v1/(chat/)?completions|(de)?tokenize|generate|generate_stream)?"
+_TEXTS = r"POST /(v1/((chat/)?completions|responses)|(de)?tokenize|generate|generate_stream)?"
 _REGISTERS = r"POST /v1/(adapters.*|load_lora_adapter)"
 _ALL = r".*"
 
@@ -48,6 +48,7 @@ UNSAID = (
     ),
     Rule(_OPENAI, "the best of several is whole", (400,), r"equal `n` when streaming|least `n`"),
     Rule(_OPENAI, "a key of `logit_bias` is a token id", (400,), r"`logit_bias`: a key"),
+    Rule(r"POST /v1/responses", "an item has what its type says", (400,), r"^`input[`\[]"),
     # Of LoRAX's
     Rule(
         _LORAX, "the best of several is drawn, whole", (422,), r"several sequences|with `best_of`"

@@ -249,7 +249,7 @@ async def test_a_key_is_no_credential_for_a_source(tmp_path: Path, worker: FakeW
         ("/load", "GET /metrics"),
         ("/server_info/", "GET /info"),
         ("/v1/embeddings", "no embeddings"),
-        ("/v1/responses", "chat/completions"),
+        ("/responses", "POST /v1/responses"),
         ("/flush_cache", "keyed by content"),
     ],
 )

@@ -1,0 +1,128 @@
+"""OpenAI's `/v1/responses` without stored state: request bodies and answers. Pure."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from router.api.body import decode_plain, require
+from router.api.fields import Positive
+from router.api.formatter import ApiLimits
+from router.api.known_elsewhere import Elsewhere, check_unknown_parts, unsupported
+from router.api.openai_common import (
+    SharedBody,
+    adapter_of,
+    decode_shared,
+    sampling_of,
+    with_shared,
+)
+from router.api.responses_answer import Asked
+from router.api.responses_input import InputItem, messages_of
+from router.api.responses_stream import ResponseFormatter
+from router.generation import AnswerHead, GenerationCall
+
+Metadata = Annotated[dict[str, str], Meta(max_length=16)]
+
+
+class ResponseStreamOptions(msgspec.Struct, frozen=True):
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(SharedBody, frozen=True, kw_only=True):
+    """input: a text of the user's, or items. instructions: the system's message before them.
+
+    max_output_tokens: reasoning and calls included; absent = all that fits. metadata: the answer
+    repeats it.
+    """
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    metadata: Metadata | None = None
+    stream_options: ResponseStreamOptions | None = None
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True):
+    """A parsed body; an ApiRequest."""
+
+    call: GenerationCall
+    asked: Asked
+
+    def formatter(self, head: AnswerHead) -> ResponseFormatter:
+        return ResponseFormatter(head, self.asked)
+
+
+_NO_STATE = "no answers are stored"
+_SEND_ALL = "no answers are stored: send all items as `input`"
+_NO_LOGPROBS = "`/v1/chat/completions` has logprobs"
+# Fields that are not served, by what asks for nothing beside null.
+REFUSED = {
+    "store": Elsewhere((False,), _NO_STATE),
+    "background": Elsewhere((False,), _NO_STATE),
+    "previous_response_id": Elsewhere((), _SEND_ALL),
+    "conversation": Elsewhere((), _SEND_ALL),
+    "prompt": Elsewhere((), "no prompts are stored: send `instructions` and `input`"),
+    "context_management": Elsewhere(([],), "send the items that shall be read"),
+    "truncation": Elsewhere(("disabled",), "`truncate_prompt_tokens` cuts a prompt"),
+    "include": Elsewhere(([],), "answers hold all that is known of them"),
+    "top_logprobs": Elsewhere((0,), _NO_LOGPROBS),
+    "max_tool_calls": Elsewhere((), "it bounds calls of hosted tools, of which there are none"),
+    "tools": Elsewhere(([],), "no tool calls yet"),
+    "tool_choice": Elsewhere(("auto", "none"), "no tool calls yet"),
+    "parallel_tool_calls": Elsewhere((True, False)),
+    "reasoning": Elsewhere(({},), "reasoning is part of the text"),
+    "text": Elsewhere(({}, {"format": {"type": "text"}}), "no constrained output yet"),
+    "response_format": Elsewhere((), "use `text.format`"),
+    "reasoning_effort": Elsewhere((), "use `reasoning.effort`"),
+    "messages": Elsewhere((), "use `input`"),
+    "max_tokens": Elsewhere((), "use `max_output_tokens`"),
+    "max_completion_tokens": Elsewhere((), "use `max_output_tokens`"),
+}
+
+
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ResponsesRequest:
+    """Raises RequestError."""
+    plain = decode_plain(body)
+    for name, field in REFUSED.items():
+        if not field.asks_for_nothing(plain.get(name)):
+            raise unsupported(name, field.hint)
+    read = {name: value for name, value in plain.items() if name not in REFUSED}
+    request = decode_shared(read, ResponsesBody, limits)
+    _check_stream_options(plain.get("stream_options"), request)
+    sampling = sampling_of(request, limits, max_tokens=request.max_output_tokens, logprobs=None)
+    call = GenerationCall(
+        api="responses",
+        prompts=(),
+        messages=_messages(request, limits),
+        adapter=adapter_of(request, limits, bearer),
+        sampling=sampling,
+        max_tokens=request.max_output_tokens,
+        add_special_tokens=False,
+    )
+    return ResponsesRequest(with_shared(call, request, limits), _asked(request, call))
+
+
+def _messages(request: ResponsesBody, limits: ApiLimits) -> list[dict[str, Any]]:
+    items = request.input
+    if isinstance(items, list):
+        most = limits.max_messages
+        require(len(items) <= most, f"expected at most {most} items, got {len(items)}", "input")
+    return messages_of(request.instructions, items)
+
+
+def _check_stream_options(options: Any, request: ResponsesBody) -> None:
+    if options:
+        check_unknown_parts(options, ResponseStreamOptions.__struct_fields__, "stream_options.")
+        require(request.stream, "only allowed when `stream` is true", "stream_options")
+
+
+def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
+    return Asked(
+        id=request.request_id,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+        temperature=call.sampling.temperature,
+        top_p=call.sampling.top_p,
+        user=request.user,
+    )

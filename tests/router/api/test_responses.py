@@ -1,0 +1,308 @@
+"""Bodies and answers of `/v1/responses`, read by the published SDK's own types."""
+
+import json
+from typing import Any
+
+import pytest
+from openai import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from router.api import responses
+from router.api.formatter import ApiLimits, Formatter
+from router.generation import ChoiceResult, FinishReason, RequestError, TextEvent
+from router.parts.parts import CallDelta, ToolCall
+from tests.router.api.answers import HEAD, PROMPT
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+EASY = {"role": "user", "content": "Say"}
+
+
+def parse(**fields: Any) -> responses.ResponsesRequest:
+    body = {"model": "json", "input": "Say"} | fields
+    return responses.parse(json.dumps(body).encode(), ApiLimits(max_messages=8))
+
+
+def formatter(**fields: Any) -> Formatter:
+    return parse(**fields).formatter(HEAD)
+
+
+def result(text: str, finish: FinishReason = "eos", **parts: Any) -> ChoiceResult:
+    return ChoiceResult(0, 0, text, (), finish, 4, **parts)
+
+
+def event(text: str = "", finish: FinishReason | None = None, **parts: Any) -> TextEvent:
+    return TextEvent(0, 0, text, (), finish, 1, **parts)
+
+
+def read(stream: bytes) -> list[Any]:
+    """The stream's events, validated; each is named as its data is, and they are numbered."""
+    found = list[Any]()
+    for block in stream.split(b"\n\n")[:-1]:
+        name, _, data = block.partition(b"\n")
+        plain = json.loads(data.removeprefix(b"data: "))
+        assert name.decode() == f"event: {plain['type']}"
+        assert plain["sequence_number"] == len(found)
+        assert "error" not in plain
+        found.append(EVENT.validate_python(plain))
+    return found
+
+
+def read_whole(whole: ChoiceResult) -> Any:
+    return Response.model_validate_json(formatter().whole([whole], [PROMPT]))
+
+
+def stream(parts: list[TextEvent], **fields: Any) -> list[Any]:
+    form = formatter(stream=True, **fields)
+    return read(form.prompt(PROMPT) + b"".join(map(form.chunk, parts)) + form.end())
+
+
+def called(index: int, *pieces: str) -> tuple[CallDelta, ...]:
+    first, *rest = pieces
+    more = [CallDelta(index, None, piece) for piece in rest]
+    return (CallDelta(index, f"f{index}", first, f"call_{index}"), *more)
+
+
+REASONED = [
+    event(reasoning="\n"),
+    event(reasoning="Let me "),
+    event(reasoning="see"),
+    event("\n\n"),
+    event("Well, "),
+    event("then:"),
+    event(calls=called(0, "", '{"a"', ": 1}")),
+    event("\n"),
+    event(calls=called(1, "{}")),
+    event(finish="eos"),
+]
+WHOLE = result(
+    "\n\nWell, then:",
+    reasoning="\nLet me see",
+    calls=(ToolCall("call_0", "f0", '{"a": 1}'), ToolCall("call_1", "f1", "{}")),
+)
+
+
+def test_whole_answer() -> None:
+    form = formatter(instructions="Be kind", metadata={"a": "b"}, max_output_tokens=9, user="me")
+    answer = Response.model_validate_json(form.whole([result("Hi")], [PROMPT]))
+    assert (answer.id, answer.object, answer.status) == ("resp_req1", "response", "completed")
+    assert (answer.created_at, answer.model) == (HEAD.created, "org/small")
+    assert (answer.instructions, answer.metadata) == ("Be kind", {"a": "b"})
+    assert (answer.max_output_tokens, answer.user) == (9, "me")
+    assert (answer.output_text, answer.error, answer.incomplete_details) == ("Hi", None, None)
+    assert answer.model_extra == {"store": False}
+    assert answer.usage is not None
+    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (2, 4)
+    assert (answer.usage.total_tokens, answer.usage.input_tokens_details.cached_tokens) == (6, 1)
+    message: Any
+    [message] = answer.output
+    assert (message.type, message.id, message.status) == ("message", "msg_req1", "completed")
+
+
+def test_answer_that_is_cut() -> None:
+    answer = read_whole(result("Hi", "length"))
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output[0].status == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("whole", "kinds"),
+    [
+        (result(""), ["message"]),
+        (result(" "), ["message"]),
+        (result("Hi", reasoning="\n\n"), ["message"]),
+        (result("", "length", reasoning="Hm"), ["reasoning"]),
+        (result("\n", calls=WHOLE.calls), ["function_call"] * 2),
+        (WHOLE, ["reasoning", "message", "function_call", "function_call"]),
+    ],
+)
+def test_items_of_an_answer(whole: ChoiceResult, kinds: list[str]) -> None:
+    answer = read_whole(whole)
+    assert [item.type for item in answer.output] == kinds
+    assert len({item.id for item in answer.output}) == len(kinds)
+
+
+def test_events_of_a_text() -> None:
+    events = stream([event("Hel"), event("lo"), event("", "eos")])
+    assert [one.type.removeprefix("response.") for one in events] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.delta", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done", "completed"),
+    ]
+    assert events[0].response.output == []
+    assert events[-1].response.output_text == "Hello"
+    assert events[-1].response.usage.output_tokens == 3
+    assert {one.item_id for one in events[3:8]} == {"msg_req1"}
+
+
+def test_a_stream_is_the_whole_answer() -> None:
+    events = stream(REASONED)
+    whole = read_whole(WHOLE)
+    assert events[-1].response.output == whole.output
+    done = [one for one in events if one.type == "response.output_item.done"]
+    assert [one.item for one in done] == whole.output
+    assert [one.output_index for one in done] == [0, 1, 2, 3]
+    kinds = ("reasoning_text", "output_text", "function_call_arguments")
+    for kind, joined in zip(kinds, ("\nLet me see", "\n\nWell, then:", '{"a": 1}{}'), strict=True):
+        deltas = [one.delta for one in events if one.type == f"response.{kind}.delta"]
+        assert "".join(deltas) == joined
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [event(finish="eos")],
+        [event(" "), event("\n", "eos")],
+        [event(reasoning="\n"), event("Hi"), event(finish="length")],
+        [event(reasoning="Hm"), event(finish="length")],
+        [event(calls=called(0, '{"a'), finish="length")],
+        REASONED,
+    ],
+)
+def test_the_sdk_gathers_the_answer(parts: list[TextEvent]) -> None:
+    """Its snapshot, made of the events, is what the last event has."""
+    state: ResponseStreamState[None] = ResponseStreamState(input_tools=[], text_format=omit)
+    events = stream(parts)
+    for one in events:
+        state.handle_event(one)
+    snapshot: Any = state._ResponseStreamState__current_snapshot  # type: ignore[attr-defined]
+    last = events[-1].response
+    assert [item.type for item in snapshot.output] == [item.type for item in last.output]
+    assert snapshot.output_text == last.output_text
+    calls = [item.arguments for item in snapshot.output if item.type == "function_call"]
+    assert calls == [item.arguments for item in last.output if item.type == "function_call"]
+
+
+def test_failure_within_a_stream() -> None:
+    form = formatter(stream=True)
+    begun = form.prompt(PROMPT) + form.chunk(event("Hel"))
+    with pytest.raises(RequestError, match="broke off") as broken:
+        form.chunk(event("", "error"))
+    events = read(begun + form.error(broken.value))
+    failed = events[-1]
+    assert failed.type == "response.failed"
+    assert failed.response.status == "failed"
+    assert failed.response.error.message == broken.value.message
+    assert failed.response.output_text == "Hel"
+
+
+def test_call() -> None:
+    call = parse(
+        instructions="Be kind", max_output_tokens=9, temperature=0.5, top_p=0.25, stream=True
+    ).call
+    assert call.messages == [
+        {"role": "system", "content": "Be kind"},
+        {"role": "user", "content": "Say"},
+    ]
+    assert (call.max_tokens, call.stream, call.api) == (9, True, "responses")
+    assert (call.sampling.temperature, call.sampling.top_p) == (0.5, 0.25)
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+PLAIN_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": "{}"}}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "21"}
+SPOKEN = {
+    "type": "message",
+    "role": "assistant",
+    "id": "msg_1",
+    "status": "completed",
+    "content": [{"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}],
+}
+THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": []}
+HM = {"type": "reasoning_text", "text": "Hm"}
+
+
+def said(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant"} | fields
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ([EASY], [EASY]),
+        ([EASY | {"content": [{"type": "input_text", "text": "Say"}]}], [EASY]),
+        ([SPOKEN, SPOKEN], [said(content="Hi"), said(content="Hi")]),
+        ([CALL, CALL], [said(content=None, tool_calls=[PLAIN_CALL, PLAIN_CALL])]),
+        (
+            [THOUGHT | {"content": [HM]}, SPOKEN, CALL, OUTPUT],
+            [
+                said(content="Hi", reasoning_content="Hm", tool_calls=[PLAIN_CALL]),
+                {"role": "tool", "content": "21", "tool_call_id": "c1"},
+            ],
+        ),
+        (
+            [CALL, THOUGHT | {"summary": [{"type": "summary_text", "text": "Hm"}]}],
+            [
+                said(content=None, tool_calls=[PLAIN_CALL]),
+                said(content="", reasoning_content="Hm"),
+            ],
+        ),
+        ([EASY, THOUGHT | {"encrypted_content": "x"}], [EASY]),
+        (
+            [OUTPUT | {"output": [{"type": "input_text", "text": "21"}]}],
+            [{"role": "tool", "content": "21", "tool_call_id": "c1"}],
+        ),
+        ([said(content=[{"type": "refusal", "refusal": "No"}])], [said(content="No")]),
+    ],
+)
+def test_items_become_messages(items: list[Any], messages: list[Any]) -> None:
+    assert parse(input=items).call.messages == messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [EASY] * 9}, "input"),
+        ({"input": None}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [EASY, {"role": "tool", "content": "x"}]}, "input[1].role"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": []}]}, "input[0].content"),
+        ({"input": [EASY | {"content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        (
+            {"input": [EASY | {"content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [CALL | {"name": None}]}, "input[0].name"),
+        ({"input": [CALL | {"arguments": {}}]}, "input[0].arguments"),
+        ({"input": [OUTPUT | {"call_id": None}]}, "input[0].call_id"),
+        ({"input": [OUTPUT | {"output": None}]}, "input[0].output"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tool_calls": 2}, "max_tool_calls"),
+        ({"max_tokens": 2}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"inptu": "x"}, "inptu"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse(**fields)
+    assert refused.value.param == param
+    assert refused.value.cause in ("invalid", "unsupported", "unknown_parameter")
+
+
+def test_what_asks_for_nothing_passes() -> None:
+    """As openai-agents sends it, and with all that may be null."""
+    parse(include=[], tools=[], store=False, truncation="disabled", background=False)
+    parse(**dict.fromkeys(("store", "include", "tools", "text", "reasoning", "conversation")))
+    parse(text={"format": {"type": "text"}}, parallel_tool_calls=False, service_tier="auto")

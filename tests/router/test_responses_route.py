@@ -1,0 +1,83 @@
+"""`/v1/responses` over HTTP, by the published SDK."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from server.protocol import ErrorCode, GenerateRequest
+from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of
+from tests.router.serving import Running
+
+
+@pytest.fixture
+async def sdk(router: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"{router.client.base_url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+        yield client
+
+
+async def test_text(sdk: openai.AsyncOpenAI, worker: FakeWorker) -> None:
+    answer = await sdk.responses.create(
+        model=BASE_NAME, instructions="Be kind", input="ab", temperature=0, metadata={"a": "b"}
+    )
+    assert answer.output_text == "base says hello 0"
+    assert (answer.status, answer.metadata) == ("completed", {"a": "b"})
+    rendered = "<system>Be kind<user>ab<assistant>"
+    assert worker.requests[-1].prompt_ids == ids_of(rendered)
+    assert answer.usage is not None
+    assert answer.usage.input_tokens == len(rendered)
+    assert answer.usage.output_tokens == len("base says hello 0") + 1
+
+
+async def test_an_answer_goes_back_as_input(sdk: openai.AsyncOpenAI, worker: FakeWorker) -> None:
+    first = await sdk.responses.create(model=BASE_NAME, input="ab", max_output_tokens=4)
+    assert first.status == "incomplete"
+    history = [item.model_dump(exclude_unset=True) for item in first.output]
+    turns: Any = [{"role": "user", "content": "ab"}, *history, {"role": "user", "content": "cd"}]
+    await sdk.responses.create(model=BASE_NAME, input=turns)
+    rendered = "<user>ab<assistant>base<user>cd<assistant>"
+    assert worker.requests[-1].prompt_ids == ids_of(rendered)
+
+
+async def test_streams(sdk: openai.AsyncOpenAI) -> None:
+    events = [
+        event async for event in await sdk.responses.create(model="org/a", input="ab", stream=True)
+    ]
+    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(pieces) > 1
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == "".join(pieces)
+    async with sdk.responses.stream(model="org/a", input="ab") as stream:
+        kinds = {event.type async for event in stream}
+        whole = await stream.get_final_response()
+    assert whole.output_text == last.response.output_text
+    assert {"response.created", "response.output_item.done", "response.completed"} <= kinds
+
+
+async def test_an_answer_that_breaks_off(sdk: openai.AsyncOpenAI, worker: FakeWorker) -> None:
+    async def fail(_: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:
+        return "internal" if index == 2 else None
+
+    worker.script = lambda _: [*ids_of("hello"), EOS]
+    worker.before_token = fail
+    stream = await sdk.responses.create(model=BASE_NAME, input="ab", stream=True)
+    events = [event async for event in stream]
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert events[-1].response.output_text == "he"
+
+
+async def test_errors(sdk: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as stored:
+        await sdk.responses.create(model=BASE_NAME, input="ab", store=True)
+    assert (stored.value.param, stored.value.code) == ("store", "unsupported_parameter")
+    with pytest.raises(openai.BadRequestError) as long:
+        await sdk.responses.create(model=BASE_NAME, input="ab", max_output_tokens=5000)
+    assert (long.value.param, long.value.code) == ("input", "context_length_exceeded")
+    with pytest.raises(openai.NotFoundError) as missing:
+        await sdk.responses.create(model="org/missing", input="ab", stream=True)
+    assert missing.value.param == "model"

@@ -134,8 +134,11 @@ class AdapterAdmin:
             )
         # Who registers a name once more, to be sure that it is there, takes nothing from it.
         pinned = wish.pin if wish.pin is not None else before is not None and before.pinned
+        known = "" if before is None else before.tool_format
         wanted = Registration(
-            *(name.name, wish.ref, wish.origin, pinned, wish.token), tenant=name.tenant
+            *(name.name, wish.ref, wish.origin, pinned, wish.token),
+            tenant=name.tenant,
+            tool_format=known if wish.tool_format is None else wish.tool_format,
         )
         declared = self._aliases.declared(name)
         if wish.origin == "file":
@@ -145,7 +148,9 @@ class AdapterAdmin:
         if declared is not None:
             if declared.ref != wish.ref:
                 self.check_free(name, "file", "option")
-            pinned = declared.pinned if declared.origin == "file" else pinned
+            if declared.origin == "file":
+                pinned = declared.pinned
+                wanted = msgspec.structs.replace(wanted, tool_format=declared.tool_format)
             wanted = msgspec.structs.replace(wanted, origin=declared.origin, pinned=pinned)
         if before is not None and before.state != "deleted":
             conflicts(before, wish.ref, wish.replace)
@@ -219,7 +224,12 @@ class AdapterAdmin:
         async with self.lock(name):
             before = self.get(name)
             deleted = msgspec.structs.replace(
-                move(before, "delete"), pinned=False, content=None, token=None, rollout=None
+                move(before, "delete"),
+                pinned=False,
+                content=None,
+                token=None,
+                rollout=None,
+                tool_format="",
             )
             if before.origin == "api":
                 await self._aliases.write(deleted)

@@ -14,7 +14,7 @@ class Wish(msgspec.Struct, frozen=True):
 
     pin: None = as the name is. token: None = the one that opens this reference already, if any.
     by: who wants it, for the history. once: not if the name is served already, whatever it means.
-    load: to the device of every worker first.
+    load: to the device of every worker first. tool_format: None = as the name has it; "" = none.
     """
 
     name: OwnedName
@@ -26,6 +26,7 @@ class Wish(msgspec.Struct, frozen=True):
     by: str = ""
     once: bool = False
     load: bool = False
+    tool_format: str | None = None
 
 
 class RolloutWish(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ import msgspec
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
 from router.adapter_wish import RolloutWish, Wish
-from router.api.adapters import Name, check_name, parse_target, rollout_wish
+from router.api.adapters import Name, check_name, format_named, parse_target, rollout_wish
 from router.api.body import require
 from router.api.rollouts import Versions
 from router.field_faults import field_fault
@@ -34,7 +34,8 @@ WHOLE = OwnedName("")
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One adapter as it is written. tenant: whose name it is; absent = the fleet's."""
+    """One adapter as it is written. tenant: whose name it is; absent = the fleet's. tool_format:
+    in which it writes calls; absent = as its chat template, or the base's, tells."""
 
     name: Name
     ref: str
@@ -42,6 +43,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: Versions | None = None
     guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
     tenant: Word | None = None
+    tool_format: str | None = None
 
 
 _KNOWN = ", ".join(FileEntry.__struct_fields__)
@@ -53,6 +55,7 @@ class Wanted(msgspec.Struct, frozen=True):
     ref: AdapterRef
     pin: bool
     rollout: Declared | None = None
+    tool_format: str = ""
 
 
 class FileContents(msgspec.Struct, frozen=True):
@@ -124,11 +127,14 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
         there = present.get(name)
         if there is None or there.origin == "api" or _is_new(there, wanted):
             replace = there is not None
-            register.append(Wish(name, wanted.ref, "file", wanted.pin, None, replace, BY))
+            wish = Wish(name, wanted.ref, "file", wanted.pin, None, replace, BY)
+            register.append(msgspec.structs.replace(wish, tool_format=wanted.tool_format))
         elif there.ref != wanted.ref:
             errors[name] = "the name is declared with another reference, by --adapter"
         elif there.origin != "file" and there.pinned != wanted.pin:
             errors[name] = "whether it is pinned is left to --adapter, which declares it"
+        elif there.origin != "file" and there.tool_format != wanted.tool_format:
+            errors[name] = "it is declared by --adapter: `tool_format` needs a name that is not"
         elif there.origin != "file" and wanted.rollout is not None:
             errors[name] = "it is declared by --adapter: versions need a name that is not"
         elif there.origin == "file" and there.in_service and there.pinned != wanted.pin:
@@ -180,6 +186,7 @@ def _read_entry(entry: Any, wanted: dict[OwnedName, Wanted], default_source: str
     try:
         typed = msgspec.convert(entry, FileEntry)
         check_name(typed.name, "name")
+        tool_format = format_named(typed.tool_format) or ""
         ref = parse_target(typed.ref, "ref", default_source)
         rollout = _read_rollout(typed, ref, default_source)
     except msgspec.ValidationError as error:
@@ -188,7 +195,7 @@ def _read_entry(entry: Any, wanted: dict[OwnedName, Wanted], default_source: str
         return error.message
     except AdapterError as error:
         return f"`versions`: {error.message}"
-    wanted[OwnedName(typed.name, typed.tenant or "")] = Wanted(ref, typed.pin, rollout)
+    wanted[OwnedName(typed.name, typed.tenant or "")] = Wanted(ref, typed.pin, rollout, tool_format)
     return None
 
 
@@ -204,4 +211,5 @@ def _read_rollout(entry: FileEntry, ref: AdapterRef, default_source: str) -> Dec
 
 
 def _is_new(there: Registration, wanted: Wanted) -> bool:
-    return there.origin == "file" and there.ref != wanted.ref
+    said = (wanted.ref, wanted.tool_format)
+    return there.origin == "file" and (there.ref, there.tool_format) != said

@@ -93,9 +93,12 @@ class Aliases:
             return declared or self._dropped.get(name)
         noted = self._noted.get(name)
         found = noted[1] if noted is not None and noted[0] is row else row
-        if declared is not None and declared.origin == "file" and found.pinned != declared.pinned:
-            return msgspec.structs.replace(found, pinned=declared.pinned)
-        return found
+        if declared is None or declared.origin != "file":
+            return found
+        said = declared.pinned, declared.tool_format
+        if (found.pinned, found.tool_format) == said:
+            return found
+        return msgspec.structs.replace(found, pinned=said[0], tool_format=said[1])
 
     def declared(self, name: OwnedName) -> Registration | None:
         return self._declared.get(name)

@@ -75,7 +75,7 @@ class AnswerParts(msgspec.Struct, frozen=True):
 
     def _format(self, source: str, is_base: bool, adapters_format: str) -> ToolFormat:
         """An adapter's own template says more of the adapter than an option for the base."""
-        if adapters_format:
+        if adapters_format in FORMATS:  # another router may know more of them
             return FORMATS[adapters_format]
         named = self.tool_format
         found = _detected_format(source) if named == "auto" or not is_base else None

@@ -154,7 +154,7 @@ class Catalog:
             assert isinstance(served.origin, AdapterRef)
             content = Content(served.origin, served.manifest)
             self.rules.aliases.note(alias, seen(alias, content, self._unix_time()))
-        return msgspec.structs.replace(served, alias=alias.key)
+        return msgspec.structs.replace(served, alias=alias.key, tool_format=alias.tool_format)
 
     async def look(self, choice: AdapterChoice) -> None:
         """Whether its source gives it to whoever opens it; asks no worker. Raises AdapterError."""
@@ -285,7 +285,7 @@ class Catalog:
         rollout = "" if alias.rollout is None else alias.rollout.id
         return ServedAdapter(
             *(choice.adapter_id, content.ref, self.rules.credential(alias), content.manifest),
-            *(alias.key, rollout),
+            *(alias.key, rollout, alias.tool_format),
         )
 
     async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:

@@ -13,7 +13,7 @@ import msgspec
 
 from router.adapter_use import AdapterUse
 from router.answer_ends import AnswerEnds
-from router.answer_parts import AnswerParts
+from router.answer_parts import AnswerParts, PartsOfAnswers
 from router.base_model import BaseModel
 from router.catalog import Catalog
 from router.failures import FAILURES, NoWorker, RequestQuarantined, Stopping, request_error
@@ -120,8 +120,7 @@ class Dispatcher:
                 if adapter is not None:
                     held.callback(self._use.hold(adapter))
                 prompts = await self._build_prompts(call, model, adapter)
-                template = None if adapter is None else adapter.manifest.template
-                parts = self._limits.parts.of(call, model.card, template)
+                parts = self._parts_of(call, model, adapter)
                 ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
             call = _with_ranking(_with_ends(call, ends))
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
@@ -247,6 +246,16 @@ class Dispatcher:
                 if adapter.rollout and error.cause == "template_error":
                     self._metrics.outcomes.add(adapter.rollout, adapter.digest, Outcome(True))
             raise
+
+    def _parts_of(
+        self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
+    ) -> PartsOfAnswers:
+        """Raises RequestError."""
+        if adapter is None:
+            return self._limits.parts.of(call, model.card)
+        return self._limits.parts.of(
+            call, model.card, adapter.manifest.template, adapter.tool_format
+        )
 
     async def _resolve(
         self, call: GenerationCall, key_id: str, request_id: str

@@ -74,6 +74,7 @@ class Registration(msgspec.Struct, frozen=True):
     content: set once known; it is served as it is while `ready`. history: oldest first, the last
     is the present one. error: what went wrong last. rollout: other versions beside `content`.
     tenant: whose name it is; "" = the fleet's. drainer: the router that sees an unload through.
+    tool_format: in which it writes calls; "" = as its chat template, or the base's, tells.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Registration(msgspec.Struct, frozen=True):
     rollout: Rollout | None = None
     tenant: str = ""
     drainer: str = ""
+    tool_format: str = ""
 
     @property
     def key(self) -> OwnedName:

@@ -19,6 +19,7 @@ from router.api.adapters import (
     adapter_object,
     check_name,
     check_versions_alone,
+    format_named,
     parse_register,
     parse_rollout,
     parse_target,
@@ -161,7 +162,10 @@ class AdapterRoutes:
         name = _named_in_body(request, body.name, body.tenant)
         token = None if body.token is None else Secret(body.token)
         by = who(request)
-        wish = Wish(name, ref, "api", body.pin, token, body.replace, by)
+        wish = Wish(
+            *(name, ref, "api", body.pin, token, body.replace, by),
+            tool_format=format_named(body.tool_format),
+        )
         if body.versions is None:
             return await self._told(await self._admin.register(wish))
         source = self._service.config.default_source

@@ -42,7 +42,7 @@ class ServedAdapter(msgspec.Struct, frozen=True):
 
     origin: a pinned reference, or a merge. token: what opens the reference at its source.
     alias: the registered name that it was named by. rollout: of that name, under which this
-    version was chosen; "" = none.
+    version was chosen; "" = none. tool_format: what its registration says; "" = nothing.
     """
 
     adapter_id: str
@@ -51,6 +51,7 @@ class ServedAdapter(msgspec.Struct, frozen=True):
     manifest: AdapterManifest
     alias: OwnedName | None = None
     rollout: str = ""
+    tool_format: str = ""
 
     @property
     def digest(self) -> str:

@@ -26,6 +26,7 @@ from router.generation import RequestError
 from router.registration import Registration
 from router.rollout import Guards
 from router.tenancy.keys import Word
+from router.tools.registry import FORMATS
 from server.protocol import AdapterTiers, TierStage
 
 DEFAULT_WAIT_S = 30.0
@@ -40,6 +41,8 @@ class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pin, token: absent = as they are, of a name that is registered.
     tenant: whose name it is; absent = the fleet's.
     versions, guards: see RolloutBody; of a name that is new, the first version is its own.
+    tool_format: in which it writes calls; auto = as its chat template, or the base's, tells; absent
+    = as it is, of a name that is registered.
     """
 
     name: Name
@@ -53,6 +56,7 @@ class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: Versions | None = None
     guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
     tenant: Word | None = None
+    tool_format: str | None = None
 
 
 class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +107,7 @@ class WorkerAdapter(msgspec.Struct, frozen=True):
 class AdapterObject(msgspec.Struct, frozen=True):
     """A registered adapter. digest, ranks, targets, nbytes: once it was resolved.
 
-    tenant: whose name it is; null = the fleet's.
+    tenant: whose name it is; null = the fleet's. tool_format: what its registration says of it.
     partial: null = every module that its config targets has weights.
     ends: tokens that end its answers, beside the base's; null = not looked for yet.
     resident_on, loading_on: ids of workers. running: requests of this router. last_used: Unix
@@ -131,6 +135,7 @@ class AdapterObject(msgspec.Struct, frozen=True):
     workers: list[WorkerAdapter] = []
     rollout: RolloutObject | None = None
     tenant: str | None = None
+    tool_format: str | None = None
     object: Literal["adapter"] = "adapter"
 
 
@@ -162,6 +167,7 @@ def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, Adap
     """Raises RequestError."""
     request, _ = decode_body(body, RegisterBody)
     check_name(request.name, "name")
+    format_named(request.tool_format)
     ref = _target(request, default_source)
     told = f"only adapters of the Hub are opened with one; it would not be used for {ref.source}:"
     require(request.token is None or ref.source == "hub", told, "token")
@@ -191,6 +197,7 @@ def check_versions_alone(request: RegisterBody) -> None:
         "pin": request.pin,
         "token": request.token is not None,
         "replace": request.replace,
+        "tool_format": request.tool_format is not None,
     }
     for param, given in others.items():
         message = "the name is registered: with `versions` this is for new ones alone"
@@ -222,6 +229,13 @@ def check_name(name: str, param: str) -> None:
     """Raises RequestError unless callers could name an adapter so."""
     message = "expected letters, digits, '.', '_' and '-' only, a letter or digit first"
     require(is_name(name), message, param)
+
+
+def format_named(name: str | None) -> str | None:
+    """A format of calls; "" where the template tells. Raises RequestError for names of none."""
+    known = ", ".join(("auto", *FORMATS))
+    require(name in (None, "auto", *FORMATS), f"expected one of {known}", "tool_format")
+    return "" if name == "auto" else name
 
 
 def parse_tenant(query: Mapping[str, str]) -> str | None:
@@ -285,6 +299,7 @@ def adapter_object(
         workers=[_worker(worker, workers[worker]) for worker in sorted(workers)],
         rollout=rollout_object(registration, None, resident),
         tenant=registration.tenant or None,
+        tool_format=registration.tool_format or None,
     )
 
 

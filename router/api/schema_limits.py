@@ -11,6 +11,7 @@ from router.api.known_elsewhere import ELSEWHERE
 from router.api.lorax_fields import HARMLESS as HARMLESS_BESIDE
 from router.api.openai_common import HARMLESS
 from router.api.responses import REFUSED
+from router.tools.registry import FORMATS
 
 Schema = dict[str, Any]
 
@@ -62,6 +63,8 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     _bound(components["LoraxParameters"]["properties"]["seed"], "integer", maximum=2**64 - 1)
     for name, field in (("RegisterBody", "name"), ("LoadLoraBody", "lora_name")):
         components[name]["properties"][field] |= {"pattern": "^[A-Za-z0-9][A-Za-z0-9._-]*$"}
+    formats = {"enum": [None, "auto", *FORMATS]}
+    components["RegisterBody"]["properties"]["tool_format"] = formats
     components["CompletionsBody"]["properties"]["prompt"] = _prompts(limits)
     _say_merges(components["MergedAdapters"]["properties"])
     part = components["ContentPart"]

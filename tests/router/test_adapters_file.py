@@ -28,19 +28,19 @@ adapters:
   - name: sql
     ref: hub:org/sql@main
     pin: true
-  - {name: tone, ref: "local:/srv/tone"}
+  - {name: tone, ref: "local:/srv/tone", tool_format: hermes}
 """
 
 
 def test_yaml_and_json_say_the_same() -> None:
     expected = {
         OwnedName("sql"): Wanted(AdapterRef("hub", "org/sql", "main"), True),
-        OwnedName("tone"): Wanted(AdapterRef("local", "/srv/tone"), False),
+        OwnedName("tone"): Wanted(AdapterRef("local", "/srv/tone"), False, None, "hermes"),
     }
     assert read(YAML, "hub") == FileContents(expected, {})
     entries = [
         {"name": "sql", "ref": "org/sql@main", "pin": True},
-        {"name": "tone", "ref": "/srv/tone"},
+        {"name": "tone", "ref": "/srv/tone", "tool_format": "hermes"},
     ]
     assert read(json.dumps({"adapters": entries}).encode(), "hub") == FileContents(expected, {})
 
@@ -75,6 +75,7 @@ def test_a_file_that_cannot_be_understood(data: bytes, words: str) -> None:
         ({"name": "x", "ref": "plain"}, "x", "no source"),
         ({"name": "x", "ref": "org/one", "pn": True}, "x", "pn"),
         ({"name": "x", "ref": "org/one", "pin": "yes!"}, "x", "bool"),
+        ({"name": "x", "ref": "org/one", "tool_format": "none"}, "x", "expected one of auto"),
         ("text", "entry 2", "object"),
         ({"name": "good", "ref": "org/two"}, "good", "twice"),
     ],
@@ -95,7 +96,8 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 
 
 REFS = [AdapterRef("hub", "org/one"), AdapterRef("hub", "org/two")]
-WANTED = st.builds(Wanted, st.sampled_from(REFS), st.booleans())
+FORMAT = st.sampled_from(["", "hermes"])
+WANTED = st.builds(Wanted, st.sampled_from(REFS), st.booleans(), st.none(), FORMAT)
 NAMES = [OwnedName(name, tenant) for name in "abcd" for tenant in ("", "acme")]
 ORIGINS: list[Origin] = ["file", "api", "option"]
 
@@ -124,7 +126,9 @@ def test_carried_out_the_plan_leaves_nothing_to_do(
     for wish in todo.register:
         assert wish.replace == (wish.name in table)
         table[wish.name] = Registration(
-            *(wish.name.name, wish.ref, "file", bool(wish.pin)), tenant=wish.name.tenant
+            *(wish.name.name, wish.ref, "file", bool(wish.pin)),
+            tenant=wish.name.tenant,
+            tool_format=wish.tool_format or "",
         )
     for name in (*todo.pin, *todo.unpin):
         table[name] = msgspec.structs.replace(table[name], pinned=name in todo.pin)
@@ -135,10 +139,13 @@ def test_carried_out_the_plan_leaves_nothing_to_do(
     assert (again.register, again.pin, again.unpin, again.delete) == ((), (), (), ())
     for name, entry in wanted.items():
         if name not in todo.errors:
-            assert (table[name].ref, table[name].pinned) == (entry.ref, entry.pin)
+            there = table[name]
+            assert (there.ref, there.pinned) == (entry.ref, entry.pin)
+            assert there.tool_format == entry.tool_format
         else:
             there = foreign[name]
-            assert (there.ref, there.pinned) != (entry.ref, entry.pin)
+            said = (there.ref, there.pinned, there.tool_format)
+            assert said != (entry.ref, entry.pin, entry.tool_format)
     assert {r.key for r in table.values() if r.origin == "file"} <= set(wanted)
 
 

@@ -195,3 +195,9 @@ def test_every_file_that_is_named_must_be_there(tmp_path: Path, option: str) -> 
 )
 def test_options_that_cannot_be(options: dict[str, Any], why: str) -> None:
     assert refused(**options).startswith(why)
+
+
+def test_formats_have_names() -> None:
+    check_options(RouterConfig(tool_format="hermes", reasoning_format="none"))
+    assert refused(tool_format="none").startswith("--tool-format 'none': expected one of auto")
+    assert refused(reasoning_format="x").startswith("--reasoning-format 'x': expected one of auto")

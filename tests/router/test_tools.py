@@ -9,8 +9,16 @@ from typing import Any
 import openai
 import pytest
 
-from server.protocol import GenerateRequest
-from tests.router.fake_worker import EOS, FakeWorker, ids_of, make_card, running_worker
+from adapters.manifest import AdapterManifest
+from server.protocol import AdapterLoad, GenerateRequest
+from tests.router.fake_worker import (
+    EOS,
+    FakeWorker,
+    ids_of,
+    make_card,
+    make_manifest,
+    running_worker,
+)
 from tests.router.serving import Running, running_router
 
 TEMPLATE = (
@@ -39,7 +47,7 @@ class Scripted:
 
     def __init__(self, router: Running, worker: FakeWorker) -> None:
         self.router = router
-        self._worker = worker
+        self.worker = worker
         self.client = openai.AsyncOpenAI(
             base_url=f"{router.client.base_url}/v1", api_key="none", max_retries=0
         )
@@ -47,7 +55,7 @@ class Scripted:
     @property
     def prompt(self) -> str:
         """The last one that the worker got."""
-        requests = [f for f in self._worker.frames if isinstance(f, GenerateRequest)]
+        requests = [f for f in self.worker.frames if isinstance(f, GenerateRequest)]
         return bytes(requests[-1].prompt_ids).decode()
 
     async def ask(self, **fields: Any) -> Any:
@@ -216,3 +224,38 @@ async def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
         message = (await model.ask()).json()["choices"][0]["message"]
         assert (message["content"], message["reasoning"]) == ("Yes.", "So.")
         assert "tool_calls" not in message
+
+
+async def test_formats_by_registration(tmp_path: Path) -> None:
+    template = "{{ tools }}{{ messages[0].content }}"
+    async with scripted(tmp_path, template=template) as model:
+
+        async def register(**fields: Any) -> Any:
+            body = {"name": "mine", "ref": "hub:org/one@main"} | fields
+            return await model.router.client.post("/v1/adapters", json=body)
+
+        assert (await register()).json()["tool_format"] is None
+        assert (await model.ask(model="mine")).status_code == 400
+        for fields in ({"tool_format": "hermes"}, {}):
+            assert (await register(**fields)).json()["tool_format"] == "hermes"
+            message = (await model.ask(model="mine")).json()["choices"][0]["message"]
+            assert len(message["tool_calls"]) == 2
+        assert (await model.ask(model="org/one")).status_code == 400
+        assert (await register(tool_format="auto")).json()["tool_format"] is None
+        assert (await model.ask(model="mine")).status_code == 400
+        refused = await register(tool_format="unheard-of")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_format")
+
+
+async def test_an_adapters_own_template_comes_before_the_option(tmp_path: Path) -> None:
+    async def own_template(load: AdapterLoad) -> AdapterManifest:
+        template = TEMPLATE.replace("think>", "reasoning>")
+        return make_manifest("org/own", chat_template=template)
+
+    async with scripted(tmp_path, reasoning_format="seed", tool_format="hermes") as model:
+        model.worker.loader = own_template
+        model.worker.script = lambda request: [*ids_of("<reasoning>So.</reasoning>Yes."), EOS]
+        message = (await model.ask(model="org/own")).json()["choices"][0]["message"]
+        assert (message["content"], message["reasoning"]) == ("Yes.", "So.")
+        message = (await model.ask()).json()["choices"][0]["message"]
+        assert message["content"] == "<reasoning>So.</reasoning>Yes."

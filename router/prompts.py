@@ -10,7 +10,7 @@ import msgspec
 
 from adapters.chat.conversation import TemplateFault, TemplateOptions, choose_template
 from adapters.manifest import AdapterTemplate
-from router.generation import GenerationCall, RequestError
+from router.generation import Api, GenerationCall, RequestError
 from router.text.detokenizer import Detokenizer
 from router.text.model import TextModel
 from router.text.template_sandbox import TemplateSandbox
@@ -43,7 +43,10 @@ async def build_prompts(
     Raises RequestError (template_error, context_length, invalid, unsupported).
     """
     if call.messages is not None:
-        text = await render_messages(call.messages, call.template, model, template, sandbox)
+        try:
+            text = await render_messages(call.messages, call.template, model, template, sandbox)
+        except RequestError as error:
+            raise _spelled(error, call.api) from error
         return await model.long_texts.run(
             len(text), lambda: [_encode(call, model, text, _PARAM[call.api])]
         )
@@ -110,6 +113,19 @@ async def render_messages(
         return await sandbox.render(source, known, messages, options)
     except TemplateFault as fault:
         raise template_error(fault) from fault
+
+
+def _spelled(error: RequestError, api: Api) -> RequestError:
+    """With the field's name on the route."""
+    name = _CHAT_FIELDS.get(error.param or "") if api == "responses" else None
+    if name is None:
+        return error
+    message = error.message.replace(f"`{error.param}`", f"`{name}`")
+    return RequestError(error.cause, message, param=name)
+
+
+# Fields of a chat, as responses have them.
+_CHAT_FIELDS = {"messages": "input", "reasoning_effort": "reasoning.effort"}
 
 
 def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> Prompt:

@@ -1,10 +1,11 @@
 """OpenAI's `/v1/responses` without stored state: request bodies and answers. Pure."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, to_builtins
 
+from adapters.chat.conversation import ReasoningEffort, TemplateOptions
 from router.api.body import decode_plain, require
 from router.api.fields import Positive
 from router.api.formatter import ApiLimits
@@ -19,7 +20,10 @@ from router.api.openai_common import (
 from router.api.responses_answer import Asked
 from router.api.responses_input import InputItem, messages_of
 from router.api.responses_stream import ResponseFormatter
+from router.api.responses_tools import FlatChoice, FlatTools, flat_tools_of
+from router.api.tool_fields import for_template
 from router.generation import AnswerHead, GenerationCall
+from router.tools.tools import Tools
 
 Metadata = Annotated[dict[str, str], Meta(max_length=16)]
 
@@ -28,11 +32,19 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool | None = None
 
 
+class ReasoningFields(msgspec.Struct, frozen=True):
+    """effort: where the chat template reads it. summary: `auto` is none: answers have the reasoning
+    itself."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None
+
+
 class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     """input: a text of the user's, or items. instructions: the system's message before them.
 
     max_output_tokens: reasoning and calls included; absent = all that fits. metadata: the answer
-    repeats it.
+    repeats it. chat_template_kwargs: an extension: further variables of the chat template.
     """
 
     input: str | list[InputItem]
@@ -40,6 +52,11 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     max_output_tokens: Positive | None = None
     metadata: Metadata | None = None
     stream_options: ResponseStreamOptions | None = None
+    tools: FlatTools | None = None
+    tool_choice: FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningFields | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True):
@@ -67,10 +84,6 @@ REFUSED = {
     "include": Elsewhere(([],), "answers hold all that is known of them"),
     "top_logprobs": Elsewhere((0,), _NO_LOGPROBS),
     "max_tool_calls": Elsewhere((), "it bounds calls of hosted tools, of which there are none"),
-    "tools": Elsewhere(([],), "no tool calls yet"),
-    "tool_choice": Elsewhere(("auto", "none"), "no tool calls yet"),
-    "parallel_tool_calls": Elsewhere((True, False)),
-    "reasoning": Elsewhere(({},), "reasoning is part of the text"),
     "text": Elsewhere(({}, {"format": {"type": "text"}}), "no constrained output yet"),
     "response_format": Elsewhere((), "use `text.format`"),
     "reasoning_effort": Elsewhere((), "use `reasoning.effort`"),
@@ -88,8 +101,9 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Response
             raise unsupported(name, field.hint)
     read = {name: value for name, value in plain.items() if name not in REFUSED}
     request = decode_shared(read, ResponsesBody, limits)
-    _check_stream_options(plain.get("stream_options"), request)
+    _check_parts(plain, request)
     sampling = sampling_of(request, limits, max_tokens=request.max_output_tokens, logprobs=None)
+    tools = flat_tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
     call = GenerationCall(
         api="responses",
         prompts=(),
@@ -98,6 +112,9 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Response
         sampling=sampling,
         max_tokens=request.max_output_tokens,
         add_special_tokens=False,
+        template=_template(request, tools),
+        tools=tools,
+        divides_reasoning=True,
     )
     return ResponsesRequest(with_shared(call, request, limits), _asked(request, call))
 
@@ -110,10 +127,27 @@ def _messages(request: ResponsesBody, limits: ApiLimits) -> list[dict[str, Any]]
     return messages_of(request.instructions, items)
 
 
-def _check_stream_options(options: Any, request: ResponsesBody) -> None:
-    if options:
-        check_unknown_parts(options, ResponseStreamOptions.__struct_fields__, "stream_options.")
-        require(request.stream, "only allowed when `stream` is true", "stream_options")
+def _check_parts(plain: dict[str, Any], request: ResponsesBody) -> None:
+    """Raises RequestError."""
+    for name, kind in _PARTS.items():
+        check_unknown_parts(plain.get(name) or {}, kind.__struct_fields__, f"{name}.")
+    has_options = bool(plain.get("stream_options"))
+    require(request.stream or not has_options, "only allowed when `stream` is true", _OPTIONS)
+
+
+_OPTIONS = "stream_options"
+_PARTS: dict[str, type[msgspec.Struct]] = {
+    _OPTIONS: ResponseStreamOptions,
+    "reasoning": ReasoningFields,
+}
+
+
+def _template(request: ResponsesBody, tools: Tools | None) -> TemplateOptions:
+    return TemplateOptions(
+        tools=None if tools is None else for_template(tools),
+        effort=None if request.reasoning is None else request.reasoning.effort,
+        variables=request.chat_template_kwargs or {},
+    )
 
 
 def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
@@ -125,4 +159,8 @@ def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
         temperature=call.sampling.temperature,
         top_p=call.sampling.top_p,
         user=request.user,
+        tools=tuple(to_builtins(tool) for tool in request.tools or ()),
+        tool_choice=to_builtins(request.tool_choice or "auto"),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        effort=call.template.effort,
     )

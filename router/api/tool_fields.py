@@ -59,6 +59,15 @@ OfferedTools = Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice
 
 
+class Chosen(msgspec.Struct, frozen=True):
+    """What a `tool_choice` says. names: that may be called, each with the field that says so; none
+    = all. named: the caller named one."""
+
+    mode: ToolMode = "auto"
+    names: tuple[tuple[str, str], ...] = ()
+    named: bool = False
+
+
 def tools_of(
     offered: list[OfferedTool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> Tools | None:
@@ -67,17 +76,27 @@ def tools_of(
     Raises RequestError.
     """
     tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(offered or ()))
+    return offered_tools(tools, _chosen(choice), parallel, "function.name")
+
+
+def offered_tools(
+    tools: tuple[Tool, ...], chosen: Chosen, parallel: bool | None, name_field: str
+) -> Tools | None:
+    """None = none may be called. name_field: where a tool has its name. Raises RequestError."""
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         message = f"{tool.name!r} is the name of an earlier tool, too"
-        require(tool.name not in seen, message, f"tools[{i}].function.name")
+        require(tool.name not in seen, message, f"tools[{i}].{name_field}")
         seen.add(tool.name)
-    demands = choice not in (None, "none", "auto")
+    demands = chosen.names or chosen.mode == "required"
     require(tools or not demands, "needs `tools`", "tool_choice")
-    if not tools or choice == "none":
+    if not tools or chosen.mode == "none":
         return None
-    mode, callable_, named = _chosen(choice, seen)
-    return Tools(tools, mode, callable_, named, parallel is not False and not named)
+    for name, param in chosen.names:
+        require(name in seen, f"no tool of `tools` has the name {name[:128]!r}", param)
+    callable_ = tuple(dict.fromkeys(name for name, _ in chosen.names))
+    several = parallel is not False and not chosen.named
+    return Tools(tools, chosen.mode, callable_, chosen.named, several)
 
 
 def for_template(tools: Tools) -> list[dict[str, Any]]:
@@ -104,21 +123,14 @@ def _tool(tool: OfferedTool, where: str) -> Tool:
     return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 
-def _chosen(choice: ToolChoice | None, names: set[str]) -> tuple[ToolMode, tuple[str, ...], bool]:
-    """The mode, names that may be called (none = all), and whether one was named."""
+def _chosen(choice: ToolChoice | None) -> Chosen:
     if isinstance(choice, FunctionChoice):
-        name = choice.function.name
-        require(name in names, _no_tool(name), "tool_choice.function.name")
-        return "required", (name,), True
+        return Chosen("required", ((choice.function.name, "tool_choice.function.name"),), True)
     if isinstance(choice, AllowedChoice):
         allowed = choice.allowed_tools
-        for i, tool in enumerate(allowed.tools):
-            name = tool.function.name
-            param = f"tool_choice.allowed_tools.tools[{i}].function.name"
-            require(name in names, _no_tool(name), param)
-        return allowed.mode, tuple({tool.function.name: 0 for tool in allowed.tools}), False
-    return choice or "auto", (), False
-
-
-def _no_tool(name: str) -> str:
-    return f"no tool of `tools` has the name {name[:128]!r}"
+        where = "tool_choice.allowed_tools.tools"
+        names = [
+            (t.function.name, f"{where}[{i}].function.name") for i, t in enumerate(allowed.tools)
+        ]
+        return Chosen(allowed.mode, tuple(names))
+    return Chosen(choice or "auto")

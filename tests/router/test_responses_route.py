@@ -1,6 +1,8 @@
 """`/v1/responses` over HTTP, by the published SDK."""
 
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -9,6 +11,9 @@ import pytest
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of
 from tests.router.serving import Running
+from tests.router.test_tools import WEATHER, scripted
+
+CALLED = '<tool_call>{"name": "weather", "arguments": {"place": "Köln"}}</tool_call>'
 
 
 @pytest.fixture
@@ -81,3 +86,36 @@ async def test_errors(sdk: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         await sdk.responses.create(model="org/missing", input="ab", stream=True)
     assert missing.value.param == "model"
+
+
+FLAT: Any = {"type": "function", "strict": False, **WEATHER["function"]}
+
+
+async def test_tools_and_reasoning(tmp_path: Path) -> None:
+    """Calls go back with their results; the stream has the same items as the whole answer."""
+    async with scripted(tmp_path) as model:
+        ask = model.client.responses
+        whole = await ask.create(model="", input="hi", tools=[FLAT])
+        kinds = [item.type for item in whole.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        assert whole.output_text == "I look."
+        calls = [item for item in whole.output if item.type == "function_call"]
+        assert [json.loads(call.arguments) for call in calls] == [{"place": "Köln"}] * 2
+        async with ask.stream(model="", input="hi", tools=[FLAT]) as stream:
+            async for _ in stream:
+                pass
+            streamed = await stream.get_final_response()
+        assert [item.type for item in streamed.output] == kinds
+        assert streamed.output_text == whole.output_text
+        results = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+            for call in calls
+        ]
+        history = [item.model_dump(exclude_unset=True) for item in whole.output]
+        told: Any = [{"role": "user", "content": "hi"}, *history, *results]
+        await ask.create(model="", input=told)
+        expected = "<user>hi<assistant>I look." + CALLED * 2 + "<tool>rain<tool>rain<assistant>"
+        assert model.prompt == expected
+        with pytest.raises(openai.BadRequestError) as effort:
+            await ask.create(model="", input="hi", reasoning={"effort": "low"})
+        assert effort.value.param == "reasoning.effort"

@@ -13,6 +13,7 @@ from router.api import responses
 from router.api.formatter import ApiLimits, Formatter
 from router.generation import ChoiceResult, FinishReason, RequestError, TextEvent
 from router.parts.parts import CallDelta, ToolCall
+from router.tools.tools import Tool, Tools
 from tests.router.api.answers import HEAD, PROMPT
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -201,6 +202,48 @@ def test_call() -> None:
     assert (call.sampling.temperature, call.sampling.top_p) == (0.5, 0.25)
 
 
+TOOL = {"type": "function", "name": "f", "description": "F", "parameters": {}, "strict": True}
+ALLOWED = {
+    "type": "allowed_tools",
+    "mode": "required",
+    "tools": [{"type": "function", "name": "f"}],
+}
+F = Tool("f", "F", {}, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tools"),
+    [
+        ({}, Tools((F,))),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            Tools((F,), "required", (), False, False),
+        ),
+        (
+            {"tool_choice": {"type": "function", "name": "f"}},
+            Tools((F,), "required", ("f",), True, False),
+        ),
+        ({"tool_choice": ALLOWED}, Tools((F,), "required", ("f",))),
+        ({"tool_choice": "none"}, None),
+    ],
+)
+def test_tools(fields: dict[str, Any], tools: Tools | None) -> None:
+    """They are the call's, and the answer repeats them."""
+    asked = parse(tools=[TOOL], **fields)
+    assert asked.call.tools == tools
+    assert (asked.call.template.tools is None) == (tools is None)
+    answer = json.loads(asked.formatter(HEAD).whole([result("Hi")], [PROMPT]))
+    assert answer["tools"] == [TOOL]
+    assert answer["tool_choice"] == fields.get("tool_choice", "auto")
+
+
+def test_reasoning_fields() -> None:
+    asked = parse(reasoning={"effort": "low", "summary": "auto"}, chat_template_kwargs={"a": 1})
+    assert (asked.call.template.effort, asked.call.template.variables) == ("low", {"a": 1})
+    answer = json.loads(asked.formatter(HEAD).whole([result("Hi")], [PROMPT]))
+    assert answer["reasoning"] == {"effort": "low", "summary": None}
+
+
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
 PLAIN_CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": "{}"}}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "21"}
@@ -292,6 +335,26 @@ def test_items_become_messages(items: list[Any], messages: list[Any]) -> None:
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"inptu": "x"}, "inptu"),
         ({"n": 2}, "n"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [TOOL | {"name": None}]}, "tools[0].name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "g"}],
+                },
+            },
+            "tool_choice.tools[0].name",
+        ),
+        ({"reasoning": {"effort": "vast"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"budget": 3}}, "reasoning.budget"),
     ],
 )
 def test_refused(fields: dict[str, Any], param: str) -> None:

@@ -1,9 +1,13 @@
 """The formats of tool calls by name. Pure."""
 
 from router.tools.formats.format import ToolFormat
+from router.tools.formats.granite import GRANITE
 from router.tools.formats.hermes import HERMES
+from router.tools.formats.llama3_json import LLAMA3_JSON
+from router.tools.formats.mistral import MISTRAL_LIST
+from router.tools.formats.phi4_mini import PHI4_MINI
 
-_ALL: tuple[ToolFormat, ...] = (HERMES,)
+_ALL: tuple[ToolFormat, ...] = (HERMES, LLAMA3_JSON, MISTRAL_LIST, PHI4_MINI, GRANITE)
 FORMATS = {tool_format.name: tool_format for tool_format in _ALL}
 
 

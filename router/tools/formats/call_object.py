@@ -9,7 +9,6 @@ from router.tools.formats.json_text import json_string, json_value, repaired, st
 
 NAME_KEYS = "name", "tool_name"
 ARGUMENT_KEYS = "arguments", "parameters"
-_OTHER_KEYS = "type", "id"
 
 
 class Outcome(Enum):
@@ -23,8 +22,9 @@ class Outcome(Enum):
 class CallObject:
     """Reads `{"name": …, "arguments": {…}}`, its members in any order.
 
-    names: functions that may be called. bare: no marker says that a call comes: then the name
-    comes before the arguments, and members of other names make no call. The arguments flow.
+    names: functions that may be called. bare: no marker says that a call comes: then the members
+    are the name and the arguments, in this order; `"type": "function"` may come first, as some
+    models write it. The arguments flow.
     """
 
     def __init__(self, scan: Scan, names: Collection[str], bare: bool) -> None:
@@ -52,7 +52,10 @@ class CallObject:
 
     def _member(self) -> Steps[bool]:
         yield from self._scan.spaces()
+        offset = self._scan.at - self._scan.start
         key = yield from self._string()
+        if self._bare and not self._opened and self._scan.since(offset) != f'"{key}"':
+            return False  # an escape in the key
         yield from self._scan.spaces()
         if key is None or not (yield from self._scan.literal(":")):
             return False
@@ -61,8 +64,8 @@ class CallObject:
             return (yield from self._read_name())
         if key in ARGUMENT_KEYS and not self._opened:
             return (yield from self._read_arguments())
-        if self._bare and not self._opened and key not in _OTHER_KEYS:
-            return False
+        if self._bare and not self._opened:
+            return key == "type" and (yield from self._scan.literal('"function"'))
         return (yield from json_value(self._scan))
 
     def _string(self) -> Steps[str | None]:

@@ -1,5 +1,6 @@
 """What the grammars of all formats have in common. Pure."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from router.shape.lark import ANY_TEXT, Lark
@@ -38,14 +39,10 @@ def free_text_before(lark: Lark, marker: str) -> str:
     return lark.rule("before", f"{ANY_TEXT} {begin}", "lazy")
 
 
-def marked_calls(tools: Tools, lark: Lark, marker: str, rest: str, between: str) -> str:
-    """A whole answer in which `marker` begins each call, or each list of calls.
-
-    rest: what follows the marker. between: what parts calls where there is no other text.
-    """
-    if tools.mode == "required":
-        return several(tools, f"{lark.literal(marker)} {rest}", between)
-    called = f"{free_text_before(lark, marker)} {rest}"
+def mixed(tools: Tools, lark: Lark, called: Sequence[str], passed: Sequence[str] = ()) -> str:
+    """Text and calls in turn. called: free text and the calls after it. passed: free text with
+    what looks like a call and is none."""
     if one_call_alone(tools):
-        return lark.either((called, ANY_TEXT))
-    return f"({called})* {ANY_TEXT}"
+        skipped = f"{lark.either(passed)}* " if passed else ""
+        return skipped + lark.either((*called, ANY_TEXT))
+    return f"{lark.either((*called, *passed))}* {ANY_TEXT}"

@@ -1,6 +1,7 @@
 """Formats whose calls are JSON objects that name their functions. Pure."""
 
 import json
+import re
 from collections.abc import Collection
 
 import msgspec
@@ -9,12 +10,21 @@ from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import Lark
 from router.tools.formats.call_object import CallObject, Outcome
-from router.tools.formats.grammar import arguments_schema, marked_calls
+from router.tools.formats.grammar import arguments_schema, free_text_before, mixed, several
 from router.tools.tools import Tools
+
+_QUOTE = '"'
+_COMMA = '"," " "?'
+_COLON = '":" " "?'
+_NAME_AND_QUOTE = f'"\\"name\\"" {_COLON} "\\""'
+_S = r"[ \t\r\n]*"
+# A call without marker: what `CallObject` reads as one begins like this.
+_BARE_BEGIN = rf'/(?s:.*)\{{{_S}("type"{_S}:{_S}"function"{_S},{_S})?"name"{_S}:{_S}"/'
 
 
 class JsonCalls(msgspec.Struct, frozen=True):
-    """opens: markers that begin calls, the native one first. close: what ends them, if anything.
+    """opens: markers that begin calls; one that ends in a bracket has begun their array. close:
+    what ends calls, if anything.
 
     bare: a call may come without its marker. listed: natively calls stand in a JSON array, else
     each has its own markers, or `between` parts them. lines: natively objects stand on lines of
@@ -39,20 +49,50 @@ class JsonCalls(msgspec.Struct, frozen=True):
         return StepsReader(lambda scan: self._steps(scan, names))
 
     def rules(self, tools: Tools, lark: Lark) -> str:
-        space = '"\\n"?' if self.lines else '" "?'
-        rest = lark.rule(
-            "call", f"{space} {self._object(tools, lark)} {space} {lark.literal(self.close)}"
+        function = self._function(tools, lark)
+        call = lark.rule("object", f'"{{" {_NAME_AND_QUOTE} {function}')
+        rests = [lark.rule("rest", self._rest(tools, lark, marker, call)) for marker in self.opens]
+        marked = list(zip(self.opens, rests, strict=True))
+        if tools.mode == "required":
+            ways = [f"{lark.literal(marker)} {rest}" for marker, rest in marked]
+            ways += [several(tools, call, self._separator())] if self.bare else []
+            return (
+                several(tools, lark.either(ways), self._gap()) if self.close else lark.either(ways)
+            )
+        called = [f"{free_text_before(lark, marker)} {rest}" for marker, rest in marked]
+        if not self.bare:
+            return mixed(tools, lark, called)
+        begin = lark.rule("before", _BARE_BEGIN, "lazy")
+        return mixed(
+            tools, lark, [*called, f"{begin} {function}"], [f"{begin} {_other(tools, lark)}"]
         )
-        return marked_calls(tools, lark, self.opens[0], rest, space)
 
-    def _object(self, tools: Tools, lark: Lark) -> str:
-        """One call as an object."""
+    def _rest(self, tools: Tools, lark: Lark, marker: str, call: str) -> str:
+        """What follows a marker."""
+        close = lark.literal(self.close) if self.close else ""
+        if self.listed:
+            bracket = "" if marker.endswith("[") else '"["'
+            ended = f"({close})?" if close else ""
+            return f'{bracket} {several(tools, call, _COMMA)} "]" {ended}'
+        if self.between:
+            return several(tools, call, self._separator())
+        return f"{self._gap()} {call} {self._gap()} {close}"
+
+    def _gap(self) -> str:
+        return '"\\n"?' if self.lines else '" "?'
+
+    def _separator(self) -> str:
+        return f'{json.dumps(self.between)} " "?'
+
+    def _function(self, tools: Tools, lark: Lark) -> str:
+        """One call as an object, from its function's name on."""
+        key = json.dumps(f'"{self.arguments_key}"')
         calls = (
-            f'{lark.literal(json.dumps(tool.name))} "," " "? "\\"{self.arguments_key}\\":" " "? '
-            f"{lark.json(arguments_schema(tools, tool))}"
+            f"{json.dumps(tool.name + _QUOTE)} {_COMMA} {key} "
+            f'{_COLON} {lark.json(arguments_schema(tools, tool))} "}}"'
             for tool in tools.allowed
         )
-        return lark.rule("object", f'"{{" "\\"name\\":" " "? {lark.either(calls)} "}}"')
+        return lark.rule("function", lark.either(calls))
 
     def _steps(self, scan: Scan, names: Collection[str]) -> Steps[None]:
         triggers = (*self.opens, "{") if self.bare else self.opens
@@ -60,22 +100,22 @@ class JsonCalls(msgspec.Struct, frozen=True):
             length = scan.at - scan.start
             if word == "{":
                 scan.at -= 1
-            if (yield from self._calls(scan, names, word == "{")):
+            if (yield from self._calls(scan, names, word)):
                 yield from scan.spaces()
                 scan.drop_space()
             else:
                 scan.reject(length)
 
-    def _calls(self, scan: Scan, names: Collection[str], bare: bool) -> Steps[bool]:
-        """Reads calls up to their close; False where there is none."""
+    def _calls(self, scan: Scan, names: Collection[str], word: str) -> Steps[bool]:
+        """Reads calls up to their close; False where there is none. word: what began them."""
         yield from scan.spaces()
-        listed = yield from scan.literal("[")
+        listed = word.endswith("[") or (yield from scan.literal("["))
         yield from scan.spaces()
-        outcome = yield from CallObject(scan, names, bare).read()
+        outcome = yield from CallObject(scan, names, word == "{").read()
         if outcome is Outcome.NONE:
             return False
         while outcome is Outcome.CALL and (yield from self._another(scan, listed)):
-            outcome = yield from CallObject(scan, names, bare).read()
+            outcome = yield from CallObject(scan, names, self.bare).read()
         if outcome is Outcome.BROKEN:
             yield from self._rest_of_broken(scan)
             return True
@@ -106,3 +146,9 @@ class JsonCalls(msgspec.Struct, frozen=True):
             while (yield from scan.peek()):
                 scan.at = len(scan.buffer)
                 scan.arguments()
+
+
+def _other(tools: Tools, lark: Lark) -> str:
+    """The rest of a name that no tool has."""
+    names = "|".join(re.escape(tool.name) for tool in tools.allowed)
+    return lark.terminal("OTHER", f'/[^"{{\\\\]*"/ & ~/({names})"/')

@@ -109,4 +109,23 @@ def _hermes(calls: Sequence[Call]) -> str:
     )
 
 
-NATIVE = {"hermes": Native(_hermes)}
+def _objects(calls: Sequence[Call], key: str = "arguments") -> list[str]:
+    return [_json({"name": name, key: arguments}) for name, arguments in calls]
+
+
+def _listed(calls: Sequence[Call]) -> str:
+    return f"[{', '.join(_objects(calls))}]"
+
+
+# The format's name, and what sets one of its forms apart.
+NATIVE = {
+    "hermes": Native(_hermes),
+    "llama3_json": Native(lambda calls: "; ".join(_objects(calls, "parameters"))),
+    "llama3_json with a tag": Native(
+        lambda calls: "<|python_tag|>" + "; ".join(_objects(calls, "parameters"))
+    ),
+    "mistral_list": Native(lambda calls: f"[TOOL_CALLS]{_listed(calls)}"),
+    "phi4_mini": Native(lambda calls: f"<|tool_call|>{_listed(calls)}<|/tool_call|>"),
+    "phi4_mini without tokens": Native(lambda calls: f"functools{_listed(calls)}"),
+    "granite": Native(lambda calls: f"<|tool_call|>{_listed(calls)}"),
+}

@@ -9,6 +9,7 @@ import pytest
 from adapters.grammar.compile import GrammarLimits, compile_grammar
 from adapters.grammar.vocabulary import byte_vocabulary
 from router.shape.lark import Lark
+from router.tools.formats.format import ToolFormat
 from router.tools.registry import FORMATS
 from router.tools.tools import Tool, Tools
 from tests.router.tools.call_reading import Reading, read
@@ -20,9 +21,13 @@ AFTER = ("", "Done.", "(That is all)")
 LIMITS = GrammarLimits()
 
 
+def format_of(name: str) -> ToolFormat:
+    return FORMATS[name.split()[0]]
+
+
 def specials_of(name: str) -> dict[int, bytes]:
     """Tokens of the format's markers."""
-    return {i + 3: marker.encode() for i, marker in enumerate(FORMATS[name].markers)}
+    return {i + 3: marker.encode() for i, marker in enumerate(format_of(name).markers)}
 
 
 def accepts(name: str, tools: Tools, answer: str, *, special: bool) -> bool:
@@ -30,7 +35,7 @@ def accepts(name: str, tools: Tools, answer: str, *, special: bool) -> bool:
     specials = {2: b"</s>"} | (specials_of(name) if special else {})
     vocabulary = byte_vocabulary(40, (2,), specials)
     lark = Lark({text.decode(): i for i, text in specials.items()})
-    start = FORMATS[name].rules(tools, lark)
+    start = format_of(name).rules(tools, lark)
     matcher = compile_grammar(vocabulary, lark.source(start), LIMITS)
     tokens = _tokens(answer, specials)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -58,15 +63,15 @@ def answer_of(name: str, calls: list[Call], before: str, after: str) -> tuple[st
 
 def check_reading(name: str, answer: str, text: str, calls: list[Call], random: Random) -> None:
     tools = Tools(TOOLS)
-    reading = read(FORMATS[name].reader(tools), [answer])
+    reading = read(format_of(name).reader(tools), [answer])
     found = [(called, json.loads(arguments)) for called, arguments in reading.calls]
     assert (reading.text, found) == (text, calls), answer
-    assert read(FORMATS[name].reader(tools), answer) == reading, answer
+    assert read(format_of(name).reader(tools), answer) == reading, answer
     for _ in range(6):
         cut = random.randrange(len(answer) + 1)
         halves = [answer[:cut], answer[cut:]]
-        assert read(FORMATS[name].reader(tools), halves) == reading, halves
-        check_prefix(read(FORMATS[name].reader(tools), [answer[:cut]]), reading, answer[:cut])
+        assert read(format_of(name).reader(tools), halves) == reading, halves
+        check_prefix(read(format_of(name).reader(tools), [answer[:cut]]), reading, answer[:cut])
 
 
 def check_prefix(part: Reading, whole: Reading, answer: str) -> None:
@@ -99,7 +104,7 @@ def test_the_grammar_lets_native_forms_through(name: str, special: bool) -> None
     for _ in range(COUNT // 4):
         calls = [call(random) for _ in range(random.choice((1, 2, 3)))]
         answer, _ = answer_of(name, calls, random.choice(BEFORE), random.choice(AFTER))
-        if special and any(marker in repr(calls) for marker in FORMATS[name].markers):
+        if special and any(marker in repr(calls) for marker in format_of(name).markers):
             continue  # in a string it is text, not the token
         plain = NATIVE[name].write(calls)
         one = NATIVE[name].write(calls[:1])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.grammar.compile import GrammarError, GrammarLimits, check_source
+from adapters.grammar.compile import GrammarError, GrammarLimits, GrammarTooCostly, check_source
 from adapters.grammar.trial_process import Begin
 
 START_TIMEOUT_S = 60.0
@@ -80,17 +80,17 @@ class _Trial:
         self._lock = threading.Lock()
 
     def ask(self, grammar: bytes) -> str:
-        """What is wrong with it, or ""."""
+        """What is wrong with it, or "". Raises GrammarTooCostly, CheckerUnavailable."""
         process = self._process or self._start()
         limit_s = self._limits.compile_s + _PATIENCE
         try:
             return _exchange(process, grammar, limit_s).decode()
         except (OSError, EOFError, ValueError):
             self.stop()
-            return (
+            raise GrammarTooCostly(
                 f"it needs more than {self._limits.compile_s:g} s of processor time or "
                 f"{self._limits.memory_bytes >> 20} MiB of memory to compile"
-            )
+            ) from None
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Raises CheckerUnavailable."""

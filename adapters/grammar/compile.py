@@ -12,6 +12,10 @@ class GrammarError(ValueError):
     """The grammar is wrong, or costs more than its limits; str() says what."""
 
 
+class GrammarTooCostly(GrammarError):
+    """It costs more than its limits, wrong or not."""
+
+
 class GrammarLimits(msgspec.Struct, frozen=True):
     """What a grammar may cost. llguidance stops at its own limits, a checker's process at the rest.
 
@@ -36,9 +40,10 @@ def check_source(grammar: str, limits: GrammarLimits) -> None:
     """Raises GrammarError for a text that is too long or too deeply nested."""
     size = len(grammar.encode("utf-8", "surrogatepass"))
     if size > limits.source_bytes:
-        raise GrammarError(f"the grammar has {size} bytes, at most {limits.source_bytes} may be")
+        message = f"the grammar has {size} bytes, at most {limits.source_bytes} may be"
+        raise GrammarTooCostly(message)
     if _nesting(grammar) > limits.nesting:
-        raise GrammarError(f"the grammar is nested more than {limits.nesting} deep")
+        raise GrammarTooCostly(f"the grammar is nested more than {limits.nesting} deep")
 
 
 def _nesting(grammar: str) -> int:

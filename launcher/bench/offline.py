@@ -21,6 +21,7 @@ from adapters.violations import Findings
 from launcher.bench.errors import BenchError
 from launcher.bench.random_masks import RandomMasks
 from server.config import EngineConfig
+from server.constraints.build import make_constraints
 from server.engine.extents import FREE, fit
 from server.engine.loop import EngineLoop
 from server.engine.messages import (
@@ -32,7 +33,8 @@ from server.engine.messages import (
     Submit,
     ToEngine,
 )
-from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler
+from server.engine.scheduler_config import SchedulerConfig
 from server.model.checkpoint import read_config
 from server.model.config import ModelConfig, base_spec
 from server.model.executor import TorchExecutor
@@ -233,12 +235,14 @@ class OfflineEngine:
         )
         waiting = SchedulerConfig(max_waiting=config.max_waiting)
         self._scheduler = Scheduler(self.executor.limits, waiting)
+        self._constraints = make_constraints(config, self.executor.limits)
         self._runs = 0
         self._layouts: dict[int, SlabLayout] = {}  # by rank
         gc.collect()
         gc.freeze()  # as an engine process does: what lasts is looked at by no collection
 
     def close(self) -> None:
+        self._constraints.close()
         self.executor.close()
         gc.unfreeze()
 
@@ -262,7 +266,7 @@ class OfflineEngine:
         channel = _Calls(requests, lambda digest: self._staged(digest, rank), note)
         depth = 2 if self.config.device == "cuda" else 1
         executor = RandomMasks(self.executor, constrained) if constrained else self.executor
-        EngineLoop(executor, self._scheduler, channel, depth).run()
+        EngineLoop(executor, self._scheduler, channel, depth, self._constraints).run()
 
     def load_adapters(self, count: int, rank: int) -> float:
         """Bring adapters to the device; seconds."""

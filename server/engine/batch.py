@@ -1,7 +1,8 @@
 """A step in the making, and then in flight: the plan, and whose slices it holds. Pure."""
 
+from server.constraints.constraint import Constraint
 from server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
-from server.engine.sequence import Sequence
+from server.engine.sequence import Sequence, State
 
 _SEED_MASK = 2**63 - 1  # devices keep seeds as signed 64-bit
 
@@ -35,6 +36,11 @@ class Batch:
         self.plan.grants.append(PageGrant(sequence.seq_row, len(sequence.pages), pages))
         sequence.pages += pages
 
+    def constraints(self, slices: list[int]) -> list[Constraint | None]:
+        """Of the sequences at these places; None = it has ended."""
+        sequences = [self.sequences[i] for i in slices]
+        return [s.constraint if s.state is State.RUNNING else None for s in sequences]
+
     def add(self, sequence: Sequence) -> None:
         """As many of the tokens it wants as the budget allows."""
         start = sequence.num_computed
@@ -52,6 +58,7 @@ class Batch:
                 adapter_slot=sequence.adapter_slot,
                 sample=sample,
                 prompt_logprobs=sequence.needs_prompt_logprobs and start < sequence.prompt_len - 1,
+                constrained=sample and sequence.constraint is not None,
             )
         )
         self.sequences.append(sequence)

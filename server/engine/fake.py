@@ -12,6 +12,7 @@ from hashlib import blake2b
 import msgspec
 import numpy as np
 
+from server.constraints.rules import mask_words
 from server.engine.executor import (
     AdapterCopy,
     CopyNews,
@@ -89,15 +90,24 @@ def certified_output(
     return output
 
 
+def next_allowed(mask: np.ndarray, token_id: int, vocab_size: int) -> int:
+    """The first from `token_id` on, round the vocabulary, whose bit is set; some must be."""
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size])
+    _check(bool(len(allowed)), "a mask of nothing")
+    return int(allowed[np.searchsorted(allowed, token_id) % len(allowed)])
+
+
 class FakeTicket:
-    """A launched step; its results are known, but not before `collect`."""
+    """A launched step; its results are known, but not before `collect`. held: whether constrained
+    slices wait for their masks."""
 
     def __init__(self, plan: StepPlan, results: list[SliceResult]) -> None:
         self.plan = plan
         self.results = results
+        self.held = any(piece.constrained for piece in plan.slices)
 
     def ready(self) -> bool:
-        return True
+        return not self.held
 
 
 class _Row:
@@ -144,6 +154,7 @@ class CertifyingExecutor:
     # ---- steps
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
+        _check(not any(t.held for t in self._in_flight), "a launch before the last one's masks")
         _check(plan.step > self._step, f"step {plan.step} after step {self._step}")
         _check(bool(plan.slices), "an empty plan")
         _check(plan.num_tokens <= self.limits.max_step_tokens, "over the token budget")
@@ -165,13 +176,26 @@ class CertifyingExecutor:
         return ticket
 
     def mask_memory(self, count: int) -> np.ndarray:
-        return np.zeros((count, -(-self.limits.vocab_size // 32)), dtype=np.int32)
+        return np.zeros((count, mask_words(self.limits.vocab_size)), dtype=np.int32)
 
     def constrain(self, ticket: FakeTicket, masks: Masks) -> None:
-        """Its tokens are known anyway."""
+        """A token that its mask forbids gives way to the next one allowed, round the vocabulary."""
+        _check(ticket.held, "no draw of the step waits for masks")
+        ticket.held = False
+        for index, bits in zip(masks.slices, masks.bits, strict=True):
+            piece, result = ticket.plan.slices[index], ticket.results[index]
+            _check(piece.constrained and result.token_id is not None, "a mask of another slice")
+            assert result.token_id is not None
+            token_id = next_allowed(bits, result.token_id, self.limits.vocab_size)
+            self._rows[piece.seq_row].tokens[-1] = token_id
+            logprob = result.logprob
+            if logprob is not None:
+                logprob = msgspec.structs.replace(logprob, token_id=token_id)
+            ticket.results[index] = SliceResult(token_id, logprob, result.prompt_logprobs)
 
     def collect(self, ticket: FakeTicket) -> list[SliceResult]:
         _check(bool(self._in_flight) and self._in_flight[0] is ticket, "not the oldest step")
+        _check(not ticket.held, "a step was collected before its masks came")
         if self.options.step_s:
             time.sleep(self.options.step_s)
         self._in_flight.popleft()

@@ -33,6 +33,15 @@ class Staged:
     load_s: float
 
 
+class Loads(NamedTuple):
+    """Copies to start, slabs wanted of the shell, slabs it may take back, answers to its orders."""
+
+    copies: list[AdapterCopy]
+    needed: list[str]
+    released: list[str]
+    settled: list[AdapterSettled]
+
+
 class _Copying(NamedTuple):
     """since: when the copy was ordered. load_s: what came before it."""
 
@@ -81,6 +90,12 @@ class AdapterLoads:
     @property
     def loading(self) -> tuple[str, ...]:
         return (*self._asked, *self._staged, *self._copying)
+
+    def take(self) -> Loads:
+        """All decided since the last call."""
+        taken = Loads(self.copies, self.needed, self.released, self.settled)
+        self.copies, self.needed, self.released, self.settled = [], [], [], []
+        return taken
 
     # ---- waiters
 

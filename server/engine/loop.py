@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from server.constraints.constraints import Constraints
 from server.engine.channel import ShellGone
-from server.engine.executor import COPY_FAILED, CopyOver, Executor, Ticket
+from server.engine.executor import COPY_FAILED, CopyOver, Executor, Masks, Ticket
 from server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 # Copies end without a call; with nothing else to do the loop looks so often.
 COPY_POLL_S = 0.0002
+GRAMMAR_POLL_S = 0.0005  # the same for constraints that are being made
 # While the device computes, messages are taken as they come; so often it is asked if it is done.
 STEP_POLL_S = 0.0001
 # With unfinished sequences and nothing to compute, the shell still hears that the loop is alive.
@@ -67,12 +69,13 @@ class Channel(Protocol):
 
 
 class _InFlight(NamedTuple, Generic[T]):
-    """planned, launched: when that was done."""
+    """planned, launched: when that was done. constrained: places of slices that wait for masks."""
 
     plan: StepPlan
     ticket: T
     planned: float
     launched: float
+    constrained: list[int]
 
 
 class _Collected(NamedTuple):
@@ -87,6 +90,7 @@ class Phase(enum.IntEnum):
     LAUNCH = 1
     WAIT = 2
     COMMIT = 3
+    MASKS = 4
 
 
 class EngineLoop(Generic[T]):
@@ -98,12 +102,14 @@ class EngineLoop(Generic[T]):
         scheduler: Scheduler,
         channel: Channel,
         pipeline_depth: int,
+        constraints: Constraints,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._scheduler = scheduler
         self._channel = channel
         self._depth = pipeline_depth
+        self._constraints = constraints
         self._clock = clock
         self._in_flight: deque[_InFlight[T]] = deque()
         self._pace = Pace()
@@ -113,6 +119,7 @@ class EngineLoop(Generic[T]):
         self._settled: list[AdapterSettled] = []
         self._copy_s: dict[str, float] = {}  # not told yet
         self._phases_s = [0.0] * len(Phase)
+        self._num_constrained = 0  # not told yet
         self._aside_s = 0.0  # of the launch at hand, spent on other things
         self._told: EngineStats | None = None
         self._told_at = clock()
@@ -168,6 +175,8 @@ class EngineLoop(Generic[T]):
         """How long nothing can happen unless a message comes; None = for ever."""
         if self._scheduler.loads.copying:
             return COPY_POLL_S
+        if self._constraints.busy:
+            return GRAMMAR_POLL_S
         deadline = self._scheduler.next_deadline()
         waits = [] if deadline is None else [max(0.0, deadline - self._clock())]
         if self._scheduler.num_unfinished:
@@ -181,6 +190,7 @@ class EngineLoop(Generic[T]):
         with self._guarding_steps():
             self._bide()
         self._note_copies()
+        self._note_constraints()
         self._go_on_loading()
         self._note_copies()  # what has just begun may be usable at once
         began = self._clock()
@@ -220,6 +230,13 @@ class EngineLoop(Generic[T]):
             self._scheduler.copy_news(item, self._clock())
         return bool(news)
 
+    def _note_constraints(self) -> bool:
+        """As above."""
+        news = self._constraints.poll()
+        for item in news:
+            self._scheduler.constraint_news(item, self._clock())
+        return bool(news)
+
     def _bide(self) -> None:
         """While the step in flight runs, whoever comes can still be in the next plan."""
         if self._in_flight:
@@ -247,7 +264,7 @@ class EngineLoop(Generic[T]):
 
     def _look_at_loads(self, wait_s: float) -> None:
         taken = self._drain_inbox(wait_s)
-        if self._note_copies() or taken:
+        if self._note_copies() | self._note_constraints() | taken:
             self._go_on_loading()
 
     def _go_on_loading(self) -> None:
@@ -260,26 +277,41 @@ class EngineLoop(Generic[T]):
         self._aside_s = 0.0
         ticket = self._executor.launch(plan, self._meanwhile)
         launched = self._clock()
-        self._in_flight.append(_InFlight(plan, ticket, planned, launched))
+        constrained = [i for i, piece in enumerate(plan.slices) if piece.constrained]
+        self._in_flight.append(_InFlight(plan, ticket, planned, launched, constrained))
         self._pace.prepared(planned - began, launched - planned)
         self._phases_s[Phase.PLAN] += planned - began
         self._phases_s[Phase.LAUNCH] += launched - planned - self._aside_s
+        self._constrain()
 
     def _collect(self) -> _Collected:
-        plan, ticket, planned, launched = self._in_flight[0]
+        running = self._in_flight[0]
         began = self._clock()
-        self._load_while(lambda: not ticket.ready())
-        results = self._executor.collect(ticket)
+        self._load_while(lambda: not running.ticket.ready())
+        results = self._executor.collect(running.ticket)
         ready = self._clock()
-        self._pace.took(_prompt_tokens(plan), ready - max(planned, self._ready_at))
+        self._pace.took(_prompt_tokens(running.plan), ready - max(running.planned, self._ready_at))
         self._ready_at = ready
         self._in_flight.popleft()
-        self._scheduler.commit(plan.step, results)
-        self._steps = plan.step
+        self._scheduler.commit(running.plan.step, results)
+        self._steps = running.plan.step
         done = self._clock()
         self._phases_s[Phase.WAIT] += ready - began
         self._phases_s[Phase.COMMIT] += done - ready
-        return _Collected(plan, done - launched)
+        self._constrain()
+        return _Collected(running.plan, done - running.launched)
+
+    def _constrain(self) -> None:
+        """Masks of the oldest step in flight: all tokens that they depend on are known."""
+        if not self._in_flight or not (slices := self._in_flight[0].constrained):
+            return
+        began = self._clock()
+        oldest = self._in_flight[0] = self._in_flight[0]._replace(constrained=[])
+        bits = self._executor.mask_memory(len(slices))
+        self._constraints.fill(self._scheduler.constraints(slices), bits)
+        self._executor.constrain(oldest.ticket, Masks(slices, bits))
+        self._phases_s[Phase.MASKS] += self._clock() - began
+        self._num_constrained += len(slices)
 
     def _fail(self, error: Exception) -> None:
         """End what was running; go on if that was an accident."""
@@ -300,7 +332,10 @@ class EngineLoop(Generic[T]):
     # ---- outbox
 
     def _carry_out_loads(self) -> None:
-        copies, needed, released, settled = self._scheduler.take_loads()
+        """And wishes for constraints."""
+        for wish in self._scheduler.grammars.take_wishes():
+            self._constraints.start(wish)
+        copies, needed, released, settled = self._scheduler.loads.take()
         for copy in copies:
             digest = copy.layout.digest
             self._channel.send(AdapterPlaced(digest, self._scheduler.loads.arena.spans(digest)))
@@ -322,15 +357,16 @@ class EngineLoop(Generic[T]):
         stats = self._scheduler.stats()
         now = self._clock()
         alive = now - self._told_at >= HEARTBEAT_S and self._scheduler.num_unfinished
-        if events or collected or alive or stats != self._told:
+        compiled = tuple(self._constraints.take_compiled())
+        if events or collected or compiled or alive or stats != self._told:
             self._told, self._told_at = stats, now
             step_s, num_tokens, work = 0.0, 0, None
             if collected is not None:
                 step_s, num_tokens = collected.step_s, collected.plan.num_tokens
                 work = self._work(collected.plan)
-            resident = self._scheduler.take_resident()
+            resident = self._scheduler.arena.take_resident()
             self._channel.send(
-                StepOutput(self._steps, events, stats, step_s, num_tokens, work, resident)
+                StepOutput(self._steps, events, stats, step_s, num_tokens, work, resident, compiled)
             )
         # After the stats that show it.
         settled, self._settled = self._settled, []
@@ -338,13 +374,15 @@ class EngineLoop(Generic[T]):
             self._channel.send(answer)
 
     def _work(self, plan: StepPlan) -> StepWork:
-        plan_s, launch_s, wait_s, commit_s = self._phases_s
+        plan_s, launch_s, wait_s, commit_s, masks_s = self._phases_s
         self._phases_s = [0.0] * len(Phase)
+        constrained, self._num_constrained = self._num_constrained, 0
         return StepWork(
             sequences=len(plan.slices),
             adapters=plan.num_adapters,
             adapter_tokens=plan.num_adapter_tokens,
-            phases_s=(plan_s, launch_s, wait_s, commit_s),
+            phases_s=(plan_s, launch_s, wait_s, commit_s, masks_s),
+            constrained=constrained,
         )
 
 

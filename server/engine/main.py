@@ -21,12 +21,14 @@ import msgspec
 from adapters.logs import log_to_stderr
 from adapters.pauses import shorten_pauses
 from server.config import ConfigError, EngineConfig
+from server.constraints.build import make_constraints
 from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import Executor, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions
 from server.engine.loop import EngineLoop, ExecutorLost
 from server.engine.messages import EngineFailed, EngineReady
-from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler
+from server.engine.scheduler_config import SchedulerConfig
 from server.engine.shared_memory import map_shared
 
 log = logging.getLogger(__name__)
@@ -86,7 +88,8 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
         return 1
     depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
     scheduler = Scheduler(executor.limits, SchedulerConfig(max_waiting=config.max_waiting))
-    loop = EngineLoop(executor, scheduler, channel, depth)
+    constraints = make_constraints(config, executor.limits)
+    loop = EngineLoop(executor, scheduler, channel, depth, constraints)
     shorten_pauses()
     try:
         channel.send(_ready(executor, config))
@@ -97,6 +100,7 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
         log.error("%s", error)
         return 1
     finally:
+        constraints.close()
         executor.close()
     return 0
 

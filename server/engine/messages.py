@@ -3,6 +3,8 @@
 Framing on the stream socket: a 4-byte little-endian length, then the frame.
 """
 
+from typing import Literal
+
 import msgspec
 
 from adapters.manifest import SlabLayout
@@ -149,22 +151,37 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     evictions: dict[EvictionReason, int] = {}
 
 
+# Why a grammar was refused: it is no grammar; it costs more than its limits; the model's tokens are
+# not known; no process could try it out.
+GrammarFault = Literal["wrong", "costly", "no_vocabulary", "unavailable"]
+
+
+class GrammarCompiled(msgspec.Struct, frozen=True, array_like=True):
+    """One that was in no cache. seconds: of compiling it. fault: None = it was compiled."""
+
+    seconds: float
+    fault: GrammarFault | None
+
+
 class StepWork(msgspec.Struct, frozen=True, array_like=True):
     """What a step computed, and the time that the engine's thread gave to steps since the last.
 
     adapters: distinct ones in it. adapter_tokens: of sequences that have one.
-    phases_s: seconds of planning, launching, waiting for the device, committing.
+    phases_s: seconds of planning, launching, waiting for the device, committing, masks.
+    constrained: sequences that had a mask since the last.
     """
 
     sequences: int
     adapters: int
     adapter_tokens: int
-    phases_s: tuple[float, float, float, float]
+    phases_s: tuple[float, float, float, float, float]
+    constrained: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
     """What one step produced. step_s: from launch to commit. work: None without a step. resident:
-    digests of the adapters on the device; None = as before, none before the first.
+    digests of the adapters on the device; None = as before, none before the first. compiled: since
+    the last.
 
     Also sent when idle stats change, and every second while sequences wait for anything.
     """
@@ -176,6 +193,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
     num_tokens: int
     work: StepWork | None = None
     resident: tuple[str, ...] | None = None
+    compiled: tuple[GrammarCompiled, ...] = ()
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="hb"):

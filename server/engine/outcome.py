@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from server.constraints.constraint import Constraint
 from server.engine.messages import SequenceEvent
 from server.engine.sequence import Sequence
 from server.protocol import ErrorCode, Finish, TokenEvent, TokenLogprob
@@ -30,6 +31,34 @@ def _is_stop(sequence: Sequence, token_id: int, index: int, eos: Collection[int]
         return False
     is_end = token_id in eos or token_id in sampling.end_token_ids
     return (is_end and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
+
+
+def drawn_events(
+    sequence: Sequence, token_id: int, logprob: TokenLogprob | None, eos: Collection[int]
+) -> list[SequenceEvent]:
+    """What is told of the next token of its output; the last event may be its terminal one.
+
+    A token after which its constraint allows no other is no end: the terminal event follows it.
+    """
+    finish = finish_at(sequence, token_id, eos)
+    constraint = sequence.constraint
+    if constraint is None:
+        return [token_event(sequence, token_id, logprob, finish)]
+    if constraint.state != "open":  # since its mask: the token says nothing
+        return [_ended(sequence, constraint)]
+    state = "open" if finish == "stop" else constraint.take(token_id)
+    if state == "failed":
+        return [_ended(sequence, constraint)]
+    if state == "over":
+        return [token_event(sequence, token_id, logprob), _ended(sequence, constraint)]
+    return [token_event(sequence, token_id, logprob, finish)]
+
+
+def _ended(sequence: Sequence, constraint: Constraint) -> SequenceEvent:
+    if constraint.state == "over":
+        return token_event(sequence, None, finish="stop")
+    problem = f"grammar: it cannot be kept to any further: {constraint.problem}"
+    return error_event(sequence, "bad_grammar", problem)
 
 
 def not_finite(adapter: str | None) -> str:

@@ -50,7 +50,7 @@ class AdapterArena:
         self.num_slots = num_slots
         self.evictions: Counter[EvictionReason] = Counter()
         self.num_ready = 0
-        self.changes = 0  # of what is ready
+        self._changes = self._told_changes = 0  # of what is ready
         self._map = bytearray([FREE]) * num_extents
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Least recently used first. All of a plain dict are looked at in a fraction of the time.
@@ -98,6 +98,11 @@ class AdapterArena:
     def ready(self) -> tuple[str, ...]:
         """Digests, least recently used first."""
         return tuple(d for d, e in self._entries.items() if e.ready)
+
+    def take_resident(self) -> tuple[str, ...] | None:
+        """`ready`, if that has changed since the last call."""
+        told, self._told_changes = self._told_changes, self._changes
+        return None if told == self._changes else self.ready
 
     @property
     def loading(self) -> tuple[str, ...]:
@@ -192,7 +197,7 @@ class AdapterArena:
             raise ValueError(f"adapter {digest} is ready already")
         entry.ready = True
         self.num_ready += 1
-        self.changes += 1
+        self._changes += 1
         self._worth.loaded(digest, len(entry.extents), load_s)
 
     def drop(self, digest: str) -> None:
@@ -234,7 +239,7 @@ class AdapterArena:
     def _remove(self, digest: str) -> None:
         entry = self._entries.pop(digest)
         self.num_ready -= entry.ready
-        self.changes += entry.ready
+        self._changes += entry.ready
         mark(self._map, entry.spans, FREE)
         self._free_slots.append(entry.placement.adapter_slot)
         if digest in self._pins:

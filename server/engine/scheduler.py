@@ -6,43 +6,29 @@ token count, under one token budget a step. A plan may be made while earlier ste
 
 from bisect import insort
 from collections import deque
-from typing import NamedTuple
 
-import msgspec
-
+from server.constraints.constraint import Constraint
+from server.constraints.wishes import ConstraintNews
 from server.engine.batch import Batch
 from server.engine.deadlines import Deadlines
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
+from server.engine.grammar_waits import GrammarWaits
 from server.engine.kv import SequencePages
 from server.engine.loading import AdapterLoads
-from server.engine.messages import AdapterSettled, EngineStats, SequenceEvent, SlabStaged
-from server.engine.outcome import error_event, finish_at, finished_before, not_finite, token_event
+from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
+from server.engine.outcome import (
+    drawn_events,
+    error_event,
+    finished_before,
+    not_finite,
+    token_event,
+)
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.residency import AdapterArena
+from server.engine.scheduler_config import SchedulerConfig
 from server.engine.sequence import ORDER, Order, Sequence, State, discard
-from server.engine.validation import refuse, token_limit
+from server.engine.validation import Refusal, refuse, token_limit
 from server.protocol import ErrorCode, Finish, GenerateRequest
-
-
-class SchedulerConfig(msgspec.Struct, frozen=True):
-    """max_waiting: sequences not yet running. max_loading: adapters on their way at once, and as
-    many again of those that come without being asked for.
-
-    drain_after_s: how long a staged adapter waits for room before others must give way.
-    """
-
-    max_waiting: int = 1024
-    max_loading: int = 8
-    drain_after_s: float = 1.0
-
-
-class Loads(NamedTuple):
-    """Copies to start, slabs wanted of the shell, slabs it may take back, answers to its orders."""
-
-    copies: list[AdapterCopy]
-    needed: list[str]
-    released: list[str]
-    settled: list[AdapterSettled]
 
 
 class Scheduler:
@@ -56,6 +42,7 @@ class Scheduler:
         self.pages = SequencePages(limits.num_pages, limits.page_size)
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
+        self.grammars = GrammarWaits()
         self._eos = frozenset(limits.eos_token_ids)
         # Every running sequence can have a token in every step.
         num_rows = min(limits.max_rows, limits.max_step_tokens)
@@ -74,7 +61,6 @@ class Scheduler:
         self._preemptions = 0
         self._prefix_hit_tokens = 0
         self._prompt_tokens = 0
-        self._told_changes = 0  # of what is on the device
 
     # ---- requests
 
@@ -92,16 +78,32 @@ class Scheduler:
             return
         self._sequences[key] = sequence
         if refusal is not None:
-            self._fail(sequence, refusal.code, refusal.message)
+            self._fail(sequence, *refusal)
         elif deadline is not None and deadline <= now:
             self._fail(sequence, "deadline", "the deadline was over on arrival")
         elif (finish := finished_before(sequence, self._eos)) is not None:
             self._finish(sequence, finish)
-        elif len(self._waiting) + self.loads.num_parked >= self.config.max_waiting:
+        elif self.stats().waiting >= self.config.max_waiting:
             self._fail(sequence, "overloaded", f"{self.config.max_waiting} sequences wait already")
         else:
             if deadline is not None:
                 self._deadlines.add(key, deadline)
+            self._enqueue(sequence)
+
+    def constraint_news(self, news: ConstraintNews, now: float) -> None:
+        """Of a sequence that waits for it, or has ended."""
+        self._now = now
+        sequence, outcome = self.grammars.unpark(news.key), news.outcome
+        if sequence is None:
+            return
+        if isinstance(outcome, Refusal):
+            self._fail(sequence, *outcome)
+            return
+        sequence.constraint = outcome
+        if outcome.state == "over":
+            self._finish(sequence, "stop")
+        else:
+            sequence.move(State.WAITING)
             self._enqueue(sequence)
 
     def abort(self, key: int) -> None:
@@ -157,13 +159,6 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
-    def take_loads(self) -> Loads:
-        """All decided since the last call."""
-        loads = self.loads
-        taken = Loads(loads.copies, loads.needed, loads.released, loads.settled)
-        loads.copies, loads.needed, loads.released, loads.settled = [], [], [], []
-        return taken
-
     @property
     def num_unfinished(self) -> int:
         """Sequences whose terminal event is still to come."""
@@ -178,7 +173,7 @@ class Scheduler:
         return EngineStats(
             free_pages=self.pages.pool.available,
             running=len(self._running),
-            waiting=len(self._waiting) + self.loads.num_parked,
+            waiting=len(self._waiting) + self.loads.num_parked + len(self.grammars),
             resident=self.arena.num_ready,
             loading=self.loads.loading,
             preemptions=self._preemptions,
@@ -187,11 +182,6 @@ class Scheduler:
             evictions=dict(self.arena.evictions),
             adapter_bytes=self.arena.used_bytes,
         )
-
-    def take_resident(self) -> tuple[str, ...] | None:
-        """What is on the device, if that has changed since the last call."""
-        told, self._told_changes = self._told_changes, self.arena.changes
-        return None if told == self.arena.changes else self.arena.ready
 
     # ---- plan
 
@@ -302,6 +292,10 @@ class Scheduler:
         batch.start(sequence)
         batch.add(sequence)
 
+    def constraints(self, slices: list[int]) -> list[Constraint | None]:
+        """Of slices of the oldest step in flight, by their places; None = it has ended."""
+        return self._in_flight[0].constraints(slices)
+
     # ---- commit
 
     def commit(self, step: int, results: list[SliceResult]) -> None:
@@ -338,10 +332,9 @@ class Scheduler:
         if token_id is None or not 0 <= token_id < self.limits.vocab_size:
             self._fail(sequence, "internal", f"the model gave token id {token_id}")
             return
-        finish = finish_at(sequence, token_id, self._eos)
         logprob = result.logprob if sequence.request.sampling.logprobs is not None else None
-        self._events.append(token_event(sequence, token_id, logprob, finish))
-        if finish is not None:
+        self._events += drawn_events(sequence, token_id, logprob, self._eos)
+        if self._events[-1].event.finish is not None:
             self._end(sequence)
 
     # ---- endings
@@ -359,6 +352,8 @@ class Scheduler:
         self._deadlines.discard(sequence.key)
         if sequence.state is State.NEEDS_ADAPTER:
             self.loads.unpark(sequence)
+        elif sequence.state is State.NEEDS_GRAMMAR:
+            self.grammars.unpark(sequence.key)
         else:
             discard(self._waiting, sequence)
         sequence.move(State.FINISHED)
@@ -392,7 +387,9 @@ class Scheduler:
         sequence.prompt_logprobs.clear()
 
     def _enqueue(self, sequence: Sequence) -> None:
-        if self._has_adapter(sequence):
+        if sequence.constraint is None and sequence.request.sampling.is_constrained:
+            self.grammars.park(sequence)
+        elif self._has_adapter(sequence):
             insort(self._waiting, sequence, key=ORDER)
         else:
             sequence.move(State.NEEDS_ADAPTER)

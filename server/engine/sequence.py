@@ -8,11 +8,13 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
+from server.constraints.constraint import Constraint
 from server.engine.pages import PageHash, page_hash, root_hash
 from server.protocol import GenerateRequest, TokenLogprob
 
 
 class State(enum.Enum):
+    NEEDS_GRAMMAR = "needs_grammar"  # its constraint is being made
     WAITING = "waiting"  # for a row and pages
     NEEDS_ADAPTER = "needs_adapter"  # its adapter is not on the device
     RUNNING = "running"  # holds a row, pages and its adapter's lease
@@ -20,7 +22,10 @@ class State(enum.Enum):
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.NEEDS_ADAPTER, State.RUNNING, State.FINISHED}),
+    State.NEEDS_GRAMMAR: frozenset({State.WAITING, State.FINISHED}),
+    State.WAITING: frozenset(
+        {State.NEEDS_GRAMMAR, State.NEEDS_ADAPTER, State.RUNNING, State.FINISHED}
+    ),
     State.NEEDS_ADAPTER: frozenset({State.WAITING, State.FINISHED}),
     State.RUNNING: frozenset({State.WAITING, State.FINISHED}),
     State.FINISHED: frozenset(),
@@ -42,6 +47,7 @@ class Sequence:
     in_flight: launched steps, not yet collected, that contain this sequence.
     pending: samples of those that are not known yet.
     leaving: it is to be preempted as soon as no step in flight uses what it holds.
+    constraint: what it may draw, None = anything. It has taken the output tokens that are known.
     """
 
     key: int
@@ -55,6 +61,7 @@ class Sequence:
     in_flight: int = 0
     pending: int = 0
     leaving: bool = False
+    constraint: Constraint | None = None
     seq_row: int = -1
     row_tokens: int = 0  # tokens known when the row was taken; later ones were sampled on it
     adapter_slot: int = -1

@@ -10,6 +10,8 @@ MAX_TOP_LOGPROBS = 128
 MAX_STOP_TOKEN_IDS = 256
 MAX_END_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 2048
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 128
 # What no float32 holds would be infinite on the device, and its adapter be blamed for that.
 _LARGEST_BIAS = 1e6
 # Prompt logprobs travel in one event, which must fit a frame.
@@ -44,6 +46,8 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
         ("stop_token_ids", sampling.stop_token_ids),
         ("end_token_ids", sampling.end_token_ids),
         ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        *(("bad_words", word) for word in sampling.bad_words),
     )
     for name, ids in lists:
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
@@ -57,6 +61,8 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
         return f"end_token_ids: expected at most {MAX_END_TOKEN_IDS}"
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         return f"logit_bias: expected at most {MAX_LOGIT_BIAS} tokens"
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        return f"bad_words: expected at most {MAX_BAD_WORDS}"
     return None
 
 
@@ -83,6 +89,10 @@ def bad_sampling(sampling: SamplingParams) -> str | None:
     for name in ("top_p", "typical_p"):
         if getattr(sampling, name) == 0:
             return f"{name}: expected more than 0"
+    if any(not 0 < len(word) <= MAX_BAD_WORD_TOKENS for word in sampling.bad_words):
+        return f"bad_words: expected 1 to {MAX_BAD_WORD_TOKENS} tokens each"
+    if sampling.grammar and sampling.ignore_eos:
+        return "ignore_eos: expected false with a grammar, which says where the output ends"
     for bias in sampling.logit_bias.values():
         if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
             return f"logit_bias: expected {-_LARGEST_BIAS} to {_LARGEST_BIAS}, got {bias}"

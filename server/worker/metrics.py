@@ -12,7 +12,7 @@ from adapters.errors import AdapterErrorCode
 from adapters.meters import COUNT_BUCKETS, LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
 from adapters.ref import RefSource
 from server.engine.eviction import EvictionReason
-from server.engine.messages import EngineReady, EngineStats, StepOutput
+from server.engine.messages import EngineReady, EngineStats, GrammarFault, StepOutput
 from server.protocol import ErrorCode, Finish
 
 # Where a sequence's adapter was when the sequence came.
@@ -20,7 +20,7 @@ LookupTier = Literal["device", "loading", "host", "disk"]
 # On an adapter's way: from its source, its check, packed bytes into host memory, onto the device;
 # of that last, the part in which the bytes move, without waits for room, others and steps.
 LoadStage = Literal["fetch", "check", "stage", "copy", "transfer"]
-StepPhase = Literal["plan", "launch", "wait", "commit"]
+StepPhase = Literal["plan", "launch", "wait", "commit", "masks"]
 
 
 class WorkerMetrics:
@@ -81,8 +81,23 @@ class WorkerMetrics:
         self.step_phases = meters.counter(
             "step_phase_seconds",
             "Seconds of the engine's thread: planning a step, launching it (on a CPU: computing"
-            " it), waiting for the device's results, applying them",
+            " it), waiting for the device's results, applying them, waiting for masks of"
+            " constrained sequences",
             {"phase": get_args(StepPhase)},
+        )
+        self.constrained = meters.counter(
+            "constrained_tokens", "Tokens drawn under a grammar or another mask"
+        )
+        self.compile_seconds = meters.histogram(
+            "grammar_compile_seconds",
+            "Seconds of compiling a grammar that was in no cache",
+            LATENCY_BUCKETS_S,
+        )
+        self.grammar_faults = meters.counter(
+            "refused_grammars",
+            "Grammars that could not be compiled, by reason; costly: not within their limits;"
+            " no_vocabulary: the model's tokens are not known; unavailable: no process could check",
+            {"reason": get_args(GrammarFault)},
         )
         self.batch_sequences = meters.histogram(
             "batch_sequences", "Sequences in a step", COUNT_BUCKETS
@@ -177,10 +192,15 @@ class WorkerMetrics:
         work = output.work
         if work is not None:
             self.adapter_tokens.inc(work.adapter_tokens)
+            self.constrained.inc(work.constrained)
             self.batch_sequences.observe(work.sequences)
             self.batch_adapters.observe(work.adapters)
             for phase, seconds in zip(get_args(StepPhase), work.phases_s, strict=True):
                 self.step_phases.labels(phase).inc(seconds)
+        for compiled in output.compiled:
+            self.compile_seconds.observe(compiled.seconds)
+            if compiled.fault is not None:
+                self.grammar_faults.labels(compiled.fault).inc()
         generated = 0
         for item in output.events:
             event = item.event

@@ -258,13 +258,19 @@ def test_a_run_adds_up_what_steps_tell() -> None:
     run = Run([Call(0, 0.0, "a", [1, 2], 3)])
     for step, token_ids in ((1, (5,)), (2, (6, 7))):
         event = TokenEvent("0", 0, 0, 0, token_ids, load_s=0.5 if step == 1 else None)
-        work = StepWork(1, 1, 1, (1.0 * step, 2.0, 3.0, 4.0))
+        work = StepWork(1, 1, 1, (1.0 * step, 2.0, 3.0, 4.0, 5.0))
         events = (SequenceEvent(0, event),)
         run.note(StepOutput(step, events, EngineStats(), 0.1, 1, work))
     run.note(StepOutput(2, (), EngineStats(), 0.0, 0))
     summary = run.summary()
     assert summary["steps"] == 2
-    assert summary["loop_s"] == {"plan": 3.0, "launch": 4.0, "wait": 6.0, "commit": 8.0}
+    assert summary["loop_s"] == {
+        "plan": 3.0,
+        "launch": 4.0,
+        "wait": 6.0,
+        "commit": 8.0,
+        "masks": 10.0,
+    }
     assert summary["miss"]["itl_ms"]["p50"] >= 0
     assert run.outcomes[0].output_tokens == 3
 

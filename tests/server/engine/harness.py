@@ -5,12 +5,16 @@ from typing import Any
 
 import msgspec
 
+from adapters.grammar.compile import GrammarLimits
+from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from adapters.manifest import SlabLayout
+from server.constraints.constraints import Constraints
 from server.engine.executor import AdapterCopy, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.messages import AdapterSettled, SlabStaged
 from server.engine.plan import SliceResult, StepPlan
-from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler
+from server.engine.scheduler_config import SchedulerConfig
 from server.protocol import GenerateRequest, SamplingParams, TokenEvent
 
 LIMITS = ExecutorLimits(
@@ -54,6 +58,15 @@ def make_request(
         seed=7,
     )
     return msgspec.structs.replace(request, **changes)
+
+
+def no_grammars(limits: ExecutorLimits) -> Constraints:
+    """Of a model without a tokenizer."""
+
+    def load() -> Vocabulary:
+        raise VocabularyError("it has no tokenizer")
+
+    return Constraints(load, limits.vocab_size, limits.eos_token_ids, GrammarLimits())
 
 
 class TestExecutor(CertifyingExecutor):
@@ -172,7 +185,7 @@ class Harness:
         raise AssertionError("it never comes to rest")
 
     def drain(self) -> None:
-        loads = self.scheduler.take_loads()
+        loads = self.scheduler.loads.take()
         for copy in loads.copies:
             assert copy.layout.digest in self.held, "copied after its host block was given back"
             self.copies.append(copy)

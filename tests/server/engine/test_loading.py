@@ -7,7 +7,7 @@ import pytest
 from server.engine.fake import CertifyOptions, certified_output
 from server.engine.loading import AdapterLoads
 from server.engine.messages import AdapterSettled
-from server.engine.scheduler import SchedulerConfig
+from server.engine.scheduler_config import SchedulerConfig
 from tests.server.engine.harness import LIMITS, Harness, limits, make_request
 
 

@@ -30,8 +30,9 @@ from server.engine.messages import (
     encode,
 )
 from server.engine.plan import SliceResult, StepPlan
-from server.engine.scheduler import Scheduler, SchedulerConfig
-from tests.server.engine.harness import limits, make_request
+from server.engine.scheduler import Scheduler
+from server.engine.scheduler_config import SchedulerConfig
+from tests.server.engine.harness import limits, make_request, no_grammars
 from tests.server.engine.shell import TIMEOUT_S, FakeShell, staged
 
 LIMITS = limits(num_pages=64, max_context=200, max_rows=8, max_step_tokens=32)
@@ -44,7 +45,7 @@ class RunningLoop:
         self.shell = FakeShell(ours)
         self.channel = ShellChannel(theirs)
         self.scheduler = Scheduler(executor.limits, SchedulerConfig())
-        self.loop = EngineLoop(executor, self.scheduler, self.channel, depth)
+        self.loop = EngineLoop(executor, self.scheduler, self.channel, depth, no_grammars(LIMITS))
         self.end: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -184,7 +185,9 @@ def turns(executor: Busy) -> None:
     """A base sequence's first step runs when one comes whose adapter lies in host memory."""
     miss: list[ToEngine] = [Submit(2, make_request([5, 7], 8, "a")), staged("a")]
     script = Script([Submit(1, make_request([5, 6], 8))], miss)
-    loop = EngineLoop(executor, Scheduler(LIMITS, SchedulerConfig()), script, 2)
+    loop = EngineLoop(
+        executor, Scheduler(LIMITS, SchedulerConfig()), script, 2, no_grammars(LIMITS)
+    )
     for wait_s in (None, None):
         loop._receive(wait_s)
         loop._turn()
@@ -210,7 +213,9 @@ def test_who_comes_while_a_long_step_runs_is_in_the_next_plan(
     script = Script([Submit(1, make_request([5, 6], 8))], [Submit(2, make_request([5, 7], 8))])
     clock = itertools.count(0.0, 0.01)
     scheduler = Scheduler(LIMITS, SchedulerConfig())
-    loop = EngineLoop(executor, scheduler, script, 2, clock=lambda: next(clock))
+    loop = EngineLoop(
+        executor, scheduler, script, 2, no_grammars(LIMITS), clock=lambda: next(clock)
+    )
     loop._pace.took(0, step_s)
     loop._receive(None)
     loop._turn()
@@ -239,7 +244,7 @@ def test_a_long_launch_holds_up_neither_results_nor_messages() -> None:
     script = Script([Submit(1, make_request([5, 6], 8))])
     executor = SlowLaunch(script, Submit(2, make_request([5, 7], 8)))
     scheduler = Scheduler(LIMITS, SchedulerConfig())
-    loop = EngineLoop(executor, scheduler, script, 2)
+    loop = EngineLoop(executor, scheduler, script, 2, no_grammars(LIMITS))
     loop._receive(None)
     loop._turn()
     loop._turn()
@@ -259,7 +264,7 @@ class LostInLaunch(CertifyingExecutor):
 def test_nobody_is_told_of_an_end_when_the_device_is_lost_in_a_launch() -> None:
     script = Script([Submit(1, make_request([5, 6], 8))])
     scheduler = Scheduler(LIMITS, SchedulerConfig())
-    loop = EngineLoop(LostInLaunch(LIMITS, OPTIONS), scheduler, script, 2)
+    loop = EngineLoop(LostInLaunch(LIMITS, OPTIONS), scheduler, script, 2, no_grammars(LIMITS))
     loop._receive(None)
     loop._turn()
     with pytest.raises(ExecutorLost):
@@ -285,7 +290,9 @@ class FailsAfterAnother(CertifyingExecutor):
 def test_a_result_within_a_launch_that_fails_is_no_success() -> None:
     script = Script()
     executor = FailsAfterAnother(LIMITS, OPTIONS)
-    loop = EngineLoop(executor, Scheduler(LIMITS, SchedulerConfig()), script, 2)
+    loop = EngineLoop(
+        executor, Scheduler(LIMITS, SchedulerConfig()), script, 2, no_grammars(LIMITS)
+    )
 
     def rounds(count: int) -> None:
         for key in range(count):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from server.engine.fake import certified_output
 from server.engine.messages import SlabStaged
 from server.engine.plan import SliceResult
-from server.engine.scheduler import SchedulerConfig
+from server.engine.scheduler_config import SchedulerConfig
 from server.engine.sequence import Order, Sequence, State
 from server.protocol import TokenLogprob
 from tests.server.engine.harness import Harness, layout, limits, make_request

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from server.engine.fake import CertifyOptions, certified_output
-from server.engine.scheduler import SchedulerConfig
+from server.engine.scheduler_config import SchedulerConfig
 from server.protocol import GenerateRequest
 from tests.server.engine.harness import Harness, limits, make_request
 

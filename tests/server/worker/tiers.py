@@ -32,7 +32,8 @@ from server.engine.messages import (
 )
 from server.engine.plan import StepPlan
 from server.engine.residency import AdapterArena, AdapterStage, Placement
-from server.engine.scheduler import Scheduler, SchedulerConfig
+from server.engine.scheduler import Scheduler
+from server.engine.scheduler_config import SchedulerConfig
 from server.protocol import AdapterOrder, AdapterReport, GenerateRequest, OrderAction, TokenEvent
 from server.worker.adapter_meter import AdapterMeter
 from server.worker.adapter_orders import AdapterOrders
@@ -40,6 +41,7 @@ from server.worker.host_tier import HostTier
 from server.worker.metrics import WorkerMetrics
 from server.worker.slab_saver import SlabSaver
 from server.worker.staging import UNFORESEEN, Staging
+from tests.server.engine.harness import no_grammars
 from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
 
 HOST_EXTENTS = 6
@@ -226,7 +228,10 @@ class Engine:
         self.executor = DeviceExecutor(tiers)
         config = SchedulerConfig(max_loading=3, drain_after_s=0.05)
         self.scheduler = Scheduler(tiers.limits, config)
-        self.loop = EngineLoop(self.executor, self.scheduler, self.pipe, 2, lambda: tiers.now)
+        constraints = no_grammars(tiers.limits)
+        self.loop = EngineLoop(
+            self.executor, self.scheduler, self.pipe, 2, constraints, lambda: tiers.now
+        )
 
 
 class Tiers:

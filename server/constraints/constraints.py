@@ -1,0 +1,210 @@
+"""Constraints of sequences, made and used in threads: the step loop waits for masks alone."""
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from llguidance import LLMatcher
+
+from adapters.grammar.checker import CheckerUnavailable, GrammarChecker
+from adapters.grammar.compile import (
+    GrammarError,
+    GrammarLimits,
+    GrammarTooCostly,
+    compile_grammar,
+)
+from adapters.grammar.deep_threads import DeepThreads
+from adapters.grammar.vocabulary import Vocabulary, VocabularyError
+from server.constraints.cache import BoundedCache
+from server.constraints.constraint import Constraint
+from server.constraints.rules import TokenRules
+from server.constraints.wishes import ConstraintNews, ConstraintWish
+from server.engine.messages import GrammarCompiled, GrammarFault
+from server.engine.validation import Refusal
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class _Tools(NamedTuple):
+    vocabulary: Vocabulary
+    checker: GrammarChecker
+
+
+class Constraints:
+    """For the loop's thread; what takes time is done in others.
+
+    load: makes the vocabulary, once, in a thread; raises VocabularyError where the model has none.
+    eos: the worker's ends. cache_entries, cache_bytes: of compiled grammars, by their texts.
+    compile_threads: grammars compiled at once. mask_threads: threads that fill masks.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Vocabulary],
+        vocab_size: int,
+        eos: Collection[int],
+        limits: GrammarLimits,
+        *,
+        cache_entries: int = 256,
+        cache_bytes: int = 64 << 20,
+        compile_threads: int = 2,
+        mask_threads: int = 4,
+    ) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self._limits = limits
+        self._num_compiling, self._num_filling = compile_threads, mask_threads
+        self._compiling = DeepThreads(compile_threads, "grammar-compile")
+        self._making = DeepThreads(1, "grammar-copy")
+        self._filling = DeepThreads(mask_threads, "grammar-mask")
+        self._cache: BoundedCache[Future[LLMatcher]] = BoundedCache(cache_entries, cache_bytes)
+        self._tools = self._compiling.submit(self._make_tools)
+        self._news: queue.SimpleQueue[ConstraintNews] = queue.SimpleQueue()
+        self._compiled: queue.SimpleQueue[GrammarCompiled] = queue.SimpleQueue()
+        self._unanswered = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether some wish has not been answered."""
+        return self._unanswered > 0
+
+    def start(self, wish: ConstraintWish) -> None:
+        """Answered once, by `poll`."""
+        self._unanswered += 1
+        if wish.sampling.grammar:
+            compiled = self._matcher(wish.sampling.grammar)
+            compiled.add_done_callback(partial(self._go_on, wish))
+        else:
+            self._making.submit(self._answer, wish, None)
+
+    def poll(self) -> list[ConstraintNews]:
+        """Answers since the last call; never blocks."""
+        news = _taken(self._news)
+        self._unanswered -= len(news)
+        return news
+
+    def take_compiled(self) -> list[GrammarCompiled]:
+        """Compilations since the last call, for the record."""
+        return _taken(self._compiled)
+
+    def fill(self, constraints: Sequence[Constraint | None], masks: np.ndarray) -> None:
+        """The masks of their next tokens, int32 `[n, ceil(vocab / 32)]`; None = all tokens."""
+        parts = min(self._num_filling, len(constraints))
+        filling = [
+            self._filling.submit(_fill, constraints[i::parts], masks[i::parts])
+            for i in range(parts)
+        ]
+        for part in filling:
+            part.result()
+
+    def close(self) -> None:
+        """What was not answered stays so."""
+        for threads in (self._compiling, self._making, self._filling):
+            threads.shutdown(wait=False, cancel_futures=True)
+        if self._tools.done() and not self._tools.cancelled() and self._tools.exception() is None:
+            self._tools.result().checker.close()
+
+    def _make_tools(self) -> _Tools:
+        try:
+            vocabulary = self._load()
+        except VocabularyError as error:
+            log.info("grammars are refused: %s", error)
+            raise
+        checker = GrammarChecker(
+            vocabulary.size,
+            vocabulary.end_ids,
+            vocabulary.specials,
+            self._limits,
+            self._num_compiling,
+        )
+        return _Tools(vocabulary, checker)
+
+    def _matcher(self, grammar: str) -> "Future[LLMatcher]":
+        """Of the cache, also while it is compiled."""
+        known = self._cache.get(grammar)
+        if known is None or _may_succeed_now(known):
+            known = self._compiling.submit(self._compile, grammar)
+            self._cache.put(grammar, known)
+        return known
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        began = time.monotonic()
+        try:
+            tools = self._tools.result()
+            tools.checker.check(grammar)
+            matcher = compile_grammar(tools.vocabulary, grammar, self._limits)
+        except Exception as error:
+            self._compiled.put(GrammarCompiled(time.monotonic() - began, _fault(error)))
+            raise
+        self._compiled.put(GrammarCompiled(time.monotonic() - began, None))
+        return matcher
+
+    def _go_on(self, wish: ConstraintWish, compiled: "Future[LLMatcher]") -> None:
+        if not compiled.cancelled():
+            self._making.submit(self._answer, wish, compiled)
+
+    def _answer(self, wish: ConstraintWish, compiled: "Future[LLMatcher] | None") -> None:
+        outcome: Constraint | Refusal
+        try:
+            matcher = None if compiled is None else compiled.result().deep_copy()
+            outcome = self._constraint(wish, matcher)
+        except GrammarError as error:
+            outcome = Refusal("bad_grammar", f"grammar: {error}")
+        except VocabularyError as error:
+            outcome = Refusal("bad_grammar", f"grammar: this model can be held to none: {error}")
+        except CheckerUnavailable as error:
+            outcome = Refusal("overloaded", str(error))
+        except Exception as error:  # foreign; only this sequence ends
+            log.error("a grammar could not be used", exc_info=error)
+            outcome = Refusal("internal", "the grammar could not be used")
+        self._news.put(ConstraintNews(wish.key, outcome))
+
+    def _constraint(self, wish: ConstraintWish, matcher: LLMatcher | None) -> Constraint:
+        """Raises GrammarError where the accepted tokens are no beginning of an answer."""
+        sampling = wish.sampling
+        rules = TokenRules.of(sampling, self._eos, self._vocab_size)
+        constraint = Constraint(matcher, rules, sampling.min_tokens)
+        for token_id in wish.accepted_ids:
+            constraint.take(token_id)
+        if constraint.state == "failed":
+            raise GrammarError(f"accepted_ids do not keep to it: {constraint.problem}")
+        return constraint
+
+
+def _fill(constraints: Sequence[Constraint | None], masks: np.ndarray) -> None:
+    for constraint, row in zip(constraints, masks, strict=True):
+        if constraint is None:
+            row.fill(-1)
+        else:
+            constraint.fill(row)
+
+
+def _fault(error: Exception) -> GrammarFault:
+    if isinstance(error, GrammarTooCostly):
+        return "costly"
+    if isinstance(error, GrammarError):
+        return "wrong"
+    return "no_vocabulary" if isinstance(error, VocabularyError) else "unavailable"
+
+
+def _may_succeed_now(compiled: "Future[LLMatcher]") -> bool:
+    """Whether it failed for no fault of the grammar's."""
+    if not compiled.done():
+        return False
+    error = compiled.exception()
+    return error is not None and not isinstance(error, GrammarError | VocabularyError)
+
+
+def _taken(items: "queue.SimpleQueue[T]") -> list[T]:
+    taken = []
+    while not items.empty():
+        taken.append(items.get_nowait())
+    return taken

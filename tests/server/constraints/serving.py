@@ -1,0 +1,104 @@
+"""Step loops with grammars over the demo model's vocabulary, each on a thread of its own."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adapters.grammar.compile import GrammarLimits
+from adapters.grammar.vocabulary import Vocabulary, VocabularyError
+from server.constraints.constraints import Constraints
+from server.engine.channel import ShellChannel, ShellGone
+from server.engine.executor import Executor
+from server.engine.fake import CertifyingExecutor, CertifyOptions
+from server.engine.loop import EngineLoop
+from server.engine.scheduler import Scheduler
+from server.engine.scheduler_config import SchedulerConfig
+from server.model.grammar_vocabulary import read_vocabulary
+from server.protocol import TokenEvent
+from tests.server.engine.harness import limits
+from tests.server.engine.shell import TIMEOUT_S, FakeShell
+
+DEMO = Path(__file__).parents[3] / "launcher" / "demo" / "model"
+VOCAB = 2048
+EOS = (2,)
+LIMITS = limits(
+    num_pages=256,
+    page_size=16,
+    max_rows=16,
+    max_step_tokens=64,
+    max_context=1000,
+    vocab_size=VOCAB,
+    eos_token_ids=EOS,
+)
+OPTIONS = CertifyOptions(VOCAB, EOS)
+OBJECT = json.dumps(
+    {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": [1]}},
+        "required": ["n", "b"],
+        "additionalProperties": False,
+    }
+)
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return read_vocabulary(DEMO, VOCAB, EOS)
+
+
+def tokens(text: str) -> list[int]:
+    ids: list[int] = vocabulary().tokenizer.tokenize_str(text)
+    return ids
+
+
+def text(token_ids: list[int]) -> str:
+    return vocabulary().tokenizer.decode_str([i for i in token_ids if i not in EOS])
+
+
+def constraints(**changes: Any) -> Constraints:
+    return Constraints(vocabulary, VOCAB, EOS, GrammarLimits(), **changes)
+
+
+def no_vocabulary() -> Vocabulary:
+    raise VocabularyError("it has no tokenizer")
+
+
+def certifying(**changes: Any) -> CertifyingExecutor:
+    return CertifyingExecutor(msgspec.structs.replace(LIMITS, **changes), OPTIONS)
+
+
+@contextmanager
+def serving(executor: Executor[Any], depth: int, made: Constraints) -> Iterator[FakeShell]:
+    """The shell of a running loop."""
+    ours, theirs = socket.socketpair()
+    shell, channel = FakeShell(ours), ShellChannel(theirs)
+    scheduler = Scheduler(executor.limits, SchedulerConfig())
+    loop = EngineLoop(executor, scheduler, channel, depth, made)
+
+    def run() -> None:
+        try:
+            with suppress(ShellGone):
+                loop.run()
+        finally:
+            channel.close(flush_s=5)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield shell
+    finally:
+        ours.close()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "the loop does not end"
+
+
+def last(shell: FakeShell, key: int) -> TokenEvent:
+    shell.answer(key)
+    return shell.events[key][-1]

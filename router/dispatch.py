@@ -11,9 +11,11 @@ from functools import partial
 
 import msgspec
 
+from adapters.grammar.compile import GrammarLimits
 from router.adapter_use import AdapterUse
 from router.answer_ends import AnswerEnds
 from router.answer_parts import AnswerParts, PartsOfAnswers
+from router.answer_shape import AnswerShapes
 from router.base_model import BaseModel
 from router.catalog import Catalog
 from router.failures import FAILURES, NoWorker, RequestQuarantined, Stopping, request_error
@@ -53,7 +55,8 @@ class DispatchLimits:
 
 
 class Dispatcher:
-    """Starts generations. `running` counts those that are not closed. ends: of their answers."""
+    """Starts generations. `running` counts those that are not closed. ends, shapes: of their
+    answers."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class Dispatcher:
         retries: Retries,
     ) -> None:
         self.ends = AnswerEnds(sandbox)
+        self.shapes = AnswerShapes(GrammarLimits())
         self.running = 0
         self.draining = False
         self._inboxes: set[Inbox] = set()
@@ -122,6 +126,7 @@ class Dispatcher:
                 prompts = await self._build_prompts(call, model, adapter)
                 parts = self._parts_of(call, model, adapter)
                 ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
+                call = await self.shapes.hold(call, model)
             call = _with_ranking(_with_ends(call, ends))
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
             self._check_quarantine(adapter, prompts, samplings)

@@ -122,6 +122,7 @@ class Service:
                 yield
         finally:
             await self.sandbox.close()
+            await asyncio.to_thread(self.dispatcher.shapes.close)
             await asyncio.to_thread(self.tracing.close)
 
     @asynccontextmanager

@@ -62,6 +62,25 @@ def make_vocabulary(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]
     end_ids: the model's end tokens. Special tokens and ends are no text: a grammar names them as
     `<[id]>`. Takes about a second for 128k tokens. Raises VocabularyError.
     """
+    by_id, ends, names = _read(tokenizer_json, vocab_size, end_ids)
+    try:
+        tokenizer = _tokenizer(by_id, names, ends)
+    except ValueError as error:
+        raise VocabularyError(f"llguidance cannot use the tokenizer: {error}") from None
+    return Vocabulary(tokenizer, vocab_size, ends, names)
+
+
+def end_names(
+    tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]
+) -> tuple[tuple[int, ...], dict[int, bytes]]:
+    """end_ids and specials of the vocabulary, without making it. Raises VocabularyError."""
+    return _read(tokenizer_json, vocab_size, end_ids)[1:]
+
+
+def _read(
+    tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]
+) -> tuple[list[bytes], tuple[int, ...], dict[int, bytes]]:
+    """Bytes of all tokens, ends, and texts of those that are no text."""
     ends = tuple(sorted({i for i in end_ids if 0 <= i < vocab_size}))
     if not ends:
         raise VocabularyError("the model has no end token, so no answer could end")
@@ -69,12 +88,7 @@ def make_vocabulary(tokenizer_json: str, vocab_size: int, end_ids: Sequence[int]
         by_id, specials = token_bytes(tokenizer_json, vocab_size)
     except UnknownBytes as error:
         raise VocabularyError(str(error)) from None
-    names = {i: by_id[i] for i in sorted({*specials, *ends})}
-    try:
-        tokenizer = _tokenizer(by_id, names, ends)
-    except ValueError as error:
-        raise VocabularyError(f"llguidance cannot use the tokenizer: {error}") from None
-    return Vocabulary(tokenizer, vocab_size, ends, names)
+    return by_id, ends, {i: by_id[i] for i in sorted({*specials, *ends})}
 
 
 def byte_vocabulary(size: int, end_ids: tuple[int, ...], specials: dict[int, bytes]) -> Vocabulary:

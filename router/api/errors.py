@@ -84,6 +84,7 @@ _OF_ADAPTER: dict[AdapterErrorCode, Cause] = {
 }
 _OF_ENGINE: dict[ErrorCode, Cause] = {
     "invalid_request": "invalid",
+    "bad_grammar": "invalid",
     "context_length": "context_length",
     "adapter_unavailable": "unavailable",
     "out_of_memory": "unavailable",

@@ -34,6 +34,7 @@ class ApiLimits(msgspec.Struct, frozen=True):
     max_logit_bias: int = 1024
     max_logprobs: int = 20
     max_messages: int = 4096
+    max_bad_words: int = 256
     sampling_defaults: dict[str, float] = {}
 
 

@@ -35,7 +35,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
-_NO_CONSTRAINT = "no constrained output yet"
+_FORM = "use `response_format` or `structured_outputs`"
 _NO_SEARCH = "answers are drawn, or greedy"
 _NO_CHOICE = "where a request runs is the router's choice"
 _TEXT_ALONE = "text alone is read and written"
@@ -57,12 +57,7 @@ def _only(names: str, hint: str, *neutral: Any) -> dict[str, Elsewhere]:
 
 ELSEWHERE: dict[str, Elsewhere] = {
     # Output of a given form
-    **_row("response_format", _NO_CONSTRAINT, {"type": "text"}),
-    **_row("structured_outputs structural_tag guided_decoding guided_json", _NO_CONSTRAINT),
-    **_row("guided_json_object guided_regex guided_choice guided_grammar", _NO_CONSTRAINT),
-    **_row("guided_decoding_backend guided_whitespace_pattern", _NO_CONSTRAINT),
-    **_row("json_schema regex ebnf grammar schema choice guideline", _NO_CONSTRAINT),
-    **_row("allowed_token_ids bad_words", f"{_NO_CONSTRAINT}; `logit_bias` weighs tokens"),
+    **_row("structural_tag guided_decoding grammar choice schema guideline", _FORM),
     # Tools and reasoning
     **_row("tools", _CHAT),
     **_row("tool_choice", _CHAT, "auto", "none"),

@@ -29,6 +29,7 @@ from router.api.formatter import ApiLimits
 from router.api.lorax_answer import LoraxFormatter, LoraxOptions
 from router.api.lorax_fields import check_fields
 from router.api.lorax_merge import MergedAdapters, choose_merge
+from router.api.shapes import check_ends, format_shape, only_shape
 from router.generation import (
     AdapterChoice,
     AnswerHead,
@@ -36,6 +37,7 @@ from router.generation import (
     MergedChoice,
     RequestError,
 )
+from router.shape.shape import Shape
 from server.protocol import SamplingParams
 
 # `/` answers with a list of one or a stream, as `stream` says.
@@ -47,7 +49,7 @@ class LoraxParameters(msgspec.Struct, frozen=True):
 
     adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
     merged_adapters: not beside an adapter_id. add_special_tokens: around `inputs`; true unless told
-    otherwise. From min_p on: extensions.
+    otherwise. grammar: TGI's name for response_format. From min_p on: extensions.
     """
 
     adapter_id: str | None = None
@@ -75,6 +77,7 @@ class LoraxParameters(msgspec.Struct, frozen=True):
     apply_chat_template: bool | None = None
     seed: Annotated[int, Meta(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
+    grammar: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     min_p: UnitInterval | None = None
     min_tokens: NonNegative | None = None
@@ -134,6 +137,7 @@ def parse(
         skip_special_tokens=given.skip_special_tokens is not False,
         cache_salt=salt_of(given.cache_salt),
         priority=given.priority or 0,
+        shape=_shape(given),
     )
     options = LoraxOptions(
         as_list=route == "/",
@@ -143,6 +147,17 @@ def parse(
         alternatives=given.return_k_alternatives is not None,
     )
     return LoraxRequest(call, options)
+
+
+def _shape(given: LoraxParameters) -> Shape | None:
+    shape = only_shape(
+        [
+            format_shape(given.response_format, "response_format"),
+            format_shape(given.grammar, "grammar"),
+        ]
+    )
+    check_ends(shape, bool(given.ignore_eos_token), "ignore_eos_token")
+    return shape
 
 
 def _streams(request: LoraxBody, route: Route) -> bool:
@@ -173,7 +188,6 @@ def _refuse_unsupported(given: LoraxParameters) -> None:
     refused = {
         "watermark": given.watermark,
         "apply_chat_template": given.apply_chat_template,
-        "response_format": given.response_format not in (None, {}, {"type": "text"}),
     }
     for name, is_set in refused.items():
         if is_set:

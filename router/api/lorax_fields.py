@@ -26,6 +26,9 @@ SAID_HERE = {
     "prompt_logprobs": "decoder_input_details",
     "ignore_eos": "ignore_eos_token",
     "echo": "return_full_text",
+    **dict.fromkeys(("structured_outputs", "json_schema", "regex", "ebnf"), "response_format"),
+    **dict.fromkeys(("guided_json", "guided_json_object"), "response_format"),
+    **dict.fromkeys(("guided_regex", "guided_grammar"), "response_format"),
     "truncate_prompt_tokens": "truncate",
 }
 # What stands in their bodies where `inputs` and `parameters` stand here.

@@ -19,6 +19,7 @@ from router.api.openai_common import (
     sampling_of,
     with_shared,
 )
+from router.api.openai_shape import with_shape
 from router.api.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
 from router.generation import AnswerHead, GenerationCall
 from router.tools.tools import Tools
@@ -106,7 +107,7 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> Chat
         tools=tools,
         divides_reasoning=request.separate_reasoning is not False,
     )
-    call = with_shared(call, request, limits)
+    call = with_shape(with_shared(call, request, limits), request, limits)
     echoed = _text_of(request.messages[-1]) if request.echo else ""
     options = msgspec.structs.replace(
         options_of(request, call),

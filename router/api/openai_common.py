@@ -30,6 +30,7 @@ from router.api.fields import (
 from router.api.formatter import ApiLimits
 from router.api.known_elsewhere import check_unknown, check_unknown_parts, same, unsupported
 from router.api.openai_answer import AnswerOptions, UsageIn
+from router.api.shapes import StructuredOutputs
 from router.generation import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall
 from server.protocol import SamplingParams
 
@@ -92,13 +93,31 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAIBody(SharedBody, frozen=True, kw_only=True):
-    """Fields of completions and chat. From return_token_ids on: extensions."""
+    """Fields of completions and chat. From return_token_ids on: extensions.
 
+    From structured_outputs on: forms of the answer as vLLM asks for them, and SGLang from
+    json_schema on. guided_decoding_backend: of no effect.
+    """
+
+    response_format: dict[str, Any] | None = None
     n: Positive | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: NonNegative | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    allowed_token_ids: list[NonNegative] | None = None
+    bad_words: list[StopString] | None = None
 
 
 S = TypeVar("S", bound=SharedBody)
@@ -121,6 +140,8 @@ def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
     plain = decode_plain(body)
     request = decode_shared(plain, kind, limits)
     options = plain.get("stream_options") or {}
+    outputs = plain.get("structured_outputs") or {}
+    check_unknown_parts(outputs, StructuredOutputs.__struct_fields__, "structured_outputs.")
     check_unknown_parts(options, StreamOptions.__struct_fields__, "stream_options.")
     require(
         request.stream or not any(options.values()),

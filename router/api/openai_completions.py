@@ -15,6 +15,7 @@ from router.api.openai_common import (
     with_shared,
 )
 from router.api.openai_completions_answer import CompletionsFormatter
+from router.api.openai_shape import with_shape
 from router.generation import AnswerHead, GenerationCall
 
 DEFAULT_MAX_TOKENS = 16
@@ -81,7 +82,7 @@ def request_of(
         echo=bool(request.echo),
         add_special_tokens=request.add_special_tokens is not False,
     )
-    call = with_shared(call, request, limits)
+    call = with_shape(with_shared(call, request, limits), request, limits)
     return CompletionsRequest(call, options_of(request, call))
 
 

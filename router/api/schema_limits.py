@@ -39,7 +39,6 @@ _OFF: Schema = {"enum": [None, False]}
 _UNSERVED: dict[str, Schema] = {
     "watermark": _OFF,
     "apply_chat_template": _OFF,
-    "response_format": {"enum": [None, {}, {"type": "text"}]},
 }
 _TEXT: Schema = {"type": "string"}
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}

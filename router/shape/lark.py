@@ -41,6 +41,20 @@ class Lark:
         self._rules.append(f"{name}{bracketed}: {body}")
         return name
 
+    def reserve(self, stem: str) -> str:
+        """A rule's name, to be defined later: for rules that name each other."""
+        name = f"{stem.lower()}_{len(self._rules)}"
+        self._rules.append("")
+        return name
+
+    def define(self, name: str, body: str) -> None:
+        """The rule of a reserved name."""
+        self._rules[int(name.rpartition("_")[2])] = f"{name}: {body}"
+
+    def nested(self, source: str) -> str:
+        """What a whole grammar accepts, with names of its own."""
+        return self.rule("nested", f"%lark {{\n{source}\n}}")
+
     def json(self, schema: dict[str, Any] | bool) -> str:
         """JSON text that the schema accepts."""
         accepted = {} if schema is True else {"not": {}} if schema is False else schema

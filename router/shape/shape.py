@@ -8,17 +8,31 @@ from typing import Any, Literal
 import msgspec
 
 
+class ShapeRefused(ValueError):
+    """No answer can have the form, or none can be held to it. param: the field at fault."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
 class AnyJson(msgspec.Struct, frozen=True):
-    """A JSON object, whatever is in it."""
+    """A JSON object, whatever is in it. whitespace: see JsonSchema."""
 
     param: str
+    whitespace: str | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """JSON text that the schema accepts. source: where in the body the schema stands is `param`."""
+    """JSON text that the schema accepts. source: where in the body the schema stands is `param`.
+
+    whitespace: pattern of what may stand between its parts; "" = nothing, None = the usual.
+    """
 
     schema: dict[str, Any] | bool
     param: str
+    whitespace: str | None = None
 
 
 class Regex(msgspec.Struct, frozen=True):

@@ -58,7 +58,7 @@ LORAX_VALUES: list[Case] = [
     lorax("return_k_alternatives", 10**6),
     lorax("watermark", True),
     lorax("merged_adapters", {"ids": ["json", "sql"], "weights": [0.5], "density": 1.0}),
-    lorax("response_format", {"type": "json_object"}),
+    lorax("response_format", {"type": "json"}),
     (
         "lorax adapter of pbase",
         GENERATE,
@@ -129,7 +129,7 @@ OPENAI_VALUES: list[Case] = [
     chat("messages", [{"content": "x"}]),
     chat("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": "u"}]}]),
     chat("tools", [{"type": "function", "function": {"name": "f"}}]),
-    chat("response_format", {"type": "json_object"}),
+    chat("response_format", {"type": "json"}),
     chat("top_logprobs", 5),
     chat("logprobs", 3),
     chat("max_completion_tokens", 0),

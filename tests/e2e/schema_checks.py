@@ -16,6 +16,11 @@ _LORAX = r"POST /(tokenize|generate|generate_stream)?"
 _TEXTS = r"POST /(v1/((chat/)?completions|responses)|(de)?tokenize|generate|generate_stream)?"
 _REGISTERS = r"POST /v1/(adapters.*|load_lora_adapter)"
 _ALL = r".*"
+_FORM = (
+    r"`(response_format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
+    r"|allowed_token_ids|ignore_eos(_token)?)[.`\[]"
+    r"|supplied: (response_format|grammar|structured_outputs)"
+)
 
 
 class Rule(NamedTuple):
@@ -40,6 +45,8 @@ UNSAID = (
     ),
     Rule(_TEXTS, "two names of one thing agree", (400, 422), r"contradicts |not beside|not both"),
     Rule(_TEXTS, "the template can render it", (400, 422), r"chat template|`chat_template"),
+    # Of forms of answers
+    Rule(_TEXTS, "the form of an answer", (400, 422), _FORM),
     # Of OpenAI's routes
     Rule(_OPENAI, "as many tokens as are generated", (400,), r"`min_tokens`: expected at most the"),
     Rule(_OPENAI, "nothing is generated but for echo", (400,), r"at least 1, or 0 with `echo`"),

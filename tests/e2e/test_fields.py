@@ -116,7 +116,12 @@ def test_sglangs_names(
 @pytest.mark.parametrize(
     ("fields", "param", "code", "says"),
     [
-        ({"guided_json": {"type": "object"}}, "guided_json", "unsupported_parameter", "not suppo"),
+        (
+            {"guided_decoding": {"json": {}}},
+            "guided_decoding",
+            "unsupported_parameter",
+            "response_f",
+        ),
         ({"lora_path": ["pirate"]}, "lora_path", "unsupported_parameter", "into `model`"),
         ({"no_stop_trim": True}, "no_stop_trim", "unsupported_parameter", "include_stop_str"),
         ({"skip_special_token": True}, "skip_special_token", "unknown_parameter", "did you mean"),

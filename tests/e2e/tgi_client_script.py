@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from typing import Any
 
@@ -45,17 +46,16 @@ def generation(url: str, message: str) -> str:
     check(parts[-1].generated_text == whole.generated_text, "streamed text of everything")
     several = {k: v for k, v in EVERYTHING.items() if k != "seed"}
     check(client.generate(message, best_of=2, **several).details is not None, "best_of")
-    for refused in ({"watermark": True}, {"top_n_tokens": 2}, {"grammar": GRAMMAR}):
+    for refused in ({"watermark": True}, {"top_n_tokens": 2}):
         try:
             client.generate(message, **refused)
         except ValidationError as caught:
             check(next(iter(refused)) in str(caught), f"error names {refused}")
         else:
             raise SystemExit(f"failed: no error for {refused}")
+    digits = client.generate(message, grammar=Grammar(type="regex", value="[0-9]{3}"))
+    check(re.fullmatch("[0-9]{3}", digits.generated_text) is not None, "grammar")
     return str(plain.generated_text)
-
-
-GRAMMAR = Grammar(type="regex", value="a+")
 
 
 def chat(url: str, message: str) -> None:

@@ -117,7 +117,7 @@ OPENAI_BAD: list[tuple[str, Any]] = [
     (CHAT, chat(metadata="x")),
     (CHAT, chat(temperature=-0.1)),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}])),
-    (CHAT, chat(response_format={"type": "json_object"})),
+    (CHAT, chat(response_format={"type": "json"})),
     (CHAT, b'{"messages": ["\\u0000"'),
     (CHAT, b"\x00"),
 ]

@@ -52,6 +52,7 @@ def content(value: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": value}]}
 
 
+SHAPED = ("grammar", "response_format")
 # (path, fields, the field that the error must name)
 BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     *[(GENERATE, {name: -1}, name) for name in ("temperature", "seed", "best_of")],
@@ -63,8 +64,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
     *[(GENERATE, {name: 2**70}, name) for name in ("seed", "top_k", "max_new_tokens")],
     *[(GENERATE, {name: 1.5}, name) for name in ("seed", "top_k", "max_new_tokens")],
     *[(GENERATE, {name: True}, name) for name in ("watermark", "apply_chat_template")],
-    *[(GENERATE, {name: {"type": "json"}}, name) for name in ("grammar", "response_format")],
-    (GENERATE, {"response_format": {"schema": {"type": "object"}}}, "response_format"),
+    *[(GENERATE, {name: {"type": "json"}}, f"{name}.schema") for name in SHAPED],
+    (GENERATE, {"response_format": {"schema": {"type": "object"}}}, "response_format.type"),
     (GENERATE, {"typical_p": 1.01}, "typical_p"),
     (GENERATE, {"top_k": -2}, "top_k"),
     (GENERATE, {"frequency_penalty": -2.01}, "frequency_penalty"),
@@ -157,7 +158,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None]] = [
             {"nonsense": 1},
             {"suffix": "x"},
             {"functions": [{"name": "f"}]},
-            {"response_format": {"type": "json_object"}},
+            {"response_format": {"type": "json"}},
             {"adapter_source": "pbase", "model": "x"},
         )
     ],
@@ -373,7 +374,7 @@ ASKED: dict[str, Any] = {
     "merged_adapters": {"ids": ["a"], "weights": [1]},
     "add_special_tokens": False,
     "stop": ["a"],
-    "response_format": {"type": "json_object"},
+    **dict.fromkeys(SHAPED, {"type": "json_object"}),
     "stop_token_ids": [1],
     "logit_bias": {"1": 1},
     "skip_special_tokens": False,
@@ -419,10 +420,10 @@ def test_beside_parameters_what_asks_for_nothing_passes() -> None:
         ("n", 2, "`/v1/completions` has `n`"),
         ("n", True, "`/v1/completions` has `n`"),
         ("no_repeat_ngram_size", 2, "is not supported yet"),
-        ("bad_words", ["a"], "is not supported yet"),
+        ("bad_words", ["a"], "`/v1/completions` has `bad_words`"),
         ("length_penalty", 0.5, "is not supported yet"),
         ("early_stopping", True, "is not supported yet"),
-        ("json_schema", {"type": "object"}, "is not supported yet"),
+        ("json_schema", {"type": "object"}, "use `response_format` inside `parameters`"),
     ],
 )
 def test_names_of_other_servers_are_not_lost(name: str, value: Any, says: str) -> None:

@@ -1,0 +1,97 @@
+"""Each form of an answer as an expression of a grammar. Pure.
+
+What a form cannot say exactly is refused by the field that asked for it.
+"""
+
+import re
+from typing import Any, assert_never
+
+from router.shape.gbnf import GbnfError, gbnf_rules
+from router.shape.lark import Lark
+from router.shape.shape import (
+    AnyJson,
+    Choice,
+    Grammar,
+    JsonSchema,
+    Regex,
+    Shape,
+    ShapeRefused,
+    StructuralTag,
+)
+
+# Between the parts of JSON: enough for text on one line or indented, too little to go on for ever.
+WHITESPACE = r"( |\r?\n[ \t]{0,64})?"
+_OBJECT: dict[str, Any] = {"type": "object"}
+# `^` before a whole pattern and `$` after it say what holds anyway.
+_END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
+
+
+def rules(shape: Shape, writer: Lark) -> str:
+    """The expression that accepts what has the form. Raises ShapeRefused."""
+    match shape:
+        case AnyJson():
+            return json_rules(_OBJECT, writer, shape.whitespace)
+        case JsonSchema():
+            return json_rules(shape.schema, writer, shape.whitespace)
+        case Regex():
+            return _regex(shape.pattern, writer)
+        case Choice():
+            return writer.either(map(writer.literal, dict.fromkeys(shape.texts)))
+        case Grammar():
+            return _grammar(shape, writer)
+        case StructuralTag():
+            return _tags(shape, writer)
+    assert_never(shape)
+
+
+def json_rules(schema: dict[str, Any] | bool, writer: Lark, whitespace: str | None = None) -> str:
+    """schema: one that can be honoured. whitespace: as in JsonSchema."""
+    plain = {} if schema is True else {"not": {}} if schema is False else schema
+    pattern = WHITESPACE if whitespace is None else whitespace
+    return writer.json({**plain, "x-guidance": {"whitespace_pattern": pattern}})
+
+
+def _regex(pattern: str, writer: Lark) -> str:
+    pattern = pattern.removeprefix("^")
+    if _END.search(pattern):
+        pattern = pattern[:-1]
+    return writer.regex(pattern) if pattern else writer.literal("")
+
+
+def _grammar(shape: Grammar, writer: Lark) -> str:
+    if shape.syntax == "lark":
+        return writer.nested(shape.source)
+    try:
+        return gbnf_rules(shape.source, writer)
+    except GbnfError as error:
+        raise ShapeRefused(str(error), shape.param) from None
+
+
+def _tags(shape: StructuralTag, writer: Lark) -> str:
+    """Free text has no trigger in it: where one stands, one of its tags does."""
+    triggers = [
+        trigger
+        for trigger in dict.fromkeys(shape.triggers)
+        if not any(trigger != other and trigger.startswith(other) for other in shape.triggers)
+    ]
+    heads: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    for i, tag in enumerate(shape.tags):
+        trigger = next((one for one in triggers if tag.begin.startswith(one)), None)
+        if trigger is None:
+            raise ShapeRefused(
+                "expected one of `triggers` at its begin", f"{shape.param}.structures[{i}].begin"
+            )
+        rest = writer.literal(tag.begin[len(trigger) :])
+        body = json_rules(tag.schema, writer)
+        heads[trigger].append(f"{rest} {body} {writer.literal(tag.end)}")
+    found = "|".join(map(re.escape, triggers))
+    inside = writer.regex(f"(?s:.*)({found})(?s:.*)")
+    free = writer.terminal("free", f"{writer.regex('(?s:.*)')} & ~{inside}")
+    tags = [
+        writer.rule("head", f"{free} {writer.literal(trigger)}", "lazy")
+        + " "
+        + writer.either(bodies)
+        for trigger, bodies in heads.items()
+        if bodies
+    ]
+    return f"{writer.either(tags)}* {free}"

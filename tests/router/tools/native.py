@@ -117,6 +117,23 @@ def _listed(calls: Sequence[Call]) -> str:
     return f"[{', '.join(_objects(calls))}]"
 
 
+def _deepseek_v3(calls: Sequence[Call]) -> str:
+    inner = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{_json(arguments)}\n```"
+        "<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
+def _deepseek_v31(calls: Sequence[Call]) -> str:
+    inner = "".join(
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(arguments)}<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
+
+
 # The format's name, and what sets one of its forms apart.
 NATIVE = {
     "hermes": Native(_hermes),
@@ -128,4 +145,12 @@ NATIVE = {
     "phi4_mini": Native(lambda calls: f"<|tool_call|>{_listed(calls)}<|/tool_call|>"),
     "phi4_mini without tokens": Native(lambda calls: f"functools{_listed(calls)}"),
     "granite": Native(lambda calls: f"<|tool_call|>{_listed(calls)}"),
+    "mistral": Native(
+        lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(args)}" for name, args in calls)
+    ),
+    "functionary": Native(
+        lambda calls: "".join(f"<function={name}>{_json(args)}</function>" for name, args in calls)
+    ),
+    "deepseek_v3": Native(_deepseek_v3),
+    "deepseek_v31": Native(_deepseek_v31),
 }

@@ -1,0 +1,117 @@
+"""Formats whose calls are a function's name and then its arguments as JSON. Pure."""
+
+import json
+from collections.abc import Collection
+
+import msgspec
+
+from router.parts.parts import PartsReader
+from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
+from router.shape.lark import Lark
+from router.tools.formats.grammar import arguments_schema, free_text_before, mixed, several
+from router.tools.formats.json_text import json_value
+from router.tools.tools import Tools
+
+
+class NamedCalls(msgspec.Struct, frozen=True):
+    """A call is `open`, the name, `middle`, the arguments, `close`.
+
+    begin, end: what is around all calls, if anything. between: parts calls. markers: of all these,
+    what may be special tokens.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    open: str
+    middle: str
+    close: str = ""
+    begin: str = ""
+    end: str = ""
+    between: str = ""
+
+    def reader(self, tools: Tools) -> PartsReader:
+        names = tuple(tool.name for tool in tools.allowed)
+        return StepsReader(lambda scan: self._steps(scan, names))
+
+    def rules(self, tools: Tools, lark: Lark) -> str:
+        calls = (
+            f"{json.dumps(tool.name)} {lark.literal(self.middle)} "
+            f"{lark.json(arguments_schema(tools, tool))} {self._or_nothing(lark, self.close)}"
+            for tool in tools.allowed
+        )
+        function = lark.rule("function", lark.either(calls))
+        between = self._or_nothing(lark, self.between)
+        if self.begin:
+            listed = several(tools, f"{lark.literal(self.open)} {function}", between)
+            rest = lark.rule("calls", f"{listed} {lark.literal(self.end)}")
+        else:
+            rest = function
+        marker = self.begin or self.open
+        if tools.mode != "required":
+            return mixed(tools, lark, (f"{free_text_before(lark, marker)} {rest}",))
+        one = f"{lark.literal(marker)} {rest}"
+        return one if self.begin else several(tools, one, between)
+
+    def _or_nothing(self, lark: Lark, text: str) -> str:
+        return lark.literal(text) if text else ""
+
+    def _steps(self, scan: Scan, names: Collection[str]) -> Steps[None]:
+        marker = self.begin or self.open
+        while (yield from scan.until((marker,), scan.text, WHITESPACE)):
+            length = scan.at - scan.start
+            if not (yield from self._calls(scan, names)):
+                scan.reject(length)
+
+    def _calls(self, scan: Scan, names: Collection[str]) -> Steps[bool]:
+        """Reads the calls after a marker; False where there is none."""
+        if self.begin:
+            yield from scan.spaces()
+            if not (yield from scan.literal(self.open)):
+                return False
+        if not (yield from self._call(scan, names)):
+            return False
+        while self.begin:
+            yield from scan.spaces()
+            if not (yield from scan.literal(self.open)) or not (yield from self._call(scan, names)):
+                scan.at = scan.start
+                break
+        yield from self._pass(scan, self.end)
+        yield from scan.spaces()
+        scan.drop_space()
+        return True
+
+    def _call(self, scan: Scan, names: Collection[str]) -> Steps[bool]:
+        """Reads a call from its name on; False where none comes."""
+        name = yield from scan.one_of(tuple(names))
+        if not name or not (yield from scan.literal(self.middle)):
+            return False
+        yield from scan.spaces()
+        if (yield from scan.peek()) != "{":
+            return False
+        scan.open_call(name)
+        scan.flows = True
+        whole = yield from json_value(scan)
+        scan.arguments()
+        scan.flows = False
+        if whole:
+            yield from self._pass(scan, self.close)
+        else:
+            yield from self._rest_of_broken(scan)
+        return True
+
+    def _pass(self, scan: Scan, end: str) -> Steps[None]:
+        """Drops what ends a call or all calls, if it comes."""
+        yield from scan.spaces()
+        if end and (yield from scan.literal(end.strip())):
+            scan.drop()
+        scan.at = scan.start
+
+    def _rest_of_broken(self, scan: Scan) -> Steps[None]:
+        """What follows up to the close belongs to the arguments of the broken call."""
+        if self.close:
+            yield from scan.until((self.close,), scan.arguments)
+            scan.drop()
+            return
+        while (yield from scan.peek()):
+            scan.at = len(scan.buffer)
+            scan.arguments()

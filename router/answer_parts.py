@@ -1,5 +1,6 @@
 """How the answers to a call are divided, by the chat template that writes its prompt. Pure."""
 
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 
 import msgspec
@@ -9,9 +10,13 @@ from adapters.manifest import AdapterTemplate
 from router.generation import GenerationCall, RequestError
 from router.parts.division import Division
 from router.parts.reasoning import REASONING, Reasoning, detect_reasoning
+from router.shape.compose import Frame
 from router.tools.formats.format import ToolFormat
 from router.tools.registry import FORMATS, detect
 from server.protocol import ModelCard
+
+# Of texts, those that are special tokens, with their ids.
+SpecialIds = Callable[[Collection[str]], dict[str, int]]
 
 _detected_format = lru_cache(64)(detect)
 _detected_reasoning = lru_cache(64)(detect_reasoning)
@@ -35,6 +40,22 @@ class PartsOfAnswers(msgspec.Struct, frozen=True):
             markers += self.tool_format.markers
             short_ids = self.tool_format.name.startswith("mistral")
         return Division(tuple(readers), frozenset(markers), short_ids) if readers else None
+
+    def frame(self, call: GenerationCall, prompt: str, special_ids: SpecialIds) -> Frame:
+        """What the grammar of the answers has to leave room for, if they are held to one."""
+        reasoning, tools = self.reasoning, call.tools
+        if reasoning is not None and prompt.rstrip().endswith(reasoning.closes):
+            reasoning = None
+        markers = () if reasoning is None else reasoning.markers
+        if self.tool_format is not None and tools is not None:
+            markers += self.tool_format.markers
+        return Frame(
+            reasoning,
+            reasoning is not None and reasoning.begun(prompt),
+            tools,
+            self.tool_format,
+            special_ids(markers),
+        )
 
 
 _TEXT_ALONE = PartsOfAnswers()

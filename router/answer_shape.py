@@ -14,8 +14,9 @@ from adapters.grammar.checker import CheckerUnavailable, GrammarChecker
 from adapters.grammar.compile import GrammarError, GrammarLimits
 from adapters.grammar.vocabulary import VocabularyError, end_names
 from adapters.recent import Recent
+from router.answer_parts import PartsOfAnswers
 from router.generation import GenerationCall, RequestError
-from router.shape.compose import grammar_of
+from router.shape.compose import Frame, grammar_of
 from router.shape.shape import ShapeRefused
 from router.text.model import TextModel
 
@@ -34,15 +35,19 @@ class AnswerShapes:
         self._changing = Lock()
         self._checker: tuple[str, GrammarChecker] | None = None
 
-    async def hold(self, call: GenerationCall, model: TextModel) -> GenerationCall:
-        """The call with what its form and its bad words are to the engine.
+    async def hold(
+        self, call: GenerationCall, model: TextModel, parts: PartsOfAnswers, prompt: str
+    ) -> GenerationCall:
+        """The call with what its form, its tools and its bad words are to the engine.
 
         Raises RequestError (invalid, unsupported, unavailable).
         """
-        if call.shape is None and not call.bad_words:
+        is_held = call.shape is not None or (call.tools is not None and call.tools.is_held)
+        if not is_held and not call.bad_words:
             return call
+        frame = parts.frame(call, prompt, model.special_ids) if is_held else None
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._held, call, model)
+        return await loop.run_in_executor(self._threads, self._held, call, model, frame)
 
     def close(self) -> None:
         with self._changing:
@@ -51,20 +56,18 @@ class AnswerShapes:
             held[1].close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _held(self, call: GenerationCall, model: TextModel) -> GenerationCall:
+    def _held(self, call: GenerationCall, model: TextModel, frame: Frame | None) -> GenerationCall:
         sampling = msgspec.structs.replace(
             call.sampling,
-            grammar=self._grammar(call, model),
+            grammar="" if frame is None else self._grammar(call, model, frame),
             bad_words=_spellings(call.bad_words, model),
         )
         return msgspec.structs.replace(call, sampling=sampling)
 
-    def _grammar(self, call: GenerationCall, model: TextModel) -> str:
-        if call.shape is None:
-            return ""
-        param = call.shape.param
+    def _grammar(self, call: GenerationCall, model: TextModel, frame: Frame) -> str:
+        param = "tools" if call.shape is None else call.shape.param
         try:
-            grammar = grammar_of(call.shape)
+            grammar = grammar_of(call.shape, frame)
             problem = self._problem(grammar, model)
         except ShapeRefused as error:
             message = f"`{error.param}`: {error.message}"

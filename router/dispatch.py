@@ -126,7 +126,7 @@ class Dispatcher:
                 prompts = await self._build_prompts(call, model, adapter)
                 parts = self._parts_of(call, model, adapter)
                 ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
-                call = await self.shapes.hold(call, model)
+                call = await self.shapes.hold(call, model, parts, prompts[0].text)
             call = _with_ranking(_with_ends(call, ends))
             samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
             self._check_quarantine(adapter, prompts, samplings)

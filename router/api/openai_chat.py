@@ -93,6 +93,9 @@ def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> Chat
         prompt_logprobs=request.prompt_logprobs,
     )
     tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+    ignores = "ignore_eos" if request.ignore_eos else "ignore_eos_token"
+    has_end = tools is not None and tools.is_held
+    require(not (has_end and sampling.ignore_eos), "calls of tools have an end", ignores)
     call = GenerationCall(
         api="chat",
         prompts=(),

@@ -1,13 +1,75 @@
-"""One grammar of a whole answer. Pure."""
+"""One grammar of a whole answer: its reasoning, then its form or its calls. Pure."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from router.parts.reasoning import Reasoning
 from router.shape.lark import Lark
 from router.shape.rules import rules
 from router.shape.shape import Grammar, Shape
+from router.tools.formats.format import ToolFormat
+from router.tools.formats.grammar import free_text_before, keeps_schema
+from router.tools.tools import Tool, Tools
+
+_NEWLINES = r"/\n{0,2}/"
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-def grammar_of(shape: Shape) -> str:
-    """The grammar of an answer that has the form from its begin to its end. Raises ShapeRefused."""
-    if isinstance(shape, Grammar) and shape.syntax == "lark":
+class Frame(msgspec.Struct, frozen=True):
+    """What else than text in its form an answer may have.
+
+    reasoning: what the model may write first; None = nothing. begun: the prompt has begun it.
+    tools, tool_format: what it may call, and in which form. special_ids: of the markers of both
+    that are special tokens.
+    """
+
+    reasoning: Reasoning | None = None
+    begun: bool = False
+    tools: Tools | None = None
+    tool_format: ToolFormat | None = None
+    special_ids: Mapping[str, int] = {}
+
+
+_TEXT = Frame()
+
+
+def grammar_of(shape: Shape | None, frame: Frame = _TEXT) -> str:
+    """The grammar of an answer from its begin to its end. Raises ShapeRefused.
+
+    With a shape the answer is text that has it, or calls alone; without, it is what `frame.tools`
+    say.
+    """
+    if frame == _TEXT and isinstance(shape, Grammar) and shape.syntax == "lark":
         return shape.source  # so that errors name lines of the caller's
-    writer = Lark()
-    return writer.source(rules(shape, writer))
+    writer = Lark(frame.special_ids)
+    before = "" if frame.reasoning is None else _reasoning(frame.reasoning, frame.begun, writer)
+    return writer.source(f"{before} {_answer(shape, frame, writer)}".strip())
+
+
+def _reasoning(reasoning: Reasoning, begun: bool, writer: Lark) -> str:
+    """Up to the answer. What the model has not begun, it may leave out."""
+    inside = f"{free_text_before(writer, reasoning.closes[0])} {_NEWLINES}"
+    return inside if begun else f"({writer.literal(reasoning.opens[0])} {inside})?"
+
+
+def _answer(shape: Shape | None, frame: Frame, writer: Lark) -> str:
+    tools, tool_format = frame.tools, frame.tool_format
+    if tools is None or tool_format is None:
+        assert shape is not None
+        return rules(shape, writer)
+    if shape is None or tools.mode == "required":
+        return tool_format.rules(tools, writer)
+    calls = tool_format.rules(_alone(tools), writer)
+    return writer.either((calls, rules(shape, writer)))
+
+
+def _alone(tools: Tools) -> Tools:
+    """Calls without text, where no text has to be a call."""
+    offered = tuple(tool if keeps_schema(tools, tool) else _loose(tool) for tool in tools.offered)
+    return msgspec.structs.replace(tools, offered=offered, mode="required")
+
+
+def _loose(tool: Tool) -> Tool:
+    return msgspec.structs.replace(tool, parameters=_ANY_OBJECT)

@@ -31,6 +31,12 @@ class Tools(msgspec.Struct, frozen=True):
     parallel: bool = True
 
     @property
+    def is_held(self) -> bool:
+        """Whether answers must keep to a grammar: to call at all, once, or by a schema."""
+        strict = any(tool.strict for tool in self.allowed)
+        return self.mode == "required" or not self.parallel or strict
+
+    @property
     def allowed(self) -> tuple[Tool, ...]:
         """Those that may be called."""
         if not self.callable:

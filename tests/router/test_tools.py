@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher
 
 from adapters.manifest import AdapterManifest
 from server.protocol import AdapterLoad, GenerateRequest
@@ -40,6 +41,18 @@ WEATHER: Any = {
     },
 }
 HI: Any = [{"role": "user", "content": "hi"}]
+
+
+def strict(place: dict[str, Any]) -> dict[str, Any]:
+    """The tool, held to a schema of its argument."""
+    parameters = {
+        "type": "object",
+        "properties": {"place": {"type": "string", **place}},
+        "required": ["place"],
+        "additionalProperties": False,
+    }
+    function = WEATHER["function"] | {"parameters": parameters, "strict": True}
+    return {"type": "function", "function": function}
 
 
 class Scripted:
@@ -224,6 +237,45 @@ async def test_reasoning_that_the_prompt_begins(tmp_path: Path) -> None:
         message = (await model.ask()).json()["choices"][0]["message"]
         assert (message["content"], message["reasoning"]) == ("Yes.", "So.")
         assert "tool_calls" not in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+        ({"tool_choice": "required", "tools": [strict({"pattern": "(?=a)b"})]}, "tools"),
+    ],
+)
+async def test_calls_that_cannot_be_held(
+    model: Scripted, fields: dict[str, Any], param: str
+) -> None:
+    answer = await model.ask(**fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_held"),
+    [
+        ({}, False),
+        ({"tools": [strict({})]}, True),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, True),
+        ({"parallel_tool_calls": False}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+        ({"tool_choice": "none"}, False),
+    ],
+)
+async def test_the_worker_gets_a_grammar(
+    model: Scripted, fields: dict[str, Any], is_held: bool
+) -> None:
+    answer = await model.ask(**fields)
+    assert answer.status_code == 200, answer.text
+    grammar = model.worker.requests[-1].sampling.grammar
+    assert bool(grammar) is is_held
+    if is_held:
+        assert not LLMatcher.validate_grammar(grammar)
+        assert "weather" in grammar
+        assert "<think>" in grammar
 
 
 async def test_formats_by_registration(tmp_path: Path) -> None:

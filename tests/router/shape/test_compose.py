@@ -1,0 +1,82 @@
+"""Whole answers as llguidance reads them: reasoning, then calls or a form."""
+
+import pytest
+
+from router.parts.reasoning import REASONING
+from router.shape.compose import Frame, grammar_of
+from router.shape.shape import Choice, Grammar, Shape
+from router.tools.formats.hermes import HERMES
+from router.tools.tools import Tool, ToolMode, Tools
+from tests.router.shape.test_rules import accepts
+
+PLACE = Tool(
+    "place",
+    parameters={
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    },
+)
+ANY = Tool("any", parameters={"type": "object", "properties": {"n": {"type": "integer"}}})
+YES = Choice(("yes",), "p")
+THINK = REASONING["think"]
+
+
+def call(name: str, arguments: str = '{"n": 1}') -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("shape", [YES, Grammar('start: "yes"', "lark", "p")])
+@pytest.mark.parametrize(
+    ("begun", "text", "is_accepted"),
+    [
+        (False, "yes", True),
+        (False, "<think>\nso yes\n</think>\n\nyes", True),
+        (False, "<think></think>yes", True),
+        (False, "<think>so", False),
+        (False, "so</think>yes", False),
+        (False, "<think>so</think>no", False),
+        (True, "so\n</think>\n\nyes", True),
+        (True, "yes", False),
+        (True, "so</think>", False),
+    ],
+)
+def test_reasoning_comes_before_the_form(
+    shape: Shape, begun: bool, text: str, is_accepted: bool
+) -> None:
+    assert accepts(grammar_of(shape, Frame(THINK, begun)), text) is is_accepted
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "text", "is_accepted"),
+    [
+        ("required", None, call("place"), True),
+        ("required", None, f"{call('place')}\n{call('any')}", True),
+        ("required", None, f"<think>so</think>\n\n{call('place')}", True),
+        ("required", None, "text", False),
+        ("required", None, call("place", '{"n": "x"}'), False),
+        ("required", None, call("other"), False),
+        ("required", YES, "yes", False),
+        ("required", YES, call("place"), True),
+        ("auto", None, f"text {call('any')} text", True),
+        ("auto", None, call("other"), False),
+        ("auto", YES, "yes", True),
+        ("auto", YES, "<think>so</think>yes", True),
+        ("auto", YES, call("any", '{"n": "x"}'), True),
+        ("auto", YES, f"<think>so</think>{call('any')}", True),
+        ("auto", YES, f"text {call('any')}", False),
+        ("auto", YES, "no", False),
+    ],
+)
+def test_calls(mode: ToolMode, shape: Shape | None, text: str, is_accepted: bool) -> None:
+    frame = Frame(THINK, False, Tools((PLACE, ANY), mode), HERMES)
+    assert accepts(grammar_of(shape, frame), text) is is_accepted
+
+
+def test_one_call_where_one_was_named() -> None:
+    tools = Tools((PLACE, ANY), "required", ("place",), named=True, parallel=False)
+    grammar = grammar_of(None, Frame(tools=tools, tool_format=HERMES))
+    assert accepts(grammar, call("place"))
+    assert not accepts(grammar, call("any"))
+    assert not accepts(grammar, f"{call('place')}\n{call('place')}")

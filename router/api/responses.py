@@ -21,8 +21,10 @@ from router.api.responses_answer import Asked
 from router.api.responses_input import InputItem, messages_of
 from router.api.responses_stream import ResponseFormatter
 from router.api.responses_tools import FlatChoice, FlatTools, flat_tools_of
+from router.api.shapes import check_ends, json_of
 from router.api.tool_fields import for_template
 from router.generation import AnswerHead, GenerationCall
+from router.shape.shape import AnyJson, Shape
 from router.tools.tools import Tools
 
 Metadata = Annotated[dict[str, str], Meta(max_length=16)]
@@ -38,6 +40,21 @@ class ReasoningFields(msgspec.Struct, frozen=True):
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto"] | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """The form of the answer's text. schema: of `json_schema`; strict or not, it is kept to."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class TextFields(msgspec.Struct, frozen=True):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
 
 
 class ResponsesBody(SharedBody, frozen=True, kw_only=True):
@@ -56,6 +73,7 @@ class ResponsesBody(SharedBody, frozen=True, kw_only=True):
     tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningFields | None = None
+    text: TextFields | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -72,6 +90,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True):
 _NO_STATE = "no answers are stored"
 _SEND_ALL = "no answers are stored: send all items as `input`"
 _NO_LOGPROBS = "`/v1/chat/completions` has logprobs"
+_FORM = Elsewhere((), "use `text.format`")
 # Fields that are not served, by what asks for nothing beside null.
 REFUSED = {
     "store": Elsewhere((False,), _NO_STATE),
@@ -84,8 +103,8 @@ REFUSED = {
     "include": Elsewhere(([],), "answers hold all that is known of them"),
     "top_logprobs": Elsewhere((0,), _NO_LOGPROBS),
     "max_tool_calls": Elsewhere((), "it bounds calls of hosted tools, of which there are none"),
-    "text": Elsewhere(({}, {"format": {"type": "text"}}), "no constrained output yet"),
-    "response_format": Elsewhere((), "use `text.format`"),
+    **dict.fromkeys(("response_format", "structured_outputs", "json_schema"), _FORM),
+    **dict.fromkeys(("guided_json", "guided_json_object"), _FORM),
     "reasoning_effort": Elsewhere((), "use `reasoning.effort`"),
     "messages": Elsewhere((), "use `input`"),
     "max_tokens": Elsewhere((), "use `max_output_tokens`"),
@@ -115,6 +134,7 @@ def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> Response
         template=_template(request, tools),
         tools=tools,
         divides_reasoning=True,
+        shape=_shape(request),
     )
     return ResponsesRequest(with_shared(call, request, limits), _asked(request, call))
 
@@ -130,7 +150,10 @@ def _messages(request: ResponsesBody, limits: ApiLimits) -> list[dict[str, Any]]
 def _check_parts(plain: dict[str, Any], request: ResponsesBody) -> None:
     """Raises RequestError."""
     for name, kind in _PARTS.items():
-        check_unknown_parts(plain.get(name) or {}, kind.__struct_fields__, f"{name}.")
+        outer, _, inner = name.partition(".")
+        part = plain.get(outer) or {}
+        part = (part.get(inner) or {}) if inner else part
+        check_unknown_parts(part, kind.__struct_fields__, f"{name}.")
     has_options = bool(plain.get("stream_options"))
     require(request.stream or not has_options, "only allowed when `stream` is true", _OPTIONS)
 
@@ -139,7 +162,28 @@ _OPTIONS = "stream_options"
 _PARTS: dict[str, type[msgspec.Struct]] = {
     _OPTIONS: ResponseStreamOptions,
     "reasoning": ReasoningFields,
+    "text": TextFields,
+    "text.format": TextFormat,
 }
+
+
+def _shape(request: ResponsesBody) -> Shape | None:
+    """Raises RequestError."""
+    asked, where = _format(request), "text.format"
+    if asked is None:
+        return None
+    schema, is_schema = asked.schema, asked.type == "json_schema"
+    require(is_schema == (schema is not None), "goes with `json_schema`", f"{where}.schema")
+    if asked.type == "text":
+        return None
+    ignores = "ignore_eos" if request.ignore_eos else "ignore_eos_token"
+    shape = json_of(schema, f"{where}.schema") or AnyJson(where)
+    check_ends(shape, bool(request.ignore_eos or request.ignore_eos_token), ignores)
+    return shape
+
+
+def _format(request: ResponsesBody) -> TextFormat | None:
+    return None if request.text is None else request.text.format
 
 
 def _template(request: ResponsesBody, tools: Tools | None) -> TemplateOptions:
@@ -163,4 +207,13 @@ def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
         tool_choice=to_builtins(request.tool_choice or "auto"),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         effort=call.template.effort,
+        format=_repeated(_format(request)),
     )
+
+
+def _repeated(asked: TextFormat | None) -> dict[str, Any] | None:
+    """What of it was said."""
+    if asked is None:
+        return None
+    said: dict[str, Any] = to_builtins(asked)
+    return {name: value for name, value in said.items() if value is not None}

@@ -17,7 +17,7 @@ Schema = dict[str, Any]
 
 # Unknown fields are refused unless they are null.
 _CLOSED = ("TokenizeBody", "DetokenizeBody", "StreamOptions", "LoraxBody", "LoraxParameters") + (
-    *("ResponsesBody", "ResponseStreamOptions", "ReasoningFields"),
+    *("ResponsesBody", "ResponseStreamOptions", "ReasoningFields", "TextFields", "TextFormat"),
 )
 _OPENAI_BODIES = ("ChatBody", "CompletionsBody", "TokenizeChatBody", "TokenizePromptBody")
 _SIZED = (*_OPENAI_BODIES, "LoraxParameters", "ResponsesBody")

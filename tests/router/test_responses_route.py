@@ -7,6 +7,8 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher
+from pydantic import BaseModel
 
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of
@@ -14,6 +16,10 @@ from tests.router.serving import Running
 from tests.router.test_tools import WEATHER, scripted
 
 CALLED = '<tool_call>{"name": "weather", "arguments": {"place": "Köln"}}</tool_call>'
+
+
+class Form(BaseModel):
+    a: int
 
 
 @pytest.fixture
@@ -119,3 +125,22 @@ async def test_tools_and_reasoning(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError) as effort:
             await ask.create(model="", input="hi", reasoning={"effort": "low"})
         assert effort.value.param == "reasoning.effort"
+
+
+async def test_form_of_the_text(sdk: openai.AsyncOpenAI, worker: FakeWorker) -> None:
+    worker.script = lambda _: [*ids_of('{"a": 1}'), EOS]
+    whole = await sdk.responses.parse(model="org/a", input="ab", text_format=Form)
+    assert whole.output_parsed == Form(a=1)
+    held = worker.requests[-1].sampling.grammar
+    assert not LLMatcher.validate_grammar(held)
+    assert '"a"' in held
+    async with sdk.responses.stream(model="org/a", input="ab", text_format=Form) as stream:
+        async for _ in stream:
+            pass
+        streamed = await stream.get_final_response()
+    assert streamed.output_parsed == whole.output_parsed
+    assert worker.requests[-1].sampling.grammar == held
+    bad: Any = {"type": "json_schema", "name": "a", "schema": {"type": "robot"}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await sdk.responses.create(model="org/a", input="ab", text={"format": bad})
+    assert (refused.value.param or "").startswith("text.format.schema")

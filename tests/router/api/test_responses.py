@@ -13,6 +13,7 @@ from router.api import responses
 from router.api.formatter import ApiLimits, Formatter
 from router.generation import ChoiceResult, FinishReason, RequestError, TextEvent
 from router.parts.parts import CallDelta, ToolCall
+from router.shape.shape import AnyJson, JsonSchema, Shape
 from router.tools.tools import Tool, Tools
 from tests.router.api.answers import HEAD, PROMPT
 
@@ -237,6 +238,27 @@ def test_tools(fields: dict[str, Any], tools: Tools | None) -> None:
     assert answer["tool_choice"] == fields.get("tool_choice", "auto")
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NAMED = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "repeated"),
+    [
+        ({}, None, {"type": "text"}),
+        ({"format": {"type": "text"}}, None, {"type": "text"}),
+        ({"format": {"type": "json_object"}}, AnyJson("text.format"), {"type": "json_object"}),
+        ({"format": NAMED}, JsonSchema(SCHEMA, "text.format.schema"), NAMED),
+        ({"format": NAMED | {"schema": False}}, JsonSchema(False, "text.format.schema"), None),
+    ],
+)
+def test_form_of_the_text(text: Any, shape: Shape | None, repeated: Any) -> None:
+    asked = parse(text=text)
+    assert asked.call.shape == shape
+    answer = json.loads(asked.formatter(HEAD).whole([result("{}")], [PROMPT]))
+    assert answer["text"] == {"format": repeated or NAMED | {"schema": False}}
+
+
 def test_reasoning_fields() -> None:
     asked = parse(reasoning={"effort": "low", "summary": "auto"}, chat_template_kwargs={"a": 1})
     assert (asked.call.template.effort, asked.call.template.variables) == ("low", {"a": 1})
@@ -352,6 +374,15 @@ def test_items_become_messages(items: list[Any], messages: list[Any]) -> None:
             },
             "tool_choice.tools[0].name",
         ),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "text", "tone": "kind"}}}, "text.format.tone"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"form": {}}}, "text.form"),
+        ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "ignore_eos"),
+        ({"guided_json": {}}, "guided_json"),
         ({"reasoning": {"effort": "vast"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"budget": 3}}, "reasoning.budget"),

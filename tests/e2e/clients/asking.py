@@ -17,6 +17,8 @@ MAX_TOKENS = 200
 class Request(BaseModel):
     """What a customer wants."""
 
+    model_config = ConfigDict(extra="forbid")
+
     name: str = Field(max_length=12)
     intent: Literal["order", "cancel", "complaint"]
     quantity: int = Field(ge=0, le=99)

@@ -52,6 +52,7 @@ class DispatchLimits:
     request_timeout_s: float
     share_prefixes: bool
     parts: AnswerParts
+    grammars: GrammarLimits
 
 
 class Dispatcher:
@@ -70,7 +71,7 @@ class Dispatcher:
         retries: Retries,
     ) -> None:
         self.ends = AnswerEnds(sandbox)
-        self.shapes = AnswerShapes(GrammarLimits())
+        self.shapes = AnswerShapes(limits.grammars)
         self.running = 0
         self.draining = False
         self._inboxes: set[Inbox] = set()

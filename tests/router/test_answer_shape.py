@@ -102,3 +102,11 @@ async def test_what_the_engine_cannot_hold_to_is_the_callers_fault(
     answer = await ask(router, guided_regex="a")
     assert answer.status_code == 400, answer.text
     assert len(worker.requests) == 1
+
+
+async def test_options_bound_grammars(tmp_path: Path, worker: FakeWorker) -> None:
+    async with running_router(tmp_path, worker, grammar_bytes=100) as router:
+        assert (await ask(router, model="", guided_regex="a" * 50)).status_code == 200
+        answer = await ask(router, model="", guided_regex="a" * 100)
+        assert answer.status_code == 400
+        assert "at most 100 may be" in answer.json()["error"]["message"]

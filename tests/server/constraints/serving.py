@@ -44,6 +44,7 @@ OBJECT = json.dumps(
         "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": [1]}},
         "required": ["n", "b"],
         "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
     }
 )
 

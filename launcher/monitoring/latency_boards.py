@@ -197,6 +197,42 @@ WORKERS = Board(
             ),
         ),
         (
+            "Grammars",
+            (
+                Panel(
+                    "Tokens under a mask",
+                    "percentunit",
+                    (
+                        Query(
+                            ratio(
+                                rate("loraplex_worker_constrained_tokens_total"),
+                                rate("loraplex_worker_output_tokens_total"),
+                            )
+                        ),
+                    ),
+                    "Of sequences with a grammar, allowed tokens or bad words. Waiting for masks is"
+                    " the phase `masks` of the engine's thread.",
+                ),
+                Panel(
+                    "Compiling a grammar",
+                    "s",
+                    quantiles("loraplex_worker_grammar_compile_seconds"),
+                    "Of those that were in no cache; their sequences wait, no step does.",
+                ),
+                Panel(
+                    "Grammars refused",
+                    "ops",
+                    (
+                        Query(
+                            rate("loraplex_worker_refused_grammars_total", by="reason"),
+                            "{{reason}}",
+                        ),
+                    ),
+                    "`costly` is above a worker's `--grammar-…` options.",
+                ),
+            ),
+        ),
+        (
             "KV cache",
             (
                 Panel(

@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server.config import EngineConfig
+from server.config import EngineConfig, GrammarConfig
 from server.engine.fake import CertifyOptions, certified_output
 from server.engine.messages import EngineFailed, EngineReady, Shutdown
+from tests.server.constraints.serving import DEMO, text
 from tests.server.engine.harness import make_request
 from tests.server.engine.shell import TIMEOUT_S, FakeShell
 from tests.tethered import tethered
@@ -99,6 +100,30 @@ def test_takes_vocabulary_and_context_from_the_model(tmp_path: Path) -> None:
         run.shell.submit(1, make_request([5, 6], 90))
         options = CertifyOptions(40, (7, 8), eos_percent=20)
         assert run.shell.answer(1) == certified_output(None, [5, 6], 90, options)
+
+
+def test_grammars_are_of_the_models_own_tokens_and_within_its_options() -> None:
+    grammar = GrammarConfig(source_bytes=100)
+    config = msgspec.structs.replace(CONFIG, model_path=str(DEMO), grammar=grammar)
+    with engine(config) as run:
+        run.shell.expect(EngineReady)
+        run.shell.submit(1, make_request([5, 6], 30, grammar='start: "yes" | "no"'))
+        run.shell.submit(2, make_request([5, 6], 30, grammar='start: "yes"' + " " * 100))
+        assert text(run.shell.answer(1)) in ("yes", "no")
+        run.shell.answer(2)
+        assert run.shell.events[2][-1].error == "bad_grammar"
+        run.shell.send(Shutdown())
+        assert run.process.wait(TIMEOUT_S) == 0
+
+
+def test_without_a_tokenizer_grammars_alone_are_refused() -> None:
+    with engine() as run:
+        run.shell.expect(EngineReady)
+        run.shell.submit(1, make_request([5, 6], 12, grammar='start: "yes"'))
+        run.shell.submit(2, make_request([5, 6], 12))
+        run.shell.answer(1)
+        assert run.shell.events[1][-1].error == "bad_grammar"
+        assert run.shell.answer(2) == certified_output(None, [5, 6], 12, CertifyOptions())
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,12 @@ class Constraint:
         if self.state == "open":
             self._fill(row)
         if self.state != "open":
-            row[:] = self._rules.every
+            self._rules.allow_all(row)
 
     def _fill(self, row: np.ndarray) -> None:
         matcher, accepts = self._matcher, True
         if matcher is None:
-            row[:] = self._rules.every
+            self._rules.allow_all(row)
         else:
             try:
                 matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

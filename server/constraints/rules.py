@@ -1,6 +1,6 @@
 """What a request says of the tokens that it may draw, beside its grammar. Pure."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +17,15 @@ def mask_words(vocab_size: int) -> int:
 class TokenRules:
     """Masks are int32 `[ceil(vocab / 32)]`; bit i % 32 of word i // 32 is that of token i.
 
-    ends: tokens that end the output. every: all tokens. allowed: `allowed_token_ids` and the ends,
-    None = all. bad_words: as in SamplingParams.
+    ends: tokens that end the output. end_words, end_bits: int64, uint32 `[n]`, the words of a mask
+    that have their bits, and these. allowed: mask of `allowed_token_ids` and the ends, None = all.
+    bad_words: as in SamplingParams.
     """
 
+    vocab_size: int
     ends: frozenset[int]
+    end_words: np.ndarray
     end_bits: np.ndarray
-    every: np.ndarray
     allowed: np.ndarray | None
     bad_words: tuple[tuple[int, ...], ...]
 
@@ -33,12 +35,15 @@ class TokenRules:
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= {*eos, *sampling.end_token_ids}
+        mask = _mask(ends, vocab_size)
+        words = np.flatnonzero(mask)
         allowed = sampling.allowed_token_ids
         return cls(
+            vocab_size=vocab_size,
             ends=ends,
-            end_bits=_bits(ends, vocab_size),
-            every=_bits(range(vocab_size), vocab_size),
-            allowed=_bits({*allowed, *ends}, vocab_size) if allowed else None,
+            end_words=words,
+            end_bits=mask.view(np.uint32)[words],
+            allowed=_mask({*allowed, *ends}, vocab_size) if allowed else None,
             bad_words=sampling.bad_words,
         )
 
@@ -47,26 +52,30 @@ class TokenRules:
         """Tokens of the output that decide on the next one."""
         return max((len(word) for word in self.bad_words), default=1) - 1
 
+    def allow_all(self, row: np.ndarray) -> None:
+        """Make it the mask of all tokens."""
+        row.fill(-1)
+        if self.vocab_size % 32:
+            row[-1] = (1 << self.vocab_size % 32) - 1
+
     def apply(self, row: np.ndarray, may_end: bool, last: Sequence[int]) -> None:
         """Change a mask. may_end: whether ends are allowed. last: the last `memory` tokens of the
         output, or all of fewer."""
+        words = row.view(np.uint32)
         if may_end:
-            row |= self.end_bits
+            words[self.end_words] |= self.end_bits
         else:
-            row &= ~self.end_bits
+            words[self.end_words] &= ~self.end_bits
         if self.allowed is not None:
             row &= self.allowed
         for word in self.bad_words:
             begun = len(word) - 1
             if begun <= len(last) and tuple(last[len(last) - begun :]) == word[:-1]:
-                _clear(row, word[-1])
+                words[word[-1] >> 5] &= ~(np.uint32(1) << np.uint32(word[-1] & 31))
 
 
-def _bits(ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    bits = np.zeros(32 * mask_words(vocab_size), dtype=np.uint8)
-    bits[np.fromiter(ids, dtype=np.int64)] = 1
-    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
-
-
-def _clear(row: np.ndarray, token_id: int) -> None:
-    row.view(np.uint32)[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+def _mask(ids: Collection[int], vocab_size: int) -> np.ndarray:
+    words = np.zeros(mask_words(vocab_size), dtype=np.uint32)
+    at = np.array([*ids], dtype=np.int64)
+    np.bitwise_or.at(words, at >> 5, np.uint32(1) << (at & 31).astype(np.uint32))
+    return words.view(np.int32)

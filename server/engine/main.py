@@ -13,11 +13,13 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from adapters.grammar.deep_threads import run_deep
 from adapters.logs import log_to_stderr
 from adapters.pauses import shorten_pauses
 from server.config import ConfigError, EngineConfig
@@ -68,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     channel = ShellChannel(socket.socket(fileno=options.socket_fd), leave_soon)
     try:
-        return _serve(options, channel)
+        # Matchers go as deep as grammars do, also when they take a token.
+        return run_deep(partial(_serve, options, channel))
     finally:
         channel.close(flush_s=LEAVE_GRACE_S)
         leaving.set()

@@ -8,8 +8,11 @@ import msgspec
 from adapters.grammar.compile import GrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from adapters.manifest import SlabLayout
+from server.constraints.constraint import Constraint
 from server.constraints.constraints import Constraints
-from server.engine.executor import AdapterCopy, ExecutorLimits
+from server.constraints.rules import TokenRules
+from server.constraints.wishes import ConstraintNews
+from server.engine.executor import AdapterCopy, ExecutorLimits, Masks
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.messages import AdapterSettled, SlabStaged
 from server.engine.plan import SliceResult, StepPlan
@@ -151,14 +154,36 @@ class Harness:
         if plan is not None:
             self.plans.append(plan)
             self.tickets.append(self.executor.launch(plan))
+            self._constrain()
         self.check()
         return plan
 
     def commit(self) -> None:
         ticket = self.tickets.popleft()
         self.scheduler.commit(ticket.plan.step, self.executor.collect(ticket))
+        self._constrain()
         self.drain()
         self.check()
+
+    def _constrain(self) -> None:
+        if not self.tickets or not self.tickets[0].held:
+            return
+        slices = [i for i, p in enumerate(self.tickets[0].plan.slices) if p.constrained]
+        bits = self.executor.mask_memory(len(slices))
+        for constraint, row in zip(self.scheduler.constraints(slices), bits, strict=True):
+            row.fill(-1)
+            if constraint is not None:
+                constraint.fill(row)
+        self.executor.constrain(self.tickets[0], Masks(slices, bits))
+
+    def _make_constraints(self) -> None:
+        """Without grammars, and at once."""
+        for key, sampling, accepted_ids in self.scheduler.grammars.take_wishes():
+            rules = TokenRules.of(sampling, self.limits.eos_token_ids, self.limits.vocab_size)
+            constraint = Constraint(None, rules, sampling.min_tokens)
+            for token_id in accepted_ids:
+                constraint.take(token_id)
+            self.scheduler.constraint_news(ConstraintNews(key, constraint), self.now)
 
     def finish_copies(self) -> None:
         for news in self.executor.poll_copies():
@@ -185,6 +210,7 @@ class Harness:
         raise AssertionError("it never comes to rest")
 
     def drain(self) -> None:
+        self._make_constraints()
         loads = self.scheduler.loads.take()
         for copy in loads.copies:
             assert copy.layout.digest in self.held, "copied after its host block was given back"

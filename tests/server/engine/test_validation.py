@@ -34,6 +34,11 @@ HUGE = 2**62
         ("logit_bias", {5: INF}),
         ("logit_bias", {5: 1.0, 6: 1e39}),
         ("logit_bias", {5: -1e39}),
+        ("allowed_token_ids", (5, 100)),
+        ("bad_words", ((5, 100),)),
+        ("bad_words", ((5,), ())),
+        ("bad_words", ((5,) * 129,)),
+        ("bad_words", ((5,),) * 1025),
         ("temperature", -0.1),
         ("temperature", NAN),
         ("temperature", INF),
@@ -66,6 +71,12 @@ def test_refused_by_name(field: str, value: Any) -> None:
     assert refusal is not None
     assert refusal.code == "invalid_request"
     assert field in refusal.message
+
+
+def test_a_grammar_says_where_the_output_ends() -> None:
+    refusal = refuse(make_request([5], grammar='start: "a"', ignore_eos=True), LIMITS)
+    assert refusal is not None
+    assert "ignore_eos" in refusal.message
 
 
 def test_too_many_biases_and_prompt_logprobs() -> None:
@@ -132,6 +143,8 @@ REQUESTS = st.builds(
         logit_bias=st.dictionaries(NUMBERS, FLOATS, max_size=2),
         logprobs=st.none() | NUMBERS,
         prompt_logprobs=st.none() | NUMBERS,
+        allowed_token_ids=st.lists(NUMBERS, max_size=3).map(tuple),
+        bad_words=st.lists(st.lists(NUMBERS, max_size=2).map(tuple), max_size=2).map(tuple),
     ),
     seed=NUMBERS,
     priority=NUMBERS,

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def made() -> Iterator[Constraints]:
 
 def free(key: int) -> GenerateRequest:
     """Greedy, drawn, with penalties, with logprobs."""
-    how: list[dict[str, object]] = [
+    how: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
@@ -56,7 +57,7 @@ def free(key: int) -> GenerateRequest:
 
 
 def bound(key: int) -> GenerateRequest:
-    how: list[dict[str, object]] = [
+    how: list[dict[str, Any]] = [
         {"grammar": f"start: %json {OBJECT}"},
         {"grammar": f"start: /{DIGITS}/", "top_k": 50, "min_p": 0.001},
         {"grammar": f"start: /{DIGITS}/", "presence_penalty": 1.0, "logprobs": 2},

@@ -8,6 +8,7 @@ from router.tools.formats.hermes import HERMES
 from router.tools.formats.llama3_json import LLAMA3_JSON
 from router.tools.formats.mistral import MISTRAL, MISTRAL_LIST
 from router.tools.formats.phi4_mini import PHI4_MINI
+from router.tools.formats.qwen3_coder import QWEN3_CODER
 
 _ALL: tuple[ToolFormat, ...] = (
     HERMES,
@@ -19,10 +20,35 @@ _ALL: tuple[ToolFormat, ...] = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     FUNCTIONARY,
+    QWEN3_CODER,
 )
 FORMATS = {tool_format.name: tool_format for tool_format in _ALL}
+
+# What other families write within <tool_call>.
+_OTHERS_IN_TAGS = "<function=", "<parameter=", "<arg_key>"
+
+
+# The first whose texts a template has, and lacks.
+_SIGNS: tuple[tuple[ToolFormat, tuple[str, ...], tuple[str, ...]], ...] = (
+    (QWEN3_CODER, ("<tool_call>", "<function=", "<parameter="), ()),
+    (FUNCTIONARY, ("<function=", "</function>"), ("<tool_call>", "<parameter=")),
+    (MISTRAL, ("[TOOL_CALLS]", "[ARGS]"), ("[CALL_ID]",)),
+    (MISTRAL_LIST, ("[TOOL_CALLS]",), ("[ARGS]",)),
+    (DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json"), ()),
+    (DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",), ()),
+    (HERMES, ("<tool_call>", "</tool_call>", '"name":', '"arguments":'), _OTHERS_IN_TAGS),
+    (GRANITE, ("<|start_of_role|>", "tools<|end_of_role|>"), ("</tool_call>",)),
+    (PHI4_MINI, ("<|tool|>", "<|/tool|>"), ()),
+    (PHI4_MINI, ("functools[",), ()),
+    (LLAMA3_JSON, ('{"name": function name, "parameters":',), ()),
+    (LLAMA3_JSON, ("<|python_tag|>", '"parameters":'), ()),
+)
 
 
 def detect(template_source: str) -> ToolFormat | None:
     """The format that a chat template writes calls in; None where it writes none that is known."""
-    return HERMES if "<tool_call>" in template_source else None
+    source = template_source.replace("\\", "")  # quotes stand escaped within texts
+    for found, has, lacks in _SIGNS:
+        if all(text in source for text in has) and not any(text in source for text in lacks):
+            return found
+    return None

@@ -9,6 +9,7 @@ import msgspec
 from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import Lark
+from router.shape.rules import json_rules
 from router.tools.formats.call_object import CallObject, Outcome
 from router.tools.formats.grammar import arguments_schema, free_text_before, mixed, several
 from router.tools.tools import Tools
@@ -17,6 +18,7 @@ _QUOTE = '"'
 _COMMA = '"," " "?'
 _COLON = '":" " "?'
 _NAME_AND_QUOTE = f'"\\"name\\"" {_COLON} "\\""'
+_ID = f'"\\"id\\"" {_COLON} /"[A-Za-z0-9]{{9}}"/'
 _S = r"[ \t\r\n]*"
 # A call without marker: what `CallObject` reads as one begins like this.
 _BARE_BEGIN = rf'/(?s:.*)\{{{_S}("type"{_S}:{_S}"function"{_S},{_S})?"name"{_S}:{_S}"/'
@@ -28,7 +30,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
 
     bare: a call may come without its marker. listed: natively calls stand in a JSON array, else
     each has its own markers, or `between` parts them. lines: natively objects stand on lines of
-    their own. arguments_key: the native one.
+    their own. arguments_key: the native one. ids: natively an object ends with an id.
     """
 
     name: str
@@ -39,6 +41,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
     between: str = ""
     lines: bool = False
     arguments_key: str = "arguments"
+    ids: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -71,7 +74,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
         """What follows a marker."""
         close = lark.literal(self.close) if self.close else ""
         if self.listed:
-            bracket = "" if marker.endswith("[") else '"["'
+            bracket = "" if marker.endswith("[") else '" "? "["'
             ended = f"({close})?" if close else ""
             return f'{bracket} {several(tools, call, _COMMA)} "]" {ended}'
         if self.between:
@@ -86,10 +89,11 @@ class JsonCalls(msgspec.Struct, frozen=True):
 
     def _function(self, tools: Tools, lark: Lark) -> str:
         """One call as an object, from its function's name on."""
+        last = f"({_COMMA} {_ID})?" if self.ids else ""
         key = json.dumps(f'"{self.arguments_key}"')
         calls = (
             f"{json.dumps(tool.name + _QUOTE)} {_COMMA} {key} "
-            f'{_COLON} {lark.json(arguments_schema(tools, tool))} "}}"'
+            f'{_COLON} {json_rules(arguments_schema(tools, tool), lark)} {last} "}}"'
             for tool in tools.allowed
         )
         return lark.rule("function", lark.either(calls))

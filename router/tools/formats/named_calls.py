@@ -8,6 +8,7 @@ import msgspec
 from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import Lark
+from router.shape.rules import json_rules
 from router.tools.formats.grammar import arguments_schema, free_text_before, mixed, several
 from router.tools.formats.json_text import json_value
 from router.tools.tools import Tools
@@ -34,9 +35,10 @@ class NamedCalls(msgspec.Struct, frozen=True):
         return StepsReader(lambda scan: self._steps(scan, names))
 
     def rules(self, tools: Tools, lark: Lark) -> str:
+        close = self._or_nothing(lark, self.close)
         calls = (
             f"{json.dumps(tool.name)} {lark.literal(self.middle)} "
-            f"{lark.json(arguments_schema(tools, tool))} {self._or_nothing(lark, self.close)}"
+            f"{json_rules(arguments_schema(tools, tool), lark)} {close}"
             for tool in tools.allowed
         )
         function = lark.rule("function", lark.either(calls))

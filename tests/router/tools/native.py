@@ -50,11 +50,15 @@ TOOLS = (
 
 
 class Native(NamedTuple):
-    """write: the calls of one answer. before, after: whether text may stand there."""
+    """write: the calls of one answer. before, after: whether text may stand there.
+
+    any_values: whether a value that no schema tells is written so that its
+    type is seen."""
 
     write: Writer
     before: bool = True
     after: bool = True
+    any_values: bool = True
 
 
 def _word(random: Random) -> str:
@@ -134,6 +138,18 @@ def _deepseek_v31(calls: Sequence[Call]) -> str:
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
+def _qwen3_coder(calls: Sequence[Call]) -> str:
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else _json(value)
+
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={k}>\n{text(v)}\n</parameter>\n" for k, v in arguments.items())
+        + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
 # The format's name, and what sets one of its forms apart.
 NATIVE = {
     "hermes": Native(_hermes),
@@ -142,6 +158,15 @@ NATIVE = {
         lambda calls: "<|python_tag|>" + "; ".join(_objects(calls, "parameters"))
     ),
     "mistral_list": Native(lambda calls: f"[TOOL_CALLS]{_listed(calls)}"),
+    "mistral_list with ids": Native(
+        lambda calls: (
+            "[TOOL_CALLS] ["
+            + ", ".join(
+                _json({"name": name, "arguments": args, "id": "a1B2c3D4e"}) for name, args in calls
+            )
+            + "]"
+        )
+    ),
     "phi4_mini": Native(lambda calls: f"<|tool_call|>{_listed(calls)}<|/tool_call|>"),
     "phi4_mini without tokens": Native(lambda calls: f"functools{_listed(calls)}"),
     "granite": Native(lambda calls: f"<|tool_call|>{_listed(calls)}"),
@@ -153,4 +178,5 @@ NATIVE = {
     ),
     "deepseek_v3": Native(_deepseek_v3),
     "deepseek_v31": Native(_deepseek_v31),
+    "qwen3_coder": Native(_qwen3_coder, any_values=False),
 }

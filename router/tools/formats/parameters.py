@@ -1,0 +1,49 @@
+"""The schema of a call's arguments, one argument at a time. Pure."""
+
+import json
+import re
+from typing import Any
+
+_NOTES = {"title", "description", "$schema", "$id", "$comment", "examples", "default"}
+_DEFINITIONS = "$defs", "definitions"
+_SHARED = (*_DEFINITIONS, "x-guidance")
+_KNOWN = {"type", "properties", "required", "additionalProperties", *_SHARED, *_NOTES}
+_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#/(?:\$defs|definitions)/)')
+
+Schema = dict[str, Any] | bool
+
+
+def separate_arguments(schema: dict[str, Any]) -> dict[str, Schema] | None:
+    """Each argument's schema, in order; None where the arguments must keep to more than these.
+
+    Arguments beyond those that the schema names are left out.
+    """
+    properties = schema.get("properties", {})
+    if schema.keys() - _KNOWN or schema.get("type") != "object":
+        return None
+    if any(name not in properties for name in schema.get("required", ())):
+        return None
+    if _REFERENCE.search(json.dumps(schema)):
+        return None
+    shared = {key: schema[key] for key in _SHARED if key in schema}
+    return {
+        name: {**sub, **shared} if isinstance(sub, dict) else sub
+        for name, sub in properties.items()
+    }
+
+
+def is_text(schema: Schema | None) -> bool:
+    """Whether values are strings of which nothing but the length or a list of texts is asked."""
+    if not isinstance(schema, dict):
+        return False
+    if schema.get("type") != "string":
+        return False
+    return not schema.keys() - {
+        "type",
+        "minLength",
+        "maxLength",
+        "enum",
+        "const",
+        *_SHARED,
+        *_NOTES,
+    }

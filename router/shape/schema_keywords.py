@@ -1,0 +1,178 @@
+"""The keywords of JSON Schema, and the forms that their values have. Pure."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+# Numbers beyond this are not the same in all readers of JSON.
+MOST_NUMBER = 2**53
+MOST_PLACES = 15
+DEEPEST = 64
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+ANNOTATIONS = frozenset(
+    ["title", "description", "default", "examples", "example", "deprecated", "readOnly"]
+    + ["writeOnly", "$comment", "$defs", "definitions", "$anchor", "contentMediaType"]
+    + ["contentEncoding", "contentSchema", "discriminator", "externalDocs", "xml"]
+    + ["enumNames", "enumDescriptions", "markdownDescription"]
+)
+NO_WAY = "cannot be held to while an answer is made"
+_UNKNOWN = "is no keyword of JSON Schema that can be held to"
+_NOT_REFS = "is not supported: use `$ref` and `$defs`"
+# Keywords that demand something, with why they are refused.
+REFUSED = {
+    **dict.fromkeys(["not", "if", "then", "else", "contains", "minContains"], NO_WAY),
+    **dict.fromkeys(["maxContains", "propertyNames", "dependencies"], NO_WAY),
+    **dict.fromkeys(["dependentRequired", "dependentSchemas"], NO_WAY),
+    **dict.fromkeys(["unevaluatedItems", "unevaluatedProperties", "uniqueItems"], NO_WAY),
+    **dict.fromkeys(["$dynamicRef", "$dynamicAnchor", "$vocabulary"], _NOT_REFS),
+    **dict.fromkeys(["$recursiveRef", "$recursiveAnchor"], _NOT_REFS),
+    "nullable": 'is not of JSON Schema: use `"type": [..., "null"]` or `anyOf`',
+}
+# Number of the drafts in `$schema`.
+DRAFTS = {
+    "http://json-schema.org/draft-04/schema": 4,
+    "http://json-schema.org/draft-06/schema": 6,
+    "http://json-schema.org/draft-07/schema": 7,
+    "https://json-schema.org/draft/2019-09/schema": 2019,
+    "https://json-schema.org/draft/2020-12/schema": 2020,
+}
+NEWEST = 2020
+_BARE = re.compile(r"[A-Za-z_$][\w$-]*", re.ASCII)
+
+
+class SchemaRefused(ValueError):
+    """The schema cannot be held to exactly. str() names the place, and says why.
+
+    place: of the schema that is refused, below the caller's field. keyword: "" = the whole.
+    """
+
+    def __init__(self, place: str, keyword: str, reason: str) -> None:
+        where = below(place, keyword) if keyword else place
+        super().__init__(f"`{where}`: {reason}")
+        self.place = place
+        self.keyword = keyword
+        self.reason = reason
+
+
+def below(place: str, *keys: str | int) -> str:
+    """The place of what stands under these keys."""
+    for key in keys:
+        if isinstance(key, int):
+            place += f"[{key}]"
+        elif _BARE.fullmatch(key):
+            place += f".{key}"
+        else:
+            place += f"[{json.dumps(_short(key), ensure_ascii=not key.isprintable())}]"
+    return place
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= 80 else key[:80] + "…"
+
+
+def reason_against(keyword: str) -> str | None:
+    """Why it is refused; None for annotations."""
+    if keyword in ANNOTATIONS or keyword.startswith("x-"):
+        return None
+    return REFUSED.get(keyword, _UNKNOWN)
+
+
+# What these raise is a ValueError that says what the value must be.
+
+
+def number(value: Any) -> int | float:
+    """A whole number comes as an int."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number")
+    if not math.isfinite(value) or abs(value) > MOST_NUMBER:
+        raise ValueError("numbers beyond ±2^53 are not exact in JSON")
+    if value == int(value):
+        return int(value)
+    exponent = Decimal(repr(value)).as_tuple().exponent
+    if isinstance(exponent, int) and exponent < -MOST_PLACES:
+        raise ValueError(f"a number has more than {MOST_PLACES} digits after the point")
+    return value
+
+
+def count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise ValueError("must be a whole number")
+    if not 0 <= value <= 1_000_000:
+        raise ValueError("must lie in 0..1000000")
+    return int(value)
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("must be a text")
+    return _encodable(value)
+
+
+def texts(value: Any) -> list[str]:
+    return [text(one) for one in items(value)]
+
+
+def items(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("must be an array")
+    return value
+
+
+def some(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be an array with something in it")
+    return value
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object")
+    for key in value:
+        _encodable(key)
+    return value
+
+
+def types(value: Any) -> list[str]:
+    """Without `integer` beside `number`."""
+    named = [value] if isinstance(value, str) else value
+    if not isinstance(named, list) or not named or any(one not in TYPES for one in named):
+        raise ValueError(f"must be one or several of {', '.join(TYPES)}")
+    return [t for t in TYPES if t in named and not (t == "integer" and "number" in named)]
+
+
+def constant(value: Any, depth: int = 0) -> Any:
+    """The same JSON value, whole numbers as ints."""
+    if depth > DEEPEST:
+        raise ValueError(f"is nested more than {DEEPEST} deep")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _writable(value)
+    if isinstance(value, list):
+        return [constant(one, depth + 1) for one in value]
+    if isinstance(value, dict):
+        return {_writable(key): constant(one, depth + 1) for key, one in value.items()}
+    return number(value)
+
+
+def same_text(value: Any) -> str:
+    """Equal for equal JSON values of `constant`, and for no others."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _encodable(value: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("a text has half of a character")
+    return value
+
+
+_UNWRITABLE: Callable[[str], object] = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]").search
+
+
+def _writable(value: str) -> str:
+    if _UNWRITABLE(_encodable(value)):
+        raise ValueError("a text has a control character that answers cannot hold")
+    return value

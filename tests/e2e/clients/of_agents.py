@@ -32,10 +32,10 @@ def client(url: str) -> AsyncOpenAI:
 
 
 def models(url: str, name: str) -> tuple[agents.Model, agents.Model]:
-    plain = client(url)
+    """Each with a client of its own: connections stay with their event loop."""
     return (
-        agents.OpenAIResponsesModel(name, plain),
-        agents.OpenAIChatCompletionsModel(name, plain),
+        agents.OpenAIResponsesModel(name, client(url)),
+        agents.OpenAIChatCompletionsModel(name, client(url)),
     )
 
 

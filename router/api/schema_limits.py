@@ -73,6 +73,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
     function = next(kind for kind in tool["properties"]["function"]["anyOf"] if "$ref" in kind)
     tool |= {"properties": {"type": {"const": "function"}, "function": function}}
     tool["required"] = ["type", "function"]
+    _say_flat_tool(components["FlatTool"])
     components["Message"] = _message(components["Message"])
 
 
@@ -129,6 +130,13 @@ def _say_fields(properties: dict[str, Schema]) -> None:
         properties.setdefault(field, {"enum": [None, *elsewhere.neutral]})
     properties["metadata"] = {"type": ["object", "null"]}
     _bound(properties.get("messages", {}), "array", minItems=1)
+
+
+def _say_flat_tool(tool: Schema) -> None:
+    properties = tool["properties"]
+    names = [kind for kind in properties["name"]["anyOf"] if kind.get("type") == "string"]
+    properties |= {"type": {"const": "function"}, "name": names[0]}
+    tool["required"] = ["type", "name"]
 
 
 def _say_responses(properties: dict[str, Schema]) -> None:

@@ -17,7 +17,7 @@ _TEXTS = r"POST /(v1/((chat/)?completions|responses)|(de)?tokenize|generate|gene
 _REGISTERS = r"POST /v1/(adapters.*|load_lora_adapter)"
 _ALL = r".*"
 _FORM = (
-    r"`(response_format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
+    r"`(response_format|text\.format|grammar|structured_outputs|guided_\w+|json_schema|regex|ebnf|bad_words"
     r"|allowed_token_ids|ignore_eos(_token)?)[.`\[]"
     r"|supplied: (response_format|grammar|structured_outputs)"
 )
@@ -55,6 +55,7 @@ UNSAID = (
     ),
     Rule(_OPENAI, "the best of several is whole", (400,), r"equal `n` when streaming|least `n`"),
     Rule(_OPENAI, "a key of `logit_bias` is a token id", (400,), r"`logit_bias`: a key"),
+    Rule(_OPENAI, "tools have names of their own", (400,), r"no tool of `tools`|an earlier tool"),
     Rule(r"POST /v1/responses", "an item has what its type says", (400,), r"^`input[`\[]"),
     # Of LoRAX's
     Rule(

@@ -8,15 +8,13 @@ from llguidance import LLMatcher
 from adapters.grammar.compile import GrammarLimits, compile_grammar
 from adapters.grammar.vocabulary import byte_vocabulary
 from router.shape.json_schema import honoured
-from router.shape.lark import Lark
 
 _END = 0
 _BYTES = byte_vocabulary(1, (_END,), {_END: b"</s>"})
 
 
 def source(schema: dict[str, Any] | bool) -> str:
-    lark = Lark()
-    return lark.source(lark.json(honoured(schema, "schema")))
+    return f"start: %json {json.dumps(honoured(schema, 'schema'), ensure_ascii=False)}"
 
 
 def matcher_of(schema: dict[str, Any] | bool) -> LLMatcher:

@@ -12,6 +12,11 @@ from typing import Any
 # A text of any length, newlines too.
 ANY_TEXT = r"/(?s:.*)/"
 
+# The keyword that says how JSON is written, and what is between its parts without it: enough for
+# text on one line or indented, too little to go on for ever.
+WRITING = "x-guidance"
+_WHITESPACE = r"( |\r?\n[ \t]{0,64})?"
+
 
 class Lark:
     """One grammar that is being written.
@@ -58,6 +63,8 @@ class Lark:
     def json(self, schema: dict[str, Any] | bool) -> str:
         """JSON text that the schema accepts."""
         accepted = {} if schema is True else {"not": {}} if schema is False else schema
+        if WRITING not in accepted:
+            accepted = {**accepted, WRITING: {"whitespace_pattern": _WHITESPACE}}
         return self.rule("json", f"%json {json.dumps(accepted, ensure_ascii=False)}")
 
     def literal(self, text: str) -> str:

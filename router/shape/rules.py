@@ -7,7 +7,7 @@ import re
 from typing import Any, assert_never
 
 from router.shape.gbnf import GbnfError, gbnf_rules
-from router.shape.lark import Lark
+from router.shape.lark import WRITING, Lark
 from router.shape.shape import (
     AnyJson,
     Choice,
@@ -19,8 +19,6 @@ from router.shape.shape import (
     StructuralTag,
 )
 
-# Between the parts of JSON: enough for text on one line or indented, too little to go on for ever.
-WHITESPACE = r"( |\r?\n[ \t]{0,64})?"
 _OBJECT: dict[str, Any] = {"type": "object"}
 # `^` before a whole pattern and `$` after it say what holds anyway.
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
@@ -47,8 +45,8 @@ def rules(shape: Shape, writer: Lark) -> str:
 def json_rules(schema: dict[str, Any] | bool, writer: Lark, whitespace: str | None = None) -> str:
     """schema: one that can be honoured. whitespace: as in JsonSchema."""
     plain = {} if schema is True else {"not": {}} if schema is False else schema
-    pattern = WHITESPACE if whitespace is None else whitespace
-    return writer.json({**plain, "x-guidance": {"whitespace_pattern": pattern}})
+    written = {} if whitespace is None else {WRITING: {"whitespace_pattern": whitespace}}
+    return writer.json(plain | written)
 
 
 def _regex(pattern: str, writer: Lark) -> str:

@@ -47,10 +47,10 @@ MESSAGES: Any = [{"role": "user", "content": EXAMPLES[0]}]
 
 @pytest.fixture(scope="module")
 def caller(serving: Serving, adapter_root: Path) -> Iterator[str]:
-    """A name of an adapter whose template shows tools, and reasoning."""
+    """A name of an adapter whose template shows tools."""
     folder = adapter_root / "caller"
     shutil.copytree(adapter_paths()["pirate"], folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE + "{# </think> #}")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     body = {"name": "caller", "ref": f"local:{folder}"}
     answer = httpx.post(f"{serving.url}/v1/adapters", json=body, timeout=60)
     assert answer.status_code == 200, answer.text

@@ -6,9 +6,11 @@ from typing import Any
 import msgspec
 
 from router.parts.reasoning import Reasoning
+from router.shape.json_schema import honoured
 from router.shape.lark import Lark
 from router.shape.rules import rules
-from router.shape.shape import Grammar, Shape
+from router.shape.schema_keywords import SchemaRefused, below
+from router.shape.shape import Grammar, Shape, ShapeRefused
 from router.tools.formats.format import ToolFormat
 from router.tools.formats.grammar import free_text_before, keeps_schema
 from router.tools.tools import Tool, Tools
@@ -59,17 +61,33 @@ def _answer(shape: Shape | None, frame: Frame, writer: Lark) -> str:
     if tools is None or tool_format is None:
         assert shape is not None
         return rules(shape, writer)
+    exact = _exact(tools)
     if shape is None or tools.mode == "required":
-        return tool_format.rules(tools, writer)
-    calls = tool_format.rules(_alone(tools), writer)
+        return tool_format.rules(exact, writer)
+    calls = tool_format.rules(msgspec.structs.replace(exact, mode="required"), writer)
     return writer.either((calls, rules(shape, writer)))
 
 
-def _alone(tools: Tools) -> Tools:
-    """Calls without text, where no text has to be a call."""
-    offered = tuple(tool if keeps_schema(tools, tool) else _loose(tool) for tool in tools.offered)
-    return msgspec.structs.replace(tools, offered=offered, mode="required")
+def _exact(tools: Tools) -> Tools:
+    """With schemas as llguidance reads them; any object where a call need not keep to one."""
+    names = {tool.name for tool in tools.allowed}
+    offered = tuple(
+        _exact_tool(tool, keeps_schema(tools, tool), f"tools[{i}].function.parameters")
+        if tool.name in names
+        else tool
+        for i, tool in enumerate(tools.offered)
+    )
+    return msgspec.structs.replace(tools, offered=offered)
 
 
-def _loose(tool: Tool) -> Tool:
-    return msgspec.structs.replace(tool, parameters=_ANY_OBJECT)
+def _exact_tool(tool: Tool, keeps: bool, param: str) -> Tool:
+    """Raises ShapeRefused."""
+    if tool.parameters is None and keeps:
+        return tool
+    schema = {"type": "object", **(tool.parameters or {})} if keeps else _ANY_OBJECT
+    try:
+        parameters = honoured(schema, param)
+    except SchemaRefused as error:
+        place = below(error.place, error.keyword) if error.keyword else error.place
+        raise ShapeRefused(error.reason, place) from None
+    return msgspec.structs.replace(tool, parameters=parameters)

@@ -18,7 +18,9 @@ TEMPLATE = (
     "{{ bos_token }}{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }} "
     "{% endfor %}{{ eos_token }}{% endif %}{% for m in messages %}"
     "{{ '<|assistant|>' if m.role == 'assistant' else '<|user|>' }}{{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% for call in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TICKET = {

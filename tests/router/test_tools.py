@@ -25,7 +25,9 @@ from tests.router.serving import Running, running_router
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% for call in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}</tool_call>'
     "{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"

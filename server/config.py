@@ -169,6 +169,10 @@ class WorkerConfig:
         default=512 << 20,
         metadata={"min": 1, "help": "memory for compiling one grammar", "unit": "bytes"},
     )
+    grammar_mask_s: float = field(
+        default=0.1,
+        metadata={"min": 0.001, "help": "processor time of a grammar for one token of an answer"},
+    )
     grammar_threads: int = field(
         default=2, metadata={"min": 1, "help": "grammars compiled at once"}
     )
@@ -202,6 +206,7 @@ class GrammarConfig(msgspec.Struct, frozen=True):
     nesting: int = 100
     compile_s: float = 5.0
     memory_bytes: int = 512 << 20
+    mask_s: float = 0.1
     threads: int = 2
     cache_entries: int = 256
     cache_bytes: int = 64 << 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from adapters.grammar.compile import GrammarLimits
 from server.config import EngineConfig
-from server.constraints.constraints import Constraints
+from server.constraints.constraints import Bounds, Constraints
 from server.engine.executor import ExecutorLimits
 from server.model.grammar_vocabulary import read_vocabulary
 
@@ -26,8 +26,11 @@ def make_constraints(config: EngineConfig, limits: ExecutorLimits) -> Constraint
             compile_s=bounds.compile_s,
             memory_bytes=bounds.memory_bytes,
         ),
-        cache_entries=bounds.cache_entries,
-        cache_bytes=bounds.cache_bytes,
-        compile_threads=bounds.threads,
-        mask_threads=max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2)),
+        Bounds(
+            cache_entries=bounds.cache_entries,
+            cache_bytes=bounds.cache_bytes,
+            compile_threads=bounds.threads,
+            mask_s=bounds.mask_s,
+            mask_threads=max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2)),
+        ),
     )

@@ -71,6 +71,11 @@ class Constraint:
         if self.state != "open":
             self._rules.allow_all(row)
 
+    def give_up(self, problem: str) -> None:
+        """It costs too much to go on."""
+        if self.state == "open":
+            self._fail(problem)
+
     def _fill(self, row: np.ndarray) -> None:
         matcher, accepts = self._matcher, True
         if matcher is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from llguidance import LLMatcher
@@ -37,12 +38,26 @@ class _Tools(NamedTuple):
     checker: GrammarChecker
 
 
+class Bounds(NamedTuple):
+    """cache_entries, cache_bytes: of compiled grammars, by their texts.
+
+    compile_threads: grammars compiled at once. mask_threads: threads that fill masks. mask_s:
+    processor time for one mask; a sequence that needs more ends, and its grammar is refused while
+    the cache remembers it.
+    """
+
+    cache_entries: int = 256
+    cache_bytes: int = 64 << 20
+    compile_threads: int = 2
+    mask_threads: int = 4
+    mask_s: float = 0.1
+
+
 class Constraints:
     """For the loop's thread; what takes time is done in others.
 
     load: makes the vocabulary, once, in a thread; raises VocabularyError where the model has none.
-    eos: the worker's ends. cache_entries, cache_bytes: of compiled grammars, by their texts.
-    compile_threads: grammars compiled at once. mask_threads: threads that fill masks.
+    eos: the worker's ends.
     """
 
     def __init__(
@@ -51,21 +66,23 @@ class Constraints:
         vocab_size: int,
         eos: Collection[int],
         limits: GrammarLimits,
-        *,
-        cache_entries: int = 256,
-        cache_bytes: int = 64 << 20,
-        compile_threads: int = 2,
-        mask_threads: int = 4,
+        bounds: Bounds | None = None,
     ) -> None:
+        bounds = bounds or Bounds()
         self._load = load
         self._vocab_size = vocab_size
         self._eos = eos
         self._limits = limits
-        self._num_compiling, self._num_filling = compile_threads, mask_threads
-        self._compiling = DeepThreads(compile_threads, "grammar-compile")
+        self._too_slow = f"one token needs more than {bounds.mask_s:g} s of processor time"
+        self._mask_s = bounds.mask_s
+        self._grammars: WeakKeyDictionary[Constraint, str] = WeakKeyDictionary()
+        self._num_compiling, self._num_filling = bounds.compile_threads, bounds.mask_threads
+        self._compiling = DeepThreads(bounds.compile_threads, "grammar-compile")
         self._making = DeepThreads(1, "grammar-copy")
-        self._filling = DeepThreads(mask_threads, "grammar-mask")
-        self._cache: BoundedCache[Future[LLMatcher]] = BoundedCache(cache_entries, cache_bytes)
+        self._filling = DeepThreads(bounds.mask_threads, "grammar-mask")
+        self._cache: BoundedCache[Future[LLMatcher]] = BoundedCache(
+            bounds.cache_entries, bounds.cache_bytes
+        )
         self._tools = self._compiling.submit(self._make_tools)
         self._news: queue.SimpleQueue[ConstraintNews] = queue.SimpleQueue()
         self._compiled: queue.SimpleQueue[GrammarCompiled] = queue.SimpleQueue()
@@ -99,11 +116,20 @@ class Constraints:
         """The masks of their next tokens, int32 `[n, ceil(vocab / 32)]`; None = all tokens."""
         parts = min(self._num_filling, len(constraints))
         filling = [
-            self._filling.submit(_fill, constraints[i::parts], masks[i::parts])
+            self._filling.submit(_fill, constraints[i::parts], masks[i::parts], self._mask_s)
             for i in range(parts)
         ]
         for part in filling:
-            part.result()
+            for slow in part.result():
+                self._refuse(slow)
+
+    def _refuse(self, slow: Constraint) -> None:
+        slow.give_up(self._too_slow)
+        grammar = self._grammars.get(slow)
+        if grammar is not None:
+            refused: Future[LLMatcher] = Future()
+            refused.set_exception(GrammarTooCostly(self._too_slow))
+            self._cache.put(grammar, refused)
 
     def close(self) -> None:
         """What was not answered stays so."""
@@ -172,6 +198,8 @@ class Constraints:
         sampling = wish.sampling
         rules = TokenRules.of(sampling, self._eos, self._vocab_size)
         constraint = Constraint(matcher, rules, sampling.min_tokens)
+        if matcher is not None:
+            self._grammars[constraint] = sampling.grammar
         for token_id in wish.accepted_ids:
             constraint.take(token_id)
         if constraint.state == "failed":
@@ -179,12 +207,20 @@ class Constraints:
         return constraint
 
 
-def _fill(constraints: Sequence[Constraint | None], masks: np.ndarray) -> None:
+def _fill(
+    constraints: Sequence[Constraint | None], masks: np.ndarray, limit_s: float
+) -> list[Constraint]:
+    """Returns those that took longer."""
+    slow = []
     for constraint, row in zip(constraints, masks, strict=True):
         if constraint is None:
             row.fill(-1)
-        else:
-            constraint.fill(row)
+            continue
+        began = time.thread_time()
+        constraint.fill(row)
+        if time.thread_time() - began > limit_s:
+            slow.append(constraint)
+    return slow
 
 
 def _fault(error: Exception) -> GrammarFault:

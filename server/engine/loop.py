@@ -309,8 +309,10 @@ class EngineLoop(Generic[T]):
         oldest = self._in_flight[0] = self._in_flight[0]._replace(constrained=[])
         bits = self._executor.mask_memory(len(slices))
         self._constraints.fill(self._scheduler.constraints(slices), bits)
+        filled = self._clock()
         self._executor.constrain(oldest.ticket, Masks(slices, bits))
-        self._phases_s[Phase.MASKS] += self._clock() - began
+        self._phases_s[Phase.MASKS] += filled - began
+        self._phases_s[Phase.LAUNCH] += self._clock() - filled
         self._num_constrained += len(slices)
 
     def _fail(self, error: Exception) -> None:

@@ -181,6 +181,7 @@ def _engine_config(
             nesting=config.grammar_nesting,
             compile_s=config.grammar_compile_s,
             memory_bytes=config.grammar_memory,
+            mask_s=config.grammar_mask_s,
             threads=config.grammar_threads,
             cache_entries=config.grammar_cache,
             cache_bytes=config.grammar_cache_bytes,

@@ -13,7 +13,7 @@ import msgspec
 
 from adapters.grammar.compile import GrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from server.constraints.constraints import Constraints
+from server.constraints.constraints import Bounds, Constraints
 from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import Executor
 from server.engine.fake import CertifyingExecutor, CertifyOptions
@@ -64,7 +64,8 @@ def text(token_ids: list[int]) -> str:
 
 
 def constraints(**changes: Any) -> Constraints:
-    return Constraints(vocabulary, VOCAB, EOS, GrammarLimits(), **changes)
+    """changes: of its bounds."""
+    return Constraints(vocabulary, VOCAB, EOS, GrammarLimits(), Bounds(**changes))
 
 
 def no_vocabulary() -> Vocabulary:

@@ -165,6 +165,19 @@ def test_bad_grammars_are_refused(made: Constraints, grammar: str, fault: str) -
         assert [c.fault for output in shell.outputs for c in output.compiled] == [fault]
 
 
+def test_a_grammar_whose_masks_take_too_long_ends_and_is_refused_from_then_on() -> None:
+    made = constraints(mask_s=0.0)
+    with serving(certifying(), 2, made) as shell:
+        shell.submit(1, make_request([5, 6], 30))
+        for key in (2, 3):
+            shell.submit(key, make_request([5, 6], 30, grammar=JSON))
+            assert last(shell, key).error == "bad_grammar"
+            assert "processor time" in (last(shell, key).message or "")
+        assert shell.answer(1) == certified_output(None, [5, 6], 30, OPTIONS)
+        assert len([c for output in shell.outputs for c in output.compiled]) == 1
+    made.close()
+
+
 def test_without_a_vocabulary_grammars_alone_are_refused() -> None:
     made = Constraints(no_vocabulary, VOCAB, EOS, GrammarLimits())
     with serving(certifying(), 2, made) as shell:

@@ -8,6 +8,7 @@ from router.tools.formats.hermes import HERMES
 from router.tools.formats.llama3_json import LLAMA3_JSON
 from router.tools.formats.mistral import MISTRAL, MISTRAL_LIST
 from router.tools.formats.phi4_mini import PHI4_MINI
+from router.tools.formats.pythonic import PYTHONIC
 from router.tools.formats.qwen3_coder import QWEN3_CODER
 
 _ALL: tuple[ToolFormat, ...] = (
@@ -21,6 +22,7 @@ _ALL: tuple[ToolFormat, ...] = (
     DEEPSEEK_V31,
     FUNCTIONARY,
     QWEN3_CODER,
+    PYTHONIC,
 )
 FORMATS = {tool_format.name: tool_format for tool_format in _ALL}
 
@@ -40,6 +42,7 @@ _SIGNS: tuple[tuple[ToolFormat, tuple[str, ...], tuple[str, ...]], ...] = (
     (GRANITE, ("<|start_of_role|>", "tools<|end_of_role|>"), ("</tool_call>",)),
     (PHI4_MINI, ("<|tool|>", "<|/tool|>"), ()),
     (PHI4_MINI, ("functools[",), ()),
+    (PYTHONIC, ("[func_name1(",), ()),
     (LLAMA3_JSON, ('{"name": function name, "parameters":',), ()),
     (LLAMA3_JSON, ("<|python_tag|>", '"parameters":'), ()),
 )

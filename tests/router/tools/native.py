@@ -150,6 +150,17 @@ def _qwen3_coder(calls: Sequence[Call]) -> str:
     )
 
 
+def _pythonic(calls: Sequence[Call]) -> str:
+    def text(value: Any) -> str:
+        return repr(value) if value is None or isinstance(value, bool) else _json(value)
+
+    listed = ", ".join(
+        f"{name}({', '.join(f'{key}={text(value)}' for key, value in arguments.items())})"
+        for name, arguments in calls
+    )
+    return f"[{listed}]"
+
+
 # The format's name, and what sets one of its forms apart.
 NATIVE = {
     "hermes": Native(_hermes),
@@ -179,4 +190,5 @@ NATIVE = {
     "deepseek_v3": Native(_deepseek_v3),
     "deepseek_v31": Native(_deepseek_v31),
     "qwen3_coder": Native(_qwen3_coder, any_values=False),
+    "pythonic": Native(_pythonic, before=False, after=False),
 }

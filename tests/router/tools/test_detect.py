@@ -35,6 +35,7 @@ SOURCES = {
         "{{ '<|python_tag|>' }}{{ '\"parameters\": ' + arguments }}",
         "llama3_json",
     ),
+    "Llama 3.2 pythonic": ("{{ 'in the format [func_name1(params_name1=1), f(x)]' }}", "pythonic"),
     "Llama 3 custom": (
         "<function=example_function_name>{{ parameters }}</function>",
         "functionary",

@@ -166,3 +166,14 @@ def test_only_a_strict_tool_keeps_to_its_schema_by_itself(name: str) -> None:
         assert accepts(name, tools, write([("f", {"a": 1})]), special=special)
         assert not accepts(name, tools, write([("f", {"a": "one"})]), special=special)
         assert accepts(name, tools, write([("g", {"a": "one"})]), special=special)
+
+
+def test_values_of_python_are_read() -> None:
+    random = Random(1)
+    tools = Tools(TOOLS)
+    for _ in range(COUNT):
+        arguments = {f"k{i}": value(random) for i in range(3)}
+        answer = f"[look({', '.join(f'{key}={item!r}' for key, item in arguments.items())})]"
+        reading = read(FORMATS["pythonic"].reader(tools), [answer])
+        assert reading == read(FORMATS["pythonic"].reader(tools), answer)
+        assert [json.loads(found) for _, found in reading.calls] == [arguments]

@@ -1,0 +1,163 @@
+"""Calls as a list of Python's: Llama 3.2 and 4. Pure."""
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from router.parts.parts import PartsReader
+from router.parts.scan import Scan, Steps, StepsReader
+from router.shape.lark import Lark
+from router.shape.rules import json_rules
+from router.tools.formats.grammar import arguments_schema, keeps_schema, one_call_alone
+from router.tools.formats.parameters import Schema, separate_arguments
+from router.tools.formats.python_text import python_value
+from router.tools.tools import Tool, Tools
+
+_KEY = re.compile(r"[A-Za-z0-9_]*")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_COMMA = '"," " "?'
+_S = r"[ \t\r\n]*"
+
+
+class Pythonic:
+    """[name(key=value, key="text"), name()], which is the whole answer.
+
+    Values are Python's or JSON. Arguments whose names are no identifiers, or which must keep to
+    more than a schema each, stand as `**` and a JSON object.
+    """
+
+    name = "pythonic"
+    markers = ()
+
+    def reader(self, tools: Tools) -> PartsReader:
+        names = tuple(tool.name for tool in tools.allowed)
+        return StepsReader(lambda scan: _steps(scan, names))
+
+    def rules(self, tools: Tools, lark: Lark) -> str:
+        bodies = {tool.name: lark.rule("body", _body(tools, tool, lark)) for tool in tools.allowed}
+        firsts = [f"{json.dumps(f'[{name}(')} {body}" for name, body in bodies.items()]
+        more = [f"{json.dumps(f'{name}(')} {body}" for name, body in bodies.items()]
+        following = "" if one_call_alone(tools) else f"({_COMMA} {lark.either(more)})*"
+        calls = f'{lark.either(firsts)} {following} "]"'
+        if tools.mode == "required":
+            return calls
+        names = "|".join(re.escape(name) for name in bodies)
+        text = lark.terminal("TEXT", rf"/(?s:.*)/ & ~/{_S}\[{_S}({names})\((?s:.*)/")
+        return lark.either((calls, text))
+
+
+PYTHONIC = Pythonic()
+
+
+# Grammar
+
+
+def _body(tools: Tools, tool: Tool, lark: Lark) -> str:
+    """The arguments of a call, and the bracket that ends them."""
+    schema = arguments_schema(tools, tool)
+    if not keeps_schema(tools, tool):
+        one = f'/[A-Za-z_][A-Za-z0-9_]*/ "=" {_value(lark, True)}'
+        return lark.either((f'({one} ({_COMMA} {one})*)? ")"', _in_one(lark, schema)))
+    separate = separate_arguments(schema)
+    if separate is None or not all(map(_IDENTIFIER.fullmatch, separate)):
+        return _in_one(lark, schema)
+    required = schema.get("required", ())
+    first = later = '")"'  # the arguments that follow, as the first ones and after others
+    for name, sub in reversed(separate.items()):
+        here = lark.rule("argument", f'"{name}=" {_value(lark, sub)} {later}')
+        comma = f"{_COMMA} {here}"
+        if name in required:
+            first, later = here, lark.rule("later", comma)
+        else:
+            first = lark.rule("first", lark.either((here, first)))
+            later = lark.rule("later", lark.either((comma, later)))
+    return first
+
+
+def _in_one(lark: Lark, schema: Schema) -> str:
+    return f'"**" {json_rules(schema, lark)} ")"'
+
+
+def _value(lark: Lark, schema: Schema) -> str:
+    python = {"boolean": ("True", "False"), "null": ("None",)}
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind in ("boolean", "null") and isinstance(schema, dict) and _is_plain(schema):
+        return lark.either(f'"{word}"' for word in python[kind])
+    words = ('"True"', '"False"', '"None"') if schema is True else ()
+    return lark.either((*words, json_rules(schema, lark)))
+
+
+def _is_plain(schema: dict[str, Any]) -> bool:
+    return "enum" not in schema and "const" not in schema
+
+
+# Reader
+
+
+def _steps(scan: Scan, names: Collection[str]) -> Steps[None]:
+    yield from scan.spaces()
+    begun = yield from scan.literal("[")
+    while begun:
+        yield from scan.spaces()
+        name = yield from scan.one_of(tuple(names))
+        if not name or not (yield from scan.literal("(")):
+            return
+        scan.open_call(name)
+        if not (yield from _arguments(scan)):
+            yield from _rest_of_broken(scan)
+            return
+        yield from scan.spaces()
+        sign = yield from scan.one_of((",", "]"))
+        if sign == "]":
+            yield from scan.spaces()
+            scan.drop_space()
+        begun = sign == ","
+
+
+def _arguments(scan: Scan) -> Steps[bool]:
+    """Reads up to the closing bracket; False where that does not come."""
+    yield from scan.spaces()
+    if (yield from scan.literal("**")):
+        return (yield from _object(scan))
+    sign = "{"
+    while not (yield from scan.literal(")")):
+        key = yield from scan.run(_KEY)
+        yield from scan.spaces()
+        if not key or not (yield from scan.literal("=")):
+            return False
+        yield from scan.spaces()
+        value = yield from python_value(scan)
+        if value is None:
+            return False
+        scan.arguments(f"{sign}{json.dumps(key)}: {value}")
+        scan.drop()
+        sign = ", "
+        yield from scan.spaces()
+        if not (yield from scan.literal(",")) and (yield from scan.peek()) != ")":
+            return False
+        yield from scan.spaces()
+    scan.arguments("{}" if sign == "{" else "}")
+    scan.drop()
+    return True
+
+
+def _object(scan: Scan) -> Steps[bool]:
+    yield from scan.spaces()
+    value = yield from python_value(scan)
+    if value is None or not value.startswith("{"):
+        return False
+    scan.arguments(value)
+    yield from scan.spaces()
+    yield from scan.literal(")")
+    scan.drop()
+    return True
+
+
+def _rest_of_broken(scan: Scan) -> Steps[None]:
+    """A value that is cut off is dropped; what is no value belongs to the arguments as it is."""
+    if not (yield from scan.peek()):
+        scan.drop()
+    while (yield from scan.peek()):
+        scan.at = len(scan.buffer)
+        scan.arguments()

@@ -195,7 +195,7 @@ ADAPTERS: dict[str, AdapterSpec] = {
         16,
         32,
         (*ATTENTION, *MLP),
-        schedule=Schedule(steps=900, rows=16, rate=2e-3, warmup=30, alike=8),
+        schedule=Schedule(steps=3000, rows=64, rate=2e-3, warmup=100, alike=8),
         start="json",
         template=CALL_TEMPLATE,
     ),

@@ -56,6 +56,9 @@ def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argpar
     register.add_argument("--pin", action="store_true", help="keep it on every device")
     register.add_argument("--replace", action="store_true", help="even if the name is taken")
     register.add_argument("--token-file", metavar="PATH", help="file with the source's credential")
+    register.add_argument(
+        "--tool-format", metavar="NAME", help="in which it writes calls of tools; auto = none said"
+    )
     parsers = {"list": listing, "register": register, **_rollout_parsers(actions)}
     for name, text in ACTIONS.items():
         parser = actions.add_parser(name, help=text)
@@ -126,6 +129,8 @@ def _requests(
         flags = {"replace": arguments.replace}
         if arguments.pin:  # without, a name that is pinned stays so
             flags["pin"] = True
+        if arguments.tool_format is not None:
+            body["tool_format"] = arguments.tool_format
         yield "POST", "/v1/adapters", {**body, **flags, "token": token}
     elif action in ("rollout", "promote", "rollback", "history"):
         yield _rollout_request(arguments)

@@ -92,7 +92,7 @@ def command(stub: StubRouter, *arguments: str) -> int:
             ],
         ),
         (
-            ["register", "one", "org/one", "--replace"],
+            ["register", "one", "org/one", "--replace", "--tool-format", "hermes"],
             [
                 (
                     *("POST", "/v1/adapters"),
@@ -102,6 +102,7 @@ def command(stub: StubRouter, *arguments: str) -> int:
                         "replace": True,
                         "token": None,
                         "tenant": None,
+                        "tool_format": "hermes",
                     },
                 )
             ],

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 _NOTES = {"title", "description", "$schema", "$id", "$comment", "examples", "default"}
+_NOTES |= {"deprecated", "readOnly", "writeOnly"}
 _DEFINITIONS = "$defs", "definitions"
 _SHARED = (*_DEFINITIONS, "x-guidance")
 _KNOWN = {"type", "properties", "required", "additionalProperties", *_SHARED, *_NOTES}
@@ -19,7 +20,7 @@ def separate_arguments(schema: dict[str, Any]) -> dict[str, Schema] | None:
     Arguments beyond those that the schema names are left out.
     """
     properties = schema.get("properties", {})
-    if schema.keys() - _KNOWN or schema.get("type") != "object":
+    if schema.keys() - _KNOWN or one_type(schema) != "object":
         return None
     if any(name not in properties for name in schema.get("required", ())):
         return None
@@ -34,9 +35,7 @@ def separate_arguments(schema: dict[str, Any]) -> dict[str, Schema] | None:
 
 def is_text(schema: Schema | None) -> bool:
     """Whether values are strings of which nothing but the length or a list of texts is asked."""
-    if not isinstance(schema, dict):
-        return False
-    if schema.get("type") != "string":
+    if not isinstance(schema, dict) or one_type(schema) != "string":
         return False
     return not schema.keys() - {
         "type",
@@ -47,3 +46,11 @@ def is_text(schema: Schema | None) -> bool:
         *_SHARED,
         *_NOTES,
     }
+
+
+def one_type(schema: Schema | None) -> str | None:
+    """The type that values have, where the schema names one alone."""
+    found = schema.get("type") if isinstance(schema, dict) else None
+    if isinstance(found, list) and len(found) == 1:
+        found = found[0]
+    return found if isinstance(found, str) else None

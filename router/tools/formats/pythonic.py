@@ -10,7 +10,7 @@ from router.parts.scan import Scan, Steps, StepsReader
 from router.shape.lark import Lark
 from router.shape.rules import json_rules
 from router.tools.formats.grammar import arguments_schema, keeps_schema, one_call_alone
-from router.tools.formats.parameters import Schema, separate_arguments
+from router.tools.formats.parameters import Schema, one_type, separate_arguments
 from router.tools.formats.python_text import python_value
 from router.tools.tools import Tool, Tools
 
@@ -81,7 +81,7 @@ def _in_one(lark: Lark, schema: Schema) -> str:
 
 def _value(lark: Lark, schema: Schema) -> str:
     python = {"boolean": ("True", "False"), "null": ("None",)}
-    kind = schema.get("type") if isinstance(schema, dict) else None
+    kind = one_type(schema)
     if kind in ("boolean", "null") and isinstance(schema, dict) and _is_plain(schema):
         return lark.either(f'"{word}"' for word in python[kind])
     words = ('"True"', '"False"', '"None"') if schema is True else ()

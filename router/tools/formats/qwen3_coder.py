@@ -17,7 +17,7 @@ from router.tools.formats.grammar import (
     several,
 )
 from router.tools.formats.json_text import json_value
-from router.tools.formats.parameters import Schema, is_text, separate_arguments
+from router.tools.formats.parameters import Schema, is_text, one_type, separate_arguments
 from router.tools.tools import Tool, Tools
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -195,7 +195,7 @@ def _as_json(text: str, schema: Schema | None) -> str:
         value = json.loads(found, parse_constant=_refuse)
     except ValueError:
         return json.dumps(text, ensure_ascii=False)
-    is_string = isinstance(schema, dict) and schema.get("type") == "string"
+    is_string = one_type(schema) == "string"
     return (
         json.dumps(text, ensure_ascii=False) if is_string and not isinstance(value, str) else found
     )

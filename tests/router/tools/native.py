@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from router.tools.tools import Tool
+from msgspec.structs import replace
+
+from router.shape.json_schema import honoured
+from router.tools.tools import Tool, Tools
 
 Call = tuple[str, dict[str, Any]]
 Writer = Callable[[Sequence[Call]], str]
@@ -47,6 +50,15 @@ TOOLS = (
     Tool("look", parameters={"type": "object", "properties": {"size": {"type": "number"}}}),
     Tool("now"),
 )
+
+
+def honoured_tools(tools: Tools) -> Tools:
+    """With schemas as the router gives them to a grammar."""
+    offered = tuple(
+        replace(tool, parameters=honoured(tool.parameters, "")) if tool.parameters else tool
+        for tool in tools.offered
+    )
+    return replace(tools, offered=offered)
 
 
 class Native(NamedTuple):

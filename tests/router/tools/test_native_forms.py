@@ -16,7 +16,7 @@ from router.tools.formats.format import ToolFormat
 from router.tools.registry import FORMATS
 from router.tools.tools import Tool, Tools
 from tests.router.tools.call_reading import Reading, read
-from tests.router.tools.native import NATIVE, TOOLS, Call, call, value
+from tests.router.tools.native import NATIVE, TOOLS, Call, call, honoured_tools, value
 
 COUNT = 200
 BEFORE = ("", "Let me see.", 'A "quote", {braces}: [1] < 2', "ä\n\n😀")
@@ -46,7 +46,7 @@ def _matcher(name: str, tools: bytes, special: bool) -> LLMatcher:
     specials = {2: b"</s>"} | (specials_of(name) if special else {})
     vocabulary = byte_vocabulary(40, (2,), specials)
     lark = Lark({text.decode(): i for i, text in specials.items()})
-    start = format_of(name).rules(msgspec.json.decode(tools, type=Tools), lark)
+    start = format_of(name).rules(honoured_tools(msgspec.json.decode(tools, type=Tools)), lark)
     return compile_grammar(vocabulary, lark.source(start), LIMITS)
 
 

@@ -6,11 +6,9 @@ from typing import Any
 import msgspec
 
 from router.parts.reasoning import Reasoning
-from router.shape.json_schema import honoured
 from router.shape.lark import Lark
-from router.shape.rules import rules
-from router.shape.schema_keywords import SchemaRefused, below
-from router.shape.shape import Grammar, Shape, ShapeRefused
+from router.shape.rules import exact, rules
+from router.shape.shape import Grammar, Shape
 from router.tools.formats.format import ToolFormat
 from router.tools.formats.grammar import free_text_before, keeps_schema
 from router.tools.tools import Tool, Tools
@@ -85,9 +83,4 @@ def _exact_tool(tool: Tool, keeps: bool, param: str) -> Tool:
     if tool.parameters is None and keeps:
         return tool
     schema = {"type": "object", **(tool.parameters or {})} if keeps else _ANY_OBJECT
-    try:
-        parameters = honoured(schema, param)
-    except SchemaRefused as error:
-        place = below(error.place, error.keyword) if error.keyword else error.place
-        raise ShapeRefused(error.reason, place) from None
-    return msgspec.structs.replace(tool, parameters=parameters)
+    return msgspec.structs.replace(tool, parameters=exact(schema, param))

@@ -7,7 +7,9 @@ import re
 from typing import Any, assert_never
 
 from router.shape.gbnf import GbnfError, gbnf_rules
+from router.shape.json_schema import honoured
 from router.shape.lark import WRITING, Lark
+from router.shape.schema_keywords import SchemaRefused, below
 from router.shape.shape import (
     AnyJson,
     Choice,
@@ -28,9 +30,9 @@ def rules(shape: Shape, writer: Lark) -> str:
     """The expression that accepts what has the form. Raises ShapeRefused."""
     match shape:
         case AnyJson():
-            return json_rules(_OBJECT, writer, shape.whitespace)
+            return _json(_OBJECT, shape.param, writer, shape.whitespace)
         case JsonSchema():
-            return json_rules(shape.schema, writer, shape.whitespace)
+            return _json(shape.schema, shape.param, writer, shape.whitespace)
         case Regex():
             return _regex(shape.pattern, writer)
         case Choice():
@@ -42,11 +44,27 @@ def rules(shape: Shape, writer: Lark) -> str:
     assert_never(shape)
 
 
-def json_rules(schema: dict[str, Any] | bool, writer: Lark, whitespace: str | None = None) -> str:
-    """schema: one that can be honoured. whitespace: as in JsonSchema."""
-    plain = {} if schema is True else {"not": {}} if schema is False else schema
-    written = {} if whitespace is None else {WRITING: {"whitespace_pattern": whitespace}}
-    return writer.json(plain | written)
+def exact(schema: dict[str, Any] | bool, param: str) -> dict[str, Any]:
+    """As llguidance is to read it. param: the field with the schema. Raises ShapeRefused."""
+    try:
+        return honoured(schema, param)
+    except SchemaRefused as error:
+        place = below(error.place, error.keyword) if error.keyword else error.place
+        raise ShapeRefused(error.reason, place) from None
+
+
+def _json(
+    schema: dict[str, Any] | bool, param: str, writer: Lark, whitespace: str | None = None
+) -> str:
+    """whitespace: as in JsonSchema."""
+    read = exact(schema, param)
+    if whitespace is not None:
+        spaces = (
+            {"whitespace_flexible": True, "whitespace_pattern": whitespace} if whitespace else {}
+        )
+        separators = {"item_separator": ",", "key_separator": ":"}
+        read = read | {WRITING: read[WRITING] | separators | spaces}
+    return writer.json(read)
 
 
 def _regex(pattern: str, writer: Lark) -> str:
@@ -80,7 +98,7 @@ def _tags(shape: StructuralTag, writer: Lark) -> str:
                 "expected one of `triggers` at its begin", f"{shape.param}.structures[{i}].begin"
             )
         rest = writer.literal(tag.begin[len(trigger) :])
-        body = json_rules(tag.schema, writer)
+        body = _json(tag.schema, f"{shape.param}.structures[{i}].schema", writer)
         heads[trigger].append(f"{rest} {body} {writer.literal(tag.end)}")
     found = "|".join(map(re.escape, triggers))
     inside = writer.regex(f"(?s:.*)({found})(?s:.*)")

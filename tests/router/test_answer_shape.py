@@ -18,6 +18,7 @@ SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
+BAD = {"type": "object", "properties": {"a": {"not": {"type": "null"}}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 
 
@@ -58,6 +59,16 @@ async def test_words_become_tokens(router: Running, worker: FakeWorker) -> None:
         ({"guided_regex": "(?=a)b"}, "guided_regex"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar"),
         ({"ebnf": 'root ::= "a" other'}, "ebnf"),
+        ({"guided_json": {"uniqueItems": True}}, "guided_json.uniqueItems"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": BAD},
+                }
+            },
+            "response_format.schema.properties.a.not",
+        ),
         ({"structured_outputs": {"grammar": "start: /" + "(" * 200 + "/"}}, "structured_outputs"),
         ({"guided_grammar": "start: " + "(" * 200 + '"a"' + ")" * 200}, "guided_grammar"),
         ({"allowed_token_ids": [1 << 20]}, "allowed_token_ids"),

@@ -9,7 +9,6 @@ import msgspec
 from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import Lark
-from router.shape.rules import json_rules
 from router.tools.formats.call_object import CallObject, Outcome
 from router.tools.formats.grammar import arguments_schema, free_text_before, mixed, several
 from router.tools.tools import Tools
@@ -93,7 +92,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
         key = json.dumps(f'"{self.arguments_key}"')
         calls = (
             f"{json.dumps(tool.name + _QUOTE)} {_COMMA} {key} "
-            f'{_COLON} {json_rules(arguments_schema(tools, tool), lark)} {last} "}}"'
+            f'{_COLON} {lark.json(arguments_schema(tools, tool))} {last} "}}"'
             for tool in tools.allowed
         )
         return lark.rule("function", lark.either(calls))

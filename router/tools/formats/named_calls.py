@@ -8,7 +8,6 @@ import msgspec
 from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import Lark
-from router.shape.rules import json_rules
 from router.tools.formats.grammar import arguments_schema, free_text_before, mixed, several
 from router.tools.formats.json_text import json_value
 from router.tools.tools import Tools
@@ -38,7 +37,7 @@ class NamedCalls(msgspec.Struct, frozen=True):
         close = self._or_nothing(lark, self.close)
         calls = (
             f"{json.dumps(tool.name)} {lark.literal(self.middle)} "
-            f"{json_rules(arguments_schema(tools, tool), lark)} {close}"
+            f"{lark.json(arguments_schema(tools, tool))} {close}"
             for tool in tools.allowed
         )
         function = lark.rule("function", lark.either(calls))

@@ -8,7 +8,6 @@ from typing import Any
 from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import Lark
-from router.shape.rules import json_rules
 from router.tools.formats.grammar import (
     arguments_schema,
     free_text_before,
@@ -74,7 +73,7 @@ def _body(tools: Tools, tool: Tool, lark: Lark) -> str:
     schema = arguments_schema(tools, tool)
     separate = separate_arguments(schema)
     if separate is None or not all(name and _NAME.fullmatch(name) for name in separate):
-        return f"{json_rules(schema, lark)} {_LINE}"
+        return f"{lark.json(schema)} {_LINE}"
     required = schema.get("required", ())
     return " ".join(
         f"({_parameter(lark, name, sub)}){'' if name in required else '?'}"
@@ -86,7 +85,7 @@ def _parameter(lark: Lark, name: str, schema: Schema) -> str:
     begin = json.dumps(f"{_PARAMETER}{name}>\n", ensure_ascii=False)
     if isinstance(schema, dict) and is_text(schema):
         return f"{begin} {_text(lark, schema)} {_LINE}"
-    return f'{begin} {json_rules(schema, lark)} "\\n{_PARAMETER_END}" {_LINE}'
+    return f'{begin} {lark.json(schema)} "\\n{_PARAMETER_END}" {_LINE}'
 
 
 def _text(lark: Lark, schema: dict[str, Any] | None = None) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 from router.parts.parts import PartsReader
 from router.parts.scan import Scan, Steps, StepsReader
 from router.shape.lark import Lark
-from router.shape.rules import json_rules
 from router.tools.formats.grammar import arguments_schema, keeps_schema, one_call_alone
 from router.tools.formats.parameters import Schema, one_type, separate_arguments
 from router.tools.formats.python_text import python_value
@@ -76,7 +75,7 @@ def _body(tools: Tools, tool: Tool, lark: Lark) -> str:
 
 
 def _in_one(lark: Lark, schema: Schema) -> str:
-    return f'"**" {json_rules(schema, lark)} ")"'
+    return f'"**" {lark.json(schema)} ")"'
 
 
 def _value(lark: Lark, schema: Schema) -> str:
@@ -85,7 +84,7 @@ def _value(lark: Lark, schema: Schema) -> str:
     if kind in ("boolean", "null") and isinstance(schema, dict) and _is_plain(schema):
         return lark.either(f'"{word}"' for word in python[kind])
     words = ('"True"', '"False"', '"None"') if schema is True else ()
-    return lark.either((*words, json_rules(schema, lark)))
+    return lark.either((*words, lark.json(schema)))
 
 
 def _is_plain(schema: dict[str, Any]) -> bool:

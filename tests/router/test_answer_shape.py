@@ -67,7 +67,7 @@ async def test_words_become_tokens(router: Running, worker: FakeWorker) -> None:
                     "json_schema": {"name": "n", "schema": BAD},
                 }
             },
-            "response_format.schema.properties.a.not",
+            "response_format.json_schema.schema.properties.a.not",
         ),
         ({"structured_outputs": {"grammar": "start: /" + "(" * 200 + "/"}}, "structured_outputs"),
         ({"guided_grammar": "start: " + "(" * 200 + '"a"' + ")" * 200}, "guided_grammar"),

@@ -221,7 +221,7 @@ def test_what_an_error_says_stands_in_its_column(opener: Opener) -> None:
     page.on("console", lambda said: None)
     run_prompt(page, "nobody/knows")
     expect(page.locator(".column .state")).to_contain_text(re.compile(r"error \d+"))
-    expect(page.locator(".failure")).not_to_be_empty()
+    expect(page.locator(".column .failure")).not_to_be_empty()
     opener.complaints = [c for c in opener.complaints if "Failed to load resource" not in c]
 
 

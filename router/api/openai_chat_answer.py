@@ -161,22 +161,25 @@ class ChatFormatter(OpenAIFormatter):
         logprobs = self._logprobs(event.tokens)
         ids, data = self._options.ids(event.token_ids), b""
         reasoning = self._reasoning_now(event)
-        calls = [_call_part(delta) for delta in event.calls] or UNSET
+        parts = [[_call_part(delta)] for delta in event.calls]
         if event.calls:
             self._calling.add(event.choice)
-        told = event.text or reasoning or calls
+        told = event.text or reasoning or parts
         if told or ids or (logprobs is not None and logprobs.content):
             content = UNSET if told and not event.text else event.text
             delta = Delta(
                 content=content,
-                tool_calls=calls,
+                tool_calls=parts.pop(0) if parts else UNSET,
                 reasoning=reasoning or UNSET,
                 reasoning_content=reasoning or UNSET,
             )
             data = self._chunk(ChunkChoice(event.choice, delta, logprobs, token_ids=ids))
+        none = self._options.ids(())
+        for part in parts:  # one in a chunk: clients read the first one alone
+            delta = Delta(tool_calls=part)
+            data += self._chunk(ChunkChoice(event.choice, delta, token_ids=none))
         if event.finish is not None:
             reason = self._finish_reason(event.finish, event.choice in self._calling)
-            none = self._options.ids(())
             data += self._chunk(ChunkChoice(event.choice, Delta(), None, reason, none))
         return data
 

@@ -280,5 +280,6 @@ def test_streamed_calls_and_reasoning() -> None:
     begun = {"index": 0, "function": {"arguments": "", "name": "add"}}
     assert deltas[4] == {"tool_calls": [{**begun, "id": "call_1", "type": "function"}]}
     assert deltas[5]["tool_calls"][0] == {"index": 0, "function": {"arguments": '{"a": 1}'}}
-    assert deltas[5]["tool_calls"][1]["id"] == "call_2"
+    assert deltas[6]["tool_calls"][0]["id"] == "call_2"
+    assert all(len(delta.get("tool_calls") or [{}]) == 1 for delta in deltas)
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]

@@ -109,7 +109,8 @@ def _call_until(fleet: Fleet, number: int, over: threading.Event) -> None:
     """Adapters by Zipf's law, the base, and what callers do wrong."""
     adapters = [fleet.names[(number + i // 3) % len(fleet.names)] for i in range(12)]
     bodies: list[dict[str, Any]] = [{"model": name} for name in adapters]
-    bodies += [{}, {"model": "nobody-has-this"}, {"temperature": -1}]
+    bodies += [{}, {"model": "nobody-has-this"}, {"temperature": -1}, {"guided_regex": "[a-z]{9}"}]
+    bodies += [{"guided_choice": ["yes"], "allowed_token_ids": [3]}]  # no token is left
     with httpx.Client(base_url=fleet.url, timeout=30) as http:
         base = http.get("/v1/models").json()["data"][0]["id"]
         for i, body in enumerate(itertools.cycle(bodies)):

@@ -6,7 +6,7 @@ from typing import Any
 import lorax
 import text_generation
 from huggingface_hub import InferenceClient
-from text_generation.types import Grammar, Tool
+from text_generation.types import Grammar
 
 from tests.e2e.clients.asking import (
     JSON,
@@ -68,9 +68,6 @@ def text_generation_client(url: str) -> None:
     Request.model_validate_json(answer.generated_text)
     form = Grammar(type="regex", value="[a-c]{3}")
     check(len(client.generate(MESSAGE, grammar=form).generated_text) == 3, "regex")
-    tool = Tool(**TOOL)
-    whole = client.chat(QUESTION, tools=[tool], tool_choice="weather", max_tokens=MAX_TOKENS)
-    check(bool(whole.choices[0].message.tool_calls), f"tools of TGI's chat: {whole}")
 
 
 def lorax_client(url: str) -> None:

@@ -8,6 +8,7 @@ from tests.e2e.clients.asking import (
     KEY,
     MAX_TOKENS,
     MESSAGE,
+    TOOLS,
     AnyObject,
     Request,
     check,
@@ -27,7 +28,7 @@ def schemas(url: str) -> None:
     for mode in (instructor.Mode[name] for name in modes):
         limit = "max_output_tokens" if "RESPONSES" in mode.name else "max_tokens"
         answer = client(url, mode).create(
-            model=JSON,
+            model=TOOLS if "TOOLS" in mode.name else JSON,
             messages=MESSAGES,
             response_model=Request,
             temperature=0,
@@ -53,7 +54,7 @@ def json_mode(url: str) -> None:
 def partial(url: str) -> None:
     parts = [
         *client(url, instructor.Mode.TOOLS).create_partial(
-            model=JSON,
+            model=TOOLS,
             messages=MESSAGES,
             response_model=Request,
             temperature=0,

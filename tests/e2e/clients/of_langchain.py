@@ -32,9 +32,9 @@ def chat(url: str, model: str, **more: Any) -> ChatOpenAI:
 
 
 def structured_output(url: str) -> None:
-    for method in ("json_schema", "function_calling"):
+    for method, model in (("json_schema", JSON), ("function_calling", TOOLS)):
         for strict in (None, True):
-            ask = chat(url, JSON).with_structured_output(Request, method=method, strict=strict)
+            ask = chat(url, model).with_structured_output(Request, method=method, strict=strict)
             check(isinstance(ask.invoke(MESSAGE), Request), f"{method}, strict {strict}")
 
 

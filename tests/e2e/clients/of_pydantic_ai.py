@@ -27,13 +27,14 @@ def chat(url: str, model: str = JSON) -> Model[Any]:
     return OpenAIChatModel(model, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=KEY))
 
 
-def responses(url: str) -> Model[Any]:
-    return OpenAIResponsesModel(JSON, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=KEY))
+def responses(url: str, model: str) -> Model[Any]:
+    return OpenAIResponsesModel(model, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=KEY))
 
 
 def typed_outputs(url: str) -> None:
-    for model in (chat(url), responses(url)):
+    for kind in (chat, responses):
         for output in (Request, ToolOutput(Request, strict=True), NativeOutput(Request)):
+            model = kind(url, JSON if isinstance(output, NativeOutput) else TOOLS)
             agent = Agent(model, output_type=output, model_settings=SETTINGS, retries=0)
             answer = agent.run_sync(MESSAGE).output
             check(isinstance(answer, Request), f"{type(model).__name__}, {output}: {answer}")

@@ -36,10 +36,10 @@ def model(url: str, name: str, *, structured: bool) -> OpenAILike:
 
 def structured(url: str) -> None:
     for by_schema in (True, False):
-        ask = model(url, JSON, structured=by_schema)
+        ask = model(url, JSON if by_schema else TOOLS, structured=by_schema)
         answer = ask.structured_predict(Request, PromptTemplate("{m}"), m=MESSAGE)
         check(isinstance(answer, Request), f"structured_predict, by schema {by_schema}")
-    answer = model(url, JSON, structured=False).as_structured_llm(Request).complete(MESSAGE)
+    answer = model(url, TOOLS, structured=False).as_structured_llm(Request).complete(MESSAGE)
     check(isinstance(answer.raw, Request), "as_structured_llm")
 
 

@@ -77,19 +77,18 @@ def json_object(url: str) -> None:
 def calls_of_tools(url: str) -> None:
     tool = openai.pydantic_function_tool(Weather, name="weather")
     named = {"type": "function", "function": {"name": "weather"}}
-    for model in (TOOLS, JSON):
-        choices: tuple[Any, ...] = ("required", named)
-        for choice in choices:
-            whole = client(url).chat.completions.parse(
-                model=model,
-                messages=QUESTION,
-                tools=[tool],
-                tool_choice=choice,
-                parallel_tool_calls=False,
-                temperature=0,
-                max_tokens=MAX_TOKENS,
-            )
-            check_call(whole)
+    choices: tuple[Any, ...] = ("required", named)
+    for choice in choices:
+        whole = client(url).chat.completions.parse(
+            model=TOOLS,
+            messages=QUESTION,
+            tools=[tool],
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=MAX_TOKENS,
+        )
+        check_call(whole)
 
 
 def check_call(whole: ParsedChatCompletion[None]) -> None:

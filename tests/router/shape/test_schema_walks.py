@@ -13,11 +13,11 @@ from jsonschema import Draft202012Validator, FormatChecker
 
 from adapters.grammar.compile import GrammarError, GrammarLimits, compile_grammar
 from adapters.grammar.token_bytes import token_bytes
-from adapters.grammar.vocabulary import Vocabulary, byte_vocabulary, make_vocabulary
+from adapters.grammar.vocabulary import make_vocabulary
 from router.shape.schema_keywords import SchemaRefused
 from tests.router.shape.made_schemas import HARD, SCHEMAS
 from tests.router.shape.matching import source
-from tests.router.shape.walks import walk
+from tests.router.shape.walks import BYTES, Words
 from tests.vocabularies import load
 
 FORMATS = FormatChecker()
@@ -48,22 +48,6 @@ for _name, _check in _CHECKS.items():
     FORMATS.checks(_name, raises=ValueError)(
         lambda value, check=_check: not isinstance(value, str) or bool(check(value))
     )
-
-
-class Words:
-    """A vocabulary and the bytes of its tokens."""
-
-    def __init__(self, vocabulary: Vocabulary, tokens: list[bytes]) -> None:
-        self.vocabulary = vocabulary
-        self.tokens = tokens
-
-    def answers(self, grammar: str, seeds: int, most: int) -> list[str]:
-        matcher = compile_grammar(self.vocabulary, grammar, GrammarLimits())
-        found = (walk(matcher, self.vocabulary, self.tokens, s, most) for s in range(seeds))
-        return [text for text in found if text is not None]
-
-
-BYTES = Words(byte_vocabulary(1, (0,), {0: b"</s>"}), [b"</s>", *(bytes((i,)) for i in range(256))])
 
 
 @pytest.fixture(scope="session")

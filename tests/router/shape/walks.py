@@ -7,7 +7,8 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from adapters.grammar.vocabulary import Vocabulary
+from adapters.grammar.compile import GrammarLimits, compile_grammar
+from adapters.grammar.vocabulary import Vocabulary, byte_vocabulary
 
 # Bytes that end something: a walk takes them more often, so that it comes to its end.
 _CLOSING = b'"]}'
@@ -18,16 +19,23 @@ class DeadEnd(AssertionError):
 
 
 def walk(
-    matcher: LLMatcher, vocabulary: Vocabulary, tokens: Sequence[bytes], seed: int, most: int
+    matcher: LLMatcher,
+    vocabulary: Vocabulary,
+    tokens: Sequence[bytes],
+    seed: int,
+    most: int,
+    begin: Sequence[int] = (),
 ) -> str | None:
-    """A whole answer of at most so many tokens, or None. tokens: bytes of each id.
+    """A whole answer of at most so many tokens beyond `begin`, or None. tokens: bytes of each id.
 
     Every token that a mask allows may come. Later ones tend to close what is open. Raises DeadEnd.
     """
     rng = random.Random(seed)
     matcher = matcher.deep_copy()
     ends = set(vocabulary.end_ids)
-    out: list[int] = []
+    out = list(begin)
+    if begin and not matcher.consume_tokens(out):
+        raise DeadEnd(_shown(out, tokens))
     for step in range(most):
         allowed = _allowed(matcher)
         if not len(allowed):
@@ -73,3 +81,21 @@ def _text(ids: Sequence[int], tokens: Sequence[bytes]) -> str:
 
 def _shown(ids: Sequence[int], tokens: Sequence[bytes]) -> str:
     return repr(b"".join(tokens[i] for i in ids))
+
+
+class Words:
+    """A vocabulary and the bytes of its tokens."""
+
+    def __init__(self, vocabulary: Vocabulary, tokens: list[bytes]) -> None:
+        self.vocabulary = vocabulary
+        self.tokens = tokens
+
+    def answers(self, grammar: str, seeds: int, most: int, begin: str = "") -> list[str]:
+        """Whole ones. begin: their first characters, token by character."""
+        matcher = compile_grammar(self.vocabulary, grammar, GrammarLimits())
+        ids = [self.tokens.index(character.encode()) for character in begin]
+        found = (walk(matcher, self.vocabulary, self.tokens, s, most, ids) for s in range(seeds))
+        return [text for text in found if text is not None]
+
+
+BYTES = Words(byte_vocabulary(1, (0,), {0: b"</s>"}), [b"</s>", *(bytes((i,)) for i in range(256))])

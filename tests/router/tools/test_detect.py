@@ -1,4 +1,4 @@
-"""The format of calls is told by what a template writes; an unknown one gives none."""
+"""What a template writes shows the format of its calls; an unknown template shows none."""
 
 from pathlib import Path
 

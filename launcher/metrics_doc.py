@@ -1,4 +1,4 @@
-"""docs/metrics.md, written from the families: `python -m launcher.metrics_doc`."""
+"""docs/reference/metrics.md, written from the families: `python -m launcher.metrics_doc`."""
 
 import sys
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from server.worker.metrics import WorkerMetrics
 _HEAD = """\
 # Metrics
 
-<!-- Made by `python -m launcher.metrics_doc > docs/metrics.md`; a test holds it fresh. -->
+<!-- Written by `python -m launcher.metrics_doc`; a test holds it fresh. -->
 
 Routers and workers answer `GET /metrics` in Prometheus' text format, or in OpenMetrics for those
 who ask for it. Every series whose labels have listed values is there from the start, at zero.
@@ -39,7 +39,7 @@ too much to be told twice a second.
 
 """
 _USE = """\
-[monitoring.md](monitoring.md) has dashboards, alerts and traces that are made of these.
+[monitoring.md](../operations/monitoring.md) describes the dashboards, alerts and traces.
 """
 _COLUMNS = "| name | kind | labels | meaning |\n| --- | --- | --- | --- |\n"
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the options: `python -m launcher.options_doc`."""
+"""docs/reference/configuration.md, written from the options: `python -m launcher.options_doc`."""
 
 import sys
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from launcher.options import Option, show
 _HEAD = """\
 # Configuration
 
-<!-- Made by `python -m launcher.options_doc > docs/configuration.md`; a test holds it fresh. -->
+<!-- Written by `python -m launcher.options_doc`; a test holds it fresh. -->
 
 An option is a flag, or a variable `LORAPLEX_<OPTION>`; a flag wins. There is no configuration file.
 

@@ -1,9 +1,9 @@
-"""The violation codes that docs/adapters.md lists."""
+"""The violation codes that docs/reference/adapters.md lists."""
 
 import re
 from pathlib import Path
 
-_PAGE = Path(__file__).parents[1] / "docs/adapters.md"
+_PAGE = Path(__file__).parents[1] / "docs/reference/adapters.md"
 
 
 def _listed() -> frozenset[str]:

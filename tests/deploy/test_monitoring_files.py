@@ -18,7 +18,7 @@ from tests.deploy.chart import case, merged, objects_of, of_kind, render
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/loraplex"
 RULES = CHART / "rules/loraplex.yaml"
-RUNBOOKS = ROOT / "docs/runbooks"
+RUNBOOKS = ROOT / "docs/operations/runbooks"
 # Of a histogram.
 SUFFIXES = ("_bucket", "_sum", "_count")
 
@@ -112,7 +112,7 @@ def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
     for alert in alerts():
         assert alert["labels"]["severity"] in ("critical", "warning")
         named.setdefault(alert["annotations"]["runbook_url"], set()).add(alert["alert"])
-    assert set(named) == {f"docs/runbooks/{path.name}" for path in RUNBOOKS.glob("*.md")}
+    assert set(named) == {f"docs/operations/runbooks/{path.name}" for path in RUNBOOKS.glob("*.md")}
     for page, names in named.items():
         text = (ROOT / page).read_text()
         assert set(re.findall(r"`(Loraplex\w+)`", text)) == names, page

@@ -26,7 +26,8 @@ from router.generation import Cause, RequestError
 from tests.documented_codes import VIOLATION_CODES
 
 ROOT = Path(__file__).parents[2]
-PAGES = (*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+DOCS = ROOT / "docs"
+PAGES = (*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 PACKAGES = ("adapters", "server", "router", "launcher")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MODULE = re.compile(r"^ {4}(?P<indent> *)(?P<name>\w+(?:/|\.py))(?P<pure> +\[P\])?")
@@ -34,7 +35,9 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 def page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text()
+    """Text of the one page with this file name, in whichever folder of docs/."""
+    (path,) = DOCS.rglob(name)
+    return path.read_text()
 
 
 def section(text: str, title: str) -> str:
@@ -57,7 +60,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_resolve(path: Path) -> None:
     for link in _LINK.findall(path.read_text()):
         if "://" in link:
@@ -66,6 +69,14 @@ def test_links_resolve(path: Path) -> None:
         target = (path.parent / name).resolve() if name else path
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_links_every_page() -> None:
+    index = DOCS / "README.md"
+    linked = {
+        (DOCS / link.partition("#")[0]).resolve() for link in _LINK.findall(index.read_text())
+    }
+    assert sorted(set(DOCS.rglob("*.md")) - linked - {index}) == []
 
 
 # architecture.md
@@ -260,11 +271,11 @@ def test_the_check_shown_is_what_it_prints() -> None:
 
 def test_metrics_are_fresh() -> None:
     assert page("metrics.md") == metrics_doc.render(), (
-        "run: .venv/bin/python -m launcher.metrics_doc > docs/metrics.md"
+        "run: .venv/bin/python -m launcher.metrics_doc > docs/reference/metrics.md"
     )
 
 
 def test_configuration_is_fresh() -> None:
     assert page("configuration.md") == render(), (
-        "run: .venv/bin/python -m launcher.options_doc > docs/configuration.md"
+        "run: .venv/bin/python -m launcher.options_doc > docs/reference/configuration.md"
     )

@@ -461,7 +461,7 @@ async def test_keys_where_others_can_reach(tmp_path: Path, worker: FakeWorker) -
 
 
 async def test_the_curl_lines_of_the_docs(guarded: Running) -> None:
-    page = (Path(__file__).parents[2] / "docs/tenancy.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/operations/tenancy.md").read_text()
     address = str(guarded.client.base_url).removeprefix("http://").rstrip("/")
     environ = {**os.environ, "LORAPLEX_ADMIN_KEY": "admin", "KEY": ""}
     commands = [

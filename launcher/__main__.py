@@ -14,7 +14,7 @@ from launcher.bench import commands as bench_commands
 from launcher.bench.errors import BenchError
 from launcher.command_line import Parser, add_options
 from launcher.convert import command as convert_command
-from launcher.options import OptionError, Values
+from launcher.options import OptionError, Values, build
 from router.config import ConfigError, RouterConfig
 from server.config import WorkerConfig
 
@@ -206,7 +206,7 @@ def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 def _router(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     values = config.resolve(config.ROUTER_OPTIONS, arguments, environ)
-    chosen = config.build(RouterConfig, values)
+    chosen = build(RouterConfig, values)
     if not chosen.workers and not chosen.redis:
         raise OptionError("no workers: name some with --worker, or find them by --redis")
     config.check_router(chosen)
@@ -251,7 +251,7 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from server.worker.setup import WorkerStartError
 
     values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
-    chosen = config.build(WorkerConfig, with_demo_name(values))
+    chosen = build(WorkerConfig, with_demo_name(values))
     log_to_stderr(written=chosen.log_format)
     config.check_worker(chosen)
     try:

@@ -4,7 +4,6 @@ import os
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from adapters.errors import AdapterError
 from launcher.options import (
@@ -185,12 +184,6 @@ def _one_line(secret: str, source: str) -> str:
     if not secret.isprintable():
         raise OptionError(f"{source} must be one line of printable text")
     return secret
-
-
-def build(config: type[Any], values: Mapping[str, Values]) -> Any:
-    """An instance of a config dataclass from those of `values` that it has."""
-    fields = {option.field for option in options_of(config)}
-    return config(**{name: value for name, value in values.items() if name in fields})
 
 
 def child_environment(

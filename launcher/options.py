@@ -67,13 +67,23 @@ class Option:
         return self.default is dataclasses.MISSING
 
 
-def options_of(config: type) -> tuple[Option, ...]:
-    """Options of a config dataclass, in the order of its fields."""
-    hints = typing.get_type_hints(config)
-    return tuple(_option(field, hints[field.name]) for field in dataclasses.fields(config))
+def options_of(config: type, within: str = "") -> tuple[Option, ...]:
+    """Options of a config dataclass, in the order of its fields.
+
+    A dataclass in a field gives options that begin with the field's name. within: such a beginning.
+    """
+    hints: dict[str, type] = typing.get_type_hints(config)
+    options: list[Option] = []
+    for field in dataclasses.fields(config):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            options += options_of(hint, f"{within}{field.name}_")
+        else:
+            options.append(_option(field, hint, within))
+    return tuple(options)
 
 
-def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
+def _option(field: "dataclasses.Field[Any]", hint: Any, within: str) -> Option:
     hint, is_optional = _without_none(hint)
     is_list = typing.get_origin(hint) is tuple
     if is_list:
@@ -81,8 +91,8 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Option:
     kind = _kind(hint, field.metadata)
     name = field.name.removesuffix("s") if is_list else field.name
     return Option(
-        field=field.name,
-        flag=field.metadata.get("flag", name.replace("_", "-")),
+        field=within + field.name,
+        flag=(within + field.metadata.get("flag", name)).replace("_", "-"),
         kind=kind,
         help=field.metadata.get("help", ""),
         default=field.default,
@@ -205,6 +215,32 @@ def _int(text: str) -> int:
 
 def _shown(text: str) -> str:
     return repr(text) if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]!r}…"
+
+
+# Values to configs and back
+
+
+def build(config: type[Any], values: Mapping[str, Values], within: str = "") -> Any:
+    """An instance of a config dataclass from those of `values` that it has. within: as of
+    `options_of`."""
+    hints: dict[str, type] = typing.get_type_hints(config)
+    own: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        name, hint = within + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            own[field.name] = build(hint, values, f"{name}_")
+        elif name in values:
+            own[field.name] = values[name]
+    return config(**own)
+
+
+def values_of(config: Any, within: str = "") -> dict[str, Values]:
+    """Values by their options' fields: `build` makes the same config of them."""
+    values: dict[str, Values] = {}
+    for field in dataclasses.fields(config):
+        name, value = within + field.name, getattr(config, field.name)
+        values |= values_of(value, f"{name}_") if dataclasses.is_dataclass(value) else {name: value}
+    return values
 
 
 # Values to text

@@ -10,7 +10,7 @@ from adapters.errors import AdapterError
 from adapters.ref import local_name, parse_ref
 from launcher.demo import EXAMPLES, adapter_paths, model_path
 from launcher.demo.recipe import BASE_NAME
-from launcher.options import OptionError, Values, path_of
+from launcher.options import OptionError, Values, build, path_of
 from router.config import RouterConfig
 from server.config import WorkerConfig
 
@@ -48,9 +48,9 @@ def plan(values: Mapping[str, Values]) -> Plan:
     model = str(model_path()) if is_demo else values["model"]
     roots_value = tuple(dict.fromkeys(roots))
     shared = with_demo_name({**values, "model": model, "adapter_roots": roots_value})
-    worker = WorkerConfig(**fields_of(WorkerConfig, shared))  # type: ignore[arg-type]
+    worker: WorkerConfig = build(WorkerConfig, shared)
     router_values = {**values, "workers": (), "adapters": tuple(aliases)}
-    router = RouterConfig(**fields_of(RouterConfig, router_values))  # type: ignore[arg-type]
+    router: RouterConfig = build(RouterConfig, router_values)
     names = tuple(alias.partition("=")[0] for alias in aliases)
     example = DEMO_EXAMPLE if is_demo else "Tell me about llamas."
     # This worker is the router's beside it, and no other's.
@@ -68,11 +68,6 @@ def with_demo_name(values: Mapping[str, Values]) -> dict[str, Values]:
 
 def is_demo_model(text: str) -> bool:
     return os.path.realpath(os.path.expanduser(text)) == os.path.realpath(model_path())
-
-
-def fields_of(config: type, values: Mapping[str, Values]) -> dict[str, Values]:
-    names = {field.name for field in dataclasses.fields(config)}
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _paths(value: Values) -> Sequence[Path]:

@@ -17,13 +17,12 @@ from launcher.config import (
     check_worker,
     child_environment,
 )
-from launcher.options import Option, Values, render
-from launcher.plan import LOOPBACK, Plan, fields_of, plan
+from launcher.options import Option, Values, render, values_of
+from launcher.plan import LOOPBACK, Plan, plan
 from launcher.processes import Child, Say, Service, say, start_child
 from launcher.until_signal import run_services
 from router.config import RouterConfig
 from router.tenancy.tenancy import needs_keys
-from server.config import WorkerConfig
 from server.worker.address import open_listener
 from server.worker.model_source import check_model
 
@@ -69,14 +68,14 @@ class Serve:
         return f"{scheme}://{shown}:{self._plan.router.port}"
 
     def _start_worker(self, on_line: Say) -> Child:
-        values = fields_of(WorkerConfig, dataclasses.asdict(self._plan.worker))
+        values = values_of(self._plan.worker)
         options = [option for option in WORKER_OPTIONS if option.field not in ("model", "port")]
         fd = self._listener.fileno()
         arguments = ["worker", self._plan.worker.model, f"--listen-fd={fd}"]
         return self._start_child(arguments, options, values, on_line, (fd,))
 
     def _start_router(self, on_line: Say) -> Child:
-        values = fields_of(RouterConfig, dataclasses.asdict(self._plan.router))
+        values = values_of(self._plan.router)
         return self._start_child(["router"], ROUTER_OPTIONS, values, on_line)
 
     def _start_child(

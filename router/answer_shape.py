@@ -11,7 +11,8 @@ from threading import Lock
 import msgspec
 
 from adapters.grammar.checker import CheckerUnavailable, GrammarChecker
-from adapters.grammar.compile import GrammarError, GrammarLimits
+from adapters.grammar.compile import GrammarError
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import VocabularyError, end_names
 from adapters.recent import Recent
 from router.answer_parts import PartsOfAnswers

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from adapters.grammar.limits import GrammarLimits
+
 # The oldest proof of a caller's access that a request is accepted with.
 MAX_ADAPTER_TTL_S = 60.0
 MAX_ROUTER_PROCESSES = 64
@@ -202,22 +204,7 @@ class RouterConfig:
         default=4096,
         metadata={"min": 1, "help": "requests being answered at once, streams included"},
     )
-    grammar_bytes: int = field(
-        default=256 << 10,
-        metadata={"min": 1, "help": "longest grammar or schema", "unit": "bytes"},
-    )
-    grammar_nesting: int = field(
-        default=100,
-        metadata={"min": 1, "max": 400, "help": "brackets within brackets of a grammar"},
-    )
-    grammar_compile_s: float = field(
-        default=5.0,
-        metadata={"min": 0.01, "help": "processor time of compiling one grammar"},
-    )
-    grammar_memory: int = field(
-        default=512 << 20,
-        metadata={"min": 1, "help": "memory for compiling one grammar", "unit": "bytes"},
-    )
+    grammar: GrammarLimits = GrammarLimits()
     metrics_adapters: int = field(
         default=100,
         metadata={"help": "registered adapters with metrics of their own: those with most tokens"},

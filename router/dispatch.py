@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from adapters.grammar.compile import GrammarLimits
+from adapters.grammar.limits import GrammarLimits
 from router.adapter_use import AdapterUse
 from router.answer_ends import AnswerEnds
 from router.answer_parts import AnswerParts, PartsOfAnswers

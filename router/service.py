@@ -13,7 +13,6 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 
 from adapters.errors import AdapterError
-from adapters.grammar.compile import GrammarLimits
 from adapters.meters import Meters, watch_loop_lag
 from adapters.ref import AdapterRef
 from router.adapter_admin import AdapterAdmin
@@ -263,12 +262,7 @@ def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
         config.request_timeout_s,
         config.share_prefixes,
         AnswerParts(config.tool_format, config.reasoning_format),
-        GrammarLimits(
-            source_bytes=config.grammar_bytes,
-            nesting=config.grammar_nesting,
-            compile_s=config.grammar_compile_s,
-            memory_bytes=config.grammar_memory,
-        ),
+        config.grammar,
     )
 
 

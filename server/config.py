@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from adapters.grammar.limits import ServedGrammarLimits
 from adapters.manifest import SlabDtype
 from adapters.validate import AdapterLimits
 
@@ -153,36 +154,7 @@ class WorkerConfig:
     log_format: Literal["text", "json"] = field(
         default="text", metadata={"help": "log lines for people or for programs"}
     )
-    grammar_bytes: int = field(
-        default=256 << 10,
-        metadata={"min": 1, "help": "longest grammar or schema", "unit": "bytes"},
-    )
-    grammar_nesting: int = field(
-        default=100,
-        metadata={"min": 1, "max": 400, "help": "brackets within brackets of a grammar"},
-    )
-    grammar_compile_s: float = field(
-        default=5.0,
-        metadata={"min": 0.01, "help": "processor time of compiling one grammar"},
-    )
-    grammar_memory: int = field(
-        default=512 << 20,
-        metadata={"min": 1, "help": "memory for compiling one grammar", "unit": "bytes"},
-    )
-    grammar_mask_s: float = field(
-        default=0.1,
-        metadata={"min": 0.001, "help": "processor time of a grammar for one token of an answer"},
-    )
-    grammar_threads: int = field(
-        default=2, metadata={"min": 1, "help": "grammars compiled at once"}
-    )
-    grammar_cache: int = field(
-        default=256, metadata={"min": 0, "help": "compiled grammars that are kept"}
-    )
-    grammar_cache_bytes: int = field(
-        default=64 << 20,
-        metadata={"min": 0, "help": "longest texts, in all, of those grammars", "unit": "bytes"},
-    )
+    grammar: ServedGrammarLimits = ServedGrammarLimits()
     executor: str = field(
         default="torch",
         metadata={"help": "certify[:JSON] = an engine without a model, to try a deployment"},
@@ -197,19 +169,6 @@ class WorkerConfig:
     redis_prefix: str = field(
         default="loraplex", metadata={"help": "of every key there, so that fleets can share one"}
     )
-
-
-class GrammarConfig(msgspec.Struct, frozen=True):
-    """Bounds of grammars: as WorkerConfig's `grammar_…`."""
-
-    source_bytes: int = 256 << 10
-    nesting: int = 100
-    compile_s: float = 5.0
-    memory_bytes: int = 512 << 20
-    mask_s: float = 0.1
-    threads: int = 2
-    cache_entries: int = 256
-    cache_bytes: int = 64 << 20
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
@@ -234,4 +193,4 @@ class EngineConfig(msgspec.Struct, frozen=True):
     adapter_slots: int
     gpu_memory_utilization: float = 0.9
     log_format: Literal["text", "json"] = "text"
-    grammar: GrammarConfig = GrammarConfig()
+    grammar: ServedGrammarLimits = ServedGrammarLimits()

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.grammar.compile import GrammarError, GrammarLimits, GrammarTooCostly, check_source
+from adapters.grammar.compile import GrammarError, GrammarTooCostly, check_source
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.trial_process import Begin
 
 START_TIMEOUT_S = 60.0

@@ -1,11 +1,21 @@
 """From a grammar's text to a matcher that holds an answer to it."""
 
-import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import Vocabulary
 
 _MAX_MESSAGE = 500
+# Where llguidance stops by itself: work on expressions at first and for one mask, the parser's
+# items for one mask, and the size of one matcher. A checker's process stops at GrammarLimits.
+_OWN_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
 
 
 class GrammarError(ValueError):
@@ -14,26 +24,6 @@ class GrammarError(ValueError):
 
 class GrammarTooCostly(GrammarError):
     """It costs more than its limits, wrong or not."""
-
-
-class GrammarLimits(msgspec.Struct, frozen=True):
-    """What a grammar may cost. llguidance stops at its own limits, a checker's process at the rest.
-
-    source_bytes: of the text. nesting: brackets within brackets, of JSON in the text, too.
-    compile_s: processor time of compiling it. memory_bytes: for compiling it.
-    lexer_fuel, step_fuel: work on expressions at first, and for one mask. step_items: of the
-    parser for one mask. lexer_states, grammar_size: of one matcher.
-    """
-
-    source_bytes: int = 256 << 10
-    nesting: int = 100
-    compile_s: float = 5.0
-    memory_bytes: int = 512 << 20
-    lexer_fuel: int = 1_000_000
-    step_fuel: int = 100_000
-    step_items: int = 50_000
-    lexer_states: int = 50_000
-    grammar_size: int = 500_000
 
 
 def check_source(grammar: str, limits: GrammarLimits) -> None:
@@ -77,17 +67,9 @@ def compile_grammar(vocabulary: Vocabulary, grammar: str, limits: GrammarLimits)
     Raises GrammarError.
     """
     check_source(grammar, limits)
-    bounds = LLParserLimits(
-        initial_lexer_fuel=limits.lexer_fuel,
-        step_lexer_fuel=limits.step_fuel,
-        step_max_items=limits.step_items,
-        max_lexer_states=limits.lexer_states,
-        max_grammar_size=limits.grammar_size,
-        verbose_errors=False,
-    )
     try:
         text = _without_forcing(grammar)
-        matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=bounds)
+        matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=_OWN_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # of which every copy keeps what was learnt
     except Exception as error:

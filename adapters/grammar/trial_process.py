@@ -11,8 +11,9 @@ from functools import partial
 
 import msgspec
 
-from adapters.grammar.compile import GrammarError, GrammarLimits, compile_grammar
+from adapters.grammar.compile import GrammarError, compile_grammar
 from adapters.grammar.deep_threads import STACK_BYTES, run_deep
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import byte_vocabulary
 
 _OWN_BYTES = (2 << 30) + 2 * STACK_BYTES  # address space of Python, libraries and stacks

@@ -12,8 +12,9 @@ import numpy as np
 from llguidance import LLMatcher
 
 from adapters.grammar.checker import GrammarChecker
-from adapters.grammar.compile import GrammarLimits, compile_grammar
+from adapters.grammar.compile import compile_grammar
 from adapters.grammar.deep_threads import DeepThreads
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, make_vocabulary
 from launcher.bench.made_tokenizer import tokenizer_json
 

@@ -4,9 +4,8 @@ import os
 from functools import partial
 from pathlib import Path
 
-from adapters.grammar.compile import GrammarLimits
 from server.config import EngineConfig
-from server.constraints.constraints import Bounds, Constraints
+from server.constraints.constraints import Constraints
 from server.engine.executor import ExecutorLimits
 from server.model.grammar_vocabulary import read_vocabulary
 
@@ -15,22 +14,11 @@ _MAX_MASK_THREADS = 8
 
 def make_constraints(config: EngineConfig, limits: ExecutorLimits) -> Constraints:
     """Where the model has no usable tokenizer, grammars are refused."""
-    bounds, vocab_size, eos = config.grammar, limits.vocab_size, limits.eos_token_ids
+    vocab_size, eos = limits.vocab_size, limits.eos_token_ids
     return Constraints(
         partial(read_vocabulary, Path(config.model_path), vocab_size, eos),
         vocab_size,
         eos,
-        GrammarLimits(
-            source_bytes=bounds.source_bytes,
-            nesting=bounds.nesting,
-            compile_s=bounds.compile_s,
-            memory_bytes=bounds.memory_bytes,
-        ),
-        Bounds(
-            cache_entries=bounds.cache_entries,
-            cache_bytes=bounds.cache_bytes,
-            compile_threads=bounds.threads,
-            mask_s=bounds.mask_s,
-            mask_threads=max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2)),
-        ),
+        config.grammar,
+        mask_threads=max(1, min(_MAX_MASK_THREADS, len(os.sched_getaffinity(0)) // 2)),
     )

@@ -15,11 +15,11 @@ from llguidance import LLMatcher
 from adapters.grammar.checker import CheckerUnavailable, GrammarChecker
 from adapters.grammar.compile import (
     GrammarError,
-    GrammarLimits,
     GrammarTooCostly,
     compile_grammar,
 )
 from adapters.grammar.deep_threads import DeepThreads
+from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.cache import BoundedCache
 from server.constraints.constraint import Constraint
@@ -38,26 +38,11 @@ class _Tools(NamedTuple):
     checker: GrammarChecker
 
 
-class Bounds(NamedTuple):
-    """cache_entries, cache_bytes: of compiled grammars, by their texts.
-
-    compile_threads: grammars compiled at once. mask_threads: threads that fill masks. mask_s:
-    processor time for one mask; a sequence that needs more ends, and its grammar is refused while
-    the cache remembers it.
-    """
-
-    cache_entries: int = 256
-    cache_bytes: int = 64 << 20
-    compile_threads: int = 2
-    mask_threads: int = 4
-    mask_s: float = 0.1
-
-
 class Constraints:
     """For the loop's thread; what takes time is done in others.
 
     load: makes the vocabulary, once, in a thread; raises VocabularyError where the model has none.
-    eos: the worker's ends.
+    eos: the worker's ends. mask_threads: that fill masks.
     """
 
     def __init__(
@@ -65,23 +50,21 @@ class Constraints:
         load: Callable[[], Vocabulary],
         vocab_size: int,
         eos: Collection[int],
-        limits: GrammarLimits,
-        bounds: Bounds | None = None,
+        limits: ServedGrammarLimits,
+        mask_threads: int,
     ) -> None:
-        bounds = bounds or Bounds()
         self._load = load
         self._vocab_size = vocab_size
         self._eos = eos
         self._limits = limits
-        self._too_slow = f"one token needs more than {bounds.mask_s:g} s of processor time"
-        self._mask_s = bounds.mask_s
+        self._too_slow = f"one token needs more than {limits.mask_s:g} s of processor time"
         self._grammars: WeakKeyDictionary[Constraint, str] = WeakKeyDictionary()
-        self._num_compiling, self._num_filling = bounds.compile_threads, bounds.mask_threads
-        self._compiling = DeepThreads(bounds.compile_threads, "grammar-compile")
+        self._num_filling = mask_threads
+        self._compiling = DeepThreads(limits.threads, "grammar-compile")
         self._making = DeepThreads(1, "grammar-copy")
-        self._filling = DeepThreads(bounds.mask_threads, "grammar-mask")
+        self._filling = DeepThreads(mask_threads, "grammar-mask")
         self._cache: BoundedCache[Future[LLMatcher]] = BoundedCache(
-            bounds.cache_entries, bounds.cache_bytes
+            limits.cache_entries, limits.cache_bytes
         )
         self._tools = self._compiling.submit(self._make_tools)
         self._news: queue.SimpleQueue[ConstraintNews] = queue.SimpleQueue()
@@ -116,7 +99,7 @@ class Constraints:
         """The masks of their next tokens, int32 `[n, ceil(vocab / 32)]`; None = all tokens."""
         parts = min(self._num_filling, len(constraints))
         filling = [
-            self._filling.submit(_fill, constraints[i::parts], masks[i::parts], self._mask_s)
+            self._filling.submit(_fill, constraints[i::parts], masks[i::parts], self._limits.mask_s)
             for i in range(parts)
         ]
         for part in filling:
@@ -149,7 +132,7 @@ class Constraints:
             vocabulary.end_ids,
             vocabulary.specials,
             self._limits,
-            self._num_compiling,
+            self._limits.threads,
         )
         return _Tools(vocabulary, checker)
 

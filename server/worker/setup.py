@@ -16,7 +16,7 @@ from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
 from adapters.ref import RefSource
 from adapters.store import AdapterStore
-from server.config import EngineConfig, GrammarConfig, WorkerConfig
+from server.config import EngineConfig, WorkerConfig
 from server.engine.residency import AdapterArena
 from server.engine.shared_memory import HostMemory
 from server.model.base_facts import read_base_spec
@@ -176,16 +176,7 @@ def _engine_config(
         adapter_slots=config.adapter_slots,
         gpu_memory_utilization=config.gpu_memory_utilization,
         log_format=config.log_format,
-        grammar=GrammarConfig(
-            source_bytes=config.grammar_bytes,
-            nesting=config.grammar_nesting,
-            compile_s=config.grammar_compile_s,
-            memory_bytes=config.grammar_memory,
-            mask_s=config.grammar_mask_s,
-            threads=config.grammar_threads,
-            cache_entries=config.grammar_cache,
-            cache_bytes=config.grammar_cache_bytes,
-        ),
+        grammar=config.grammar,
     )
 
 

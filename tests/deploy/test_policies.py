@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from launcher.command_line import Parser, add_options
-from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, build, check_variables, resolve
-from launcher.options import PREFIX
+from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS, check_variables, resolve
+from launcher.options import PREFIX, build
 from router.config import RouterConfig
 from server.config import WorkerConfig
 from tests.deploy.chart import (

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from launcher import config
 from launcher.command_line import Parser, add_options
-from launcher.options import OptionError, Values, options_of, parse, render, unknown_variables
+from launcher.options import (
+    OptionError,
+    Values,
+    build,
+    options_of,
+    parse,
+    render,
+    unknown_variables,
+    values_of,
+)
 from router.config import RouterConfig
 from server.config import WorkerConfig
 
@@ -39,7 +48,7 @@ def read(*argv: str, **environ: str) -> Sample:
     parser.add_argument("name", nargs="?")
     add_options(parser, OPTIONS.values())
     values = config.resolve(OPTIONS.values(), parser.parse_args(argv), environ)
-    sample: Sample = config.build(Sample, values)
+    sample: Sample = build(Sample, values)
     return sample
 
 
@@ -226,3 +235,15 @@ def test_serve_takes_both_halves_options_once() -> None:
     assert {"model", "kv_memory", "adapters", "max_queue", "port"} <= options.keys()
     assert not {"workers", "secret", "worker_id"} & options.keys()
     assert options["port"].default == 8080
+
+
+@pytest.mark.parametrize("kind", [WorkerConfig, RouterConfig])
+def test_options_of_a_part_are_set_and_written_back(kind: type[Any]) -> None:
+    values: dict[str, Values] = {o.field: o.default for o in options_of(kind)}
+    changed = {**values, "model": "m", "grammar_source_bytes": 100, "grammar_nesting": 7}
+    built = build(kind, changed)
+    assert (built.grammar.source_bytes, built.grammar.nesting) == (100, 7)
+    written = values_of(built)
+    assert written == {name: value for name, value in changed.items() if name in written}
+    flags = render([o for o in options_of(kind) if o.field != "model"], written)
+    assert {"--grammar-bytes=100", "--grammar-nesting=7"} <= set(flags)

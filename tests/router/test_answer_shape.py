@@ -7,6 +7,7 @@ import httpx
 import pytest
 from llguidance import LLMatcher
 
+from adapters.grammar.limits import GrammarLimits
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import FakeWorker, ids_of, make_card, running_worker
 from tests.router.serving import Running, running_router
@@ -116,7 +117,7 @@ async def test_what_the_engine_cannot_hold_to_is_the_callers_fault(
 
 
 async def test_options_bound_grammars(tmp_path: Path, worker: FakeWorker) -> None:
-    async with running_router(tmp_path, worker, grammar_bytes=100) as router:
+    async with running_router(tmp_path, worker, grammar=GrammarLimits(source_bytes=100)) as router:
         assert (await ask(router, model="", guided_regex="a" * 50)).status_code == 200
         answer = await ask(router, model="", guided_regex="a" * 100)
         assert answer.status_code == 400

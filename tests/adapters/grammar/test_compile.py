@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.grammar.checker import GrammarChecker
-from adapters.grammar.compile import GrammarError, GrammarLimits, check_source, compile_grammar
+from adapters.grammar.compile import GrammarError, check_source, compile_grammar
 from adapters.grammar.deep_threads import run_deep
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import byte_vocabulary, make_vocabulary
 from tests.vocabularies import load
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from adapters.grammar.compile import GrammarLimits, compile_grammar
+from adapters.grammar.compile import compile_grammar
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import byte_vocabulary
 from router.shape.json_schema import honoured
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from adapters.grammar.compile import GrammarError, GrammarLimits, compile_grammar
+from adapters.grammar.compile import GrammarError, compile_grammar
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, byte_vocabulary
 from router.shape.compose import grammar_of
 from router.shape.lark import Lark

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator, FormatChecker
 
-from adapters.grammar.compile import GrammarError, GrammarLimits, compile_grammar
+from adapters.grammar.compile import GrammarError, compile_grammar
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.token_bytes import token_bytes
 from adapters.grammar.vocabulary import make_vocabulary
 from router.shape.schema_keywords import SchemaRefused

@@ -7,7 +7,8 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from adapters.grammar.compile import GrammarLimits, compile_grammar
+from adapters.grammar.compile import compile_grammar
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, byte_vocabulary
 
 # Bytes that end something: a walk takes them more often, so that it comes to its end.

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from adapters.grammar.compile import GrammarLimits, compile_grammar
+from adapters.grammar.compile import compile_grammar
+from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import byte_vocabulary
 from router.shape.lark import Lark
 from router.tools.formats.format import ToolFormat

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from adapters.grammar.compile import GrammarLimits
+from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
-from server.constraints.constraints import Bounds, Constraints
+from server.constraints.constraints import Constraints
 from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import Executor
 from server.engine.fake import CertifyingExecutor, CertifyOptions
@@ -28,6 +28,7 @@ from tests.server.engine.shell import TIMEOUT_S, FakeShell
 DEMO = Path(__file__).parents[3] / "launcher" / "demo" / "model"
 VOCAB = 2048
 EOS = (2,)
+MASK_THREADS = 2
 LIMITS = limits(
     num_pages=256,
     page_size=16,
@@ -64,8 +65,8 @@ def text(token_ids: list[int]) -> str:
 
 
 def constraints(**changes: Any) -> Constraints:
-    """changes: of its bounds."""
-    return Constraints(vocabulary, VOCAB, EOS, GrammarLimits(), Bounds(**changes))
+    """changes: of its limits."""
+    return Constraints(vocabulary, VOCAB, EOS, ServedGrammarLimits(**changes), MASK_THREADS)
 
 
 def no_vocabulary() -> Vocabulary:

@@ -39,7 +39,7 @@ def executor() -> Iterator[TorchExecutor]:
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Constraints]:
-    made = constraints(mask_threads=2)
+    made = constraints()
     yield made
     made.close()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from adapters.grammar.compile import GrammarLimits
+from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from adapters.manifest import SlabLayout
 from server.constraints.constraint import Constraint
@@ -69,7 +69,7 @@ def no_grammars(limits: ExecutorLimits) -> Constraints:
     def load() -> Vocabulary:
         raise VocabularyError("it has no tokenizer")
 
-    return Constraints(load, limits.vocab_size, limits.eos_token_ids, GrammarLimits())
+    return Constraints(load, limits.vocab_size, limits.eos_token_ids, ServedGrammarLimits(), 1)
 
 
 class TestExecutor(CertifyingExecutor):

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server.config import EngineConfig, GrammarConfig
+from adapters.grammar.limits import ServedGrammarLimits
+from server.config import EngineConfig
 from server.engine.fake import CertifyOptions, certified_output
 from server.engine.messages import EngineFailed, EngineReady, Shutdown
 from tests.server.constraints.serving import DEMO, text
@@ -103,7 +104,7 @@ def test_takes_vocabulary_and_context_from_the_model(tmp_path: Path) -> None:
 
 
 def test_grammars_are_of_the_models_own_tokens_and_within_its_options() -> None:
-    grammar = GrammarConfig(source_bytes=100)
+    grammar = ServedGrammarLimits(source_bytes=100)
     config = msgspec.structs.replace(CONFIG, model_path=str(DEMO), grammar=grammar)
     with engine(config) as run:
         run.shell.expect(EngineReady)

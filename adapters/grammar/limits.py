@@ -1,0 +1,58 @@
+"""What a grammar may cost. Pure."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Of routers and workers: fields are their options `--grammar-…`.
+
+    source_bytes: of the text. nesting: brackets within brackets, of JSON in the text, too.
+    compile_s: processor time of compiling it. memory_bytes: for compiling it.
+    """
+
+    source_bytes: int = field(
+        default=256 << 10,
+        metadata={"flag": "bytes", "min": 1, "help": "longest grammar or schema", "unit": "bytes"},
+    )
+    nesting: int = field(
+        default=100,
+        metadata={"min": 1, "max": 400, "help": "brackets within brackets of a grammar"},
+    )
+    compile_s: float = field(
+        default=5.0,
+        metadata={"min": 0.01, "help": "processor time of compiling one grammar"},
+    )
+    memory_bytes: int = field(
+        default=512 << 20,
+        metadata={
+            "flag": "memory",
+            "min": 1,
+            "help": "memory for compiling one grammar",
+            "unit": "bytes",
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedGrammarLimits(GrammarLimits):
+    """Of a worker, which also keeps compiled grammars and fills masks.
+
+    mask_s: processor time for one mask; a sequence that needs more ends, and its grammar is refused
+    while the cache remembers it. threads: grammars compiled at once. cache_entries, cache_bytes: of
+    compiled grammars, by their texts.
+    """
+
+    mask_s: float = field(
+        default=0.1,
+        metadata={"min": 0.001, "help": "processor time of a grammar for one token of an answer"},
+    )
+    threads: int = field(default=2, metadata={"min": 1, "help": "grammars compiled at once"})
+    cache_entries: int = field(
+        default=256,
+        metadata={"flag": "cache", "min": 0, "help": "compiled grammars that are kept"},
+    )
+    cache_bytes: int = field(
+        default=64 << 20,
+        metadata={"min": 0, "help": "longest texts, in all, of those grammars", "unit": "bytes"},
+    )

@@ -1,6 +1,6 @@
 """Tools in a chat's body: what the model may call, and what callers leave to it. Pure."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -56,7 +56,9 @@ class AllowedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_
 
 
 OfferedTools = Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice
+# A text that is no mode is the name of a function, as TGI has it.
+ToolChoice = str | FunctionChoice | AllowedChoice
+_MODES: dict[str, ToolMode] = {mode: mode for mode in get_args(ToolMode)}
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -133,4 +135,7 @@ def _chosen(choice: ToolChoice | None) -> Chosen:
             (t.function.name, f"{where}[{i}].function.name") for i, t in enumerate(allowed.tools)
         ]
         return Chosen(allowed.mode, tuple(names))
-    return Chosen(choice or "auto")
+    if choice is None:
+        return Chosen()
+    mode = _MODES.get(choice)
+    return Chosen(mode) if mode else Chosen("required", ((choice, "tool_choice"),), True)

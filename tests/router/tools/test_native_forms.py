@@ -12,11 +12,13 @@ from llguidance import LLMatcher
 from adapters.grammar.compile import compile_grammar
 from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import byte_vocabulary
+from router.parts.parts import PartsReader
 from router.shape.lark import Lark
 from router.tools.formats.format import ToolFormat
 from router.tools.registry import FORMATS
 from router.tools.tools import Tool, Tools
-from tests.router.tools.call_reading import Reading, read
+from tests.router.tools.call_reading import read
+from tests.router.tools.cuts import check_cuts
 from tests.router.tools.native import NATIVE, TOOLS, Call, call, honoured_tools, value
 
 COUNT = 200
@@ -71,39 +73,41 @@ def answer_of(name: str, calls: list[Call], before: str, after: str) -> tuple[st
     return answer, f"{before}{between if after else ''}{after}"
 
 
-def check_reading(name: str, answer: str, text: str, calls: list[Call], random: Random) -> None:
-    tools = Tools(TOOLS)
-    reading = read(format_of(name).reader(tools), [answer])
-    found = [(called, json.loads(arguments)) for called, arguments in reading.calls]
-    assert (reading.text, found) == (text, calls), answer
-    assert read(format_of(name).reader(tools), answer) == reading, answer
-    for _ in range(6):
-        cut = random.randrange(len(answer) + 1)
-        halves = [answer[:cut], answer[cut:]]
-        assert read(format_of(name).reader(tools), halves) == reading, halves
-        check_prefix(read(format_of(name).reader(tools), [answer[:cut]]), reading, answer[:cut])
+def made_up(name: str, random: Random) -> tuple[list[Call], str, str]:
+    """Calls, an answer with them and the text in it."""
+    calls = [call(random) for _ in range(random.choice((1, 1, 2, 3)))]
+    if NATIVE[name].any_values and random.random() < 0.5:
+        free = {f"k{i}": value(random) for i in range(random.randrange(4))}
+        calls[0] = ("look", free)
+    return calls, *answer_of(name, calls, random.choice(BEFORE), random.choice(AFTER))
 
 
-def check_prefix(part: Reading, whole: Reading, answer: str) -> None:
-    """An answer that is cut off has the begin of the same calls."""
-    for (name, arguments), (whole_name, whole_arguments) in zip(
-        part.calls, whole.calls, strict=False
-    ):
-        assert name == whole_name, answer
-        assert whole_arguments.startswith(arguments.rstrip()) or arguments == "{}", answer
-    assert len(part.calls) <= len(whole.calls)
+def check_reading(name: str, seed: str, cut: int) -> None:
+    """Of COUNT answers, one in `cut` is cut at every byte."""
+    random = Random(seed)
+    for number in range(COUNT):
+        calls, answer, text = made_up(name, random)
+        reading = read(reader_of(name), [answer])
+        found = [(called, json.loads(arguments)) for called, arguments in reading.calls]
+        assert (reading.text, found) == (text, calls), answer
+        if number % cut == 0:
+            check_cuts(lambda: reader_of(name), answer, reading)
+
+
+def reader_of(name: str) -> PartsReader:
+    return format_of(name).reader(Tools(TOOLS))
 
 
 @pytest.mark.parametrize("name", sorted(NATIVE))
 def test_made_up_calls_are_read(name: str) -> None:
-    random = Random(name)
-    for _ in range(COUNT):
-        calls = [call(random) for _ in range(random.choice((1, 1, 2, 3)))]
-        if NATIVE[name].any_values and random.random() < 0.5:
-            free = {f"k{i}": value(random) for i in range(random.randrange(4))}
-            calls[0] = ("look", free)
-        answer, text = answer_of(name, calls, random.choice(BEFORE), random.choice(AFTER))
-        check_reading(name, answer, text, calls, random)
+    check_reading(name, name, cut=20)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", sorted(NATIVE))
+def test_all_of_them_are_read_wherever_they_are_cut(name: str) -> None:
+    check_reading(name, name, cut=1)
 
 
 @pytest.mark.parametrize("special", [False, True])

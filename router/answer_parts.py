@@ -38,7 +38,7 @@ class PartsOfAnswers(msgspec.Struct, frozen=True):
         if self.tool_format is not None and call.tools is not None:
             readers.append(partial(self.tool_format.reader, call.tools))
             markers += self.tool_format.markers
-            short_ids = self.tool_format.name.startswith("mistral")
+            short_ids = self.tool_format.short_ids
         return Division(tuple(readers), frozenset(markers), short_ids) if readers else None
 
     def frame(self, call: GenerationCall, prompt: str, special_ids: SpecialIds) -> Frame:

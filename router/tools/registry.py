@@ -6,7 +6,7 @@ from router.tools.formats.functionary import FUNCTIONARY
 from router.tools.formats.granite import GRANITE
 from router.tools.formats.hermes import HERMES
 from router.tools.formats.llama3_json import LLAMA3_JSON
-from router.tools.formats.mistral import MISTRAL, MISTRAL_LIST
+from router.tools.formats.mistral import MISTRAL, MISTRAL_IDS, MISTRAL_LIST
 from router.tools.formats.phi4_mini import PHI4_MINI
 from router.tools.formats.pythonic import PYTHONIC
 from router.tools.formats.qwen3_coder import QWEN3_CODER
@@ -15,6 +15,7 @@ _ALL: tuple[ToolFormat, ...] = (
     HERMES,
     LLAMA3_JSON,
     MISTRAL,
+    MISTRAL_IDS,
     MISTRAL_LIST,
     PHI4_MINI,
     GRANITE,
@@ -34,7 +35,8 @@ _OTHERS_IN_TAGS = "<function=", "<parameter=", "<arg_key>"
 _SIGNS: tuple[tuple[ToolFormat, tuple[str, ...], tuple[str, ...]], ...] = (
     (QWEN3_CODER, ("<tool_call>", "<function=", "<parameter="), ()),
     (FUNCTIONARY, ("<function=", "</function>"), ("<tool_call>", "<parameter=")),
-    (MISTRAL, ("[TOOL_CALLS]", "[ARGS]"), ("[CALL_ID]",)),
+    (MISTRAL_IDS, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), ()),
+    (MISTRAL, ("[TOOL_CALLS]", "[ARGS]"), ()),
     (MISTRAL_LIST, ("[TOOL_CALLS]",), ("[ARGS]",)),
     (DEEPSEEK_V3, ("<｜tool▁calls▁begin｜>", "```json"), ()),
     (DEEPSEEK_V31, ("<｜tool▁calls▁begin｜>",), ()),

@@ -18,6 +18,11 @@ class ToolFormat(Protocol):
         """Texts that may be special tokens; the reader needs to see them."""
         ...
 
+    @property
+    def short_ids(self) -> bool:
+        """Whether the ids of calls have nine letters or digits: templates refuse longer ones."""
+        ...
+
     def reader(self, tools: Tools) -> PartsReader:
         """Divides an answer into text and calls. What names no tool that may be called is text.
 

@@ -30,6 +30,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
     bare: a call may come without its marker. listed: natively calls stand in a JSON array, else
     each has its own markers, or `between` parts them. lines: natively objects stand on lines of
     their own. arguments_key: the native one. ids: natively an object ends with an id.
+    short_ids: ids have nine letters or digits.
     """
 
     name: str
@@ -41,6 +42,7 @@ class JsonCalls(msgspec.Struct, frozen=True):
     lines: bool = False
     arguments_key: str = "arguments"
     ids: bool = False
+    short_ids: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -3,7 +3,18 @@
 from router.tools.formats.json_calls import JsonCalls
 from router.tools.formats.named_calls import NamedCalls
 
+_OPEN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
 # [TOOL_CALLS][{"name": …, "arguments": {…}, "id": …}, {…}]
-MISTRAL_LIST = JsonCalls("mistral_list", ("[TOOL_CALLS]",), listed=True, ids=True)
+MISTRAL_LIST = JsonCalls("mistral_list", (_OPEN,), listed=True, ids=True, short_ids=True)
 # [TOOL_CALLS]name[ARGS]{…}
-MISTRAL = NamedCalls("mistral", ("[TOOL_CALLS]", "[ARGS]"), open="[TOOL_CALLS]", middle="[ARGS]")
+MISTRAL = NamedCalls("mistral", (_OPEN, _ARGUMENTS), open=_OPEN, middle=_ARGUMENTS, short_ids=True)
+# [TOOL_CALLS]name[CALL_ID]id[ARGS]{…}
+MISTRAL_IDS = NamedCalls(
+    "mistral_ids",
+    (_OPEN, _ID, _ARGUMENTS),
+    open=_OPEN,
+    middle=_ARGUMENTS,
+    id_marker=_ID,
+    short_ids=True,
+)

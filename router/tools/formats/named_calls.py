@@ -1,6 +1,7 @@
 """Formats whose calls are a function's name and then its arguments as JSON. Pure."""
 
 import json
+import re
 from collections.abc import Collection
 
 import msgspec
@@ -12,12 +13,16 @@ from router.tools.formats.grammar import arguments_schema, free_text_before, mix
 from router.tools.formats.json_text import json_value
 from router.tools.tools import Tools
 
+_ID = "/[A-Za-z0-9]{9}/"
+_ID_CHARACTERS = re.compile("[A-Za-z0-9_-]*")
+
 
 class NamedCalls(msgspec.Struct, frozen=True):
     """A call is `open`, the name, `middle`, the arguments, `close`.
 
     begin, end: what is around all calls, if anything. between: parts calls. markers: of all these,
-    what may be special tokens.
+    what may be special tokens. id_marker: between the name and `middle`, natively before an id of
+    the call; models may leave both out. short_ids: ids have nine letters or digits.
     """
 
     name: str
@@ -28,6 +33,8 @@ class NamedCalls(msgspec.Struct, frozen=True):
     begin: str = ""
     end: str = ""
     between: str = ""
+    id_marker: str = ""
+    short_ids: bool = False
 
     def reader(self, tools: Tools) -> PartsReader:
         names = tuple(tool.name for tool in tools.allowed)
@@ -36,7 +43,7 @@ class NamedCalls(msgspec.Struct, frozen=True):
     def rules(self, tools: Tools, lark: Lark) -> str:
         close = self._or_nothing(lark, self.close)
         calls = (
-            f"{json.dumps(tool.name)} {lark.literal(self.middle)} "
+            f"{json.dumps(tool.name)} {self._id(lark)} {lark.literal(self.middle)} "
             f"{lark.json(arguments_schema(tools, tool))} {close}"
             for tool in tools.allowed
         )
@@ -52,6 +59,9 @@ class NamedCalls(msgspec.Struct, frozen=True):
             return mixed(tools, lark, (f"{free_text_before(lark, marker)} {rest}",))
         one = f"{lark.literal(marker)} {rest}"
         return one if self.begin else several(tools, one, between)
+
+    def _id(self, lark: Lark) -> str:
+        return f"{lark.literal(self.id_marker)} {_ID}" if self.id_marker else ""
 
     def _or_nothing(self, lark: Lark, text: str) -> str:
         return lark.literal(text) if text else ""
@@ -84,7 +94,11 @@ class NamedCalls(msgspec.Struct, frozen=True):
     def _call(self, scan: Scan, names: Collection[str]) -> Steps[bool]:
         """Reads a call from its name on; False where none comes."""
         name = yield from scan.one_of(tuple(names))
-        if not name or not (yield from scan.literal(self.middle)):
+        if not name:
+            return False
+        if self.id_marker and (yield from scan.literal(self.id_marker)):
+            yield from scan.run(_ID_CHARACTERS)
+        if not (yield from scan.literal(self.middle)):
             return False
         yield from scan.spaces()
         if (yield from scan.peek()) != "{":

@@ -28,6 +28,7 @@ class Pythonic:
 
     name = "pythonic"
     markers = ()
+    short_ids = False
 
     def reader(self, tools: Tools) -> PartsReader:
         names = tuple(tool.name for tool in tools.allowed)

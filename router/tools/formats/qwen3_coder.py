@@ -37,6 +37,7 @@ class Qwen3Coder:
 
     name = "qwen3_coder"
     markers = (_OPEN, _CLOSE)
+    short_ids = False
 
     def reader(self, tools: Tools) -> PartsReader:
         schemas = {tool.name: _properties(tool) for tool in tools.allowed}

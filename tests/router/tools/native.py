@@ -196,6 +196,11 @@ NATIVE = {
     "mistral": Native(
         lambda calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(args)}" for name, args in calls)
     ),
+    "mistral_ids": Native(
+        lambda calls: "".join(
+            f"[TOOL_CALLS]{name}[CALL_ID]a1B2c3D4e[ARGS]{_json(args)}" for name, args in calls
+        )
+    ),
     "functionary": Native(
         lambda calls: "".join(f"<function={name}>{_json(args)}</function>" for name, args in calls)
     ),

@@ -42,7 +42,10 @@ SOURCES = {
     ),
     "Mistral 7B v0.3": ("{{ '[TOOL_CALLS] [' + call | tojson }}", "mistral_list"),
     "Mistral Small 3.2": ("{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral"),
-    "Mistral with ids": ("{{ '[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' }}", None),
+    "Mistral with ids": (
+        "{{ '[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' }}",
+        "mistral_ids",
+    ),
     "DeepSeek V3": (
         "{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name}}```json",
         "deepseek_v3",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from adapters.peft_fields import HARMLESS, REFUSED, USED
-from launcher import metrics_doc
+from launcher import benchmarks_doc, metrics_doc
 from launcher.options_doc import render
 from router.api.errors import Dialect, error_answer, status_of
 from router.api.known_elsewhere import ELSEWHERE, Elsewhere
@@ -279,3 +279,15 @@ def test_configuration_is_fresh() -> None:
     assert page("configuration.md") == render(), (
         "run: .venv/bin/python -m launcher.options_doc > docs/reference/configuration.md"
     )
+
+
+def test_benchmarks_are_fresh() -> None:
+    assert page("benchmarks.md") == benchmarks_doc.render(), (
+        "run: .venv/bin/python -m launcher.benchmarks_doc > docs/benchmarks.md"
+    )
+
+
+def test_every_measurement_is_on_the_page() -> None:
+    setup = benchmarks_doc.load("setup", benchmarks_doc.Setup)
+    files = {path.stem for path in benchmarks_doc.DATA.glob("*.json")}
+    assert {*setup.sections, "setup"} == files

@@ -1,53 +1,41 @@
-"""Many schemas of a real server: no answer, greedy or hot, is of another form than asked for."""
+"""Many schemas of real servers: no answer, greedy or hot, is of another form than asked for."""
 
 import json
 import os
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import httpx
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 
-from launcher.demo import EXAMPLES
+from tests.e2e import random_model
+from tests.e2e.sweeping import TEMPERATURES, Asked, ended_share, outcomes
+from tests.router.shape.drawn import drawn
 from tests.router.shape.made_schemas import HARD, SCHEMAS
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(3600)]
 
 MODELS = ("loraplex/demo", "json", "pirate")
-TEMPERATURES = (0, 2)
 MADE = int(os.environ.get("SWEEP_SCHEMAS", "300"))
-AT_ONCE = 16
+# Of what may go on for ever; the others have the context.
+UNBOUNDED_TOKENS = 250
 
 
-class Asked(NamedTuple):
-    name: str
-    schema: Any
-    model: str
-    temperature: float
-
-
-def made_schemas(count: int) -> list[dict[str, Any]]:
-    """The same ones at every run."""
-    found: list[dict[str, Any]] = []
-
-    @settings(
-        max_examples=count,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        deadline=None,
-    )
-    @given(SCHEMAS)
-    def collect(schema: dict[str, Any]) -> None:
-        found.append(schema)
-
-    collect()
-    return found
+@pytest.fixture
+def random_http(tmp_path: Path) -> Iterator[httpx.Client]:
+    server = random_model.start_random(tmp_path)
+    try:
+        with httpx.Client(base_url=server.url) as client:
+            yield client
+    finally:
+        server.process.terminate()
+        code = server.process.wait(60)
+    assert code == 0, server.log.read_text()[-4000:]
 
 
 def is_bounded(schema: Any) -> bool:
@@ -75,47 +63,42 @@ def is_bounded(schema: Any) -> bool:
             return kind in ("boolean", "null")
 
 
-def outcome(http: httpx.Client, asked: Asked) -> str:
-    """What became of one request; an answer that ended by itself is of its form."""
-    body = {
-        "model": asked.model,
-        "messages": [{"role": "user", "content": EXAMPLES[0]}],
-        "temperature": asked.temperature,
-        "seed": 5,
-        "max_tokens": 700,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "made", "schema": asked.schema},
+def check_value(schema: Any, text: str) -> None:
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(text))
+
+
+def asked(schema: Any, model: str, temperature: float) -> Asked:
+    return Asked(
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "made", "schema": schema},
+            }
         },
-    }
-    answer = http.post("/v1/chat/completions", json=body, timeout=600)
-    if answer.status_code == 400:
-        assert "response_format" in answer.json()["error"]["message"]
-        return "refused"
-    assert answer.status_code == 200, (asked, answer.text)
-    choice = answer.json()["choices"][0]
-    if choice["finish_reason"] == "stop":
-        value = json.loads(choice["message"]["content"])
-        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-        jsonschema.Draft202012Validator(asked.schema, format_checker=checker).validate(value)
-    return str(choice["finish_reason"])
+        partial(check_value, schema),
+        model,
+        temperature,
+        None if is_bounded(schema) else UNBOUNDED_TOKENS,
+    )
 
 
-def test_every_answer_that_ends_has_its_form(http: httpx.Client) -> None:
-    schemas = [(f"made {n}", schema) for n, schema in enumerate(made_schemas(MADE))]
-    cases = [
-        Asked(name, schema, model, temperature)
-        for (name, schema), model, temperature in product(
-            [*HARD.items(), *schemas], MODELS, TEMPERATURES
-        )
-    ]
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        outcomes = list(threads.map(lambda asked: outcome(http, asked), cases))
+def sweep(http: httpx.Client, models: Sequence[str]) -> None:
+    schemas = [*HARD.values(), *drawn(SCHEMAS, MADE)]
+    cases = list(product(schemas, models, TEMPERATURES))
+    ends = outcomes(http, [asked(*case) for case in cases])
     kinds = {True: Counter[str](), False: Counter[str]()}
-    for asked, end in zip(cases, outcomes, strict=True):
-        kinds[is_bounded(asked.schema)][end] += 1
-    print(f"bounded: {dict(kinds[True])}, others: {dict(kinds[False])}")
-    assert set(outcomes) <= {"stop", "length", "refused"}
-    bounded = kinds[True]
-    assert bounded["stop"] >= 0.8 * (bounded["stop"] + bounded["length"]) > 0
-    assert outcomes.count("refused") <= 0.3 * len(cases)  # some of the made ones allow nothing
+    for (schema, _, _), end in zip(cases, ends, strict=True):
+        kinds[is_bounded(schema)][end] += 1
+    for kind, counts in (("bounded", kinds[True]), ("others", kinds[False])):
+        print(f"{kind}: {dict(counts)}, {ended_share(counts):.0%} ended")
+    assert ended_share(kinds[True]) >= 0.8
+    assert ends.count("refused") <= 0.3 * len(cases)  # some of the made ones allow nothing
+
+
+def test_the_demo_model(http: httpx.Client) -> None:
+    sweep(http, MODELS)
+
+
+def test_a_random_model(random_http: httpx.Client) -> None:
+    sweep(random_http, random_model.MODELS)

@@ -15,6 +15,7 @@ from router.shape.schema_format import FORMATS
 from router.shape.schema_keywords import SchemaRefused, below
 from router.shape.schema_options import Options, check_options
 from router.shape.schema_pattern import PatternRefused, portable
+from router.shape.schema_tags import Tags
 
 WRITING = {
     "whitespace_flexible": False,
@@ -42,10 +43,11 @@ def honoured(schema: dict[str, Any] | bool, param: str) -> dict[str, Any]:
 
 
 class _Target(NamedTuple):
-    """A schema that a `$ref` names."""
+    """A schema that a `$ref` names. having: as of `_Node`."""
 
     schema: Any
     place: str
+    having: tuple[str, ...]
 
 
 class _Reader:
@@ -53,9 +55,10 @@ class _Reader:
         self._root = schema
         self._param = param
         self.draft = keywords.NEWEST
-        self._names: dict[str, str] = {"#": "#"}
+        self._names: dict[tuple[str, tuple[str, ...]], str] = {("#", ()): "#"}
         self._waiting: list[tuple[str, _Target]] = []
         self.options: list[Options] = []
+        self.tags = Tags(self._follow)
         # Of the numbers in the schema; and whether one value may have to keep to several.
         self.multiples: set[int] = {1}
         self.has_places = self.joins = False
@@ -70,7 +73,7 @@ class _Reader:
         schemas: dict[str, Any] = {"#": root}
         while self._waiting:
             name, target = self._waiting.pop()
-            schemas[name] = self.schema(target.schema, target.place, 0)
+            schemas[name] = self.schema(target.schema, target.place, 0, target.having)
         self._check_multiples()
         check_options(self.options, schemas)
         check_ends(schemas, self._param)
@@ -96,7 +99,9 @@ class _Reader:
             raise SchemaRefused(self._param, "$schema", f"must be one of {known}")
         return found
 
-    def schema(self, schema: Any, place: str, depth: int) -> dict[str, Any] | bool:
+    def schema(
+        self, schema: Any, place: str, depth: int, having: tuple[str, ...] = ()
+    ) -> dict[str, Any] | bool:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -104,7 +109,7 @@ class _Reader:
         if depth > keywords.DEEPEST:
             raise SchemaRefused(place, "", f"is nested more than {keywords.DEEPEST} deep")
         self._check_keywords(schema, place)
-        return _Node(self, schema, place, depth).read()
+        return _Node(self, schema, place, depth, having).read()
 
     def _check_keywords(self, schema: dict[str, Any], place: str) -> None:
         for keyword, value in schema.items():
@@ -119,21 +124,29 @@ class _Reader:
             elif (reason := keywords.reason_against(keyword)) is not None:
                 raise SchemaRefused(place, keyword, reason)
 
-    def reference(self, ref: str, place: str) -> str:
-        """A `$ref` to the schema that this one names."""
+    def reference(self, ref: str, place: str, having: tuple[str, ...]) -> str:
+        """A `$ref` to the schema that this one names. having: as of `_Node`."""
         if not ref.startswith("#"):
             raise SchemaRefused(place, "$ref", "may only name a place in this schema, as `#/...`")
-        pointer = unquote(ref)
-        if pointer not in self._names:
+        key = unquote(ref), having
+        if key not in self._names:
             if len(self._names) > _MOST_REFS:
                 raise SchemaRefused(place, "$ref", "the schema has too many references")
-            target = self._target(pointer, place)
+            schema, where = self._target(key[0], place)
             name = f"#/$defs/s{len(self._names)}"
-            self._names[pointer] = name
-            self._waiting.append((name, target))
-        return self._names[pointer]
+            self._names[key] = name
+            self._waiting.append((name, _Target(schema, where, having)))
+        return self._names[key]
 
-    def _target(self, pointer: str, place: str) -> _Target:
+    def _follow(self, ref: str) -> Any:
+        """What it names in this schema, None where there is nothing."""
+        try:
+            return self._target(unquote(ref), self._param)[0] if ref.startswith("#") else None
+        except SchemaRefused:
+            return None
+
+    def _target(self, pointer: str, place: str) -> tuple[Any, str]:
+        """The schema and its place."""
         if not pointer.startswith("#/"):
             return self._anchored(pointer[1:], place)
         found, where = self._root, self._param
@@ -145,25 +158,37 @@ class _Reader:
                 found, where = found[int(key)], below(where, int(key))
             else:
                 raise SchemaRefused(place, "$ref", "names nothing in this schema")
-        return _Target(found, where)
+        return found, where
 
-    def _anchored(self, name: str, place: str) -> _Target:
+    def _anchored(self, name: str, place: str) -> tuple[Any, str]:
         for key in ("$defs", "definitions"):
             named = self._root.get(key)
             for stem, schema in named.items() if isinstance(named, dict) else ():
                 if isinstance(schema, dict) and schema.get("$anchor") == name:
-                    return _Target(schema, below(self._param, key, stem))
+                    return schema, below(self._param, key, stem)
         raise SchemaRefused(place, "$ref", "names nothing in `$defs`")
 
 
 class _Node:
-    """One schema with its keywords, as it is read."""
+    """One schema with its keywords, as it is read.
 
-    def __init__(self, reader: _Reader, schema: dict[str, Any], place: str, depth: int) -> None:
+    having: properties that answers are to have wherever the schema names them: they tell the
+    options of unions around it apart.
+    """
+
+    def __init__(
+        self,
+        reader: _Reader,
+        schema: dict[str, Any],
+        place: str,
+        depth: int,
+        having: tuple[str, ...],
+    ) -> None:
         self._reader = reader
         self._schema = schema
         self._place = place
         self._depth = depth
+        self._having = having
         self._all: list[Any] = []
 
     def read(self) -> dict[str, Any]:
@@ -194,6 +219,17 @@ class _Node:
 
     def _below(self, schema: Any, *keys: str | int) -> dict[str, Any] | bool:
         return self._reader.schema(schema, below(self._place, *keys), self._depth + 1)
+
+    def _options(self, keyword: str) -> list[dict[str, Any] | bool]:
+        """Of `allOf` or of a union. Those of a union have the tag that tells them apart."""
+        having, options = self._having, self._some(keyword)
+        if keyword != "allOf" and (tag := self._reader.tags.missing(self._schema, keyword)):
+            having = tuple(dict.fromkeys((*having, tag)))
+        places = [below(self._place, keyword, index) for index in range(len(options))]
+        return [
+            self._reader.schema(option, place, self._depth + 1, having)
+            for option, place in zip(options, places, strict=True)
+        ]
 
     def _numbers(self, types: list[str] | None) -> dict[str, Any]:
         out = {}
@@ -286,6 +322,9 @@ class _Node:
             out["additionalProperties"] = self._below(other, "additionalProperties")
         if "required" in schema:
             out["required"] = list(dict.fromkeys(self._value("required", keywords.texts)))
+        missing = [name for name in self._having if name in out.get("properties", {})]
+        if missing:
+            out["required"] = list(dict.fromkeys((*out.get("required", ()), *missing)))
         return out
 
     def _patterned(self) -> dict[str, Any]:
@@ -325,13 +364,14 @@ class _Node:
         if "$ref" in schema:
             if self._reader.draft < 2019 and (has_more or any(k in schema for k in _IN_PLACE[:2])):
                 raise self._refuse("$ref", "keywords beside it mean nothing in this draft")
-            out["$ref"] = self._reader.reference(self._value("$ref", keywords.text), self._place)
+            ref = self._value("$ref", keywords.text)
+            out["$ref"] = self._reader.reference(ref, self._place, self._having)
         if "allOf" in schema:
-            self._all += [self._below(s, "allOf", n) for n, s in enumerate(self._some("allOf"))]
+            self._all += self._options("allOf")
         if "anyOf" in schema:
-            out["anyOf"] = [self._below(s, "anyOf", n) for n, s in enumerate(self._some("anyOf"))]
+            out["anyOf"] = self._options("anyOf")
         if "oneOf" in schema:
-            options = [self._below(s, "oneOf", n) for n, s in enumerate(self._some("oneOf"))]
+            options = self._options("oneOf")
             self._reader.options.append(Options(self._place, options))
             self._all.append({"anyOf": options})
         return out

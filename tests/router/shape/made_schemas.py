@@ -144,6 +144,11 @@ HARD: dict[str, Any] = {
         "oneOf": [{"$ref": "#/$defs/c"}, _variant("dog", n={"type": "integer"}), {"type": "null"}],
         "$defs": {"c": _variant("cat", lives={"type": "integer", "minimum": 0, "maximum": 9})},
     },
+    "variants by default": {
+        "discriminator": {"propertyName": "kind"},
+        "oneOf": [{"$ref": "#/$defs/c"}, {**_variant("dog"), "required": []}],
+        "$defs": {"c": {**_variant("cat", lives={"const": 9}), "required": ["lives"]}},
+    },
     "formats": {"type": "object", "required": sorted(FORMATS), "additionalProperties": False,
                 "properties": {name: {"type": "string", "format": name} for name in FORMATS}},
     "bounds": {"type": "array", "minItems": 4, "maxItems": 8, "items": {

@@ -23,6 +23,12 @@ LIST = {
     "additionalProperties": False,
 }
 CLOSED = {"type": "object", "additionalProperties": False}
+# Options whose tag has a default, so that none requires it.
+ANT, BEE, COW = (
+    {**CLOSED, "properties": {"kind": {"const": kind}, "n": {"type": "null"}}, **more}
+    for kind, more in (("ant", {}), ("bee", {"required": ["n"]}), ("cow", {"maxProperties": 2}))
+)
+TAGGED = {"discriminator": {"propertyName": "kind"}}
 
 # A schema, values that it accepts, and values that it does not.
 HELD: list[tuple[dict[str, Any] | bool, list[Any], list[Any]]] = [
@@ -43,6 +49,21 @@ HELD: list[tuple[dict[str, Any] | bool, list[Any], list[Any]]] = [
     ),
     ({"oneOf": [{"type": "integer", "maximum": 2}, {"exclusiveMinimum": 2, "type": "integer"}]},
      [2, 3], ["a"]),
+    ({"oneOf": [ANT, BEE, COW]},
+     [{"kind": "ant"}, {"kind": "bee", "n": None}, {"kind": "cow", "n": None}],
+     [{}, {"n": None}, {"kind": "bee"}, {"kind": "dog"}]),
+    ({**TAGGED, "anyOf": [{"$ref": "#/$defs/a"}, BEE], "$defs": {"a": ANT}, "type": "object"},
+     [{"kind": "ant"}, {"kind": "bee", "n": None}], [{}, {"n": None}]),
+    ({"anyOf": [ANT, BEE]}, [{}, {"n": None}, {"kind": "ant"}], [{"kind": "dog"}]),
+    (
+        {
+            "items": {"oneOf": [{"$ref": "#/$defs/few"}, COW]},
+            "type": "array",
+            "$defs": {"few": {"oneOf": [ANT, {"$ref": "#/$defs/bee"}]}, "bee": BEE},
+        },
+        [[{"kind": "ant"}, {"kind": "bee", "n": None}, {"kind": "cow"}]],
+        [[{}], [{"n": None}], [{"kind": "bee"}]],
+    ),
     ({"allOf": [CAT, {"properties": {"n": {"type": "null"}}, "required": ["n"]}]},
      [{"kind": "cat", "n": None}], [{"kind": "cat"}, {"n": None}]),
     ({"type": "integer", "minimum": 1.5, "exclusiveMaximum": 4}, [2, 3], [1, 4]),
@@ -163,6 +184,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"properties": {"a": {}}, "maxProperties": 1}, "`schema.maxProperties`: is held to only"),
     ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "`schema.oneOf`: options 0 and 1"),
     ({"oneOf": [CAT, {**DOG, "required": []}, CAT]}, "`schema.oneOf`: options 0 and 2"),
+    ({"oneOf": [ANT, {"type": "object"}]}, "`schema.oneOf`: options 0 and 1"),
+    ({"oneOf": [ANT, {**CLOSED, "properties": {"n": {"type": "null"}}}]},
+     "`schema.oneOf`: options 0 and 1"),
+    ({**TAGGED, "oneOf": [ANT, {**ANT}]}, "`schema.oneOf`: options 0 and 1"),
     ({"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"contains": {}}}},
      "`schema.$defs.b.contains`: cannot"),
 ]  # fmt: skip

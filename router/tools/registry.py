@@ -3,6 +3,7 @@
 from router.tools.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from router.tools.formats.format import ToolFormat
 from router.tools.formats.functionary import FUNCTIONARY
+from router.tools.formats.glm import GLM
 from router.tools.formats.granite import GRANITE
 from router.tools.formats.hermes import HERMES
 from router.tools.formats.llama3_json import LLAMA3_JSON
@@ -23,6 +24,7 @@ _ALL: tuple[ToolFormat, ...] = (
     DEEPSEEK_V31,
     FUNCTIONARY,
     QWEN3_CODER,
+    GLM,
     PYTHONIC,
 )
 FORMATS = {tool_format.name: tool_format for tool_format in _ALL}
@@ -34,6 +36,7 @@ _OTHERS_IN_TAGS = "<function=", "<parameter=", "<arg_key>"
 # The first whose texts a template has, and lacks.
 _SIGNS: tuple[tuple[ToolFormat, tuple[str, ...], tuple[str, ...]], ...] = (
     (QWEN3_CODER, ("<tool_call>", "<function=", "<parameter="), ()),
+    (GLM, ("<tool_call>", "<arg_key>", "<arg_value>"), ()),
     (FUNCTIONARY, ("<function=", "</function>"), ("<tool_call>", "<parameter=")),
     (MISTRAL_IDS, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), ()),
     (MISTRAL, ("[TOOL_CALLS]", "[ARGS]"), ()),

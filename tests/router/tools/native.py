@@ -23,6 +23,7 @@ _WORDS = (
     "null",
     "-1e9",
     "</parameter",
+    "</arg_value <arg_key>",
     " ends with space ",
     "functools[TOOL_CALL",
 )
@@ -150,14 +151,27 @@ def _deepseek_v31(calls: Sequence[Call]) -> str:
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
 
 
-def _qwen3_coder(calls: Sequence[Call]) -> str:
-    def text(value: Any) -> str:
-        return value if isinstance(value, str) else _json(value)
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
 
+
+def _qwen3_coder(calls: Sequence[Call]) -> str:
     return "\n".join(
         f"<tool_call>\n<function={name}>\n"
-        + "".join(f"<parameter={k}>\n{text(v)}\n</parameter>\n" for k, v in arguments.items())
+        + "".join(f"<parameter={k}>\n{_text(v)}\n</parameter>\n" for k, v in arguments.items())
         + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def _glm(calls: Sequence[Call], line: str = "\n") -> str:
+    return line.join(
+        f"<tool_call>{name}{line}"
+        + "".join(
+            f"<arg_key>{k}</arg_key>{line}<arg_value>{_text(v)}</arg_value>{line}"
+            for k, v in arguments.items()
+        )
+        + "</tool_call>"
         for name, arguments in calls
     )
 
@@ -207,5 +221,7 @@ NATIVE = {
     "deepseek_v3": Native(_deepseek_v3),
     "deepseek_v31": Native(_deepseek_v31),
     "qwen3_coder": Native(_qwen3_coder, any_values=False),
+    "glm": Native(_glm, any_values=False),
+    "glm on one line": Native(lambda calls: _glm(calls, ""), any_values=False),
     "pythonic": Native(_pythonic, before=False, after=False),
 }

@@ -24,9 +24,10 @@ SOURCES = {
     ),
     "Seed-OSS": ("<seed:tool_call>\\n<function=f>\\n<parameter=a></function>", None),
     "GLM 4.5": (
-        '<tool_call>{name}\\n<arg_key>k</arg_key>{"name": 1, "arguments": 2}</tool_call>',
-        None,
+        "<tool_call>{function-name}\\n<arg_key>{k}</arg_key>\\n<arg_value>{v}</arg_value></tool_call>",
+        "glm",
     ),
+    "keys alone": ('<tool_call>{"name": 1, "arguments": 2}<arg_key>k</arg_key></tool_call>', None),
     "Llama 3.1": (
         '{{ \'Respond in the format {"name": function name, "parameters": dictionary of\' }}',
         "llama3_json",
@@ -74,7 +75,7 @@ def test_a_template_tells_its_format(source: str, name: str | None) -> None:
         ("turns", None),
         ("documents", None),
         ("tags", None),
-        ("kept_thoughts", None),
+        ("kept_thoughts", "glm"),
         ("last_thoughts", "hermes"),
         ("tool_tags", "hermes"),
         ("ids_of_nine", "mistral_list"),

@@ -1,0 +1,184 @@
+"""Calls whose arguments stand in tags, each in its own. Pure."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from router.parts.scan import Scan, Steps
+from router.shape.lark import Lark
+from router.tools.formats.grammar import arguments_schema, keeps_schema
+from router.tools.formats.json_text import json_value
+from router.tools.formats.parameters import Schema, is_text, one_type, separate_arguments
+from router.tools.tools import Tool, Tools
+
+_NAME = re.compile(r"[^<>\n]*")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+LINE = '"\\n"?'
+
+
+class ArgumentTags(msgspec.Struct, frozen=True):
+    """An argument is `open`, its name, `middle`, its value, `close`.
+
+    padding: what natively stands before and after the value. Between the texts of `middle` may be
+    space. Texts stand as they are, other values as JSON.
+    """
+
+    open: str
+    middle: tuple[str, ...]
+    close: str
+    padding: str = ""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """What ends a text."""
+        return tuple(dict.fromkeys((self.padding + self.close, self.close)))
+
+    # Grammar
+
+    def rules(self, tools: Tools, tool: Tool, lark: Lark) -> str:
+        """All arguments of a call. Those that cannot be written one by one are one JSON object."""
+        if not keeps_schema(tools, tool):
+            begin = f"{lark.literal(self.open)} /[^<>\\n]{{1,128}}/ {self._middle(lark)}"
+            return f"({begin} {self._text(lark)} {LINE})*"
+        schema = arguments_schema(tools, tool)
+        separate = separate_arguments(schema)
+        if separate is None or not all(name and _NAME.fullmatch(name) for name in separate):
+            return f"{lark.json(schema)} {LINE}"
+        required = schema.get("required", ())
+        return " ".join(
+            f"({self._argument(lark, name, sub)}){'' if name in required else '?'}"
+            for name, sub in separate.items()
+        )
+
+    def _middle(self, lark: Lark) -> str:
+        between = f" {LINE} ".join(map(lark.literal, self.middle))
+        return f"{between} {lark.literal(self.padding)}"
+
+    def _argument(self, lark: Lark, name: str, schema: Schema) -> str:
+        begin = f"{lark.literal(self.open + name)} {self._middle(lark)}"
+        if isinstance(schema, dict) and is_text(schema):
+            return f"{begin} {self._text(lark, schema)} {LINE}"
+        return f"{begin} {lark.json(schema)} {lark.literal(self.ends[0])} {LINE}"
+
+    def _text(self, lark: Lark, schema: dict[str, Any] | None = None) -> str:
+        """A text and the end of its tag."""
+        schema = schema or {}
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        texts = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if texts is not None:
+            return lark.either(lark.literal(f"{text}{self.ends[0]}") for text in texts)
+        text = rf"(?s:.{{{least},{most}}})" if least or most != "" else "(?s:.*)"
+        if lark.has_special(self.close):
+            return f"{lark.regex(text + _exactly(self.padding))} {lark.literal(self.close)}"
+        whole = lark.regex(text + _exactly(self.ends[0]))
+        later = lark.regex(f"(?s:.*){_exactly(self.close)}(?s:.+)")
+        return lark.terminal("TEXT", f"{whole} & ~{later}")
+
+    # Reader
+
+    def arguments(
+        self, scan: Scan, schemas: Mapping[str, Schema], ends: Sequence[str]
+    ) -> Steps[str]:
+        """Reads up to one of `ends`, which is returned; "" where the answer ends before."""
+        yield from scan.spaces()
+        scan.drop()
+        if (yield from scan.peek()) == "{":
+            scan.flows = True
+            yield from json_value(scan)
+            scan.arguments()
+            scan.flows = False
+            return (yield from scan.until(ends, scan.drop))
+        sign = "{"
+        while True:
+            word = yield from scan.until((self.open, *ends), scan.drop)
+            scan.drop()
+            if word != self.open:
+                if word:
+                    scan.arguments("{}" if sign == "{" else "}")
+                return word
+            name = yield from scan.run(_NAME)
+            if not (yield from self._passes_middle(scan)):
+                continue
+            scan.arguments(f"{sign}{json.dumps(name, ensure_ascii=False)}: ")
+            sign = ", "
+            if self.padding:
+                yield from scan.literal(self.padding)
+            scan.drop()
+            if not (yield from self._value(scan, schemas.get(name))):
+                return ""
+
+    def _passes_middle(self, scan: Scan) -> Steps[bool]:
+        for number, text in enumerate(self.middle):
+            if number:
+                yield from scan.spaces()
+            if not (yield from scan.literal(text)):
+                return False
+        return True
+
+    def _value(self, scan: Scan, schema: Schema | None) -> Steps[bool]:
+        """Reads a value and the end of its tag; False where the answer ends before."""
+        if is_text(schema):
+            scan.arguments('"')
+            ended = yield from scan.until(self.ends, lambda: self._give_text(scan))
+            scan.drop()
+            if ended:
+                scan.arguments('"')
+            return bool(ended)
+        yield from json_value(scan)
+        value = scan.since(0)
+        yield from scan.spaces()
+        if not (yield from scan.literal(self.close)):
+            scan.at = scan.start
+            ended = yield from scan.until(self.ends, lambda: None)
+            if not ended:
+                scan.drop()
+                return False
+            value = scan.since(0).removesuffix(ended)
+        scan.drop()
+        scan.arguments(_as_json(value, schema))
+        return True
+
+    def _give_text(self, scan: Scan) -> None:
+        text = scan.since(0)
+        if scan.closed and scan.at == len(scan.buffer):
+            text = self._without_partial_end(text)
+        scan.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        scan.drop()
+
+    def _without_partial_end(self, text: str) -> str:
+        """The answer may have ended within the tag's end."""
+        begins = {end[:length] for end in self.ends for length in range(1, len(end))}
+        found = max((begin for begin in begins if text.endswith(begin)), key=len, default="")
+        return text.removesuffix(found)
+
+
+def _exactly(text: str) -> str:
+    """A pattern of this text alone; newlines stand as they are."""
+    return re.escape(text).replace("\\\n", "\n")
+
+
+def properties(tool: Tool) -> Mapping[str, Schema]:
+    """The schemas of a tool's arguments, as far as they stand by themselves."""
+    found: dict[str, Schema] = (tool.parameters or {}).get("properties", {})
+    return found
+
+
+def _as_json(text: str, schema: Schema | None) -> str:
+    """JSON stays; Python's words become JSON's; another text is a string."""
+    stripped = text.strip()
+    found = _PYTHON.get(stripped, stripped)
+    try:
+        value = json.loads(found, parse_constant=_refuse)
+    except ValueError:
+        return json.dumps(text, ensure_ascii=False)
+    is_string = one_type(schema) == "string"
+    return (
+        json.dumps(text, ensure_ascii=False) if is_string and not isinstance(value, str) else found
+    )
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)

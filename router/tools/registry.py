@@ -2,7 +2,7 @@
 
 from router.tools.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from router.tools.formats.format import ToolFormat
-from router.tools.formats.functionary import FUNCTIONARY
+from router.tools.formats.functionary import FUNCTIONARY, FUNCTIONARY_V3
 from router.tools.formats.glm import GLM
 from router.tools.formats.granite import GRANITE
 from router.tools.formats.hermes import HERMES
@@ -23,6 +23,7 @@ _ALL: tuple[ToolFormat, ...] = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     FUNCTIONARY,
+    FUNCTIONARY_V3,
     QWEN3_CODER,
     GLM,
     PYTHONIC,
@@ -38,6 +39,7 @@ _SIGNS: tuple[tuple[ToolFormat, tuple[str, ...], tuple[str, ...]], ...] = (
     (QWEN3_CODER, ("<tool_call>", "<function=", "<parameter="), ()),
     (GLM, ("<tool_call>", "<arg_key>", "<arg_value>"), ()),
     (FUNCTIONARY, ("<function=", "</function>"), ("<tool_call>", "<parameter=")),
+    (FUNCTIONARY_V3, ("'>>>all", "'>>>' + tool_call"), ()),
     (MISTRAL_IDS, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), ()),
     (MISTRAL, ("[TOOL_CALLS]", "[ARGS]"), ()),
     (MISTRAL_LIST, ("[TOOL_CALLS]",), ("[ARGS]",)),

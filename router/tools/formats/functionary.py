@@ -1,8 +1,8 @@
-"""Functionary 3.1, and Llama 3 with custom tools. Pure."""
+"""Functionary, and Llama 3 with custom tools. Pure."""
 
 from router.tools.formats.named_calls import NamedCalls
 
-# <function=name>{…}</function>
+# 3.1: <function=name>{…}</function>
 FUNCTIONARY = NamedCalls(
     "functionary",
     ("<function=", "</function>"),
@@ -10,3 +10,5 @@ FUNCTIONARY = NamedCalls(
     middle=">",
     close="</function>",
 )
+# 3.2: >>>all\ntext>>>name\n{…}
+FUNCTIONARY_V3 = NamedCalls("functionary_v3", (">>>",), open=">>>", middle="\n", to_user="all\n")

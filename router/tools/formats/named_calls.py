@@ -23,6 +23,8 @@ class NamedCalls(msgspec.Struct, frozen=True):
     begin, end: what is around all calls, if anything. between: parts calls. markers: of all these,
     what may be special tokens. id_marker: between the name and `middle`, natively before an id of
     the call; models may leave both out. short_ids: ids have nine letters or digits.
+    to_user: natively text follows `open` and this, in place of a name; prompts end with the first
+    `open`.
     """
 
     name: str
@@ -35,6 +37,7 @@ class NamedCalls(msgspec.Struct, frozen=True):
     between: str = ""
     id_marker: str = ""
     short_ids: bool = False
+    to_user: str = ""
 
     def reader(self, tools: Tools) -> PartsReader:
         names = tuple(tool.name for tool in tools.allowed)
@@ -48,6 +51,8 @@ class NamedCalls(msgspec.Struct, frozen=True):
             for tool in tools.allowed
         )
         function = lark.rule("function", lark.either(calls))
+        if self.to_user:
+            return self._addressed(tools, lark, function)
         between = self._or_nothing(lark, self.between)
         if self.begin:
             listed = several(tools, f"{lark.literal(self.open)} {function}", between)
@@ -60,6 +65,16 @@ class NamedCalls(msgspec.Struct, frozen=True):
         one = f"{lark.literal(marker)} {rest}"
         return one if self.begin else several(tools, one, between)
 
+    def _addressed(self, tools: Tools, lark: Lark, function: str) -> str:
+        """Answers of which each part names whom it is for."""
+        begin = f"({lark.literal(self.open)})?"
+        calls = f"{begin} {several(tools, function, lark.literal(self.open))}"
+        if tools.mode == "required":
+            return calls
+        called = f"{free_text_before(lark, self.open)} {function}"
+        text = f"{lark.literal(self.to_user)} {mixed(tools, lark, (called,))}"
+        return lark.either((calls, f"{begin} {text}"))
+
     def _id(self, lark: Lark) -> str:
         return f"{lark.literal(self.id_marker)} {_ID}" if self.id_marker else ""
 
@@ -68,10 +83,22 @@ class NamedCalls(msgspec.Struct, frozen=True):
 
     def _steps(self, scan: Scan, names: Collection[str]) -> Steps[None]:
         marker = self.begin or self.open
+        if self.to_user:
+            yield from self._first(scan, names)
         while (yield from scan.until((marker,), scan.text, WHITESPACE)):
             length = scan.at - scan.start
-            if not (yield from self._calls(scan, names)):
+            if self.to_user and (yield from scan.literal(self.to_user)):
+                scan.drop_space()
+            elif not (yield from self._calls(scan, names)):
                 scan.reject(length)
+
+    def _first(self, scan: Scan, names: Collection[str]) -> Steps[None]:
+        """Reads what stands at the begin where the prompt ends with `open`."""
+        yield from scan.literal(self.open)
+        if (yield from scan.literal(self.to_user)):
+            scan.drop()
+        elif not (yield from self._calls(scan, names)):
+            scan.reject(0)
 
     def _calls(self, scan: Scan, names: Collection[str]) -> Steps[bool]:
         """Reads the calls after a marker; False where there is none."""

@@ -63,7 +63,8 @@ def honoured_tools(tools: Tools) -> Tools:
 
 
 class Native(NamedTuple):
-    """write: the calls of one answer. before, after: whether text may stand there.
+    """write: the calls of one answer. before, after: whether text may stand there. begin: what
+    stands before text that begins an answer.
 
     any_values: whether a value that no schema tells is written so that its
     type is seen."""
@@ -72,6 +73,7 @@ class Native(NamedTuple):
     before: bool = True
     after: bool = True
     any_values: bool = True
+    begin: str = ""
 
 
 def _word(random: Random) -> str:
@@ -217,6 +219,17 @@ NATIVE = {
     ),
     "functionary": Native(
         lambda calls: "".join(f"<function={name}>{_json(args)}</function>" for name, args in calls)
+    ),
+    "functionary_v3": Native(
+        lambda calls: ">>>" + ">>>".join(f"{name}\n{_json(args)}" for name, args in calls),
+        after=False,
+        begin="all\n",
+    ),
+    "functionary_v3 from the prompt's marker on": Native(
+        lambda calls: ">>>".join(f"{name}\n{_json(args)}" for name, args in calls),
+        before=False,
+        after=False,
+        begin="all\n",
     ),
     "deepseek_v3": Native(_deepseek_v3),
     "deepseek_v31": Native(_deepseek_v31),

@@ -41,6 +41,10 @@ SOURCES = {
         "<function=example_function_name>{{ parameters }}</function>",
         "functionary",
     ),
+    "Functionary 3.2": (
+        "{{ '>>>all\\n' + m['content'] }}{{ '>>>' + tool_call['function']['name'] + '\\n' }}",
+        "functionary_v3",
+    ),
     "Mistral 7B v0.3": ("{{ '[TOOL_CALLS] [' + call | tojson }}", "mistral_list"),
     "Mistral Small 3.2": ("{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral"),
     "Mistral with ids": (

@@ -69,7 +69,8 @@ def answer_of(name: str, calls: list[Call], before: str, after: str) -> tuple[st
     before = before if native.before else ""
     after = after if native.after else ""
     between = "\n" if before else ""
-    answer = f"{before}{between}{native.write(calls)}{between if after else ''}{after}"
+    begin = native.begin if before else ""
+    answer = f"{begin}{before}{between}{native.write(calls)}{between if after else ''}{after}"
     return answer, f"{before}{between if after else ''}{after}"
 
 
@@ -152,10 +153,11 @@ def test_the_grammar_stops_what_is_wrong(name: str, wrong: str, special: bool) -
 
 @pytest.mark.parametrize("name", sorted(NATIVE))
 def test_text_alone_is_no_call(name: str) -> None:
+    text = NATIVE[name].begin + "Just text."
     for special in (False, True):
-        assert accepts(name, Tools(TOOLS), "Just text.", special=special)
-        assert accepts(name, Tools(TOOLS, parallel=False), "Just text.", special=special)
-        assert not accepts(name, Tools(TOOLS, "required"), "Just text.", special=special)
+        assert accepts(name, Tools(TOOLS), text, special=special)
+        assert accepts(name, Tools(TOOLS, parallel=False), text, special=special)
+        assert not accepts(name, Tools(TOOLS, "required"), text, special=special)
         assert not accepts(name, Tools(TOOLS, "required"), "", special=special)
 
 

@@ -50,7 +50,9 @@ def is_bounded(schema: Any) -> bool:
             return bool(parts) and all(map(is_bounded, parts))
         case "object":
             inner = [*parts, *schema.get("properties", {}).values()]
-            return schema.get("additionalProperties") is False and all(map(is_bounded, inner))
+            is_closed = schema.get("additionalProperties") is False
+            named = is_closed and "patternProperties" not in schema
+            return named and all(map(is_bounded, inner))
         case "array":
             inner = [*parts, *schema.get("prefixItems", ()), schema.get("items", True)]
             return "maxItems" in schema and all(map(is_bounded, inner))

@@ -40,8 +40,9 @@ class BaseSpec(msgspec.Struct, frozen=True):
     names: what it is called; `adapters.base_names` tells which other names mean the same.
     layer_modules: short name (`q_proj`, …) -> shape; the same in every layer.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
-    embedding_digests: `embed_tokens` and `lm_head` -> `adapters.floats.float_digest` of the base's
-        weights; an adapter that brings an equal copy of them, as PEFT saves it, is then accepted.
+    embedding_digests: `embed_tokens` and `lm_head` -> `float_digest` of the base's weights
+        (`adapters.safetensors.floats`). An adapter that brings an equal copy of them, as PEFT
+        saves it, is then accepted.
     tokens: text -> id, all that the base's tokenizer knows; None = not known.
     eos_token_ids: ids that its files name as the end of an answer.
     """

@@ -6,10 +6,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from adapters.floats import Raw
 from adapters.manifest import AdapterText
-from adapters.peft_format import PeftConfig
-from adapters.weights import WeightsFile
+from adapters.peft.config import PeftConfig
+from adapters.safetensors.file import WeightsFile
+from adapters.safetensors.floats import Raw
 
 _DIGEST_VERSION = b"loraplex adapter 1"
 # With a part for special tokens, so that content without any keeps the digest it always had.

@@ -8,7 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from adapters.adapter_files import (
+from adapters.base import BaseSpec
+from adapters.common.disk import entries_of
+from adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest, AdapterText, SlabDtype
+from adapters.nearby import adapters_near
+from adapters.peft.config import CONFIG_FILE, parse_config, trained_for
+from adapters.peft.files import (
     check_bytes,
     is_relevant,
     is_unsafe,
@@ -16,20 +23,10 @@ from adapters.adapter_files import (
     small_files,
     weight_files,
 )
-from adapters.base import BaseSpec
-from adapters.content_check import ContentDigest, DigestCheck, Fingerprint, Seal
-from adapters.disk import entries_of
-from adapters.errors import AdapterError
-from adapters.floats import FloatDigest, fits, is_finite
-from adapters.header import TensorInfo
-from adapters.inferred_base import infer_base
-from adapters.layout import room_problem
-from adapters.manifest import AdapterManifest, AdapterText, SlabDtype
-from adapters.nearby import adapters_near
-from adapters.peft_format import CONFIG_FILE, parse_config, trained_for
-from adapters.targeting import Targeting
-from adapters.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
-from adapters.validate import (
+from adapters.peft.inferred_base import infer_base
+from adapters.peft.targeting import Targeting
+from adapters.peft.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
+from adapters.peft.validate import (
     WEIGHTS_FILE,
     AdapterLimits,
     LoraTensors,
@@ -40,8 +37,11 @@ from adapters.validate import (
     place_tensors,
     validate,
 )
+from adapters.safetensors.file import Weights, open_shards, open_weights
+from adapters.safetensors.floats import FloatDigest, fits, is_finite
+from adapters.safetensors.header import TensorInfo
+from adapters.slab.layout import room_problem
 from adapters.violations import Findings
-from adapters.weights import Weights, open_shards, open_weights
 
 
 class Judged(NamedTuple):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-from adapters.adapter_files import weight_files
-from adapters.peft_format import CONFIG_FILE
+from adapters.peft.config import CONFIG_FILE
+from adapters.peft.files import weight_files
 from adapters.run_folders import is_checkpoint
 
 MAX_ENTRIES = 10_000

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from adapters.common.logs import log_to_stderr
 from adapters.errors import AdapterError
-from adapters.logs import log_to_stderr
-from launcher import config, key_commands, lifecycle_commands, names
+from launcher import config, names
 from launcher.bench import commands as bench_commands
 from launcher.bench.errors import BenchError
 from launcher.command_line import Parser, add_options
+from launcher.commands import keys as key_commands
+from launcher.commands import lifecycle as lifecycle_commands
 from launcher.convert import command as convert_command
 from launcher.options import OptionError, Values, build
 from router.config import ConfigError, RouterConfig
@@ -193,9 +195,9 @@ def _version() -> str:
 def _serve(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.processes import ChildFailed
     from launcher.serve import serve
-    from server.model.checkpoint import CheckpointError
+    from server.model.checkpoint.checkpoint import CheckpointError
     from server.worker.address import AddressError
-    from server.worker.model_source import ModelError
+    from server.worker.process.model_source import ModelError
 
     options = config.serve_options()
     try:
@@ -233,8 +235,8 @@ def _routers(
 
 def _one_router(chosen: RouterConfig) -> None:
     from router.main import run
-    from router.model_card import CardError
-    from router.tracing.request import request_id
+    from router.telemetry.request import request_id
+    from router.workers.model_card import CardError
 
     config.encode_inline()
     log_to_stderr(written=chosen.log_format, request_id=request_id)
@@ -265,7 +267,7 @@ def _worker(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _adapter(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from launcher import adapter_commands
+    from launcher.commands import adapter as adapter_commands
 
     log_to_stderr(logging.WARNING)
     cache = arguments.cache_dir if "cache_dir" in arguments else None
@@ -290,7 +292,7 @@ def _key(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from server.config import ConfigError as EngineConfigError
-    from server.model.checkpoint import CheckpointError
+    from server.model.checkpoint.checkpoint import CheckpointError
 
     for field in ("api_key", "admin_key"):
         if f"{field}_file" in arguments:
@@ -317,8 +319,8 @@ def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 def _model_info(arguments: argparse.Namespace) -> None:
     from launcher.model_info import describe
-    from server.model.checkpoint import CheckpointError
-    from server.worker.model_source import ModelError
+    from server.model.checkpoint.checkpoint import CheckpointError
+    from server.worker.process.model_source import ModelError
 
     log_to_stderr(logging.WARNING)
     try:

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-from server.worker.device import choose_device, cuda_devices, torch_build
+from server.worker.process.device import choose_device, cuda_devices, torch_build
 
 LIBRARIES = ("torch", "triton", "flashinfer-python", "tokenizers", "huggingface-hub")
 _FLASHINFER_SINCE = (8, 0)

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
 
-from adapters.meters import Declared, Meters
+from adapters.common.meters import Declared, Meters
 from adapters.sources.hub import HubSource
-from router.compat_metrics import COMPAT_PREFIX, CompatMetrics
 from router.config import RouterConfig
+from router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
 from router.service import build_service
 from server.worker.metrics import WorkerMetrics
 
@@ -24,9 +24,10 @@ Histograms end in `_bucket`, `_sum` and `_count`.
 - Seconds are seconds, bytes are bytes. Counters count from the start of the process; a worker's
   outlive its engine.
 - No label holds a digest, a request's id, a key or anything that a caller chose.
-- A new family is one declaration: an attribute of `RouterMetrics` (`router/metrics.py`) or
-  `WorkerMetrics` (`server/worker/metrics.py`), or a gauge that is read at each scrape
-  (`router/state_metrics.py`). A label lists its values where it is declared.
+- A new family is one declaration: an attribute of `RouterMetrics`
+  (`router/telemetry/metrics.py`) or `WorkerMetrics` (`server/worker/metrics.py`), or a gauge that
+  is read at each scrape (`router/operations/state_metrics.py`). A label lists its values where it
+  is declared.
 """
 _COMPAT = """\
 With `--metrics-compat` a router also answers with the names that llm-d and the Gateway API

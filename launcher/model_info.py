@@ -3,8 +3,8 @@
 import msgspec
 
 from launcher.demo import model_path
-from server.model.config import ModelConfig
-from server.worker.model_source import check_model
+from server.model.checkpoint.config import ModelConfig
+from server.worker.process.model_source import check_model
 
 
 class ModelFacts(msgspec.Struct, frozen=True):

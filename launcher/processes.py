@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from server.worker import tether
-from server.worker.recovery import Backoff
+from server.worker.process.recovery import Backoff
 
 MAX_LINE_BYTES = 8192
 KEPT_LINES = 20

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from adapters.authorities import trusted_context
+from adapters.common.authorities import trusted_context
 from launcher.options import MAX_PORT, OptionError
 
 DEFAULT_URL = "http://127.0.0.1:8080"

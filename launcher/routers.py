@@ -9,7 +9,7 @@ from launcher.options import MAX_PORT, OptionError, Values, render
 from launcher.processes import Child, Say, Service, say, start_child
 from launcher.until_signal import run_services
 from router.config import RouterConfig
-from router.listeners import LISTENING, listen, share, url_of
+from router.http.listeners import LISTENING, listen, share, url_of
 
 # Beyond what a router takes by its own options: its last words, and the end of its process.
 STOP_MARGIN_S = 8.0

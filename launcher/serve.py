@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import httpx
 
-from adapters.loopback import is_loopback
+from adapters.common.loopback import is_loopback
 from launcher.config import (
     ROUTER_OPTIONS,
     WORKER_OPTIONS,
@@ -24,7 +24,7 @@ from launcher.until_signal import run_services
 from router.config import RouterConfig
 from router.tenancy.tenancy import needs_keys
 from server.worker.address import open_listener
-from server.worker.model_source import check_model
+from server.worker.process.model_source import check_model
 
 POLL_INTERVAL_S = 0.1
 STOP_MARGIN_S = 10.0

@@ -2,8 +2,8 @@
 
 from adapters.errors import AdapterError
 from router.api.errors import from_adapter_error, from_engine_error
-from router.generation import Api, RequestError
-from router.policy.queue_limits import QueueFull
+from router.call import Api, RequestError
+from router.policy.queue.queue_limits import QueueFull
 from server.protocol import ErrorCode
 
 

@@ -5,12 +5,12 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from adapters.pauses import shorten_pauses
+from adapters.common.pauses import shorten_pauses
 from adapters.sources.hub import HubSource
-from router.app import build_app
 from router.config import ConfigError, RouterConfig
-from router.http_server import RouterServer
-from router.listeners import LISTENING, allow_connections, listen, share, url_of
+from router.http.listeners import LISTENING, allow_connections, listen, share, url_of
+from router.routes.app import build_app
+from router.routes.http_server import RouterServer
 from router.service import build_service
 
 

@@ -12,50 +12,50 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
+from adapters.common.meters import Meters, watch_loop_lag
 from adapters.errors import AdapterError
-from adapters.meters import Meters, watch_loop_lag
 from adapters.ref import AdapterRef
-from router.adapter_admin import AdapterAdmin
-from router.adapter_use import AdapterUse
-from router.adapter_workers import AdapterWorkers
-from router.adapters_watch import AdaptersFile
-from router.aliases import Aliases
-from router.answer_parts import AnswerParts
-from router.answering import Answerer
 from router.background import Background
-from router.base_model import BaseModel
-from router.catalog import Catalog, CatalogRules
-from router.compat_metrics import COMPAT_PREFIX, CompatMetrics
+from router.call import Secret
 from router.config import ConfigError, RouterConfig
-from router.declared_check import DeclaredCheck
-from router.discovery import Discovery
-from router.dispatch import Dispatcher, DispatchLimits
-from router.fleet import Fleet
-from router.fleet_watch import FleetWatch
-from router.front_door import FrontDoor
-from router.generation import Secret
-from router.http_body import BodyLimits
-from router.idempotency import Idempotency
-from router.intake import Intake
-from router.metrics import RouterMetrics
-from router.model_card import CardStore
-from router.policy.attempts import Quarantine, RetryBudget
-from router.policy.queue_limits import QueueLimits
-from router.policy.waiting import WaitingQueue
-from router.rollout_keeper import RolloutKeeper
-from router.rollout_tally import RolloutTally
-from router.rollouts import Rollouts
-from router.sequence_run import Retries
+from router.generation.answer_parts import AnswerParts
+from router.generation.answerer import Answerer
+from router.generation.dispatcher import Dispatcher, DispatchLimits
+from router.generation.sequence import Retries
+from router.http.body import BodyLimits
+from router.http.idempotency import Idempotency
+from router.http.intake import Intake
+from router.names.aliases import Aliases
+from router.names.catalog import Catalog, CatalogRules
+from router.names.rollout_tally import RolloutTally
+from router.names.use import AdapterUse
+from router.operations.admin import AdapterAdmin
+from router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
+from router.operations.declared_check import DeclaredCheck
+from router.operations.file_watch import AdaptersFile
+from router.operations.fleet_watch import FleetWatch
+from router.operations.rollout_keeper import RolloutKeeper
+from router.operations.rollouts import Rollouts
+from router.operations.state_metrics import watch_sharing, watch_state
+from router.operations.unload_heir import UnloadHeir
+from router.operations.workers import AdapterWorkers
+from router.policy.front_door import FrontDoor
+from router.policy.placement.attempts import Quarantine, RetryBudget
+from router.policy.queue.queue_limits import QueueLimits
+from router.policy.queue.waiting import WaitingQueue
 from router.shared.sharing import Sharing, make_sharing
 from router.shared.store import StoreDown
 from router.start_check import blaming, check_workers, declared_adapters, saved_card
-from router.state_metrics import watch_sharing, watch_state
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.told_errors import ToldErrors
+from router.telemetry.tracing import Tracing, make_tracing
 from router.tenancy.keys_file import KeysFileError
 from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
 from router.text.template_sandbox import TemplateSandbox
-from router.told_errors import ToldErrors
-from router.tracing.tracing import Tracing, make_tracing
-from router.unload_heir import UnloadHeir
+from router.workers.base_model import BaseModel
+from router.workers.discovery import Discovery
+from router.workers.fleet import Fleet
+from router.workers.model_card import CardStore
 from server.protocol import ModelCard
 
 _HUB_THREADS = 8

@@ -4,23 +4,23 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from adapters.common.worker_record import is_worker_url
 from adapters.errors import AdapterError
 from adapters.ref import is_name, is_owner, parse_ref
-from adapters.worker_record import is_worker_url
-from router.adapters_file import WHOLE
-from router.adapters_watch import read_file
+from router.call import BASE_PLACEHOLDERS
 from router.config import ConfigError, RouterConfig
-from router.generation import BASE_PLACEHOLDERS
-from router.model_card import CardError, read_card
+from router.http.tls import server_context
+from router.names.registration import Registration
+from router.operations.adapters_file import WHOLE
+from router.operations.file_watch import read_file
 from router.parts.reasoning import REASONING
-from router.registration import Registration
 from router.shared.sharing import make_sharing
+from router.telemetry.tracing import check_tracing
 from router.tenancy.keyring import read_keys_file
 from router.tenancy.keys_file import KeysFileError
 from router.tenancy.tenancy import ExposureError, check_exposure
-from router.tls import server_context
 from router.tools.registry import FORMATS
-from router.tracing.tracing import check_tracing
+from router.workers.model_card import CardError, read_card
 from server.protocol import ModelCard
 
 # As a browser writes it; it compares letter by letter.

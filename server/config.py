@@ -8,7 +8,7 @@ import msgspec
 
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.manifest import SlabDtype
-from adapters.validate import AdapterLimits
+from adapters.peft.validate import AdapterLimits
 
 Device = Literal["auto", "cpu", "cuda"]
 

@@ -4,14 +4,14 @@ from contextlib import closing
 from pathlib import Path
 
 from adapters.base import BaseSpec
-from adapters.floats import Raw
 from adapters.manifest import SlabDtype, SlabLayout
-from adapters.pack import pack_weights
-from adapters.slab_file import SlabFile, write_slab_file
-from adapters.slab_memory import SlabMemory, one_after_another
-from adapters.store import AdapterStore
-from adapters.validate import LoraTensors
-from adapters.weights import open_weights
+from adapters.peft.validate import LoraTensors
+from adapters.safetensors.file import open_weights
+from adapters.safetensors.floats import Raw
+from adapters.slab.file import SlabFile, write_slab_file
+from adapters.slab.memory import SlabMemory, one_after_another
+from adapters.slab.pack import pack_weights
+from adapters.store.store import AdapterStore
 
 
 def read_layout(path: Path) -> SlabLayout:

@@ -5,7 +5,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,39 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
 
 
+def rooms() -> dict[str, str]:
+    """Each module's room: its folder, or the module itself where its folder holds rooms."""
+    paths = [path.relative_to(ROOT) for path in sources()]
+    holders = {folder.parent for folder in {path.parent for path in paths}}
+    found = {}
+    for path in paths:
+        module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        alone = path.parent in holders and path.name != "__init__.py"
+        found[module] = module if alone else ".".join(path.parent.parts)
+    return found
+
+
+def imported(path: Path, modules: Collection[str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield from [name] if name in modules else {node.module} & set(modules)
+
+
+def test_imports_between_rooms_have_no_circle() -> None:
+    room_of = rooms()
+    arrows: dict[str, set[str]] = {room: set() for room in room_of.values()}
+    for path in sources():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        arrows[room_of[module]] |= {room_of[name] for name in imported(path, room_of)}
+    for room, others in arrows.items():
+        others.discard(room)
+    TopologicalSorter(arrows).prepare()  # raises CycleError with the circle
+
+
 def test_version_is_in_the_changelog() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert re.search(rf"^## {re.escape(version)}$", (ROOT / "CHANGELOG.md").read_text(), re.M)
@@ -49,7 +83,7 @@ import {module}
 """
 
 
-@pytest.mark.parametrize("module", ["server.protocol", "router.app", "adapters.store"])
+@pytest.mark.parametrize("module", ["server.protocol", "router.routes.app", "adapters.store.store"])
 def test_imports_without_torch(module: str) -> None:
     code = TORCH_FREE.format(module=module)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import httpx
 
-from adapters.authorities import trusted_context
+from adapters.common.authorities import trusted_context
 from adapters.errors import AdapterError
-from adapters.peft_format import CONFIG_FILE
+from adapters.peft.config import CONFIG_FILE
+from adapters.peft.tokenizer_files import TOKENIZER_FILES
+from adapters.peft.validate import WEIGHTS_FILE
 from adapters.ref import AdapterRef, told_name
+from adapters.safetensors.weights_index import INDEX_FILES, MAX_INDEX_BYTES, MAX_SHARDS, parse_index
 from adapters.sources.partial import Stream, fetch_resumable, range_start
 from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
-from adapters.tokenizer_files import TOKENIZER_FILES
-from adapters.validate import WEIGHTS_FILE
 from adapters.violations import Findings, invalid
-from adapters.weights_index import INDEX_FILES, MAX_INDEX_BYTES, MAX_SHARDS, parse_index
 
 DEFAULT_TIMEOUT_S = 10.0
 PORT = 443

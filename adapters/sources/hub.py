@@ -28,9 +28,9 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     hf_raise_for_status,
 )
 
-from adapters.adapter_files import weight_files
 from adapters.errors import AdapterError
-from adapters.peft_format import CONFIG_FILE
+from adapters.peft.config import CONFIG_FILE
+from adapters.peft.files import weight_files
 from adapters.ref import AdapterRef, check_token, format_ref, hub_place, is_pinned
 from adapters.sources.partial import Stream, fetch_resumable, range_start
 

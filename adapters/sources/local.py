@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapters.adapter_files import is_relevant, is_unsafe
-from adapters.disk import copy_bytes
+from adapters.common.disk import copy_bytes
 from adapters.errors import AdapterChanged, AdapterError
 from adapters.nearby import adapters_near
+from adapters.peft.files import is_relevant, is_unsafe
 from adapters.ref import AdapterRef, path_of_local, told_name
 from adapters.violations import Findings, invalid, shown
 

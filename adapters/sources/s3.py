@@ -28,8 +28,8 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from adapters.adapter_files import is_relevant
 from adapters.errors import AdapterError
+from adapters.peft.files import is_relevant
 from adapters.ref import AdapterRef, told_name
 from adapters.sources.partial import Stream, fetch_resumable, partial_path
 from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable

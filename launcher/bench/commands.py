@@ -5,12 +5,12 @@ import asyncio
 import json
 from dataclasses import asdict
 
-from launcher.bench.engine_commands import add_engine_commands
-from launcher.bench.load_commands import add_load_commands
-from launcher.bench.local_commands import add_local_commands
+from launcher.bench.engine.commands import add_engine_commands
+from launcher.bench.engine.local_commands import add_local_commands
+from launcher.bench.load.commands import add_load_commands
 from launcher.bench.option_types import above, number, whole
 from launcher.bench.output import print_fields
-from launcher.bench.placement_command import add_fairness, add_placement
+from launcher.bench.simulation.command import add_fairness, add_placement
 from launcher.command_line import Parser
 
 ABOUT = """\
@@ -49,7 +49,7 @@ def add_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run_router(arguments: argparse.Namespace) -> None:
-    from launcher.bench.router_cost import measure
+    from launcher.bench.load.router_cost import measure
 
     sizes = (arguments.streams, arguments.tokens, arguments.requests, arguments.burst)
     cost = asyncio.run(measure(*sizes))
@@ -74,7 +74,7 @@ def _add_overload(parser: Parser) -> None:
 def run_overload(arguments: argparse.Namespace) -> None:
     import uvloop
 
-    from launcher.bench.overload import Scene, measure, table
+    from launcher.bench.load.overload import Scene, measure, table
 
     times = arguments.times or [2.0, 10.0]
     scene = Scene(

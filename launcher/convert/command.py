@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from adapters.base import BaseSpec
-from adapters.validate import AdapterLimits
+from adapters.peft.validate import AdapterLimits
 from launcher.convert.mlx import MlxOptions
 from launcher.convert.plan import Conversion
 from launcher.options import OptionError, path_of

@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
-from adapters.adapter_files import is_unsafe
 from adapters.base import BaseSpec
+from adapters.common.strict_json import StrictJsonError, decode_object
 from adapters.errors import AdapterError
-from adapters.header import TensorInfo
 from adapters.judge import Judged, judge_folder
-from adapters.peft_format import CONFIG_FILE, MAX_CONFIG_BYTES
-from adapters.strict_json import StrictJsonError, decode_object
-from adapters.tokenizer_files import TOKENIZER_FILES
-from adapters.validate import AdapterLimits
-from adapters.weights import WeightsFile, open_weights
+from adapters.peft.config import CONFIG_FILE, MAX_CONFIG_BYTES
+from adapters.peft.files import is_unsafe
+from adapters.peft.tokenizer_files import TOKENIZER_FILES
+from adapters.peft.validate import AdapterLimits
+from adapters.safetensors.file import WeightsFile, open_weights
+from adapters.safetensors.header import TensorInfo
 from launcher.convert.formats import (
     ADAPTER_FILES,
     Listing,

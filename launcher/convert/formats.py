@@ -9,10 +9,10 @@ from typing import NoReturn
 
 import msgspec
 
-from adapters.adapter_files import MLX_FILE, is_unsafe
-from adapters.peft_format import CONFIG_FILE
+from adapters.peft.config import CONFIG_FILE
+from adapters.peft.files import MLX_FILE, is_unsafe
+from adapters.peft.validate import WEIGHTS_FILE
 from adapters.run_folders import did_you_mean
-from adapters.validate import WEIGHTS_FILE
 from adapters.violations import shown
 from launcher.convert.plan import Form, refusal
 

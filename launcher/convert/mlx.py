@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from adapters.header import TensorInfo
+from adapters.safetensors.header import TensorInfo
 from adapters.violations import shown
 from launcher.convert.plan import Move, Plan, refusal
 

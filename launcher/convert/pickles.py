@@ -16,8 +16,8 @@ import msgspec
 
 import launcher
 from adapters.errors import AdapterError
-from adapters.header import MAX_HEADER_BYTES
-from adapters.validate import MAX_ADAPTER_BYTES
+from adapters.peft.validate import MAX_ADAPTER_BYTES
+from adapters.safetensors.header import MAX_HEADER_BYTES
 from launcher.convert.unpickle import REFUSED, UNCONFINED, Order
 
 _MODULE = "launcher.convert.unpickle"

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.header import TensorInfo
+from adapters.safetensors.header import TensorInfo
 
 Form = Literal["mlx-lm", "PEFT"]
 

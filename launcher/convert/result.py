@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from adapters.disk import sync_files, sync_path
+from adapters.common.disk import sync_files, sync_path
 from adapters.errors import AdapterError
-from adapters.floats import Raw
-from adapters.header import DTYPE_BYTES
-from adapters.peft_format import CONFIG_FILE
-from adapters.validate import WEIGHTS_FILE
-from adapters.weights import WeightsFile, open_weights
+from adapters.peft.config import CONFIG_FILE
+from adapters.peft.validate import WEIGHTS_FILE
+from adapters.safetensors.file import WeightsFile, open_weights
+from adapters.safetensors.floats import Raw
+from adapters.safetensors.header import DTYPE_BYTES
 from launcher.convert.plan import Move, Plan
 
 

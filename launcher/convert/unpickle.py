@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from adapters.header import MAX_TENSORS
+from adapters.safetensors.header import MAX_TENSORS
 from launcher.convert import confinement
 from launcher.convert.confinement import Layer
 from launcher.convert.state_dict import StateDictError, find_tensors, refused_global

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from router.api.errors import Dialect, error_object
-from router.generation import ChoiceResult, FinishReason, RequestError
+from router.call import ChoiceResult, FinishReason, RequestError
 
 encode = msgspec.json.Encoder().encode
 

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from adapters.errors import AdapterError, AdapterErrorCode, Violation
-from router.generation import Cause, RequestError
+from router.call import Cause, RequestError
 from server.protocol import ErrorCode
 
 # The shape of an error: LoRAX's {"error", "error_type"} or OpenAI's {"error": {…}}. `vllm` is the

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from router.api.admin.keys import MAX_LISTED
+from router.api.admin.operations import OPERATIONS, Operation
 from router.api.errors import Dialect, LoraxError, OpenAIError, error_table
-from router.api.formatter import ApiLimits
-from router.api.keys import MAX_LISTED
-from router.api.operations import OPERATIONS, Operation
+from router.api.request.formatter import ApiLimits
 from router.api.schema_limits import Schema, say_limits
 
 _REF = "#/components/schemas/{name}"

@@ -3,7 +3,7 @@
 import msgspec
 
 from adapters.manifest import AdapterManifest
-from router.registration import Registration
+from router.names.registration import Registration
 
 
 class PartialObject(msgspec.Struct, frozen=True):

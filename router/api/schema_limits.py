@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from adapters.chat.conversation import REASONING
-from adapters.merge_recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEGIES
-from router.api.fields import SOURCES
-from router.api.formatter import ApiLimits
-from router.api.known_elsewhere import ELSEWHERE
-from router.api.lorax_fields import HARMLESS as HARMLESS_BESIDE
-from router.api.openai_common import HARMLESS
-from router.api.responses import REFUSED
+from adapters.merge.recipe import MAX_MEMBERS, MAX_WEIGHT, SIGN_METHODS, STRATEGIES
+from router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
+from router.api.openai.common import HARMLESS
+from router.api.request.fields import SOURCES
+from router.api.request.formatter import ApiLimits
+from router.api.request.known_elsewhere import ELSEWHERE
+from router.api.responses.request import REFUSED
 from router.tools.registry import FORMATS
 
 Schema = dict[str, Any]

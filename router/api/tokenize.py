@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from router.api.body import decode_plain, require, typed
-from router.api.fields import NonNegative
-from router.api.formatter import ApiLimits
-from router.api.known_elsewhere import check_unknown_parts
-from router.api.openai_chat import ChatBody
-from router.api.openai_chat import request_of as chat_request
-from router.api.openai_common import decode_openai
-from router.api.openai_completions import CompletionsBody
-from router.api.openai_completions import request_of as completions_request
-from router.generation import GenerationCall
+from router.api.openai.chat import ChatBody
+from router.api.openai.chat import request_of as chat_request
+from router.api.openai.common import decode_openai
+from router.api.openai.completions import CompletionsBody
+from router.api.openai.completions import request_of as completions_request
+from router.api.request.body import decode_plain, require, typed
+from router.api.request.fields import NonNegative
+from router.api.request.formatter import ApiLimits
+from router.api.request.known_elsewhere import check_unknown_parts
+from router.call import GenerationCall
 from router.text.tokenizer_json import AddedToken
 from server.protocol import ModelCard
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from router.policy.cost import Bill, load_price
-from router.policy.placement import MISSES, Decision, Placement
-from router.policy.waiting import Waiting, WaitingQueue
-from router.policy.workers import WorkerView
+from router.policy.placement.placement import MISSES, Decision, Placement
+from router.policy.placement.workers import WorkerView
+from router.policy.queue.cost import Bill, load_price
+from router.policy.queue.waiting import Waiting, WaitingQueue
 
 T = TypeVar("T")
 

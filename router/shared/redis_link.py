@@ -19,7 +19,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from adapters.bounded import bounded
+from adapters.common.bounded import bounded
 from router.shared.store import StoreDown
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from redis.exceptions import NoScriptError
 
+from router.policy.quota import REASONS, Ask, Standing, Subject, Verdict
 from router.shared.redis_link import RedisLink
 from router.shared.store import (
     MAX_COUNTERS,
@@ -23,7 +24,6 @@ from router.shared.store import (
     TableFull,
     life_of,
 )
-from router.tenancy.quota import REASONS, Ask, Standing, Subject, Verdict
 
 logger = logging.getLogger(__name__)
 

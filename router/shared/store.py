@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.tenancy.quota import Ask, Verdict
+from router.policy.quota import Ask, Verdict
 
 MAX_ROWS = 1 << 14
 MAX_COUNTERS = 1 << 14
@@ -116,7 +116,7 @@ class Store(Protocol):
 
     async def counts(self, book: str) -> dict[str, int]: ...
 
-    # Quotas: see `router.tenancy.quota`.
+    # Quotas: see `router.policy.quota`.
 
     async def admit(self, ask: Ask) -> Verdict: ...
 

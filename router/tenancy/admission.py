@@ -13,11 +13,11 @@ from typing import Literal, get_args
 
 import msgspec
 
-from router.generation import RequestError
+from router.call import RequestError
+from router.policy.quota import Ask, Reason, Subject, Verdict, share
 from router.shared.memory_store import MemoryStore
 from router.shared.steady_clock import SteadyClock
 from router.shared.store import Settlement, Store, StoreDown
-from router.tenancy.quota import Ask, Reason, Subject, Verdict, share
 
 OutageMode = Literal["open", "closed", "local-share"]
 Mode = Literal["shared", "open", "closed", "local-share"]

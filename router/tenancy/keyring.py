@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from router.call import RequestError
 from router.file_stamp import stamp_of
-from router.generation import RequestError
 from router.shared.replica import Conflict, Replica
 from router.shared.store import Store, StoreDown, TableFull
 from router.tenancy.keys import KEY_PREFIX, ApiKey, Caller, Tenant, check_key, digests_of

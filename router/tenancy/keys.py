@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from router.generation import RequestError
-from router.tenancy.quota import Limits, Subject
+from router.call import RequestError
+from router.policy.quota import Limits, Subject
 
 KEY_PREFIX = "lpx_"
 MAX_MODELS = 256

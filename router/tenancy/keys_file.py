@@ -17,7 +17,8 @@ from datetime import datetime
 
 import msgspec
 
-from router.field_faults import field_fault
+from router.api.request.field_faults import field_fault
+from router.policy.quota import Limits
 from router.tenancy.keys import (
     DEFAULT_TENANT,
     ApiKey,
@@ -28,7 +29,6 @@ from router.tenancy.keys import (
     Tenant,
     Word,
 )
-from router.tenancy.quota import Limits
 
 MAX_FILE_BYTES = 16 << 20
 

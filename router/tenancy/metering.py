@@ -10,12 +10,12 @@ from typing import NoReturn
 
 import msgspec
 
-from router.generation import AnswerHead, RequestError
+from router.call import AnswerHead, RequestError
+from router.policy.quota import Ask, Subject, Verdict
 from router.shared.records import readable
 from router.shared.store import Store, StoreDown
 from router.tenancy.admission import Admission, Admitted
 from router.tenancy.keys import Caller
-from router.tenancy.quota import Ask, Subject, Verdict
 from router.tenancy.rate_headers import rate_headers, refusal, refusal_for_ever
 from router.tenancy.usage import (
     MAX_DAYS,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from adapters.ref import format_ref
-from router.generation import AdapterChoice, MergedChoice, RequestError
+from router.call import AdapterChoice, MergedChoice, RequestError
 from router.tenancy.keys import Caller
 
 # The name by which a choice is registered, if it is.

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from adapters.loopback import is_loopback
+from adapters.common.loopback import is_loopback
 from router.background import Background
 from router.config import RouterConfig
 from router.shared.sharing import Sharing

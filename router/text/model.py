@@ -12,7 +12,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of
-from router.generation import GenerationCall, RequestError
+from router.call import GenerationCall, RequestError
 from router.text.detokenizer import Detokenizer, common_prefix
 from router.text.long_texts import LongTexts
 from router.text.templates import BaseTemplates

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from adapters.byte_tokens import REPLACEMENT
-from router.generation import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
+from router.call import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
 from router.parts.division import DividedAnswer
 from router.parts.parts import Parts
 from router.text.attribution import attribute

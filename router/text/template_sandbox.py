@@ -15,7 +15,7 @@ import msgspec
 
 from adapters.chat.conversation import MessageForm, TemplateFault, TemplateOptions
 from adapters.chat.template import MAX_OUTPUT_CHARS
-from router.generation import RequestError
+from router.call import RequestError
 from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, Job, Outcome
 
 START_TIMEOUT_S = 30.0

@@ -11,7 +11,7 @@ from adapters.chat.conversation import (
     choose_template,
 )
 from adapters.chat.template import ChatTemplate
-from router.generation import RequestError
+from router.call import RequestError
 from server.protocol import ModelCard
 
 

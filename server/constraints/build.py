@@ -7,7 +7,7 @@ from pathlib import Path
 from server.config import EngineConfig
 from server.constraints.constraints import Constraints
 from server.engine.executor import ExecutorLimits
-from server.model.grammar_vocabulary import read_vocabulary
+from server.model.tokenizer.grammar_vocabulary import read_vocabulary
 
 _MAX_MASK_THREADS = 8
 

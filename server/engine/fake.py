@@ -21,7 +21,7 @@ from server.engine.executor import (
     ExecutorLimits,
     Masks,
 )
-from server.engine.extents import each
+from server.engine.memory.extents import each
 from server.engine.plan import PageGrant, RowStart, SeqSlice, SliceResult, StepPlan
 from server.engine.witness import SlabWitness
 from server.protocol import TokenLogprob

@@ -35,9 +35,9 @@ from server.engine.messages import (
     ToEngine,
     WithdrawPreload,
 )
-from server.engine.pace import Pace
 from server.engine.plan import StepPlan
-from server.engine.scheduler import Scheduler
+from server.engine.scheduling.pace import Pace
+from server.engine.scheduling.scheduler import Scheduler
 from server.protocol import ErrorCode
 
 log = logging.getLogger(__name__)

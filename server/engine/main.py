@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
+from adapters.common.logs import log_to_stderr
+from adapters.common.pauses import shorten_pauses
 from adapters.grammar.deep_threads import run_deep
-from adapters.logs import log_to_stderr
-from adapters.pauses import shorten_pauses
 from server.config import ConfigError, EngineConfig
 from server.constraints.build import make_constraints
 from server.engine.channel import ShellChannel, ShellGone
@@ -29,8 +29,8 @@ from server.engine.executor import Executor, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions
 from server.engine.loop import EngineLoop, ExecutorLost
 from server.engine.messages import EngineFailed, EngineReady
-from server.engine.scheduler import Scheduler
-from server.engine.scheduler_config import SchedulerConfig
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.shared_memory import map_shared
 
 log = logging.getLogger(__name__)

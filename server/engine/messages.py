@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from adapters.manifest import SlabLayout
-from server.engine.eviction import EvictionReason
+from server.engine.memory.eviction import EvictionReason
 from server.protocol import GenerateRequest, TokenEvent
 
 

@@ -9,11 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from adapters.base import BaseSpec
-from adapters.floats import float_digest
-from server.model.base_ends import end_token_ids
-from server.model.base_templates import chat_templates, template_tokens, usable_templates
-from server.model.base_tokenizer import TOKENIZER_FILE, read_tokenizer
-from server.model.checkpoint import (
+from adapters.safetensors.floats import float_digest
+from server.model.checkpoint.checkpoint import (
     LM_HEAD,
     CheckpointError,
     Shard,
@@ -22,7 +19,10 @@ from server.model.checkpoint import (
     read_shards,
     tables,
 )
-from server.model.config import base_spec
+from server.model.checkpoint.config import base_spec
+from server.model.tokenizer.base_ends import end_token_ids
+from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
+from server.model.tokenizer.base_tokenizer import TOKENIZER_FILE, read_tokenizer
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 

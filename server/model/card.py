@@ -4,17 +4,17 @@ from pathlib import Path
 
 from adapters.chat.conversation import DEFAULT_TEMPLATE
 from server.model.advice import Advice, read_advice
-from server.model.base_ends import end_token_ids
-from server.model.base_templates import chat_templates, template_tokens, usable_templates
-from server.model.base_tokenizer import read_tokenizer
-from server.model.checkpoint import (
+from server.model.checkpoint.checkpoint import (
     GENERATION_FILE,
     CheckpointError,
     base_digest,
     read_config,
     read_optional_json,
 )
-from server.model.config import ModelConfig
+from server.model.checkpoint.config import ModelConfig
+from server.model.tokenizer.base_ends import end_token_ids
+from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
+from server.model.tokenizer.base_tokenizer import read_tokenizer
 from server.protocol import ModelCard
 
 

@@ -6,9 +6,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-from server.model.config import ModelConfig
-from server.model.ops import Ops
-from server.model.sites import SiteIndex
+from server.model.checkpoint.config import ModelConfig
+from server.model.lora.sites import SiteIndex
+from server.model.ops.ops import Ops
 from server.model.weights import ModelWeights
 
 P = TypeVar("P")

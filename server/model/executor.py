@@ -15,33 +15,33 @@ from server.config import ConfigError, EngineConfig
 from server.engine.executor import AdapterCopy, CopyNews, Masks
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.shared_memory import pages_made
-from server.model.adapter_copies import AdapterCopies
-from server.model.checkpoint import read_config
-from server.model.config import ModelConfig
-from server.model.decode_batch import APPEND, POSITION, ROW, DecodeBatch
+from server.model.checkpoint.checkpoint import read_config
+from server.model.checkpoint.config import ModelConfig
 from server.model.decoder import Decoder, Wanted
-from server.model.gpu_path import build
-from server.model.lora import DTYPES, AdapterTable
-from server.model.masks import MaskMemory
-from server.model.memory import (
+from server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
+from server.model.graphs.gpu_path import build
+from server.model.graphs.parts import Parts
+from server.model.graphs.start_phases import StartPhases
+from server.model.lora.adapter_copies import AdapterCopies
+from server.model.lora.lora import DTYPES, AdapterTable
+from server.model.lora.sites import SiteIndex
+from server.model.ops.memory import (
     MEMORY_ADVICE,
     DeviceMemory,
     estimate_lines,
     executor_limits,
     fill_device,
 )
-from server.model.ops import KVCache, StepLayout
-from server.model.parts import Parts
-from server.model.results import Held, PromptLogprobs, StepTicket
-from server.model.row_sampling import RowSampling
-from server.model.rows import Rows
-from server.model.sampler import Drawn, Sampler, ScoredSlice
-from server.model.sites import SiteIndex
-from server.model.sizes import padded, padded_size
-from server.model.start_phases import StartPhases
-from server.model.step import Step
-from server.model.to_draw import ToDraw
-from server.model.transfers import to_device, to_host
+from server.model.ops.ops import KVCache, StepLayout
+from server.model.ops.sizes import padded, padded_size
+from server.model.ops.transfers import to_device, to_host
+from server.model.sampling.masks import MaskMemory
+from server.model.sampling.results import Held, PromptLogprobs, StepTicket
+from server.model.sampling.row_sampling import RowSampling
+from server.model.sampling.sampler import Drawn, Sampler, ScoredSlice
+from server.model.sampling.to_draw import ToDraw
+from server.model.steps.rows import Rows
+from server.model.steps.step import Step
 from server.model.weights import ModelWeights, load_weights, weights_bytes
 
 # As CUDA, its libraries and the CPU's allocator say it.

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from server.model.checkpoint import LM_HEAD, CheckpointError, Shard, read_shards, tables
-from server.model.config import ModelConfig
-from server.model.tensor_table import check_tensors, expected_tensors, kinds
+from server.model.checkpoint.checkpoint import LM_HEAD, CheckpointError, Shard, read_shards, tables
+from server.model.checkpoint.config import ModelConfig
+from server.model.checkpoint.tensor_table import check_tensors, expected_tensors, kinds
 
 log = logging.getLogger(__name__)
 

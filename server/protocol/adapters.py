@@ -6,7 +6,7 @@ import msgspec
 
 from adapters.errors import AdapterErrorCode, Violation
 from adapters.manifest import AdapterManifest
-from adapters.merge_recipe import MergeRecipe
+from adapters.merge.recipe import MergeRecipe
 from adapters.ref import AdapterRef
 
 

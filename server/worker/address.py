@@ -3,7 +3,7 @@
 import errno
 import socket
 
-from adapters.loopback import is_loopback
+from adapters.common.loopback import is_loopback
 
 # A peer that takes no byte for so long is cut off by TCP itself.
 PEER_TIMEOUT_MS = 30_000

@@ -12,14 +12,14 @@ from functools import partial
 import uvicorn
 import uvloop
 
-from adapters.pauses import shorten_pauses
+from adapters.common.pauses import shorten_pauses
 from server.config import WorkerConfig
 from server.protocol import MAX_FRAME_BYTES
+from server.worker.adapters.registry import Registry, advertised
 from server.worker.address import check_exposure, open_listener
 from server.worker.app import WorkerApp
-from server.worker.engine_process import start_engine
-from server.worker.engine_supervisor import EngineStartError, EngineSupervisor
-from server.worker.registry import Registry, advertised
+from server.worker.process.engine_process import start_engine
+from server.worker.process.engine_supervisor import EngineStartError, EngineSupervisor
 from server.worker.setup import Prepared, WorkerStartError, prepare
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
+from adapters.common.meters import COUNT_BUCKETS, LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
 from adapters.errors import AdapterErrorCode
-from adapters.meters import COUNT_BUCKETS, LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
 from adapters.ref import RefSource
-from server.engine.eviction import EvictionReason
+from server.engine.memory.eviction import EvictionReason
 from server.engine.messages import EngineReady, EngineStats, GrammarFault, StepOutput
 from server.protocol import ErrorCode, Finish
 

@@ -15,36 +15,36 @@ import msgspec
 from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
 from adapters.ref import RefSource
-from adapters.store import AdapterStore
+from adapters.store.store import AdapterStore
 from server.config import EngineConfig, WorkerConfig
-from server.engine.residency import AdapterArena
+from server.engine.memory.residency import AdapterArena
 from server.engine.shared_memory import HostMemory
 from server.model.base_facts import read_base_spec
 from server.model.card import model_card
-from server.model.checkpoint import CheckpointError
-from server.model.tensor_table import check_folder
+from server.model.checkpoint.checkpoint import CheckpointError
+from server.model.checkpoint.tensor_table import check_folder
 from server.protocol import ModelCard
-from server.worker.adapter_orders import AdapterOrders
-from server.worker.adapter_service import AdapterService
-from server.worker.adapter_store import open_store
-from server.worker.device import (
+from server.worker.adapters.adapter_orders import AdapterOrders
+from server.worker.adapters.adapter_service import AdapterService
+from server.worker.adapters.adapter_store import open_store
+from server.worker.adapters.host_tier import HostTier
+from server.worker.adapters.merging import Merger
+from server.worker.adapters.slab_saver import SlabSaver
+from server.worker.metrics import WorkerMetrics
+from server.worker.process.device import (
     ChosenDevice,
     DeviceError,
     choose_device,
     cuda_devices,
     torch_build,
 )
-from server.worker.host_tier import HostTier
-from server.worker.merging import Merger
-from server.worker.metrics import WorkerMetrics
-from server.worker.model_source import ModelError, ModelFolder, find_model
-from server.worker.sizing import (
+from server.worker.process.model_source import ModelError, ModelFolder, find_model
+from server.worker.process.sizing import (
     choose_dtype,
     choose_extent_bytes,
     choose_sizes,
     heavy_threads,
 )
-from server.worker.slab_saver import SlabSaver
 from server.worker.worker import Worker
 
 log = logging.getLogger(__name__)

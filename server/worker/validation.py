@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from adapters.errors import AdapterError
-from adapters.merge_recipe import recipe_problem
+from adapters.merge.recipe import recipe_problem
 from adapters.ref import AdapterRef, check_token
 from server.protocol import (
     MAX_FRAME_BYTES,

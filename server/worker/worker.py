@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from adapters.meters import watch_loop_lag
+from adapters.common.meters import watch_loop_lag
+from server.engine.memory.residency import AdapterStage
 from server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
@@ -28,7 +29,6 @@ from server.engine.messages import (
     Submit,
     ToEngine,
 )
-from server.engine.residency import AdapterStage
 from server.protocol import (
     Abort,
     AdapterLoad,
@@ -45,21 +45,21 @@ from server.protocol import (
     WorkerHello,
     WorkerStatus,
 )
-from server.worker.adapter_meter import AdapterMeter
-from server.worker.adapter_orders import AdapterOrders
-from server.worker.adapter_service import AdapterService
+from server.worker.adapters.adapter_meter import AdapterMeter
+from server.worker.adapters.adapter_orders import AdapterOrders
+from server.worker.adapters.adapter_service import AdapterService
+from server.worker.adapters.host_tier import HostTier
+from server.worker.adapters.staging import Staging
 from server.worker.connections import (
     POLICY_VIOLATION,
     ConnectionFault,
     RouterConnection,
     require,
 )
-from server.worker.engine_supervisor import EngineSupervisor
-from server.worker.host_tier import HostTier
 from server.worker.inspector import Inspector
 from server.worker.metrics import LookupTier, WorkerMetrics
+from server.worker.process.engine_supervisor import EngineSupervisor
 from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
-from server.worker.staging import Staging
 from server.worker.validation import (
     check_digests,
     check_inspect,

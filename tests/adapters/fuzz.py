@@ -17,7 +17,7 @@ from pathlib import Path
 
 from adapters.errors import AdapterError
 from adapters.judge import judge_folder
-from adapters.validate import AdapterLimits
+from adapters.peft.validate import AdapterLimits
 from tests.adapter_folders import small_base
 from tests.adapters.fuzz_mutations import Files, mutate
 from tests.adapters.spoils import write_good

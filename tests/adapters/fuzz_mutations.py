@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from adapters.peft_fields import HARMLESS, REFUSED, USED
+from adapters.peft.fields import HARMLESS, REFUSED, USED
 from tests.adapter_folders import raw_safetensors
 
 Files = dict[str, bytes]

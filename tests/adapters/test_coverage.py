@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from adapters.coverage import Coverage, coverage_of
 from adapters.judge import judge_folder
 from adapters.manifest import AdapterManifest
-from adapters.merge_job import run_job
-from adapters.merge_recipe import MergeMember, make_recipe
+from adapters.merge.job import run_job
+from adapters.merge.recipe import MergeMember, make_recipe
 from adapters.ref import AdapterRef
 from adapters.sources.local import LocalSource
-from adapters.store import AdapterStore
+from adapters.store.store import AdapterStore
 from tests.adapter_folders import ALL_PROJECTIONS, small_base, write_adapter
 
 LAYERS = 6

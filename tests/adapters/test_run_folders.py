@@ -9,7 +9,7 @@ from adapters.ref import AdapterRef
 from adapters.run_folders import did_you_mean, newest_first
 from adapters.sources.hub import HubSource
 from adapters.sources.local import LocalSource
-from adapters.store import AdapterStore
+from adapters.store.store import AdapterStore
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal
 from tests.adapters.stub_hub import running_hub

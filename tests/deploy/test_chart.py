@@ -17,9 +17,9 @@ import yaml
 from deploy.helm import options_schema
 from launcher.config import ROUTER_OPTIONS, WORKER_OPTIONS
 from launcher.options import Option
-from router.adapters_file import read
-from router.owned_name import OwnedName
-from router.rollout import Guards
+from router.names.owned_name import OwnedName
+from router.operations.adapters_file import read
+from router.policy.rollout import Guards
 from tests.deploy.chart import (
     CASES,
     CHART,

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from adapters.peft_fields import HARMLESS, REFUSED, USED
+from adapters.peft.fields import HARMLESS, REFUSED, USED
 from launcher import benchmarks_doc, metrics_doc
 from launcher.options_doc import render
 from router.api.errors import Dialect, error_answer, status_of
-from router.api.known_elsewhere import ELSEWHERE, Elsewhere
-from router.api.lorax import LoraxParameters
-from router.api.lorax_fields import SAID_HERE
-from router.api.openai_chat import ChatBody
-from router.api.openai_common import HARMLESS as HARMLESS_FIELDS
-from router.api.openai_common import OpenAIBody
-from router.api.openai_completions import CompletionsBody
+from router.api.lorax.fields import SAID_HERE
+from router.api.lorax.request import LoraxParameters
+from router.api.openai.chat import ChatBody
+from router.api.openai.common import HARMLESS as HARMLESS_FIELDS
+from router.api.openai.common import OpenAIBody
+from router.api.openai.completions import CompletionsBody
 from router.api.openapi import openapi_document
-from router.generation import Cause, RequestError
+from router.api.request.known_elsewhere import ELSEWHERE, Elsewhere
+from router.call import Cause, RequestError
 from tests.documented_codes import VIOLATION_CODES
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,6 @@ DOCS = ROOT / "docs"
 PAGES = (*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 PACKAGES = ("adapters", "server", "router", "launcher")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_MODULE = re.compile(r"^ {4}(?P<indent> *)(?P<name>\w+(?:/|\.py))(?P<pure> +\[P\])?")
 _CODE = re.compile(r"`([^`]+)`")
 
 
@@ -82,50 +81,28 @@ def test_the_index_links_every_page() -> None:
 # architecture.md
 
 
-def listed_modules() -> dict[str, bool]:
-    """Path of each module on the map -> whether it is marked [P]."""
-    found: dict[str, bool] = {}
-    folders: list[str] = []
-    for line in section(page("architecture.md"), "Modules").splitlines():
-        match = _MODULE.match(line)
-        if match is None:
-            continue
-        del folders[len(match["indent"]) // 2 :]
-        path = "".join([*folders, match["name"]])
-        if match["name"].endswith("/"):
-            folders.append(match["name"])
-        else:
-            assert path not in found, f"{path} is listed twice"
-            found[path] = match["pure"] is not None
-    return found
+def listed_rooms() -> dict[str, bool]:
+    """Folder of each room in the table -> whether it is marked pure."""
+    table = rows(section(page("architecture.md"), "Rooms"))
+    return {cells[0].strip("`/"): cells[1] == "pure" for cells in table}
 
 
-def test_the_map_has_every_module_and_no_other() -> None:
+def test_the_table_has_every_room_and_no_other() -> None:
     there = {
-        str(path.relative_to(ROOT))
+        str(path.parent.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py"
+        if path.name != "__init__.py" and path.parent != ROOT / "server"
     }
-    listed = set(listed_modules())
-    assert sorted(there - listed) == [], "to be named in docs/architecture.md, under Modules"
-    assert sorted(listed - there) == [], "named in docs/architecture.md, and not there"
+    assert set(listed_rooms()) == there
 
 
-def modules_of(name: str) -> list[str]:
-    """Paths of a module, or of all modules of a package."""
-    path = ROOT / name.replace(".", "/")
-    if not path.is_dir():
-        return [f"{name.replace('.', '/')}.py"]
-    return [str(p.relative_to(ROOT)) for p in path.rglob("*.py") if p.name != "__init__.py"]
-
-
-def test_pure_marks_are_the_linters_contract() -> None:
+def test_pure_rooms_are_the_linters_contract() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     contract = next(c for c in config["contracts"] if c["name"] == "policy is pure")
-    held = {path for module in contract["source_modules"] for path in modules_of(module)}
-    marked = {path for path, is_pure in listed_modules().items() if is_pure}
-    assert marked == held
+    pure = [module.replace(".", "/") for module in contract["source_modules"]]
+    for room, is_pure in listed_rooms().items():
+        assert is_pure == any(room == name or room.startswith(f"{name}/") for name in pure), room
 
 
 def test_tests_named_by_invariants_exist() -> None:
@@ -136,8 +113,8 @@ def test_tests_named_by_invariants_exist() -> None:
 
 
 def test_names_in_the_walk_are_in_the_code() -> None:
-    """Each `name` or `Class.name` of the prose above the map occurs where it should."""
-    text = page("architecture.md").partition("\n## Modules")[0]
+    """Each `name` or `Class.name` of the prose above the rooms occurs where it should."""
+    text = page("architecture.md").partition("\n## Rooms")[0]
     sources = "\n".join(
         path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")
     )

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from launcher.bench.made_model import Maker
-from launcher.bench.offline import SHIPPED
+from launcher.bench.engine.made_model import Maker
+from launcher.bench.engine.offline import SHIPPED
 from tests.e2e.serving import Serving, start_serving
 
 CONTEXT = 16_384

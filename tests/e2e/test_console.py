@@ -15,14 +15,14 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from launcher.demo import adapter_paths
-from router.api.fleet import (
+from router.api.admin.fleet import (
     FleetObject,
     PlaceObject,
     RegisteredObject,
     RouterObject,
     WorkerObject,
 )
-from router.rollout_tally import SLICE_S
+from router.names.rollout_tally import SLICE_S
 from tests.e2e.browsing import STEP_MS, chromium
 from tests.e2e.serving import ROOT, Serving, start_serving
 

@@ -15,10 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from server.kernels.add_norm import add_norm
-from server.kernels.compile_ahead import compiled_together
-from server.kernels.configs import KernelConfigs, Phase, read_configs
-from server.kernels.decode_attention import (
+from server.kernels.attention.decode_attention import (
     DecodeBatchView,
     DecodeItems,
     DecodeScratch,
@@ -26,23 +23,26 @@ from server.kernels.decode_attention import (
     decode_attention,
     max_items,
 )
-from server.kernels.decode_inputs import gather_inputs, gather_pages
-from server.kernels.draw import DrawRows, draw_append
-from server.kernels.draw_columns import DRAW_COLUMNS
-from server.kernels.expand import expand
-from server.kernels.greedy import DrawMasks, GreedyScratch, greedy_append
-from server.kernels.pending import PendingDelta, PendingLora
-from server.kernels.rope_append import rope_append
-from server.kernels.rope_append_lora import rope_append_lora
-from server.kernels.segments import allocate_segments, route
-from server.kernels.shrink import gather_embedding, shrink
-from server.kernels.silu import silu_mul
-from server.kernels.silu_lora import silu_mul_lora
-from server.kernels.skinny import MAX_ROWS, skinny_product
-from server.kernels.skinny_lora import SkinnyLora, skinny_product_lora
-from server.kernels.stack import allocate_stack, stack_rows
-from server.kernels.table import RANK_BLOCKS, LoraTable
-from server.kernels.workspace import allocate_workspace
+from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
+from server.kernels.attention.rope_append import rope_append
+from server.kernels.attention.rope_append_lora import rope_append_lora
+from server.kernels.launch.compile_ahead import compiled_together
+from server.kernels.launch.configs import KernelConfigs, Phase, read_configs
+from server.kernels.linear.skinny import MAX_ROWS, skinny_product
+from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
+from server.kernels.linear.stack import allocate_stack, stack_rows
+from server.kernels.lora.expand import expand
+from server.kernels.lora.pending import PendingDelta, PendingLora
+from server.kernels.lora.segments import allocate_segments, route
+from server.kernels.lora.shrink import gather_embedding, shrink
+from server.kernels.lora.table import RANK_BLOCKS, LoraTable
+from server.kernels.lora.workspace import allocate_workspace
+from server.kernels.pointwise.add_norm import add_norm
+from server.kernels.pointwise.silu import silu_mul
+from server.kernels.pointwise.silu_lora import silu_mul_lora
+from server.kernels.sampling.draw import DrawRows, draw_append
+from server.kernels.sampling.draw_columns import DRAW_COLUMNS
+from server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16

@@ -8,18 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.kernels.add_norm import add_norm
-from server.kernels.configs import Phase, load_configs, read_configs
-from server.kernels.expand import expand
-from server.kernels.pending import PendingDelta, PendingLora
-from server.kernels.reference import lora_reference
-from server.kernels.rope_append_lora import rope_append_lora
-from server.kernels.segments import allocate_segments
-from server.kernels.shrink import gather_embedding, shrink
-from server.kernels.silu import silu_mul
-from server.kernels.silu_lora import silu_mul_lora
-from server.kernels.table import LoraTable
-from server.kernels.workspace import allocate_workspace
+from server.kernels.attention.rope_append_lora import rope_append_lora
+from server.kernels.launch.configs import Phase, load_configs, read_configs
+from server.kernels.lora.expand import expand
+from server.kernels.lora.pending import PendingDelta, PendingLora
+from server.kernels.lora.reference import lora_reference
+from server.kernels.lora.segments import allocate_segments
+from server.kernels.lora.shrink import gather_embedding, shrink
+from server.kernels.lora.table import LoraTable
+from server.kernels.lora.workspace import allocate_workspace
+from server.kernels.pointwise.add_norm import add_norm
+from server.kernels.pointwise.silu import silu_mul
+from server.kernels.pointwise.silu_lora import silu_mul_lora
 from tests.kernels.batches import Adapters, assert_close, interpreted, make_batch
 
 CPU = torch.device("cpu")

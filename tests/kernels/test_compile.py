@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.kernels.add_norm import add_norm
-from server.kernels.compile_ahead import compiled_together
+from server.kernels.launch.compile_ahead import compiled_together
+from server.kernels.pointwise.add_norm import add_norm
 from tests.kernels.batches import interpreted
 from tests.kernels.interpreter import ROOT, run_uninterpreted
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.kernels import decode_attention as module
-from server.kernels.decode_attention import (
+from server.kernels.attention import decode_attention as module
+from server.kernels.attention.decode_attention import (
     DecodeBatchView,
     DecodeItems,
     DecodeScratch,
@@ -17,8 +17,8 @@ from server.kernels.decode_attention import (
     max_items,
     rows_of_each_shape,
 )
-from server.kernels.pending import PendingDelta
-from server.kernels.table import LoraTable
+from server.kernels.lora.pending import PendingDelta
+from server.kernels.lora.table import LoraTable
 
 EPSILON = 1e-5
 

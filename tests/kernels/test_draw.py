@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from server.engine.plan import RowStart
-from server.kernels.draw import DrawRows, draw_append
-from server.kernels.greedy import DrawMasks, GreedyScratch
-from server.model.philox import uniform
-from server.model.row_sampling import RowSampling
+from server.kernels.sampling.draw import DrawRows, draw_append
+from server.kernels.sampling.greedy import DrawMasks, GreedyScratch
+from server.model.sampling.philox import uniform
+from server.model.sampling.row_sampling import RowSampling
 from server.protocol import SamplingParams
 
 NEVER = float("-inf")

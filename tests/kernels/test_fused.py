@@ -5,16 +5,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from server.kernels.add_norm import add_norm
-from server.kernels.configs import Phase, load_configs
-from server.kernels.expand import expand
-from server.kernels.pending import PendingDelta, PendingLora
-from server.kernels.reference import lora_reference
-from server.kernels.segments import route
-from server.kernels.shrink import shrink
-from server.kernels.silu import silu_mul
-from server.kernels.silu_lora import silu_mul_lora
-from server.kernels.workspace import allocate_workspace
+from server.kernels.launch.configs import Phase, load_configs
+from server.kernels.lora.expand import expand
+from server.kernels.lora.pending import PendingDelta, PendingLora
+from server.kernels.lora.reference import lora_reference
+from server.kernels.lora.segments import route
+from server.kernels.lora.shrink import shrink
+from server.kernels.lora.workspace import allocate_workspace
+from server.kernels.pointwise.add_norm import add_norm
+from server.kernels.pointwise.silu import silu_mul
+from server.kernels.pointwise.silu_lora import silu_mul_lora
 from tests.kernels.batches import SITE, Adapters, assert_close, launch_configs, make_batch
 
 EPSILON = 1e-5

@@ -8,15 +8,15 @@ import torch
 
 from server.engine.executor import Masks
 from server.engine.plan import RowStart
-from server.model.draws_cuda import CudaDraws
-from server.model.draws_torch import TorchDraws
-from server.model.masks import MaskMemory, RowMasks
-from server.model.results import HostLogprobs
-from server.model.row_sampling import RowSampling
-from server.model.rows import Rows
-from server.model.sampler import Sampler
-from server.model.sampling import apply_history, apply_masks
-from server.model.to_draw import ToDraw
+from server.model.sampling.draws_cuda import CudaDraws
+from server.model.sampling.draws_torch import TorchDraws
+from server.model.sampling.masks import MaskMemory, RowMasks
+from server.model.sampling.results import HostLogprobs
+from server.model.sampling.row_sampling import RowSampling
+from server.model.sampling.sampler import Sampler
+from server.model.sampling.sampling import apply_history, apply_masks
+from server.model.sampling.to_draw import ToDraw
+from server.model.steps.rows import Rows
 from server.protocol import SamplingParams
 from tests.kernels.test_draw import kept, random_logits
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from server.kernels.configs import load_configs
-from server.kernels.pending import PendingLora
-from server.kernels.reference import lora_reference
-from server.kernels.rope_append import rope_append
-from server.kernels.rope_append_lora import rope_append_lora
-from server.kernels.segments import route
-from server.kernels.shrink import shrink
+from server.kernels.attention.rope_append import rope_append
+from server.kernels.attention.rope_append_lora import rope_append_lora
+from server.kernels.launch.configs import load_configs
+from server.kernels.lora.pending import PendingLora
+from server.kernels.lora.reference import lora_reference
+from server.kernels.lora.segments import route
+from server.kernels.lora.shrink import shrink
 from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
 
 IN_FEATURES, PAGE, PAGES = 96, 16, 16

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from server.kernels.decode_inputs import gather_inputs, gather_pages
-from server.kernels.greedy import GreedyScratch, greedy_append
-from server.kernels.rope_append import rope_append
+from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
+from server.kernels.attention.rope_append import rope_append
+from server.kernels.sampling.greedy import GreedyScratch, greedy_append
 
 PAGE = 4
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.bench.answers import Answer, error_text, one_line
-from launcher.bench.sse import EventReader
-from launcher.bench.stream_client import retry_after_s
-from launcher.bench.target import WORDS, Target, body_of, text_of
-from launcher.bench.workload import Call
+from launcher.bench.load.answers import Answer, error_text, one_line
+from launcher.bench.load.sse import EventReader
+from launcher.bench.load.stream_client import retry_after_s
+from launcher.bench.load.target import WORDS, Target, body_of, text_of
+from launcher.bench.load.workload import Call
 from launcher.router_client import bearer
 
 

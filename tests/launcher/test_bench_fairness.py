@@ -15,8 +15,8 @@ from launcher.bench.simulation.fairness_bench import (
 from launcher.bench.simulation.fleet import SimulatedFleet
 from launcher.bench.simulation.traffic import Arrival
 from launcher.bench.simulation.worker import WorkerModel
-from router.policy.placement import Placement
-from router.policy.queue_limits import QueueLimits
+from router.policy.placement.placement import Placement
+from router.policy.queue.queue_limits import QueueLimits
 
 MODEL = WorkerModel(rows=128, ahead=32)
 TENANTS = 6

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from launcher.__main__ import main
-from launcher.bench import grid as grids
-from launcher.bench import lora_kernels as kernels
-from launcher.bench.grid import (
+from launcher.bench.engine import grid as grids
+from launcher.bench.engine import lora_kernels as kernels
+from launcher.bench.engine.grid import (
     COPY_BYTES,
     MATRIX,
     Grid,
@@ -23,12 +23,12 @@ from launcher.bench.grid import (
     matrix_rate,
     step_bytes,
 )
-from launcher.bench.offline import SHIPPED, Load, OfflineEngine, Sizes, model_folder
-from launcher.bench.throughput import Engine, Run, adapters_of, measure
-from launcher.bench.workload import Call, Lengths, Workload
+from launcher.bench.engine.offline import SHIPPED, Load, OfflineEngine, Sizes, model_folder
+from launcher.bench.engine.throughput import Engine, Run, adapters_of, measure
+from launcher.bench.load.workload import Call, Lengths, Workload
 from server.engine.executor import Masks
 from server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
-from server.model.results import StepTicket
+from server.model.sampling.results import StepTicket
 from server.protocol import TokenEvent
 
 TINY = {

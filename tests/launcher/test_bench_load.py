@@ -13,17 +13,17 @@ from tokenizers import Tokenizer
 
 from adapters.judge import judge_folder
 from launcher.__main__ import main
-from launcher.bench.made_tokenizer import tokenizer_json
-from launcher.bench.offline import SHIPPED
-from launcher.bench.report import Outcome
-from launcher.bench.scrape import growth, parse_counters
-from launcher.bench.windows import (
+from launcher.bench.engine.made_tokenizer import tokenizer_json
+from launcher.bench.engine.offline import SHIPPED
+from launcher.bench.load.scrape import growth, parse_counters
+from launcher.bench.load.windows import (
     Observed,
     Window,
     gaps_within,
     summarise_window,
     window_table,
 )
+from launcher.bench.report import Outcome
 from server.model.base_facts import read_base_spec
 from server.worker.metrics import WorkerMetrics
 from tests.launcher.test_bench_grid import TINY

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launcher.__main__ import main
-from launcher.bench.overload import goodput, late_s, recovered_s
+from launcher.bench.load.overload import goodput, late_s, recovered_s
 from launcher.bench.report import Outcome
 
 

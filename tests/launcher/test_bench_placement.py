@@ -10,7 +10,7 @@ from launcher.bench.simulation.placement_bench import Result, Scene, simulate
 from launcher.bench.simulation.policies import POLICIES
 from launcher.bench.simulation.traffic import SHAPES, Shape, Traffic
 from launcher.bench.simulation.worker import WorkerModel
-from router.policy.placement import Placement
+from router.policy.placement.placement import Placement
 
 SLOTS = 16
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from launcher.router_client import Failed, connect, send
-from router.http_client import http_client
+from router.http.client import http_client
 from tests.router.serving import Running, running_router
 
 PEM = Path(__file__).parents[1] / "adapters" / "self_signed.pem"

@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
-from router.app import build_app
 from router.config import RouterConfig
-from router.http_server import RouterServer
-from router.listeners import listen
+from router.http.listeners import listen
+from router.routes.app import build_app
+from router.routes.http_server import RouterServer
 from router.service import Hub, Service, build_service
 from tests.router.fake_worker import SECRET
 

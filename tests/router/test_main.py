@@ -34,7 +34,7 @@ import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 2048))
 """
 BREAK_THE_FLEET = """
-from router.policy.waiting import WaitingQueue
+from router.policy.queue.waiting import WaitingQueue
 WaitingQueue.age = lambda queue, now: 1 / 0
 """
 BODY = {"model": BASE_NAME, "prompt": "x", "max_tokens": 99, "stream": True}

@@ -8,8 +8,8 @@ from launcher.bench.report import percentile
 from launcher.bench.simulation.fleet import UNLIMITED, SimulatedFleet
 from launcher.bench.simulation.traffic import Arrival, Traffic
 from launcher.bench.simulation.worker import Job, WorkerModel
-from router.policy.placement import Placement
-from router.policy.queue_limits import QueueLimits
+from router.policy.placement.placement import Placement
+from router.policy.queue.queue_limits import QueueLimits
 
 
 @dataclass(frozen=True, slots=True)

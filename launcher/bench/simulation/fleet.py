@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from launcher.bench.simulation.traffic import Arrival
 from launcher.bench.simulation.worker import Job, SimulatedWorker, WorkerModel
 from router.policy.matching import Match, Matcher
-from router.policy.placement import Placement, Wish
-from router.policy.queue_limits import QueueFull, QueueLimits
-from router.policy.waiting import Waiting, WaitingQueue
-from router.policy.workers import WorkerView
+from router.policy.placement.placement import Placement, Wish
+from router.policy.placement.workers import WorkerView
+from router.policy.queue.queue_limits import QueueFull, QueueLimits
+from router.policy.queue.waiting import Waiting, WaitingQueue
 
 ADAPTER_BYTES = 84_000_000  # rank 16 on all projections of an 8B model
 UNLIMITED = QueueLimits(1 << 20, 1 << 40)

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from random import Random
 
-from router.policy.placement import Decision, Placement, Reason, Wish
-from router.policy.rendezvous import Rankings
-from router.policy.workers import WorkerView
+from router.policy.placement.placement import Decision, Placement, Reason, Wish
+from router.policy.placement.rendezvous import Rankings
+from router.policy.placement.workers import WorkerView
 
 
 class Simple(Placement):

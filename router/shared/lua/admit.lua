@@ -1,4 +1,4 @@
--- router/tenancy/quota.py's `admit`, in one step. Numbers are whole and below 2^53.
+-- router/policy/quota.py's `admit`, in one step. Numbers are whole and below 2^53.
 -- KEYS: of each subject an account (hash) and its leases (sorted set by end).
 -- ARGV: lease, lease_ms, tokens; of each subject: requests and tokens a minute, concurrency,
 --       budget_tokens (0 = no limit), period_ms.

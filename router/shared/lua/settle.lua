@@ -1,4 +1,4 @@
--- router/tenancy/quota.py's `settle`. KEYS as in admit.lua.
+-- router/policy/quota.py's `settle`. KEYS as in admit.lua.
 -- Returns now_ms and for how many subjects it counted.
 -- ARGV: lease, tokens reserved, tokens used; of each subject: tokens a minute, window as admitted.
 local UNIT = 60000

@@ -14,11 +14,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from adapters.errors import AdapterError
-from adapters.header import TensorInfo
 from adapters.judge import judge_folder
-from adapters.peft_format import parse_config
-from adapters.targeting import Targeting
-from adapters.validate import AdapterLimits
+from adapters.peft.config import parse_config
+from adapters.peft.targeting import Targeting
+from adapters.peft.validate import AdapterLimits
+from adapters.safetensors.header import TensorInfo
 from adapters.violations import Findings
 from launcher.convert.convert import Wishes, convert_folder
 from launcher.convert.mlx import MlxOptions, plan_mlx

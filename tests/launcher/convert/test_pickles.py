@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from adapters.errors import AdapterError
-from adapters.header import TensorInfo
-from adapters.weights import open_weights
+from adapters.safetensors.file import open_weights
+from adapters.safetensors.header import TensorInfo
 from launcher.convert import pickles
 from launcher.convert.pickles import PickleLimits, read_pickle
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from router.generation import (
+from router.call import (
     AnswerHead,
     ChoiceResult,
     FinishReason,

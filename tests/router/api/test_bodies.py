@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from adapters.chat.conversation import TemplateOptions
 from adapters.ref import AdapterRef
-from router.api import lorax, openai_chat, openai_completions
-from router.api.body import MAX_PARTS, MAX_VALUES, decode_body
+from router.api.admin.keys import CreateKeyBody
 from router.api.errors import dialect_of_path, error_answer
-from router.api.formatter import ApiLimits, ApiRequest
-from router.api.keys import CreateKeyBody
-from router.generation import AdapterChoice, GenerationCall, RequestError
+from router.api.lorax import request as lorax
+from router.api.openai import chat as openai_chat
+from router.api.openai import completions as openai_completions
+from router.api.request.body import MAX_PARTS, MAX_VALUES, decode_body
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.call import AdapterChoice, GenerationCall, RequestError
 
 LIMITS = ApiLimits(base_names=("org/small", "small"), max_n=4, max_stop_sequences=4)
 CHAT = "/v1/chat/completions"

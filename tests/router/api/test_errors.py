@@ -15,7 +15,7 @@ from router.api.errors import (
     from_engine_error,
     status_of,
 )
-from router.generation import Cause, RequestError
+from router.call import Cause, RequestError
 from server.protocol import ErrorCode
 
 DIALECTS: tuple[Dialect, ...] = ("lorax", "openai")

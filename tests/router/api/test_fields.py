@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from router.api import lorax, openai_chat, openai_completions
 from router.api.errors import dialect_of_path, error_answer
-from router.api.fields import within_base
-from router.api.formatter import ApiLimits, ApiRequest, Formatter
-from router.api.known_elsewhere import ELSEWHERE
-from router.api.lorax_fields import HARMLESS as HARMLESS_BESIDE
-from router.api.lorax_fields import SAID_HERE
-from router.api.openai_common import HARMLESS, OpenAIBody
-from router.generation import AdapterChoice, RequestError
+from router.api.lorax import request as lorax
+from router.api.lorax.fields import HARMLESS as HARMLESS_BESIDE
+from router.api.lorax.fields import SAID_HERE
+from router.api.openai import chat as openai_chat
+from router.api.openai import completions as openai_completions
+from router.api.openai.common import HARMLESS, OpenAIBody
+from router.api.request.fields import within_base
+from router.api.request.formatter import ApiLimits, ApiRequest, Formatter
+from router.api.request.known_elsewhere import ELSEWHERE
+from router.call import AdapterChoice, RequestError
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
 LIMITS = ApiLimits(base_names=("org/small", "small", "org/small:v2", "hub"))

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
 
-from router.api import lorax
 from router.api.errors import error_answer
-from router.api.formatter import ApiLimits
-from router.api.lorax_answer import LoraxFormatter, Timings, count_headers, head_headers
-from router.generation import RequestError, TextEvent
+from router.api.lorax import request as lorax
+from router.api.lorax.answer import LoraxFormatter, Timings, count_headers, head_headers
+from router.api.request.formatter import ApiLimits
+from router.call import RequestError, TextEvent
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 
 

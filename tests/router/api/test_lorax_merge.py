@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from router.api import lorax
-from router.api.formatter import ApiLimits
-from router.generation import MergedChoice, RequestError
+from router.api.lorax import request as lorax
+from router.api.request.formatter import ApiLimits
+from router.call import MergedChoice, RequestError
 
 LIMITS = ApiLimits(("small", "org/small"), "hub")
 TWO = {"ids": ["org/a@main", "b"], "weights": [0.5, -1]}

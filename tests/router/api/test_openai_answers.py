@@ -9,9 +9,10 @@ from huggingface_hub import ChatCompletionOutput, ChatCompletionStreamOutput
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from router.api import openai_chat, openai_completions
-from router.api.formatter import ApiLimits, Formatter
-from router.generation import ChoiceResult, PromptInfo, RequestError, TextEvent
+from router.api.openai import chat as openai_chat
+from router.api.openai import completions as openai_completions
+from router.api.request.formatter import ApiLimits, Formatter
+from router.call import ChoiceResult, PromptInfo, RequestError, TextEvent
 from router.parts.parts import CallDelta, ToolCall
 from tests.router.api.answers import HEAD, PROMPT, TOKENS, events, payloads, result
 

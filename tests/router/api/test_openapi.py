@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from router.api import openai_chat
+from router.api.admin.operations import OPERATIONS, Operation
 from router.api.errors import error_object
-from router.api.formatter import ApiLimits
+from router.api.openai import chat as openai_chat
 from router.api.openapi import Access, openapi_document
-from router.api.operations import OPERATIONS, Operation
-from router.generation import RequestError
+from router.api.request.formatter import ApiLimits
+from router.call import RequestError
 from tests.router.serving import Running
 
 DOCUMENT = openapi_document("1.2.3")

@@ -9,9 +9,9 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from router.api import responses
-from router.api.formatter import ApiLimits, Formatter
-from router.generation import ChoiceResult, FinishReason, RequestError, TextEvent
+from router.api.request.formatter import ApiLimits, Formatter
+from router.api.responses import request as responses
+from router.call import ChoiceResult, FinishReason, RequestError, TextEvent
 from router.parts.parts import CallDelta, ToolCall
 from router.shape.shape import AnyJson, JsonSchema, Shape
 from router.tools.tools import Tool, Tools

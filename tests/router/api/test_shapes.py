@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from router.api import lorax, openai_chat, openai_completions
-from router.api.formatter import ApiLimits
-from router.generation import GenerationCall, RequestError
+from router.api.lorax import request as lorax
+from router.api.openai import chat as openai_chat
+from router.api.openai import completions as openai_completions
+from router.api.request.formatter import ApiLimits
+from router.call import GenerationCall, RequestError
 from router.shape.shape import (
     AnyJson,
     Choice,

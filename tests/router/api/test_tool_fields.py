@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.generation import RequestError
+from router.call import RequestError
 from router.tools.tools import Tool, Tools
 from tests.router.api.test_bodies import CHAT, call_of
 

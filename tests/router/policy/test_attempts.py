@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.attempts import MAX_LOSSES, Attempts, Quarantine, RetryBudget
+from router.policy.placement.attempts import MAX_LOSSES, Attempts, Quarantine, RetryBudget
 from server.protocol import ErrorCode
 
 

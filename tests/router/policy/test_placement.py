@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.placement import Decision, Placement, Wish
-from router.policy.prefixes import prefix_keys
-from router.policy.rendezvous import rank
-from router.policy.workers import WorkerView
+from router.policy.placement.placement import Decision, Placement, Wish
+from router.policy.placement.prefixes import prefix_keys
+from router.policy.placement.rendezvous import rank
+from router.policy.placement.workers import WorkerView
 
 DIGEST = "d"
 WISH = Wish(DIGEST, "key", nbytes=50_000_000)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from router.policy.placement import Wish
-from router.policy.queue_limits import Promise, QueueFull, QueueLimits
-from router.policy.waiting import Waiting, WaitingQueue
+from router.policy.placement.placement import Wish
+from router.policy.queue.queue_limits import Promise, QueueFull, QueueLimits
+from router.policy.queue.waiting import Waiting, WaitingQueue
 
 
 def push(

@@ -3,8 +3,8 @@
 import pytest
 
 from router.parts.reasoning import REASONING
-from router.shape.compose import Frame, grammar_of
 from router.shape.shape import Choice, Grammar, Shape
+from router.tools.compose import Frame, grammar_of
 from router.tools.formats.hermes import HERMES
 from router.tools.tools import Tool, ToolMode, Tools
 from tests.router.shape.test_rules import accepts

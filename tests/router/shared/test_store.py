@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.owned_name import OwnedName
+from router.names.owned_name import OwnedName
+from router.policy.quota import UNIT, Ask, Limits, Subject
 from router.shared.memory_store import MemoryStore
 from router.shared.store import MAX_COUNTERS, Row, Settlement, Store
-from router.tenancy.quota import UNIT, Ask, Limits, Subject
 from tests.router.serving import poll
 from tests.router.shared.stores import redis_store
 

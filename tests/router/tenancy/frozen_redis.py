@@ -10,11 +10,11 @@ import time
 from typing import get_args
 
 from launcher.bench.report import percentile
-from router.generation import RequestError
+from router.call import RequestError
+from router.policy.quota import Ask, Limits, Subject
 from router.shared.redis_link import RedisLink
 from router.shared.redis_store import RedisStore
 from router.tenancy.admission import Admission, OutageMode
-from router.tenancy.quota import Ask, Limits, Subject
 from tests.router.serving import poll
 from tests.router.shared.redis_server import RedisServer, running_redis
 

@@ -6,13 +6,13 @@ from typing import Any, TypeVar
 
 import pytest
 
-from adapters.bounded import bounded
-from router.generation import RequestError
+from adapters.common.bounded import bounded
+from router.call import RequestError
+from router.policy.quota import Verdict
 from router.shared import redis_link
 from router.shared.redis_link import RedisLink
 from router.shared.redis_store import RedisStore
 from router.tenancy.admission import Admission, Admitted, OutageMode
-from router.tenancy.quota import Verdict
 from tests.router.shared.redis_server import running_redis
 from tests.router.tenancy.frozen_redis import ask_of
 

@@ -3,10 +3,10 @@
 import pytest
 
 from adapters.ref import parse_ref
-from router.generation import AdapterChoice, RequestError
+from router.call import AdapterChoice, RequestError
+from router.policy.quota import UNIT, Limits, Standing, Subject, Verdict
 from router.tenancy.keys import NOBODY, ApiKey, Caller, Tenant, check_key
 from router.tenancy.keys_file import KeysFileError, read_keys
-from router.tenancy.quota import UNIT, Limits, Standing, Subject, Verdict
 from router.tenancy.rate_headers import duration, rate_headers
 from router.tenancy.scope import check_scope, names_of
 from router.tenancy.usage import OTHER, Pending, UsageRecord, rows_of

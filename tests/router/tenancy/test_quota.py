@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tenancy.quota import (
+from router.policy.quota import (
     UNIT,
     Account,
     Ask,

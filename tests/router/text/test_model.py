@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, processors
 
-from router.generation import RequestError
+from router.call import RequestError
 from router.text.model import TextModel
 from router.text.tokenizer_json import longest_token
 from tests.router.text.small_models import KINDS, SPECIALS, card, ids_of, text_model

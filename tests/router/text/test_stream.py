@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from router.generation import GenerationCall, TextEvent
+from router.call import GenerationCall, TextEvent
 from router.parts.division import DividedAnswer, Division
 from router.parts.parts import ToolCall
 from router.text.stream import ChoiceStream, prompt_tokens

@@ -8,7 +8,7 @@ import pytest
 
 from adapters.chat.conversation import TemplateFault, TemplateOptions
 from adapters.chat.template import ChatTemplate
-from router.generation import RequestError
+from router.call import RequestError
 from router.text.template_sandbox import TemplateSandbox
 from tests.adapters.chat.test_forms import FOLDER
 from tests.router.text.small_models import REFUSING, TEMPLATE

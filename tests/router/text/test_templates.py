@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from adapters.chat.conversation import MessageForm, TemplateOptions
-from router.generation import RequestError
+from router.call import RequestError
 from router.text.templates import BaseTemplates
 from tests.router.text.small_models import TEMPLATE, card, text_model
 

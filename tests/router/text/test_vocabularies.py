@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from router.generation import GenerationCall
+from router.call import GenerationCall
 from router.text.model import TextModel
 from router.text.stream import ChoiceStream
 from server.protocol import ModelCard, SamplingParams, TokenEvent, TokenLogprob

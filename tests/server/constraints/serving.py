@@ -18,9 +18,9 @@ from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import Executor
 from server.engine.fake import CertifyingExecutor, CertifyOptions
 from server.engine.loop import EngineLoop
-from server.engine.scheduler import Scheduler
-from server.engine.scheduler_config import SchedulerConfig
-from server.model.grammar_vocabulary import read_vocabulary
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler_config import SchedulerConfig
+from server.model.tokenizer.grammar_vocabulary import read_vocabulary
 from server.protocol import TokenEvent
 from tests.server.engine.harness import limits
 from tests.server.engine.shell import TIMEOUT_S, FakeShell

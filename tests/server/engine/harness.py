@@ -16,8 +16,8 @@ from server.engine.executor import AdapterCopy, ExecutorLimits, Masks
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.messages import AdapterSettled, SlabStaged
 from server.engine.plan import SliceResult, StepPlan
-from server.engine.scheduler import Scheduler
-from server.engine.scheduler_config import SchedulerConfig
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.protocol import GenerateRequest, SamplingParams, TokenEvent
 
 LIMITS = ExecutorLimits(

@@ -30,8 +30,8 @@ from server.engine.messages import (
     encode,
 )
 from server.engine.plan import SliceResult, StepPlan
-from server.engine.scheduler import Scheduler
-from server.engine.scheduler_config import SchedulerConfig
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler_config import SchedulerConfig
 from tests.server.engine.harness import limits, make_request, no_grammars
 from tests.server.engine.shell import TIMEOUT_S, FakeShell, staged
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from server.kernels.configs import read_configs
+from server.kernels.launch.configs import read_configs
 from server.model import executor as executor_module
-from server.model.decode_batch import DecodeBatch
-from server.model.ops import StepLayout
+from server.model.graphs.decode_batch import DecodeBatch
+from server.model.ops.ops import StepLayout
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import Allowed, Driver, Stream, generate
@@ -49,8 +49,8 @@ class Pair:
         slabs = [pack(model, name) for name in adapters]
         self.reference = Driver(folder, **changes)
         fake_flashinfer.install(patch)
-        from server.kernels import draw, greedy
-        from server.model import attention_cuda, device_lora, ops_cuda, sizes
+        from server.kernels.sampling import draw, greedy
+        from server.model.ops import attention_cuda, device_lora, ops_cuda, sizes
 
         for module in (draw, greedy):  # shared out as on a GPU, but not among as many
             patch.setattr(module, "SPLITS", 2)
@@ -79,7 +79,8 @@ class Pair:
 
 def replace_graphs(patch: pytest.MonkeyPatch) -> list[int]:
     """Build the GPU path; returns `Pair.graphs`."""
-    from server.model import decode_graphs, fast_path, products, token_graphs, warm_up
+    from server.model.graphs import decode_graphs, fast_path, token_graphs, warm_up
+    from server.model.ops import products
 
     taken: list[int] = []
 

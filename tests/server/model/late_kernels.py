@@ -20,7 +20,7 @@ import torch
 import triton
 from peft import LoraConfig
 
-from server.kernels.configs import read_configs
+from server.kernels.launch.configs import read_configs
 from server.protocol import SamplingParams
 from tests.kernels.compile_all import compile_for
 from tests.server.model import fake_flashinfer
@@ -70,7 +70,8 @@ def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def started(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Driver:
     """On what stands for a GPU, with all adapters in their slots. backend: of prompts."""
     fake_flashinfer.install(patch)
-    from server.model import attention_cuda, fast_path, ops_cuda, warm_up
+    from server.model.graphs import fast_path, warm_up
+    from server.model.ops import attention_cuda, ops_cuda
 
     warm_sizes, rehearse = warm_up.warm_sizes, fast_path._Start.rehearse
     warm_decodes = warm_up.warm_decodes

@@ -8,13 +8,13 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from adapters.header import header_size, parse_header
-from adapters.layout import make_layout
 from adapters.manifest import SlabDtype, SlabLayout
-from adapters.peft_format import parse_config
-from adapters.validate import AdapterLimits, validate
+from adapters.peft.config import parse_config
+from adapters.peft.validate import AdapterLimits, validate
+from adapters.safetensors.header import header_size, parse_header
+from adapters.slab.layout import make_layout
 from adapters.violations import Findings
-from server.model.config import ModelConfig, base_spec
+from server.model.checkpoint.config import ModelConfig, base_spec
 from tests.slab_files import read_payload, write_slab
 
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from server.model.checkpoint import CheckpointError
-from server.model.tensor_table import check_folder
+from server.model.checkpoint.checkpoint import CheckpointError
+from server.model.checkpoint.tensor_table import check_folder
 from tests.server.model.driver import Driver, Stream, generate
 from tests.server.model.hub_models import make_model, save_model
 from tests.server.model.test_parity import GREEDY, assert_parity, prompt

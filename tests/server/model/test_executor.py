@@ -14,10 +14,10 @@ from adapters.manifest import SlabLayout
 from server.config import ConfigError
 from server.engine.executor import Executor
 from server.engine.plan import StepPlan
-from server.model.checkpoint import read_config
+from server.model.checkpoint.checkpoint import read_config
 from server.model.executor import TorchExecutor
-from server.model.memory import executor_limits, page_bytes
-from server.model.results import StepTicket
+from server.model.ops.memory import executor_limits, page_bytes
+from server.model.sampling.results import StepTicket
 from server.protocol import SamplingParams, TokenLogprob
 from tests.server.model.driver import EXTENT, Driver, Stream, engine_config, generate, step
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from launcher.__main__ import main
-from server.model.checkpoint import CheckpointError
-from server.model.config import ModelConfig
-from server.model.tensor_table import check_folder
+from server.model.checkpoint.checkpoint import CheckpointError
+from server.model.checkpoint.config import ModelConfig
+from server.model.checkpoint.tensor_table import check_folder
+from tests.server.model.checkpoint.test_config import LLAMA
 from tests.server.model.hub_models import make_model, save_model
-from tests.server.model.test_config import LLAMA
 
 SERVED = "served are llama, mistral, qwen2 and qwen3"
 ROPE = {"rope_theta": 1e6, "rope_type": "default"}

@@ -24,7 +24,7 @@ import msgspec
 import psutil
 
 from adapters.ref import AdapterRef
-from router.policy.attempts import MAX_ADAPTER_FAILURES
+from router.policy.placement.attempts import MAX_ADAPTER_FAILURES
 from server import protocol
 from tests.adapter_folders import write_adapter
 from tests.server.worker.churn_client import ChurnClient, Findings, churn_client

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from adapters import slab_file
 from adapters.manifest import SlabLayout
-from adapters.slab_file import SlabFile
+from adapters.slab import file as slab_file
+from adapters.slab.file import SlabFile
 
 EXTENT = 4096
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from adapters.quota import HEADROOM_BYTES
 from adapters.ref import AdapterRef
+from adapters.store.quota import HEADROOM_BYTES
 from server import protocol
 from server.engine.fake import CertifyOptions, certified_output
 from tests.adapter_folders import write_adapter

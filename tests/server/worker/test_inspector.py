@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server import protocol
-from server.engine.extents import Span
+from server.engine.memory.extents import Span
 from server.engine.messages import AdapterPlaced
 from server.worker.inspector import DevicePlaces
 from tests.server.worker.shell import LONG, Shell, connected, request

@@ -13,7 +13,7 @@ from websockets.exceptions import InvalidStatus
 
 from server import protocol
 from server.engine.fake import CertifyOptions, certified_output
-from server.model.checkpoint import base_digest
+from server.model.checkpoint.checkpoint import base_digest
 from tests.server.worker.shell import (
     LONG,
     SECRET,

@@ -21,7 +21,7 @@ time.sleep(600)
 PRINT_ORIGIN = """
 import subprocess
 from server.worker import tether
-child = tether.spawn("server.worker.recovery", [], output=subprocess.PIPE)
+child = tether.spawn("server.worker.process.recovery", [], output=subprocess.PIPE)
 out, _ = child.communicate(timeout=30)
 print(child.returncode, out.decode())
 """

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
-from adapters.slab_file import SlabFile, SlabSource
+from adapters.slab.file import SlabFile, SlabSource
 from server.engine.executor import AdapterCopy, CopyNews, CopyOver, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.loop import EngineLoop
+from server.engine.memory.residency import AdapterArena, AdapterStage, Placement
 from server.engine.messages import (
     AbortSequence,
     AdapterSettled,
@@ -31,16 +32,15 @@ from server.engine.messages import (
     ToEngine,
 )
 from server.engine.plan import StepPlan
-from server.engine.residency import AdapterArena, AdapterStage, Placement
-from server.engine.scheduler import Scheduler
-from server.engine.scheduler_config import SchedulerConfig
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.protocol import AdapterOrder, AdapterReport, GenerateRequest, OrderAction, TokenEvent
-from server.worker.adapter_meter import AdapterMeter
-from server.worker.adapter_orders import AdapterOrders
-from server.worker.host_tier import HostTier
+from server.worker.adapters.adapter_meter import AdapterMeter
+from server.worker.adapters.adapter_orders import AdapterOrders
+from server.worker.adapters.host_tier import HostTier
+from server.worker.adapters.slab_saver import SlabSaver
+from server.worker.adapters.staging import UNFORESEEN, Staging
 from server.worker.metrics import WorkerMetrics
-from server.worker.slab_saver import SlabSaver
-from server.worker.staging import UNFORESEEN, Staging
 from tests.server.engine.harness import no_grammars
 from tests.server.worker.slabs import EXTENT, Packing, write_slab_file
 

@@ -1,0 +1,207 @@
+"""From a recipe and its members' tensors to the merged adapter's modules and config. Pure.
+
+What cannot be merged is refused here, before any weight is read.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from adapters.base import BaseSpec, ModuleShape, module_path
+from adapters.coverage import Coverage, coverage_of
+from adapters.errors import AdapterError
+from adapters.merge.recipe import MergeRecipe
+from adapters.peft.validate import AdapterLimits, LoraTensors, ModuleLora
+from adapters.slab.layout import room_problem
+from adapters.violations import Findings
+
+# Of one module's delta, which `ties` and `dare_*` need in full: 1 GiB of float32.
+MAX_DENSE_VALUES = 1 << 28
+_ITEM_BYTES = 4
+
+_Site = tuple[int, str]
+
+
+class MergePart(msgspec.Struct, frozen=True):
+    """One member's LoRA of a module. member: its place in the recipe. factor: multiplies its B."""
+
+    member: int
+    lora: ModuleLora
+    factor: float
+
+
+class MergedModule(msgspec.Struct, frozen=True):
+    """One module of the merged adapter: `y += scale * B (A x)`, of rank `lora_rank`.
+
+    layer, module: as in `ModuleLora`. path: in the base model. For `linear`, A and B are the parts'
+    (with their factors), stacked.
+    """
+
+    layer: int
+    path: str
+    module: str
+    shape: ModuleShape
+    lora_rank: int
+    scale: float
+    parts: tuple[MergePart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.lora_rank * (self.shape.in_features + self.shape.out_features) * _ITEM_BYTES
+
+
+class MergePlan(msgspec.Struct, frozen=True):
+    """The merged adapter before it is computed. modules: by layer, then by name."""
+
+    modules: tuple[MergedModule, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its weights file, but for the header."""
+        return sum(module.nbytes for module in self.modules)
+
+
+def plan_merge(
+    recipe: MergeRecipe, members: Sequence[LoraTensors], base: BaseSpec, limits: AdapterLimits
+) -> MergePlan:
+    """All that is known from the members' headers: a result that could not be served is refused.
+
+    members: parallel to `recipe.members`. Raises AdapterError `invalid`, `too_large`.
+    """
+    sites: defaultdict[_Site, list[tuple[int, ModuleLora]]] = defaultdict(list)
+    for index, member in enumerate(members):
+        for lora in member.modules:
+            sites[lora.layer, lora.module].append((index, lora))
+    largest = max(lora.lora_rank for parts in sites.values() for _, lora in parts)
+    findings = Findings()
+    modules: list[MergedModule] = []
+    for layer, name in sorted(sites):
+        table = base.model_modules if layer < 0 else base.layer_modules
+        shape, parts = table[name], sites[layer, name]
+        if recipe.strategy == "linear":
+            made = _stacked(layer, name, shape, parts, recipe)
+        else:
+            made = _reduced(layer, name, shape, parts, largest)
+        _check(made, recipe, limits, findings)
+        modules.append(made)
+    findings.raise_if_any()
+    plan = MergePlan(tuple(modules))
+    _check_size(plan, base, limits)
+    return plan
+
+
+def merged_config(modules: Sequence[MergedModule], base: BaseSpec) -> dict[str, Any]:
+    """`adapter_config.json` of the merged adapter: ranks and scales as PEFT reads them."""
+    ranks = {module.path: module.lora_rank for module in modules}
+    alphas = {module.path: module.lora_rank * module.scale for module in modules}
+    names = {module.path: module.module for module in modules}
+    rank, rank_pattern = _patterns(ranks, names)
+    alpha, alpha_pattern = _patterns(alphas, names)
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base.names[0] if base.names else "",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(_targets(modules, base)),
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+        "bias": "none",
+        "init_lora_weights": True,
+    }
+
+
+def merged_coverage(members: Sequence[LoraTensors]) -> Coverage:
+    """What a member targets and no member has weights of is missing from their merge."""
+    present = {site for member in members for site in member.sites}
+    missing = {site for member in members for site in member.missing}
+    return coverage_of(present, missing - present)
+
+
+def _check_size(plan: MergePlan, base: BaseSpec, limits: AdapterLimits) -> None:
+    if plan.nbytes > limits.max_bytes:
+        message = (
+            f"the merged adapter has {plan.nbytes} bytes; at most {limits.max_bytes} are accepted"
+        )
+        raise AdapterError("too_large", message)
+    problem = None if limits.room is None else room_problem(plan, base, limits.room)
+    if problem is not None:
+        raise AdapterError("too_large", f"merged, {problem}")
+
+
+def _stacked(
+    layer: int,
+    name: str,
+    shape: ModuleShape,
+    parts: Iterable[tuple[int, ModuleLora]],
+    recipe: MergeRecipe,
+) -> MergedModule:
+    """The largest scale stays out of the weights, so that a lone or equal factor rounds nothing."""
+    scales = {index: recipe.members[index].weight * lora.scale for index, lora in parts}
+    common = max(scales.values(), key=abs)
+    merged = tuple(MergePart(index, lora, scales[index] / common) for index, lora in parts)
+    lora_rank = sum(lora.lora_rank for _, lora in parts)
+    path = module_path(shape, layer)
+    return MergedModule(layer, path, name, shape, lora_rank, common, merged)
+
+
+def _reduced(
+    layer: int,
+    name: str,
+    shape: ModuleShape,
+    parts: Iterable[tuple[int, ModuleLora]],
+    largest_rank: int,
+) -> MergedModule:
+    merged = tuple(MergePart(index, lora, lora.scale) for index, lora in parts)
+    lora_rank = min(largest_rank, shape.in_features, shape.out_features)
+    path = module_path(shape, layer)
+    return MergedModule(layer, path, name, shape, lora_rank, 1.0, merged)
+
+
+def _check(
+    module: MergedModule, recipe: MergeRecipe, limits: AdapterLimits, findings: Findings
+) -> None:
+    if module.lora_rank > limits.max_lora_rank:
+        ranks = " + ".join(str(part.lora.lora_rank) for part in module.parts)
+        message = (
+            f"{module.path}: a linear merge has the sum of the ranks, {ranks} = "
+            f"{module.lora_rank}; at most {limits.max_lora_rank} is served (option max_lora_rank)"
+        )
+        findings.add("rank_too_large", module.path, message)
+    values = module.shape.in_features * module.shape.out_features
+    if recipe.strategy != "linear" and values > MAX_DENSE_VALUES:
+        message = (
+            f"{module.path}: {recipe.strategy!r} needs all {values} values of its delta; at most "
+            f"{MAX_DENSE_VALUES} are computed. Use 'linear', or adapters that leave it alone."
+        )
+        findings.add("module_too_large", module.path, message)
+
+
+def _patterns(
+    values: Mapping[str, float], names: Mapping[str, str]
+) -> tuple[float, dict[str, float]]:
+    """A default, and what differs from it: by module name where all layers agree, else by path."""
+    default = Counter(values.values()).most_common(1)[0][0]
+    of_name: defaultdict[str, set[float]] = defaultdict(set)
+    for path, value in values.items():
+        of_name[names[path]].add(value)
+    pattern: dict[str, float] = {}
+    for path, value in values.items():
+        if len(of_name[names[path]]) == 1:
+            if value != default:
+                pattern[names[path]] = value
+        elif value != default:
+            pattern[path] = value
+    return default, pattern
+
+
+def _targets(modules: Sequence[MergedModule], base: BaseSpec) -> set[str]:
+    """Names of modules that are merged in every layer, and paths of the others."""
+    counts = Counter(module.module for module in modules)
+    return {
+        module.module
+        if counts[module.module] == (base.num_layers if module.module in base.layer_modules else 1)
+        else module.path
+        for module in modules
+    }

@@ -1,0 +1,28 @@
+"""`python -m adapters.merge.process FOLDER`: one merge in a process that gets out of others' way.
+
+It bounds its own memory and takes the lower priority before anything large is imported.
+"""
+
+import os
+import resource
+import sys
+from importlib import import_module
+from pathlib import Path
+
+MAX_MEMORY = 6 << 30
+MAX_CPUS = 8
+_NICENESS = 15
+
+
+def confine() -> None:
+    """Half of the CPUs (of which BLAS makes its threads), what others leave of them, no dumps."""
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[-min(MAX_CPUS, max(1, len(cpus) // 2)) :])
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    confine()
+    import_module("adapters.merge.job").run_job(Path(sys.argv[1]))

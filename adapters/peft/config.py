@@ -1,0 +1,259 @@
+"""Reads `adapter_config.json` as PEFT writes it: what is used, and why it may be refused. Pure.
+
+It does not look at tensors (`validate`) and does not match modules (`targeting`).
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from adapters.common.strict_json import StrictJsonError, decode_object
+from adapters.peft.fields import (
+    HARMLESS,
+    INIT_FROM_ZERO,
+    INIT_RANDOM,
+    REFUSED,
+    UNUSED_VALUES,
+    USED,
+)
+from adapters.violations import Findings, shown
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_RANK = 1 << 16
+MAX_ALPHA = 1e6
+MAX_TARGETS = 16_384
+MAX_PATTERNS = 1024
+_MAX_NAME_CHARS = 512
+_MAX_PATTERN_CHARS = 4096
+_MAX_LAYERS = 4096
+_MAX_LAYERS_PATTERNS = 64
+# PEFT's defaults, for keys that a config leaves out.
+_DEFAULT_RANK = 8
+_DEFAULT_ALPHA = 8.0
+_TEXTS = {"true": True, "false": False}
+_Number = TypeVar("_Number", int, float)
+
+
+class PeftConfig(msgspec.Struct, frozen=True):
+    """The used part of a LoRA config; each field means what PEFT's field of that name means.
+
+    target_modules, exclude_modules: a pattern for the whole path of a module, or names of its end.
+    rank_pattern, alpha_pattern: pairs in the file's order; the first that matches wins.
+    starts_at_zero: a targeted module without saved tensors changes nothing.
+    """
+
+    base_model_name_or_path: str
+    revision: str
+    lora_rank: int
+    lora_alpha: float
+    use_rslora: bool
+    target_modules: str | tuple[str, ...]
+    exclude_modules: str | tuple[str, ...]
+    rank_pattern: tuple[tuple[str, int], ...]
+    alpha_pattern: tuple[tuple[str, float], ...]
+    layers_to_transform: int | tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
+    fan_in_fan_out: bool
+    starts_at_zero: bool
+    ensure_weight_tying: bool
+
+    def scale(self, lora_rank: int, lora_alpha: float) -> float:
+        """What `B A x` is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        return lora_alpha / (math.sqrt(lora_rank) if self.use_rslora else lora_rank)
+
+
+def parse_config(data: bytes, findings: Findings) -> PeftConfig | None:
+    """The config that the bytes of `adapter_config.json` spell.
+
+    Everything refused is added to `findings`. None when a used value is missing or wrong, so that
+    tensors cannot be judged by it.
+    """
+    if len(data) > MAX_CONFIG_BYTES:
+        message = f"{CONFIG_FILE} has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are read"
+        findings.add("file_too_large", CONFIG_FILE, message)
+        return None
+    try:
+        raw = decode_object(data)
+    except StrictJsonError as error:
+        findings.add("bad_config", CONFIG_FILE, f"{CONFIG_FILE} is {error}")
+        return None
+    _check_features(raw, findings)
+    before = len(findings)
+    config = _read(_Reader(raw, findings))
+    return config if len(findings) == before else None
+
+
+def trained_for(data: bytes) -> str:
+    """The base's name, whatever else the bytes of a config hold; empty when there is none."""
+    try:
+        name = decode_object(data).get("base_model_name_or_path")
+    except StrictJsonError:
+        return ""
+    return name if isinstance(name, str) and len(name) <= _MAX_NAME_CHARS else ""
+
+
+def _check_features(raw: dict[str, Any], findings: Findings) -> None:
+    peft_type = raw.get("peft_type")
+    if peft_type != "LORA":
+        message = f"peft_type is {shown(peft_type)}; only 'LORA' is served"
+        findings.add("unsupported_peft_type", "peft_type", message)
+    for key, value in raw.items():
+        if key in USED or key in HARMLESS:
+            continue
+        if key in REFUSED:
+            if not _is_one_of(value, REFUSED[key]):
+                allowed = " or ".join(json.dumps(item) for item in REFUSED[key])
+                message = f"{key}={shown(value)} changes the maths; expected {allowed}"
+                findings.add("unsupported_feature", key, message)
+        elif not _is_one_of(value, UNUSED_VALUES):
+            message = f"unknown key {shown(key)} is set to {shown(value)}; it may change the maths"
+            findings.add("unknown_key", key, message)
+    init = raw.get("init_lora_weights", True)
+    if init is not None and not _is_one_of(init, INIT_FROM_ZERO + INIT_RANDOM):
+        message = (
+            f"init_lora_weights={shown(init)} changes the base model's weights; save the adapter "
+            "with path_initial_model_for_weight_conversion to turn it into plain LoRA"
+        )
+        findings.add("unsupported_feature", "init_lora_weights", message)
+
+
+def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
+    """Equality that tells `0`, `0.0` and `False`, or `1` and `True`, apart by nothing but truth."""
+    return any(value == item for item in allowed)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _MAX_NAME_CHARS and value.isascii()
+
+
+def _read(reader: "_Reader") -> PeftConfig:
+    config = PeftConfig(
+        base_model_name_or_path=reader.text("base_model_name_or_path"),
+        revision=reader.text("revision"),
+        lora_rank=reader.rank("r", reader.raw.get("r", _DEFAULT_RANK)),
+        lora_alpha=reader.alpha("lora_alpha", reader.raw.get("lora_alpha", _DEFAULT_ALPHA)),
+        use_rslora=reader.flag("use_rslora"),
+        target_modules=reader.modules("target_modules"),
+        exclude_modules=reader.modules("exclude_modules"),
+        rank_pattern=reader.pairs("rank_pattern", reader.rank),
+        alpha_pattern=reader.pairs("alpha_pattern", reader.alpha),
+        layers_to_transform=reader.layers("layers_to_transform"),
+        layers_pattern=reader.names("layers_pattern", _MAX_LAYERS_PATTERNS),
+        fan_in_fan_out=reader.flag("fan_in_fan_out", texts=True),
+        starts_at_zero=reader.raw.get("init_lora_weights", True) in INIT_FROM_ZERO,
+        ensure_weight_tying=reader.flag("ensure_weight_tying"),
+    )
+    if not config.target_modules:
+        reader.refuse("target_modules", "missing or empty: the adapter targets nothing")
+    for key, given in (
+        ("layers_to_transform", config.layers_to_transform is not None),
+        ("layers_pattern", bool(config.layers_pattern)),
+    ):
+        if given and isinstance(config.target_modules, str):
+            reader.refuse(key, "cannot be combined with a pattern in target_modules")
+    if config.layers_pattern and config.layers_to_transform is None:
+        reader.refuse("layers_pattern", "needs layers_to_transform")
+    return config
+
+
+class _Reader:
+    """Typed access to the used keys; a wrong value becomes a violation and a harmless stand-in."""
+
+    def __init__(self, raw: dict[str, Any], findings: Findings) -> None:
+        self.raw = raw
+        self._findings = findings
+
+    def refuse(self, key: str, reason: str) -> None:
+        """key: of the config, with the pattern within it."""
+        self._findings.add("bad_value", key, f"{key}: {reason}")
+
+    def text(self, key: str) -> str:
+        value = self.raw.get(key)
+        if value is None:
+            return ""
+        if not isinstance(value, str) or len(value) > _MAX_NAME_CHARS or not value.isprintable():
+            self.refuse(key, f"expected a name, got {shown(value)}")
+            return ""
+        return value
+
+    def flag(self, key: str, texts: bool = False) -> bool:
+        """texts: also as some wrote it in 2023, where neither value changes the result."""
+        value = self.raw.get(key)
+        if texts and isinstance(value, str):
+            value = _TEXTS.get(value.lower(), value)
+        if value is not None and not isinstance(value, bool):
+            self.refuse(key, f"expected true or false, got {shown(value)}")
+        return value is True
+
+    def rank(self, key: str, value: object) -> int:
+        if type(value) is not int or not 1 <= value <= MAX_RANK:
+            self.refuse(key, f"a rank is an integer from 1 to {MAX_RANK}, got {shown(value)}")
+            return 1
+        return value
+
+    def alpha(self, key: str, value: object) -> float:
+        number = value if type(value) is float or type(value) is int else math.nan
+        if not 0 < abs(number) <= MAX_ALPHA:
+            self.refuse(key, f"alpha is a number, not 0, within {MAX_ALPHA:g}, got {shown(value)}")
+            return 1.0
+        return float(number)
+
+    def modules(self, key: str) -> str | tuple[str, ...]:
+        value = self.raw.get(key)
+        if isinstance(value, str):
+            if len(value) > _MAX_PATTERN_CHARS or not value.isascii():
+                limit = f"at most {_MAX_PATTERN_CHARS} characters of ASCII"
+                self.refuse(key, f"a pattern has {limit}, got {shown(value)}")
+                return ()
+            return value
+        return self.names(key)
+
+    def names(self, key: str, most: int = MAX_TARGETS) -> tuple[str, ...]:
+        """A list of names, sorted (PEFT keeps a set); one string is a list of one."""
+        value = self.raw.get(key)
+        if value is None or value == "":
+            return ()
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list) or len(items) > most:
+            self.refuse(key, f"expected a list of at most {most} names, got {shown(value)}")
+            return ()
+        for item in items:
+            if not _is_name(item):
+                self.refuse(key, f"expected names in ASCII, got {shown(item)}")
+                return ()
+        return tuple(sorted(set(items)))
+
+    def pairs(
+        self, key: str, read: Callable[[str, object], _Number]
+    ) -> tuple[tuple[str, _Number], ...]:
+        """Patterns and what `read` makes of their values."""
+        value = self.raw.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
+            self.refuse(
+                key, f"expected an object of at most {MAX_PATTERNS} keys, got {shown(value)}"
+            )
+            return ()
+        for pattern in value:
+            if not _is_name(pattern):
+                self.refuse(key, f"expected patterns in ASCII, got {shown(pattern)}")
+                return ()
+        return tuple((each, read(f"{key}[{shown(each)}]", of)) for each, of in value.items())
+
+    def layers(self, key: str) -> int | tuple[int, ...] | None:
+        """None when unset or empty: PEFT then transforms every layer."""
+        value = self.raw.get(key)
+        if value is None or value == []:
+            return None
+        items = value if isinstance(value, list) else [value]
+        if len(items) > _MAX_LAYERS or not all(
+            type(item) is int and 0 <= item < _MAX_LAYERS for item in items
+        ):
+            self.refuse(key, f"expected layer indices, got {shown(value)}")
+            return None
+        return tuple(sorted(set(items))) if isinstance(value, list) else items[0]

@@ -1,0 +1,61 @@
+"""A base model guessed from an adapter's own tensors, to check a folder without its base. Pure."""
+
+import re
+from collections.abc import Iterable
+
+from adapters.base import SITE_PROJECTIONS, BaseSpec, ModuleShape
+from adapters.peft.tensor_names import parse_tensor_name, spelling_of
+from adapters.safetensors.header import TensorInfo
+
+_LAYER = re.compile(
+    r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.(?P<path>(?:self_attn|mlp)\.(?P<name>[a-z]+_proj))"
+)
+_TABLE = re.compile(r"(?P<path>(?:model\.)?(?P<name>embed_tokens|lm_head))")
+_KNOWN = frozenset(name for names in SITE_PROJECTIONS.values() for name in names)
+
+
+def infer_base(trained_for: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
+    """The smallest base that the first tensors of each module fit, LoRA before copies of the base.
+
+    Tensors of modules that are unknown or contradict each other stay for validation to refuse.
+    """
+    paths: dict[str, str] = {}
+    sizes: dict[tuple[str, str], int] = {}
+    num_layers = 0
+    named = [(name, tensor.shape) for tensor in tensors if (name := parse_tensor_name(tensor.name))]
+    naming = spelling_of(name for name, _ in named).naming
+    for tensor, shape in sorted(named, key=lambda pair: not pair[0].side):
+        path = naming.meant(tensor.path) or ""
+        found = _LAYER.fullmatch(path) if tensor.side else None
+        if found:
+            num_layers = max(num_layers, int(found["layer"]) + 1)
+        else:
+            found = _TABLE.fullmatch(path)
+        if found and found["name"] in _KNOWN and len(shape) == 2:
+            paths.setdefault(found["name"], found["path"])
+            for side, size in _sizes(found["name"], tensor.side, shape):
+                sizes.setdefault((found["name"], side), size)
+    modules = {
+        module: ModuleShape(path, sizes.get((module, "A"), 0), sizes.get((module, "B"), 0))
+        for module, path in paths.items()
+    }
+    head, embedding = modules.get("lm_head"), modules.get("embed_tokens")
+    vocab = head.out_features if head else embedding.in_features if embedding else 0
+    hidden = head.in_features if head else embedding.out_features if embedding else 0
+    return BaseSpec(
+        digest="",
+        names=(trained_for,),
+        num_layers=num_layers,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        layer_modules={k: v for k, v in modules.items() if k.endswith("_proj")},
+        model_modules={k: v for k, v in modules.items() if not k.endswith("_proj")},
+    )
+
+
+def _sizes(name: str, side: str, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:
+    """What a tensor tells of a module: its input (side `A`), its output (`B`), or both if it is a
+    copy of the base's own weights ("")."""
+    if side:
+        return [(side, shape[1 if side == "A" else 0])]
+    return zip("AB" if name == "embed_tokens" else "BA", shape, strict=True)

@@ -1,0 +1,134 @@
+"""Finds the base's module that each tensor of an adapter belongs to, or why there is none. Pure."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from adapters.base import BaseModule, BaseSpec, base_modules
+from adapters.peft.tensor_names import (
+    Naming,
+    Spelling,
+    TensorName,
+    meant_by_any,
+    parse_tensor_name,
+    spelling_of,
+)
+from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
+from adapters.violations import Findings, shown
+
+_LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\..+")
+
+
+class SortedTensors(msgspec.Struct, frozen=True):
+    """naming: how the adapter calls the modules. pairs: path in the base -> side (`A`, `B`) ->
+    tensor. copies: short name -> a copy of the base's own weights."""
+
+    naming: Naming
+    pairs: Mapping[str, dict[str, TensorInfo]]
+    copies: tuple[tuple[str, TensorInfo], ...]
+
+
+def sort_tensors(
+    tensors: Iterable[TensorInfo], base: BaseSpec, findings: Findings
+) -> SortedTensors:
+    """What does not belong to the base is added to `findings`."""
+    named = [(tensor, parse_tensor_name(tensor.name)) for tensor in tensors]
+    spelling = spelling_of(name for _, name in named if name is not None)
+    sorter = _Sorter(spelling, base, findings)
+    # Of a tensor that is there twice, the odd spelling is the duplicate.
+    for tensor, name in sorted(named, key=lambda each: not (each[1] and spelling.is_of(each[1]))):
+        sorter.add(tensor, name)
+    return SortedTensors(spelling.naming, sorter.pairs, tuple(sorter.copies))
+
+
+class _Sorter:
+    """Into the base's modules. spelling: of most tensors, and so of all."""
+
+    def __init__(self, spelling: Spelling, base: BaseSpec, findings: Findings) -> None:
+        self.pairs: dict[str, dict[str, TensorInfo]] = {}
+        self.copies: list[tuple[str, TensorInfo]] = []
+        self._spelling = spelling
+        self._base = base
+        self._findings = findings
+        self._table = {module.path: module for module in base_modules(base)}
+
+    def add(self, tensor: TensorInfo, name: TensorName | None) -> None:
+        path = None if name is None else meant_by_any(name.path)
+        module = None if path is None else self._table.get(path)
+        if name is None or module is None or (not name.side and module.layer >= 0):
+            self._findings.add(*self._unknown(tensor.name, name, path))
+        elif not name.side:
+            self._add_copy(tensor, name, module)
+        else:
+            self._add_side(tensor, name, module)
+
+    def _add_copy(self, tensor: TensorInfo, name: TensorName, module: BaseModule) -> None:
+        if self._is_spelled_alike(tensor, name) and _is_comparable(
+            module, tensor, self._base, self._findings
+        ):
+            self.copies.append((module.name, tensor))
+
+    def _add_side(self, tensor: TensorInfo, name: TensorName, module: BaseModule) -> None:
+        is_embedding = module.name == "embed_tokens"
+        there = self.pairs.get(module.path, {}).get(name.side)
+        if is_embedding is not name.is_embedding or is_embedding is name.has_weight:
+            kind = "lora_embedding_A/B" if is_embedding else "lora_A/B.weight"
+            message = f"{tensor.name}: LoRA of {module.path} is stored as {kind}"
+            self._findings.add("misplaced_tensor", tensor.name, message)
+        elif there is not None:
+            message = f"{tensor.name}: the same tensor is stored twice, also as {there.name}"
+            self._findings.add("duplicate_tensor", tensor.name, message)
+        elif self._is_spelled_alike(tensor, name):
+            self.pairs.setdefault(module.path, {})[name.side] = tensor
+
+    def _is_spelled_alike(self, tensor: TensorInfo, name: TensorName) -> bool:
+        """Like most tensors. PEFT loads one spelling at a time: another may be of another model."""
+        spelling, code = self._spelling, "unknown_tensor"
+        if spelling.is_of(name):
+            return True
+        if spelling.naming.meant(name.path) is None:
+            code = "unknown_module"
+            message = f"{tensor.name}: other tensors name modules as {spelling.naming.words} does"
+        elif name.has_prefix is not spelling.has_prefix:
+            message = f"{tensor.name}: some tensors begin with base_model.model. and some do not"
+        else:
+            adapters = f"{shown(name.adapter)} and {shown(spelling.adapter)}"
+            message = f"{tensor.name}: the file holds two adapters, {adapters}"
+        self._findings.add(code, tensor.name, message)
+        return False
+
+    def _unknown(
+        self, told: str, name: TensorName | None, path: str | None
+    ) -> tuple[str, str, str]:
+        """told: the tensor's name as stored. path: what the module would be in the base."""
+        if name is None or not name.side:
+            expected = "expected names such as base_model.model.MODULE.lora_A.weight"
+            message = f"{told}: not a tensor of plain LoRA on this base model; {expected}"
+            return "unknown_tensor", told, message
+        layer = _LAYER.fullmatch(path or "")
+        if layer and int(layer["layer"]) >= self._base.num_layers:
+            message = f"{told}: the base model has {self._base.num_layers} layers"
+            return "layer_out_of_range", told, message
+        return "unknown_module", told, f"{told}: the base model has no module {name.path}"
+
+
+def _is_comparable(
+    module: BaseModule, tensor: TensorInfo, base: BaseSpec, findings: Findings
+) -> bool:
+    """Whether a table saved beside the adapter can be compared with the base's own, here or where
+    the base is known."""
+    rows, columns = base.vocab_size, base.hidden_size
+    if tensor.shape != (rows, columns):
+        message = f"{tensor.name}: {list(tensor.shape)} resizes the base's [{rows}, {columns}]"
+        findings.add("resized_embeddings", tensor.name, message)
+        return False
+    known = base.is_inferred or base.embedding_digests.get(module.name)
+    if tensor.dtype not in FLOAT_DTYPES or not known:
+        message = (
+            f"{tensor.name}: replaces weights of the base model; save the adapter with "
+            "save_embedding_layers=False"
+        )
+        findings.add("base_weights_included", tensor.name, message)
+        return False
+    return True

@@ -1,0 +1,185 @@
+"""Where each tensor of a validated adapter lies in its slab. Pure arithmetic; moves no bytes."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from adapters.base import LAYER_SITES, MODEL_SITES, SITE_PROJECTIONS, BaseSpec, SiteKind
+from adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
+from adapters.peft.validate import SlabRoom
+
+ALIGNMENT = 256
+_OPEN_EXTENTS = 16
+
+
+class PlacedMatrix(msgspec.Struct, frozen=True):
+    """One matrix of the slab. offset: bytes from its start. shape: as stored, row-major."""
+
+    offset: int
+    shape: tuple[int, int]
+    nbytes: int
+
+
+class RankedModule(Protocol):
+    """Of a module's LoRA what its place in a slab depends on; as in `ModuleLora`."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def lora_rank(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+
+
+class Packable(Protocol):
+    """An adapter that is there, or one that is planned."""
+
+    @property
+    def modules(self) -> Sequence[RankedModule]: ...
+
+
+def make_layout(
+    adapter: Packable, base: BaseSpec, digest: str, dtype: SlabDtype, extent_bytes: int
+) -> SlabLayout:
+    """The layout of an unsharded slab (`SlabLayout` tells the rules).
+
+    extent_bytes: a positive multiple of 256.
+    """
+    if extent_bytes <= 0 or extent_bytes % ALIGNMENT:
+        raise ValueError(f"extent_bytes must be a positive multiple of 256, got {extent_bytes}")
+    by_site: dict[tuple[int, str], RankedModule] = {(m.layer, m.module): m for m in adapter.modules}
+    cursor = _Cursor(extent_bytes)
+    sites: list[SiteLayout] = []
+    for layer, kind in _site_order(base):
+        names = SITE_PROJECTIONS[kind]
+        modules = [by_site.get((layer, name)) for name in names]
+        if any(modules):
+            sites.append(_place_site(layer, kind, modules, base, ITEM_BYTES[dtype], cursor))
+    return SlabLayout(
+        digest=digest,
+        base_digest=base.digest,
+        dtype=dtype,
+        tp_rank=0,
+        tp_size=1,
+        extent_bytes=extent_bytes,
+        runs=cursor.runs(),
+        sites=tuple(sites),
+    )
+
+
+def room_problem(adapter: Packable, base: BaseSpec, room: SlabRoom) -> str | None:
+    """Why an adapter can never be served from this memory, or None. Names the option to raise."""
+    layout = make_layout(adapter, base, "", room.dtype, room.extent_bytes)
+    for option, nbytes in (
+        ("adapter_memory", room.device_bytes),
+        ("host_adapter_memory", room.host_bytes),
+    ):
+        if layout.nbytes > nbytes // room.extent_bytes * room.extent_bytes:
+            return (
+                f"the adapter takes {layout.nbytes} bytes of memory (packed in {room.dtype}), more "
+                f"than the {nbytes} bytes that the worker has for all adapters: the operator can "
+                f"raise its option {option} to {layout.nbytes} or more"
+            )
+    return None
+
+
+def a_matrix(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
+    """The stacked A of a site; for `embed_tokens`, A transposed."""
+    in_features = _shape(base, site.kind, 0)[0]
+    total = sum(site.ranks)
+    shape = (in_features, total) if site.kind == "embed_tokens" else (total, in_features)
+    return PlacedMatrix(site.a_offset, shape, shape[0] * shape[1] * item_bytes)
+
+
+def b_matrices(
+    site: SiteLayout, base: BaseSpec, item_bytes: int
+) -> tuple[PlacedMatrix | None, ...]:
+    """The B of each projection of a site; None where it is not targeted."""
+    result: list[PlacedMatrix | None] = []
+    for index, lora_rank in enumerate(site.ranks):
+        shape = (_shape(base, site.kind, index)[1], lora_rank)
+        placed = PlacedMatrix(site.b_offsets[index], shape, shape[0] * shape[1] * item_bytes)
+        result.append(placed if lora_rank else None)
+    return tuple(result)
+
+
+def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
+    """In the order a step computes them, so that the first layers can be used first."""
+    yield -1, MODEL_SITES[0]
+    for layer in range(base.num_layers):
+        for kind in LAYER_SITES:
+            yield layer, kind
+    yield -1, MODEL_SITES[1]
+
+
+def _shape(base: BaseSpec, kind: SiteKind, projection: int) -> tuple[int, int]:
+    """(in, out) features. Projections of a site share their input."""
+    modules = base.model_modules if kind in MODEL_SITES else base.layer_modules
+    module = modules[SITE_PROJECTIONS[kind][projection]]
+    return module.in_features, module.out_features
+
+
+def _place_site(
+    layer: int,
+    kind: SiteKind,
+    modules: list[RankedModule | None],
+    base: BaseSpec,
+    item_bytes: int,
+    cursor: "_Cursor",
+) -> SiteLayout:
+    ranks = tuple(module.lora_rank if module else 0 for module in modules)
+    a_offset = cursor.place(sum(ranks) * _shape(base, kind, 0)[0] * item_bytes)
+    b_offsets = tuple(
+        cursor.place(lora_rank * _shape(base, kind, index)[1] * item_bytes) if lora_rank else 0
+        for index, lora_rank in enumerate(ranks)
+    )
+    scales = tuple(module.scale if module else 0.0 for module in modules)
+    return SiteLayout(layer, kind, ranks, scales, a_offset, b_offsets)
+
+
+class _Cursor:
+    """Hands out aligned offsets so that only tensors larger than an extent cross a border.
+
+    A tensor goes where the first of the last few extents that have room left has room for it: an
+    adapter's tensors are few sizes, and one after the other they would leave a sixth free.
+    """
+
+    def __init__(self, extent_bytes: int) -> None:
+        self._extent_bytes = extent_bytes
+        self._runs: list[int] = []
+        self._end = 0
+        # Where free tails of extents begin and end. Few, as every tensor asks all of them.
+        self._tails: deque[tuple[int, int]] = deque(maxlen=_OPEN_EXTENTS)
+
+    def place(self, nbytes: int) -> int:
+        if nbytes > self._extent_bytes:
+            return self._open(len_in_extents(nbytes, self._extent_bytes))
+        for number, (start, end) in enumerate(self._tails):
+            if start + nbytes <= end:
+                del self._tails[number]
+                break
+        else:
+            start = self._open(1)
+            end = self._end
+        rest = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if rest < end:
+            self._tails.append((rest, end))
+        return start
+
+    def runs(self) -> tuple[int, ...]:
+        return tuple(self._runs)
+
+    def _open(self, run: int) -> int:
+        """A new run of extents; where it begins."""
+        start = self._end
+        self._runs.append(run)
+        self._end += run * self._extent_bytes
+        return start
+
+
+def len_in_extents(nbytes: int, extent_bytes: int) -> int:
+    return -(-nbytes // extent_bytes)

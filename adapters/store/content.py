@@ -1,0 +1,154 @@
+"""Judged content on disk, a folder for each digest: its files and its manifest.
+
+What is new can be used at once, and is safe from a crash a little later. Until it is, its manifest
+has a name that only this run of the machine knows: after a crash nobody takes what may never have
+reached the disk for content.
+"""
+
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from adapters.common.boot import boot_id
+from adapters.common.disk import (
+    entries_of,
+    hold,
+    mark_used,
+    publish_folder,
+    remove_held,
+    sync_files,
+    sync_path,
+)
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from adapters.peft.config import CONFIG_FILE
+from adapters.peft.validate import WEIGHTS_FILE
+
+log = logging.getLogger(__name__)
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MANIFEST_FILE = "manifest.json"
+
+
+class Contents:
+    """Thread-safe, and so are several processes with one folder."""
+
+    def __init__(self, folder: Path, syncing: Executor | None) -> None:
+        """syncing: where disks are waited for; None = by whoever brings content."""
+        self._folder = folder
+        boot = boot_id()
+        self._syncing = syncing if boot else None
+        self._fresh_manifest = f"manifest-{boot}.json"
+
+    def path(self, digest: str) -> Path:
+        return self._folder / digest
+
+    def has(self, digest: str) -> bool:
+        """Whether it is here. It does not count as a use."""
+        return bool(_DIGEST.fullmatch(digest)) and any(
+            (self._folder / digest / name).is_file() for name in self._manifest_files()
+        )
+
+    @contextmanager
+    def held(self, digest: str) -> Iterator[AdapterManifest | None]:
+        """Stored content, safe from eviction meanwhile. None: it is not here, or was damaged."""
+        found = bool(_DIGEST.fullmatch(digest))
+        with ExitStack() as held:
+            if found:
+                try:
+                    held.enter_context(closing(hold(self._folder / digest)))
+                except FileNotFoundError:
+                    found = False
+            yield self._manifest(digest) if found else None
+
+    def keep(self, folder: Path, manifest: AdapterManifest) -> None:
+        """Moves the files out of `folder`, which lies on the same disk, to where they are held.
+
+        Where the same content is already, it stays. Raises OSError.
+        """
+        target = self._folder / manifest.digest
+        staged = folder / manifest.digest
+        staged.mkdir(exist_ok=True)
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            (folder / name).rename(staged / name)
+        later = self._syncing is not None
+        name = self._fresh_manifest if later else _MANIFEST_FILE
+        (staged / name).write_bytes(msgspec.json.encode(manifest))
+        # Only what was there when it was judged: another may publish the same content meanwhile.
+        with suppress(FileNotFoundError), closing(hold(target)) as found:
+            there = self._manifest(manifest.digest)
+            if there is None or not there.knows_ends:
+                remove_held(found, target)
+        publish_folder(staged, target, durable=not later)
+        self._sync_later(manifest.digest)
+
+    def give_up(self, digest: str) -> None:
+        """Removes what is damaged. Raises OSError."""
+        with suppress(FileNotFoundError):  # another does the same
+            shutil.rmtree(self._folder / digest)
+
+    def sync_all(self) -> None:
+        """What an earlier process left to be synced. Raises OSError."""
+        for entry in entries_of(self._folder):
+            if (self._folder / entry.name / self._fresh_manifest).exists():
+                self._sync_later(entry.name)
+
+    def _manifest_files(self) -> tuple[str, str]:
+        """In this order: the first becomes the second."""
+        return self._fresh_manifest, _MANIFEST_FILE
+
+    def _manifest(self, digest: str) -> AdapterManifest | None:
+        folder = self._folder / digest
+        for name in self._manifest_files():
+            try:
+                manifest = msgspec.json.decode((folder / name).read_bytes(), type=AdapterManifest)
+                weights = (folder / WEIGHTS_FILE).stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue  # damaged
+            if manifest.template is not None and manifest.special_tokens is None:
+                continue  # of before they were kept: to be judged again
+            if manifest.digest == digest and weights >= manifest.nbytes:
+                mark_used(folder)
+                return manifest
+        return None
+
+    def _sync_later(self, digest: str) -> None:
+        if self._syncing is not None:
+            self._syncing.submit(self._sync, digest)
+
+    def _sync(self, digest: str) -> None:
+        """Safe on the disk, then named so."""
+        folder = self._folder / digest
+        try:
+            with closing(hold(folder)):
+                sync_files(folder)
+                (folder / self._fresh_manifest).rename(folder / _MANIFEST_FILE)
+                sync_path(folder)
+                sync_path(self._folder)
+        except FileNotFoundError:
+            pass  # it was evicted, or another process did it
+        except OSError as error:
+            log.warning("adapter %.12s is not safe on the disk: %s", digest, error)
+
+
+def present(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
+    """What `Contents.held` gave. Raises AdapterError when that is nothing."""
+    if manifest is None:
+        raise AdapterError("not_found", f"adapter {digest[:12]} is not in the store")
+    return manifest
+
+
+def merged_member(manifest: AdapterManifest | None, digest: str) -> AdapterManifest:
+    """As `present`; what is not here any more can be fetched again."""
+    if manifest is None:
+        message = f"adapter {digest[:12]} is not in the store any more; try again"
+        raise AdapterError("unavailable", message, (), 1.0)
+    return manifest

@@ -1,0 +1,129 @@
+"""Folders for what is not whole yet: private, locked while in use, removed when they are left.
+
+A download that broke off leaves its folder for the next who wants the same content, also in the
+next process; so does one whose process was killed.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from adapters.common.boot import boot_id
+from adapters.common.disk import entries_of, release, stored_bytes
+from adapters.errors import AdapterChanged, AdapterError
+
+# Of downloads that broke off, together.
+MAX_KEPT = 16
+MAX_KEPT_BYTES = 16 << 30
+KEPT_S = 86_400.0
+_ATTEMPTS = 8
+_KEPT = "resume-"
+
+
+@contextmanager
+def staging_folder(parent: Path) -> Iterator[Path]:
+    """A private folder, removed at the end; its lock tells other processes that it is in use."""
+    folder, lock = _new_folder(parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def resumable_folder(parent: Path, key: str) -> Iterator[Path]:
+    """As `staging_folder`, with what an earlier download for `key` left.
+
+    key: names the content exactly. The folder is left when AdapterError `unavailable` ends it, and
+    when the process dies. Whoever finds it in use by another gets a fresh one.
+    """
+    folder = parent / f"{_KEPT}{hashlib.sha256(f'{boot_id()} {key}'.encode()).hexdigest()[:40]}"
+    lock = _take(folder)
+    if lock is None:
+        with staging_folder(parent) as fresh:
+            yield fresh
+        return
+    keep = False
+    try:
+        yield folder
+    except AdapterError as error:
+        keep = error.code == "unavailable" and not isinstance(error, AdapterChanged)
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        if keep:
+            remove_stale(parent)
+
+
+def remove_stale(parent: Path) -> None:
+    """Removes what dead processes left, but for downloads that can go on: few, and not for long."""
+    kept: list[tuple[float, Path]] = []
+    for entry in entries_of(parent):
+        path = Path(entry.path)
+        with suppress(OSError):
+            used = entry.stat().st_mtime
+            if entry.name.startswith(_KEPT) and 0 <= time.time() - used < KEPT_S:
+                kept.append((used, path))
+            else:
+                _remove(path)
+    for _, path in sorted(kept, reverse=True)[MAX_KEPT:]:
+        with suppress(OSError):
+            _remove(path)
+    release(stored_bytes((parent,)) - MAX_KEPT_BYTES, (parent,))
+
+
+def _new_folder(parent: Path) -> tuple[Path, int]:
+    """Another process may take the folder for a stale one before it is locked; then once more."""
+    for _ in range(_ATTEMPTS):
+        folder = Path(tempfile.mkdtemp(dir=parent))
+        lock = _lock(folder)
+        if lock is not None:
+            return folder, lock
+    raise OSError(errno.EBUSY, "no staging folder could be locked")
+
+
+def _take(folder: Path) -> int | None:
+    """The lock of a folder that is made if need be; None when another holds it."""
+    for _ in range(_ATTEMPTS):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = _lock(folder)
+        if lock is not None:
+            os.utime(folder)
+            return lock
+        if folder.exists():
+            return None
+    return None
+
+
+def _lock(folder: Path) -> int | None:
+    """None when it is another's, or was removed or replaced meanwhile."""
+    with suppress(FileNotFoundError):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), folder.stat()):
+                return fd
+        except OSError:
+            pass
+        os.close(fd)
+    return None
+
+
+def _remove(path: Path) -> None:
+    """Unless somebody has it locked."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+    finally:
+        os.close(fd)

@@ -1,0 +1,399 @@
+"""The store of admitted adapters on disk: fetched once, judged once, packed on demand.
+
+Everything is keyed by content digest; what a reference meant is remembered beside it. Several
+processes may share a root. Blocking and thread-safe; who may use which adapter is not decided here.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from adapters.base import BaseSpec
+from adapters.common.disk import disk_errors, mark_used, publish_file
+from adapters.common.recent import Recent
+from adapters.common.retries import Retries
+from adapters.common.single_flight import SingleFlight
+from adapters.content_check import ContentCheck, DigestCheck, SealCheck
+from adapters.coverage import Coverage
+from adapters.errors import AdapterChanged, AdapterError
+from adapters.judge import Judged, check_small, is_intact, judge_folder, rejudge
+from adapters.manifest import LAYOUT_VERSION, AdapterManifest, SlabDtype, SlabLayout
+from adapters.merge.job import MergeJob, write_ends, write_job
+from adapters.merge.plan import merged_coverage, plan_merge
+from adapters.merge.recipe import MergeRecipe
+from adapters.peft.files import fetched_bytes, read_index, small_files, weight_files
+from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
+from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name, told_place
+from adapters.safetensors.file import WeightsFile, join_files, open_weights
+from adapters.slab.file import SlabError, SlabFile, SlabSource, write_slab_file
+from adapters.slab.layout import make_layout
+from adapters.slab.unpacked import Unpacked
+from adapters.sources.base import Source
+from adapters.sources.partial import partial_bytes
+from adapters.store.content import Contents, merged_member, present
+from adapters.store.quota import Quota
+from adapters.store.references import Known, References
+from adapters.store.staging import remove_stale, resumable_folder, staging_folder
+from adapters.violations import Findings, invalid
+
+log = logging.getLogger(__name__)
+
+Stage = Literal["fetching", "checking"]
+Progress = Callable[[Stage], None]
+
+_FAILURE_TTL_S = 5.0
+_MERGE_FAILURE_TTL_S = 600.0
+# Some 300 KB each: what comes is used soon.
+_MAX_JUDGED = 128
+_MAX_ALLOWED = 65_536
+# What enables a source that is not enabled by itself.
+_OPTIONS: dict[RefSource, str] = {"s3": "--s3-bucket", "https": "--https-host"}
+
+
+class AdapterStore:
+    """Adapters for one base model under `root`.
+
+    sources: those that references may name; others are refused. clock: monotonic seconds.
+    syncing: a thread that waits for the disk, so that nobody who wants an adapter does; None = it
+    is waited for before `admit` returns. judging: how many are judged at once; it takes a core.
+    Every method raises AdapterError when the adapter cannot be had.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        base: BaseSpec,
+        sources: Mapping[RefSource, Source],
+        limits: AdapterLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        retries: Retries | None = None,
+        syncing: Executor | None = None,
+        judging: int = 4,
+    ) -> None:
+        self._base = base
+        self._retries = retries or Retries()
+        self._sources = dict(sources)
+        self._limits = limits or AdapterLimits()
+        self._home = home = root.expanduser() / (base.digest[:32] or "base")
+        content, refs = home / "content", home / "refs"
+        self._slabs = home / "slabs"
+        self._staging = home / "staging"
+        self._folders = content, refs, self._slabs, self._staging
+        self._contents = Contents(content, syncing)
+        self._references = References(refs)
+        self._quota = Quota(self._limits.max_store_bytes, (content, self._slabs), self._staging)
+        self._admissions: SingleFlight[AdapterRef, AdapterManifest]
+        self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
+        self._judged: Recent[str, Judged] = Recent(_MAX_JUDGED)
+        self._allowed: Recent[str, Coverage] = Recent(_MAX_ALLOWED)
+        self._judging = threading.BoundedSemaphore(judging)
+        self._merges: SingleFlight[str, AdapterManifest]
+        self._merges = SingleFlight(clock, _MERGE_FAILURE_TTL_S)
+        try:
+            self._make_folders()
+            remove_stale(self._staging)
+            self._contents.sync_all()
+        except OSError as error:
+            reason = error.strerror or error
+            message = f"the cache folder {root} cannot be used: {reason}; --cache-dir names another"
+            raise AdapterError("unavailable", message) from error
+
+    def admit(
+        self,
+        ref: AdapterRef,
+        token: str | None,
+        expected_digest: str | None = None,
+        progress: Callable[[Stage], None] | None = None,
+    ) -> AdapterManifest:
+        """The manifest of the adapter that `ref` names, fetched and judged if it is not yet here.
+
+        A commit of the Hub that is known costs no network: its caller has been authorised already.
+        Others are resolved here, and once more if they change under the fetch.
+        token: of this caller, for this call. progress: told of each stage of a fetch.
+        """
+        source = self._sources.get(ref.source)
+        if source is None:
+            option = _OPTIONS.get(ref.source)
+            allowed = "" if option is None else f": no {option} allows them"
+            message = f"adapters from {ref.source!r} are not enabled here{allowed}"
+            raise AdapterError("forbidden", message)
+        report = progress or (lambda stage: None)
+        try:
+            manifest = self._admit_current(source, ref, token, report)
+        except AdapterChanged:
+            manifest = self._admit_current(source, ref, token, report)
+        if expected_digest is not None and manifest.digest != expected_digest:
+            message = f"expected content {expected_digest}, found {manifest.digest}"
+            raise invalid("digest_mismatch", told_name(ref), message)
+        return manifest
+
+    def recall(self, ref: AdapterRef) -> AdapterManifest | None:
+        """What `admit` would say, if all of it is here: quick, without any network."""
+        source = self._sources.get(ref.source)
+        if source is None or not (_is_commit(ref) or ref.source == "local"):
+            return None
+        pinned = ref if _is_commit(ref) else source.resolve(ref, None)
+        with disk_errors(self._home):
+            manifest = self._recall(pinned)
+        return manifest if manifest and manifest.knows_ends else None
+
+    def merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
+        """The adapter that the recipe makes of admitted ones; its digest is the recipe's.
+
+        run: does the job (`adapters.merge.job`) of the folder that it is given.
+        """
+        return self._merges.run(recipe.digest, "", lambda: self._merge(recipe, run))
+
+    def manifest(self, digest: str) -> AdapterManifest:
+        """Of an admitted adapter."""
+        with disk_errors(self._home), self._contents.held(digest) as manifest:
+            return present(manifest, digest)
+
+    def has(self, digest: str) -> bool:
+        """Whether it is here. It does not count as a use."""
+        return self._contents.has(digest)
+
+    def open_slab(
+        self, digest: str, dtype: SlabDtype, extent_bytes: int, tp_rank: int = 0, tp_size: int = 1
+    ) -> SlabSource:
+        """An admitted adapter's slab, from its file or else to be packed as it is read; the caller
+        closes it."""
+        if (tp_rank, tp_size) != (0, 1):
+            raise ValueError("slabs are not sharded: tp_size must be 1")
+        with disk_errors(self._home), ExitStack() as held:
+            known = held.enter_context(self._contents.held(digest))
+            manifest = present(known, digest)
+            target = self._slab_file(digest, dtype, extent_bytes)
+            with suppress(FileNotFoundError, SlabError):
+                slab = SlabFile(target)
+                mark_used(target)
+                return slab
+            weights = held.enter_context(open_weights(self._contents.path(digest) / WEIGHTS_FILE))
+            adapter, check = self._checked(manifest, weights)
+            layout = make_layout(adapter, self._base, digest, dtype, extent_bytes)
+            damaged = partial(self._damaged, digest)
+            kept = held.pop_all()
+            return Unpacked(weights, adapter, self._base, layout, check, damaged, kept)
+
+    def save_slab(
+        self,
+        layout: SlabLayout,
+        arena: memoryview,
+        first_extents: Sequence[int],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Keeps on disk what `SlabSource.copy_runs` brought to the arena: a copy is quicker than
+        packing. False: `stopped` became true, and nothing is kept."""
+        target = self._slab_file(layout.digest, layout.dtype, layout.extent_bytes)
+        with disk_errors(self._home):
+            with suppress(FileNotFoundError, SlabError):
+                SlabFile(target).close()
+                return True
+            self._make_folders()
+            self._quota.check(layout.nbytes)
+            with self._quota.room(layout.nbytes), staging_folder(self._staging) as folder:
+                staged = folder / "slab"
+                if not write_slab_file(staged, layout, arena, first_extents, stopped):
+                    return False
+                publish_file(staged, target)
+                return True
+
+    def _slab_file(self, digest: str, dtype: SlabDtype, extent_bytes: int) -> Path:
+        return self._slabs / f"{digest}-{dtype}-{extent_bytes}-0of1-v{LAYOUT_VERSION}.slab"
+
+    def _admit_current(
+        self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
+    ) -> AdapterManifest:
+        pinned = ref
+        if not _is_commit(ref):
+            pinned = self._retries.run(lambda: source.resolve(ref, token))
+        credential = hashlib.sha256((token or "").encode()).hexdigest()
+        return self._admissions.run(
+            pinned, credential, lambda: self._admit(source, pinned, token, progress)
+        )
+
+    def _admit(
+        self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
+    ) -> AdapterManifest:
+        with disk_errors(self._home):
+            known = self._recall(ref)
+            if known is not None and known.knows_ends:
+                return known
+            try:
+                return self._bring(source, ref, token, progress)
+            except AdapterError as error:
+                if known is None or error.violations or isinstance(error, AdapterChanged):
+                    raise
+                return known
+
+    def _bring(
+        self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
+    ) -> AdapterManifest:
+        self._make_folders()
+        with self._staging_folder(ref) as folder:
+            progress("fetching")
+            nbytes = self._fetch(source, ref, token, folder)
+            progress("checking")
+            with self._judging:
+                judged = judge_folder(folder, self._base, self._limits)
+            self._keep(folder, judged)
+            self._references.remember(Known(ref, judged.manifest.digest, nbytes), folder)
+        return judged.manifest
+
+    def _merge(self, recipe: MergeRecipe, run: Callable[[Path], None]) -> AdapterManifest:
+        with disk_errors(self._home), ExitStack() as held:
+            known = self._known(recipe.digest)
+            if known is not None:
+                return known
+            members = [
+                merged_member(held.enter_context(self._contents.held(member.digest)), member.digest)
+                for member in recipe.members
+            ]
+            return self._make(recipe, members, run)
+
+    def _make(
+        self,
+        recipe: MergeRecipe,
+        members: Sequence[AdapterManifest],
+        run: Callable[[Path], None],
+    ) -> AdapterManifest:
+        tensors = [self._intact(member) for member in members]
+        nbytes = plan_merge(recipe, tensors, self._base, self._limits).nbytes
+        self._make_folders()
+        self._quota.check(nbytes)
+        with self._quota.room(nbytes), staging_folder(self._staging) as folder:
+            job = MergeJob(recipe, self._base, self._limits)
+            write_job(folder, job, [self._contents.path(member.digest) for member in members])
+            run(folder)
+            write_ends(folder, members)
+            judged = judge_folder(folder, self._base, self._limits)
+            manifest = judged.manifest.of_merge(recipe.digest, merged_coverage(tensors))
+            self._keep(folder, judged._replace(manifest=manifest))
+        return manifest
+
+    def _fetch(self, source: Source, ref: AdapterRef, token: str | None, folder: Path) -> int:
+        """Small files first: most of what cannot be served is known before the weights come.
+
+        Returns the bytes of all files.
+        """
+        listing = self._retries.run(lambda: source.list_files(ref, token))
+        findings = Findings()
+        nearby = partial(source.adapters_in, ref, token)
+        small = small_files(listing, self._limits, findings, told_place(ref), nearby)
+        total = fetched_bytes(listing)
+        if total > self._quota.max_bytes:
+            message = f"the adapter has {total} bytes, more than the adapter store may hold"
+            raise AdapterError("too_large", message)
+        self._quota.check(total)
+
+        def fetch(name: str) -> None:
+            target = folder / name
+            if partial_bytes(target) == listing[name] and target.exists():
+                return
+            self._retries.run(
+                lambda: source.fetch_file(ref, token, name, folder), lambda: partial_bytes(target)
+            )
+            fetched = target.stat().st_size
+            if fetched != listing[name]:
+                target.unlink()
+                message = f"{name} came with {fetched} bytes, {listing[name]} were announced"
+                raise AdapterError("unavailable", message, (), 1.0)
+
+        for name in small:
+            fetch(name)
+        contents = {name: (folder / name).read_bytes() for name in small}
+        check_small(contents, self._base, self._limits, findings)
+        index = read_index(contents, listing, findings)
+        findings.raise_if_any()
+        # Several files and the one that is made of them lie side by side for a while.
+        with self._quota.room(total if index is None else 2 * total):
+            for name in weight_files(listing):
+                fetch(name)
+            if index is not None:
+                join_files(folder, index, WEIGHTS_FILE)
+        return total
+
+    def _make_folders(self) -> None:
+        """Before anything is written: somebody may have deleted them. Raises OSError."""
+        for folder in self._folders:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _staging_folder(self, ref: AdapterRef) -> AbstractContextManager[Path]:
+        """Folders are copied; what comes over a network goes on where it broke off."""
+        if ref.source == "local":
+            return staging_folder(self._staging)
+        return resumable_folder(self._staging, format_ref(ref))
+
+    def _keep(self, folder: Path, judged: Judged) -> None:
+        self._contents.keep(folder, judged.manifest)
+        self._judged.put(judged.manifest.digest, judged)
+        self._allowed.put(judged.manifest.digest, judged.tensors.coverage)
+
+    def _recall(self, ref: AdapterRef) -> AdapterManifest | None:
+        """What is known of a pinned reference, if it is not too large by the limits of today."""
+        known = self._references.find(ref)
+        if known is None or known.nbytes > self._limits.max_bytes:
+            return None
+        return self._known(known.digest)
+
+    def _known(self, digest: str) -> AdapterManifest | None:
+        """Of stored content, judged again under the limits of today, once.
+
+        What is refused is given up: the disk may have changed it, so that what is published is
+        judged instead. If the limits were changed, they refuse that too.
+        """
+        with self._contents.held(digest) as manifest:
+            if manifest is None:
+                return None
+            coverage = self._allowed.get(digest)
+            if coverage is None:
+                try:
+                    folder = self._contents.path(digest)
+                    coverage = rejudge(folder, self._base, self._limits).coverage
+                except AdapterError as error:
+                    log.warning("stored adapter %.12s is given up: %s", digest, error)
+                    self._contents.give_up(digest)
+                    return None
+                self._allowed.put(digest, coverage)
+            return manifest.with_coverage(coverage)
+
+    def _intact(self, manifest: AdapterManifest) -> LoraTensors:
+        """The tensors of stored content, which is given up if the disk has changed it."""
+        folder = self._contents.path(manifest.digest)
+        adapter = rejudge(folder, self._base, self._limits)
+        if not is_intact(folder, adapter, manifest):
+            raise self._damaged(manifest.digest)
+        return adapter
+
+    def _checked(
+        self, manifest: AdapterManifest, weights: WeightsFile
+    ) -> tuple[LoraTensors, Callable[[], ContentCheck]]:
+        """The tensors of stored content, and what tells whether they are read as they were judged.
+
+        Content that this process judged itself, and whose file is still the same, need not be
+        hashed again.
+        """
+        judged = self._judged.get(manifest.digest)
+        if judged is not None and judged.seal.identity == weights.identity():
+            return judged.tensors, partial(SealCheck, judged.seal)
+        adapter = rejudge(self._contents.path(manifest.digest), self._base, self._limits)
+        known = manifest.content_digest or manifest.digest
+        return adapter, partial(DigestCheck, weights, adapter.config, manifest.text, known)
+
+    def _damaged(self, digest: str) -> AdapterError:
+        """Gives up stored content that the disk has changed."""
+        self._contents.give_up(digest)
+        message = "the stored adapter was damaged and has been removed; try again"
+        return AdapterError("unavailable", message, (), 1.0)
+
+
+def _is_commit(ref: AdapterRef) -> bool:
+    """Of the Hub, where whoever pins has been authorised. Other sources allow at each resolve."""
+    return ref.source == "hub" and is_pinned(ref)

@@ -1,0 +1,130 @@
+"""What a cold adapter costs the shell of a worker: from its folder to the host's arena and the slab
+file, in seconds of a core, with nothing else running."""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from adapters.base import BaseSpec
+from adapters.manifest import AdapterManifest, SlabDtype
+from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
+from adapters.ref import AdapterRef
+from adapters.slab.memory import one_after_another
+from adapters.sources.local import LocalSource
+from adapters.store.store import AdapterStore, Stage
+from launcher.bench.engine.offline import EXTENT_BYTES
+from server.engine.shared_memory import HostMemory
+from server.model.checkpoint.checkpoint import read_config
+from server.model.checkpoint.config import base_spec
+
+_ROOM = 1 << 40
+_PIECE = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class ColdTimes:
+    """Of an adapter with `mb` megabytes of weights: milliseconds of a core, each the best of the
+    adapters and rounds, since what shares the cores shows in their times, too.
+
+    fetch: its folder copied into the store. judge: read, hashed, checked and kept. pack: from there
+    into the arena. first_use: all of these. save: the slab file, written and synced behind that.
+    load: the slab file into the arena. sha256: one pass of the digest's hash over as many bytes
+    that a core has at hand.
+    """
+
+    mb: float
+    fetch_ms: float
+    judge_ms: float
+    pack_ms: float
+    first_use_ms: float
+    save_ms: float
+    load_ms: float
+    sha256_ms: float
+
+
+class _Path:
+    """One adapter after the other, through a store of its own each round."""
+
+    def __init__(
+        self, root: Path, adapters_in: Path, base: BaseSpec, dtype: SlabDtype, syncing: Executor
+    ) -> None:
+        limits = AdapterLimits(room=SlabRoom(dtype, EXTENT_BYTES, _ROOM, _ROOM))
+        source = LocalSource([adapters_in])
+        self._store = AdapterStore(root, base, {"local": source}, limits, syncing=syncing)
+        self._dtype = dtype
+        self._memory: HostMemory | None = None
+
+    def measure(self, name: str, weights: Path) -> ColdTimes:
+        marks: dict[Stage, float] = {}
+
+        def progress(stage: Stage) -> None:
+            marks[stage] = time.thread_time()
+
+        manifest = self._store.admit(AdapterRef("local", name), None, None, progress)
+        judged = time.thread_time()
+        pack = self._bring(manifest)
+        save = self._save(manifest)
+        load = self._bring(manifest)
+        fetch, judge = marks["checking"] - marks["fetching"], judged - marks["checking"]
+        return ColdTimes(
+            mb=weights.stat().st_size / 1e6,
+            fetch_ms=1e3 * fetch,
+            judge_ms=1e3 * judge,
+            pack_ms=1e3 * pack,
+            first_use_ms=1e3 * (fetch + judge + pack),
+            save_ms=1e3 * save,
+            load_ms=1e3 * load,
+            sha256_ms=1e3 * _sha256_s(weights.stat().st_size),
+        )
+
+    def _bring(self, manifest: AdapterManifest) -> float:
+        """Seconds; the arena has been written to before, as a GPU's worker pins it at its start."""
+        with closing(self._store.open_slab(manifest.digest, self._dtype, EXTENT_BYTES)) as slab:
+            if self._memory is None or len(self._memory.view) < slab.layout.nbytes:
+                self._memory = HostMemory(slab.layout.nbytes)
+                self._memory.view[:] = bytes(slab.layout.nbytes)
+        started = time.thread_time()
+        with closing(self._store.open_slab(manifest.digest, self._dtype, EXTENT_BYTES)) as slab:
+            slab.copy_runs(self._memory.view, one_after_another(slab.layout))
+            return time.thread_time() - started
+
+    def _save(self, manifest: AdapterManifest) -> float:
+        assert self._memory is not None
+        with closing(self._store.open_slab(manifest.digest, self._dtype, EXTENT_BYTES)) as slab:
+            layout = slab.layout
+        started = time.thread_time()
+        self._store.save_slab(layout, self._memory.view, one_after_another(layout))
+        return time.thread_time() - started
+
+
+def measure(
+    config: Path, adapters_in: Path, names: Sequence[str], dtype: SlabDtype, rounds: int
+) -> ColdTimes:
+    """config: of the base model. names: of folders in `adapters_in`. dtype: of the slabs. The
+    store's disk is that of temporary files. Raises AdapterError, OSError."""
+    base = base_spec(read_config(config), "0" * 64, ("base",))
+    found: list[ColdTimes] = []
+    for _ in range(rounds):
+        with (
+            TemporaryDirectory(prefix="loraplex-cold-") as folder,
+            ThreadPoolExecutor(1, "store-sync") as syncing,
+        ):
+            path = _Path(Path(folder), adapters_in, base, dtype, syncing)
+            found += [path.measure(name, adapters_in / name / WEIGHTS_FILE) for name in names]
+    return ColdTimes(
+        *(min(getattr(one, field.name) for one in found) for field in fields(ColdTimes))
+    )
+
+
+def _sha256_s(nbytes: int) -> float:
+    piece = bytes(_PIECE)
+    digest = hashlib.sha256()
+    started = time.thread_time()
+    for _ in range(nbytes // _PIECE):
+        digest.update(piece)
+    return time.thread_time() - started

@@ -1,0 +1,198 @@
+"""The actions of `loraplex bench` that run the engine or its kernels in this process."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from launcher.bench.engine.local_commands import DTYPES, add_config
+from launcher.bench.load.commands import add_draws, drawn
+from launcher.bench.option_types import lora_rank, lora_ranks, whole, wholes
+from launcher.bench.output import print_fields, print_points
+from launcher.command_line import Parser
+from launcher.options import OptionError
+from server.engine.validation import bad_sampling
+from server.protocol import SamplingParams
+
+if TYPE_CHECKING:
+    from launcher.bench.engine.grid import Grid
+
+_STEP_TOKENS = 8192
+_MOST_ADAPTERS = 100_000
+
+
+def add_engine_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
+    """`decode`, `prefill`, `throughput`, `lora-kernels` and `masks`."""
+    for name, about, run in (
+        ("decode", "time of a decode step", run_decode),
+        ("prefill", "prompt tokens a second", run_prefill),
+    ):
+        parser = actions.add_parser(name, help=about)
+        _add_grid(parser, name == "decode")
+        parser.set_defaults(run=run)
+    _add_throughput(actions.add_parser("throughput", help="the load of `serve` without a server"))
+    kernels = actions.add_parser("lora-kernels", help="LoRA's share of a decode step")
+    kernels.add_argument("--rank", action="append", choices=("16", "64", "mix"))
+    kernels.add_argument("--replays", type=whole(1), default=20)
+    kernels.set_defaults(run=run_lora_kernels)
+    masks = actions.add_parser("masks", help="what grammars cost the host")
+    masks.add_argument("--vocabulary", type=whole(300), default=128_256, help="tokens [128256]")
+    masks.add_argument("--schemas", type=whole(1), default=64, help="all different [64]")
+    masks.add_argument("--threads", type=whole(1), default=4, help="that fill masks [4]")
+    masks.set_defaults(run=run_masks)
+
+
+def _add_engine(parser: Parser) -> None:
+    """Of what runs the engine in this process."""
+    add_config(parser)
+    parser.add_argument(
+        "--dummy-weights", action="store_true", required=True, help="random weights (the only kind)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+
+
+def _add_step_tokens(parser: Parser) -> None:
+    parser.add_argument(
+        "--step-tokens",
+        type=whole(1),
+        default=_STEP_TOKENS,
+        help=f"most of a step [{_STEP_TOKENS}]",
+    )
+
+
+def _add_throughput(parser: Parser) -> None:
+    _add_engine(parser)
+    parser.add_argument(
+        "--adapters", type=whole(0, _MOST_ADAPTERS), default=0, help="how many are drawn from [0]"
+    )
+    parser.add_argument("--rank", type=lora_rank, default=16, help="of every adapter [16]")
+    parser.add_argument(
+        "--room", type=whole(1), help="adapters that the device has room for [all, at most 256]"
+    )
+    parser.add_argument("--max-running", type=whole(1), default=256, help="sequences at once [256]")
+    _add_step_tokens(parser)
+    add_draws(parser)
+    parser.set_defaults(run=run_throughput)
+
+
+def _add_grid(parser: Parser, is_decode: bool) -> None:
+    _add_engine(parser)
+    batches = (1, 8, 32) if is_decode else (4, 16)
+    parser.add_argument("--batch", type=wholes(1), metavar="N,…", default=batches)
+    parser.add_argument("--adapters", type=wholes(0), metavar="N,…", default=(0, 1))
+    parser.add_argument("--rank", type=lora_ranks, metavar="N,…", default=(16,))
+    parser.add_argument("--prompt-tokens", type=whole(1), default=128 if is_decode else 2048)
+    if is_decode:
+        parser.add_argument("--output-tokens", type=whole(1), default=144)
+        parser.add_argument(
+            "--constrained",
+            type=wholes(0),
+            metavar="N,…",
+            default=(0,),
+            help="sequences of --batch that draw through masks of random tokens [0]",
+        )
+    else:
+        _add_step_tokens(parser)
+    parser.add_argument(
+        "--sampling",
+        default="{}",
+        metavar="JSON",
+        help='how tokens are chosen, such as \'{"temperature": 0.8, "top_p": 0.95}\' (default:'
+        " greedily)",
+    )
+
+
+def _model(arguments: argparse.Namespace) -> tuple[Path, Any, Any]:
+    """Its folder, device and dtype. Raises BenchError."""
+    from launcher.bench.engine.offline import check_device, model_folder
+
+    check_device(arguments.device)
+    return model_folder(arguments.config), arguments.device, arguments.dtype
+
+
+def _grid(arguments: argparse.Namespace, output_tokens: int, step_tokens: int) -> "Grid":
+    """Raises OptionError, BenchError."""
+    from launcher.bench.engine.grid import Grid
+
+    grid = Grid(
+        *_model(arguments),
+        batches=arguments.batch,
+        adapters=arguments.adapters,
+        ranks=arguments.rank,
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=output_tokens,
+        step_tokens=step_tokens,
+        sampling=_sampling(arguments.sampling),
+        constrained=getattr(arguments, "constrained", (0,)),
+    )
+    if min(grid.constrained) > max(grid.batches):
+        raise OptionError("no --batch is as large as one of --constrained")
+    if not any(grid.points()):
+        raise OptionError("no --batch is as large as one of --adapters")
+    return grid
+
+
+def _sampling(text: str) -> SamplingParams:
+    """Greedy where it does not say. Raises OptionError."""
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+        unknown = given.keys() - set(SamplingParams.__struct_fields__)
+        if unknown:
+            raise OptionError(f"--sampling: {', '.join(sorted(unknown))}: not known")
+        untyped = SamplingParams(**{"temperature": 0.0, **given})
+        params = msgspec.convert(msgspec.to_builtins(untyped), SamplingParams)  # checks types
+    except msgspec.MsgspecError as error:
+        raise OptionError(f"--sampling: {error}") from error
+    if problem := bad_sampling(params):
+        raise OptionError(f"--sampling: {problem}")
+    return params
+
+
+def run_decode(arguments: argparse.Namespace) -> None:
+    from launcher.bench.engine.grid import SHORT_OUTPUT, decode, table
+
+    if arguments.output_tokens <= SHORT_OUTPUT:
+        raise OptionError(f"--output-tokens must be more than {SHORT_OUTPUT}")
+    grid = _grid(arguments, arguments.output_tokens, _STEP_TOKENS)
+    print_points(decode(grid), arguments.json, table)
+
+
+def run_prefill(arguments: argparse.Namespace) -> None:
+    from launcher.bench.engine.grid import prefill, table
+
+    print_points(prefill(_grid(arguments, 1, arguments.step_tokens)), arguments.json, table)
+
+
+def run_throughput(arguments: argparse.Namespace) -> None:
+    """Raises BenchError, CheckpointError, ConfigError."""
+    from launcher.bench.engine.throughput import Engine, adapters_of, measure, told
+
+    engine = Engine(
+        *_model(arguments),
+        rank=arguments.rank,
+        room=arguments.room,
+        max_running=arguments.max_running,
+        step_tokens=arguments.step_tokens,
+    )
+    workload = drawn(arguments, adapters_of(arguments.rank, arguments.adapters))
+    summary = measure(engine, workload).summary()
+    print(msgspec.json.encode(summary).decode() if arguments.json else told(summary))
+
+
+def run_lora_kernels(arguments: argparse.Namespace) -> None:
+    """Raises BenchError."""
+    from launcher.bench.engine.lora_kernels import POINTS, RANKS, measure, table
+    from launcher.bench.engine.offline import require_cuda
+
+    require_cuda("bench lora-kernels needs one")
+    results = measure(POINTS, arguments.rank or [*RANKS], arguments.replays)
+    print_points(results, arguments.json, table)
+
+
+def run_masks(arguments: argparse.Namespace) -> None:
+    from launcher.bench.engine.mask_times import measure
+
+    times = measure(arguments.vocabulary, arguments.schemas, arguments.threads)
+    print_fields(times, arguments.json, "10.2f")

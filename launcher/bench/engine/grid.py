@@ -1,0 +1,231 @@
+"""`loraplex bench decode` and `prefill`: step times of the offline engine over a grid."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from adapters.manifest import ITEM_BYTES, SlabDtype
+from launcher.bench.engine.offline import GREEDY, Load, OfflineEngine, Sizes, token_bytes
+from launcher.bench.errors import BenchError
+from server.model.checkpoint.checkpoint import read_config
+from server.model.checkpoint.config import ModelConfig, base_spec
+from server.model.checkpoint.tensor_table import expected_tensors
+from server.model.lora.lora import DTYPES
+from server.protocol import SamplingParams
+
+# Of the shorter of the two runs whose difference is a step's time.
+SHORT_OUTPUT = 16
+_PREFILL_ROUNDS = 4
+# Large enough to keep a device busy; a CPU may take seconds for a product of 1,024 in float16.
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
+MATRIX = {"cuda": 8192, "cpu": 256}
+_REPEATS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """batches x adapters x ranks; a point with more adapters than sequences is left out.
+    step_tokens: the most of a step. constrained: for each point, sequences that draw through masks
+    of random tokens; more than there are sequences are left out."""
+
+    folder: Path
+    device: Literal["cpu", "cuda"]
+    dtype: SlabDtype
+    batches: tuple[int, ...]
+    adapters: tuple[int, ...]
+    ranks: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+    step_tokens: int
+    sampling: SamplingParams = GREEDY
+    constrained: tuple[int, ...] = (0,)
+
+    def points(self) -> Iterator[tuple[int, int, int]]:
+        for lora_rank in self.ranks:
+            for batch in self.batches:
+                for distinct in self.adapters:
+                    if distinct <= batch and (distinct or lora_rank == self.ranks[0]):
+                        yield batch, distinct, lora_rank
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One point: sequences, distinct adapters, their rank (0 without), sequences with masks;
+    milliseconds of a step, and of reading its bytes (weights, adapters, keys and values) at the
+    bandwidth of this run."""
+
+    B: int
+    D: int
+    r: int
+    C: int
+    step_ms: float
+    floor_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRate:
+    """tokens_per_s of prompts alone; step_ms: a step of up to `step_tokens` of them, on average;
+    matrix_share: of the matrix rate measured in this run."""
+
+    B: int
+    D: int
+    r: int
+    tokens_per_s: float
+    step_ms: float
+    matrix_share: float
+
+
+def engine_for(grid: Grid) -> OfflineEngine:
+    """An engine with room for the grid's largest point. Raises BenchError, CheckpointError, and
+    ConfigError where the device's memory is too small."""
+    model = read_config(grid.folder)
+    tokens = grid.prompt_tokens + grid.output_tokens
+    if tokens > model.max_context:
+        raise BenchError(
+            f"{grid.prompt_tokens} tokens of prompt and {grid.output_tokens} of output are more "
+            f"than the model's context of {model.max_context}"
+        )
+    most = max(grid.batches)
+    sizes = Sizes(
+        adapters=max(distinct for _, distinct, _ in grid.points()),
+        lora_rank=max(grid.ranks),
+        tokens=tokens,
+        cached=most,
+        max_running=most,
+        max_waiting=2 * most,
+        step_tokens=grid.step_tokens,
+    )
+    config = sizes.config(grid.folder, grid.device, grid.dtype)
+    return OfflineEngine(grid.folder, config, grid.batches)
+
+
+def decode(grid: Grid) -> Iterator[StepTime]:
+    """A step's time is the difference of two output lengths over the tokens between: prefill
+    cancels out."""
+    engine = engine_for(grid)
+    bandwidth = copy_bandwidth(grid.device)
+    seen = set()
+    for batch, distinct, lora_rank in grid.points():
+        if distinct and (distinct, lora_rank) not in seen:
+            seen.add((distinct, lora_rank))
+            engine.load_adapters(distinct, lora_rank)
+        point = (batch, distinct, lora_rank)
+        floor = step_bytes(grid, point) / bandwidth
+        shown = (batch, distinct, lora_rank if distinct else 0)
+        for constrained in grid.constrained:
+            if constrained <= batch:
+                step_s = _step_seconds(engine, grid, point, constrained)
+                times = round(1e3 * step_s, 3), round(1e3 * floor, 3)
+                yield StepTime(*shown, constrained, *times)
+    engine.close()
+
+
+def _step_seconds(
+    engine: OfflineEngine, grid: Grid, point: tuple[int, int, int], constrained: int
+) -> float:
+    def seconds(output: int) -> float:
+        prompt = grid.prompt_tokens
+        return engine.run(Load(*point, prompt, output, grid.sampling, constrained))
+
+    seconds(4)
+    short, long = seconds(SHORT_OUTPUT), seconds(grid.output_tokens)
+    return (long - short) / (grid.output_tokens - SHORT_OUTPUT)
+
+
+def prefill(grid: Grid) -> Iterator[PrefillRate]:
+    """Prompts alone: one token of output each."""
+    model = read_config(grid.folder)
+    engine = engine_for(grid)
+    rate = matrix_rate(grid.device, DTYPES[grid.dtype])
+    flops = 2 * matrix_parameters(model)
+    for batch, distinct, lora_rank in grid.points():
+        if distinct:
+            engine.load_adapters(distinct, lora_rank)
+        load = Load(batch, distinct, lora_rank, grid.prompt_tokens, 1, grid.sampling)
+        engine.run(load)
+        seconds = sum(engine.run(load) for _ in range(_PREFILL_ROUNDS))
+        tokens = _PREFILL_ROUNDS * batch * grid.prompt_tokens
+        steps = _PREFILL_ROUNDS * -(-batch * grid.prompt_tokens // grid.step_tokens)
+        yield PrefillRate(
+            *(batch, distinct, lora_rank if distinct else 0),
+            tokens_per_s=round(tokens / seconds, 1),
+            step_ms=round(1e3 * seconds / steps, 3),
+            matrix_share=round(tokens * flops / seconds / rate, 3),
+        )
+    engine.close()
+
+
+# ---- bytes and ceilings
+
+
+def adapter_bytes(grid: Grid, lora_rank: int) -> int:
+    """Of its matrices, without what extents leave free."""
+    base = base_spec(read_config(grid.folder), "0" * 64, ("base",))
+    features = sum(m.in_features + m.out_features for m in base.layer_modules.values())
+    return base.num_layers * features * lora_rank * ITEM_BYTES[grid.dtype]
+
+
+def matrix_parameters(model: ModelConfig) -> int:
+    """Weights of the layers' matrices: what a prompt's token is multiplied with."""
+    shapes = expected_tensors(model)
+    return sum(
+        shape[0] * shape[1]
+        for name, shape in shapes.items()
+        if name.startswith("model.layers.") and len(shape) > 1
+    )
+
+
+def step_bytes(grid: Grid, point: tuple[int, int, int]) -> float:
+    """Read by one decode step in the middle of the measured stretch."""
+    batch, distinct, lora_rank = point
+    model = read_config(grid.folder)
+    weights = matrix_parameters(model) + model.vocab_size * model.hidden_size
+    context = grid.prompt_tokens + (SHORT_OUTPUT + grid.output_tokens) / 2
+    adapters = distinct * adapter_bytes(grid, lora_rank)
+    cache = batch * context * token_bytes(model, grid.dtype)
+    return weights * ITEM_BYTES[grid.dtype] + adapters + cache
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes read and written a second by a copy within the device's memory, uint8."""
+    nbytes = COPY_BYTES[device]
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def matrix_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations a second of a large product `[n, n] @ [n, n]` of random numbers in `dtype`."""
+    n = MATRIX[device]
+    a, b = (torch.randn((n, n), device=device).to(dtype) for _ in "ab")
+    return 2 * n**3 / _seconds(lambda: a @ b, device)
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    """Mean of several calls, back to back."""
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    run()
+    wait()
+    started = time.perf_counter()
+    for _ in range(_REPEATS):
+        run()
+    wait()
+    return (time.perf_counter() - started) / _REPEATS
+
+
+def table(results: Sequence[StepTime | PrefillRate]) -> str:
+    """For a person."""
+    if not results:
+        return "nothing to measure"
+    rows = [asdict(result) for result in results]
+    lines = ["".join(f"{name:>15}" for name in rows[0])]
+    lines += ["".join(f"{value:>15}" for value in row.values()) for row in rows]
+    return "\n".join(lines)

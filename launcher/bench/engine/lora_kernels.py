@@ -1,0 +1,340 @@
+"""LoRA time of one decode step of Llama-3.1-8B's shapes, alone and over the base's GEMMs.
+
+Random weights are made on the GPU. Every time is of one CUDA graph; the floor is the bytes of the
+batch's distinct adapters at the copy bandwidth measured in the same run.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from launcher.bench.engine.grid import copy_bandwidth
+from launcher.bench.errors import BenchError
+from server.kernels.attention.decode_attention import (
+    DecodeBatchView,
+    DecodeItems,
+    DecodeScratch,
+    cut_contexts,
+    decode_attention,
+    max_items,
+)
+from server.kernels.launch.configs import KernelConfigs, load_configs
+from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
+from server.kernels.linear.stack import stack_rows
+from server.kernels.lora.expand import expand
+from server.kernels.lora.pending import PendingDelta
+from server.kernels.lora.segments import allocate_segments, route
+from server.kernels.lora.shrink import shrink
+from server.kernels.lora.table import LoraTable
+from server.kernels.lora.workspace import allocate_workspace
+from server.kernels.pointwise.add_norm import add_norm
+from server.kernels.pointwise.silu import silu_mul
+from server.model.ops.device_lora import OnTheWay, on_the_way
+from server.model.ops.products import Products
+
+LAYERS = 32
+SITES: tuple[tuple[int, tuple[int, ...]], ...] = (
+    (4096, (4096, 1024, 1024)),
+    (4096, (4096,)),
+    (4096, (14336, 14336)),
+    (14336, (4096,)),
+)
+GATE_UP = 2
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE = 4096, 32, 8, 128, 16
+POINTS = (
+    (1, 1), (8, 8), (32, 1), (32, 32), (64, 64), (128, 128), (256, 1), (256, 64), (256, 256),
+)  # fmt: skip
+RANKS: dict[str, tuple[int, ...]] = {"16": (16,), "64": (64,), "mix": (8, 16, 32, 64)}
+BUDGET_FACTOR, BUDGET_MS = 1.25, 0.25
+NUM_SLOTS = 256
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Milliseconds of one step's LoRA: alone (shrink and expand of every site; None where products
+    have it on the way), and what it adds to the base: to each GEMM and the kernel that takes up its
+    output, as the engine runs them. Both None: the adapters do not fit into the device's memory."""
+
+    B: int
+    D: int
+    r: int | str
+    floor_ms: float
+    budget_ms: float
+    alone_ms: float | None
+    base_ms: float
+    added_ms: float | None
+
+
+class Adapters:
+    """Random adapters in device memory, of such ranks."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.count = len(ranks)
+        # As many slots as an engine would have: the graph is then valid for any assignment.
+        self.table = LoraTable(LAYERS * len(SITES), NUM_SLOTS, "cuda")
+        self._arenas = [
+            torch.empty(adapter_bytes(rank) // DTYPE.itemsize, dtype=DTYPE, device="cuda")
+            for rank in ranks
+        ]
+        for slot, rank in enumerate(ranks):
+            self._fill(slot, rank)
+
+    def _fill(self, slot: int, rank: int) -> None:
+        address = self._arenas[slot].normal_(std=0.01).data_ptr()
+        for index in range(LAYERS * len(SITES)):
+            k, widths = SITES[index % len(SITES)]
+            pointers = [address, address + 2 * k * rank * len(widths)]
+            for width in widths:
+                pointers.append(pointers[-1] + 2 * width * rank)
+            address = pointers.pop()
+            n = len(widths)
+            self.table.write(slot, index, pointers[0], pointers[1:], [rank] * n, [2.0] * n)
+        self.table.upload(slot)
+
+
+def adapter_bytes(rank: int) -> int:
+    per_layer = sum(len(widths) * k + sum(widths) for k, widths in SITES) * rank
+    return LAYERS * per_layer * DTYPE.itemsize
+
+
+class Step:
+    """One decode step's GEMMs, what takes up their output, and LoRA, at a batch size."""
+
+    def __init__(
+        self,
+        batch: int,
+        weights: list[torch.Tensor],
+        configs: KernelConfigs,
+        products: Products,
+    ) -> None:
+        self.batch = batch
+        self.weights = weights
+        self.products = products
+        self.configs = configs
+        self.slots = torch.full((batch,), -1, dtype=torch.int32, device="cuda")
+        tile_rows = configs.tile_rows("decode", batch)
+        self.segments = allocate_segments(batch, tile_rows, NUM_SLOTS, "cuda", shared=True)
+        max_split = configs.max_split("decode", batch)
+        self.workspace = allocate_workspace(batch, DTYPE, "cuda", max_split)
+        self.inputs = {k: torch.randn(batch, k, dtype=DTYPE, device="cuda") for k, _ in SITES}
+        self.outputs = [
+            torch.zeros(batch, sum(widths), dtype=DTYPE, device="cuda") for _, widths in SITES
+        ]
+        self.hidden = torch.zeros_like(self.inputs[HIDDEN])
+        self.deltas = [torch.zeros_like(y) for y in self.outputs]
+        self.norm = torch.ones(HIDDEN, dtype=DTYPE, device="cuda")
+        self.attention = _Attention(batch)
+        self.side = torch.cuda.Stream()
+        # Of few rows products have their LoRA on the way.
+        self.few = on_the_way(configs, batch, len(weights), DTYPE, torch.device("cuda"))
+
+    def base(self) -> None:
+        self._begin()
+        for index in range(len(self.weights)):
+            self._gemm(index)
+            self._take_up(index, None)
+
+    def alone(self, adapters: Adapters) -> None:
+        route(self.slots, self.segments, adapters.table)
+        for index in range(len(self.weights)):
+            self._shrink(index, adapters)
+            self._expand(index, adapters, self.outputs[index % len(SITES)], True)
+
+    def with_lora(self, adapters: Adapters) -> None:
+        """As `server.model.ops.ops_cuda` does in a captured step of decodes."""
+        if self.few is not None:
+            stack_rows(self.slots, self.few.stack, adapters.table)
+            self._begin()
+            for index in range(len(self.weights)):
+                self._product_with_lora(index, adapters, self.few)
+                self._take_up(index, None)
+            return
+        route(self.slots, self.segments, adapters.table)
+        self._begin()
+        main = torch.cuda.current_stream()
+        for index in range(len(self.weights)):
+            self.side.wait_stream(main)
+            self._shrink(index, adapters, after_input=True)
+            self._expand(index, adapters, self.deltas[index % len(SITES)], False)
+            with torch.cuda.stream(self.side):
+                self._gemm(index, beside_lora=True)
+            main.wait_stream(self.side)
+            self._take_up(index, adapters.table)
+
+    def _product_with_lora(self, index: int, adapters: Adapters, few: OnTheWay) -> None:
+        k, widths = SITES[index % len(SITES)]
+        lora = SkinnyLora(adapters.table, index, self.slots, widths, self.workspace, few.stack)
+        out = self.outputs[index % len(SITES)]
+        skinny_product_lora(self.inputs[k], self.weights[index], None, out, few.config, lora)
+
+    def assign(self, distinct: int) -> None:
+        """Spread the batch's rows over adapters 0 .. distinct-1."""
+        self.slots.copy_(torch.arange(self.batch, dtype=torch.int32) % distinct)
+
+    def _gemm(self, index: int, *, beside_lora: bool = False) -> None:
+        k, _ = SITES[index % len(SITES)]
+        out = self.outputs[index % len(SITES)]
+        self.products.linear(self.inputs[k], self.weights[index], out=out, beside_lora=beside_lora)
+
+    def _shrink(self, index: int, adapters: Adapters, *, after_input: bool = False) -> None:
+        k, _ = SITES[index % len(SITES)]
+        config = self.configs.shrink("decode", self.batch)
+        context = (adapters.table, index, self.segments, self.workspace, config)
+        shrink(self.inputs[k], *context, after_input=after_input)
+
+    def _expand(self, index: int, adapters: Adapters, y: torch.Tensor, accumulate: bool) -> None:
+        _, widths = SITES[index % len(SITES)]
+        config = self.configs.expand("decode", self.batch)
+        context = (adapters.table, index, self.segments, self.workspace, config)
+        expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
+
+    def _begin(self) -> None:
+        """A step's first norm: what the first product reads early was written before it."""
+        early = self.configs.programmatic_launch
+        add_norm(self.outputs[1], None, self.hidden, self.norm, 1e-6, programmatic_launch=early)
+
+    def _take_up(self, index: int, table: LoraTable | None) -> None:
+        site = index % len(SITES)
+        y, early = self.outputs[site], self.configs.programmatic_launch
+        delta = None
+        if table is not None:
+            delta = PendingDelta(table, index, self.slots, self.deltas[site])
+        if site == 0:
+            self.attention.run(y, delta, early)
+        elif site == GATE_UP:
+            silu_mul(y, delta, programmatic_launch=early)
+        else:
+            add_norm(y, delta, self.hidden, self.norm, 1e-6, programmatic_launch=early)
+
+
+class _Attention:
+    """Over contexts of one page."""
+
+    def __init__(self, batch: int) -> None:
+        items = np.zeros((2, max_items(batch)), dtype=np.int32)
+        piece = cut_contexts(np.full(batch, PAGE), items)
+        work = DecodeItems(
+            torch.from_numpy(items).cuda(), torch.tensor([piece], dtype=torch.int32, device="cuda")
+        )
+        rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+        positions = torch.full((batch,), PAGE - 1, device="cuda")
+        self.view = DecodeBatchView(rows, positions, rows[:, None].long(), work)
+        shape = (batch, PAGE, KV_HEADS, HEAD_DIM)
+        self.cache = (
+            torch.randn(shape, dtype=DTYPE, device="cuda"),
+            torch.randn(shape, dtype=DTYPE, device="cuda"),
+        )
+        self.cos_sin = torch.randn(PAGE, HEAD_DIM, device="cuda")
+        device = torch.device("cuda")
+        self.scratch = DecodeScratch(batch, HEADS, HEAD_DIM, device)
+        self.out = torch.empty(batch, HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
+
+    def run(self, qkv: torch.Tensor, pending: PendingDelta | None, early: bool) -> None:
+        context = (self.view, self.cache, self.cos_sin, (None, 0.0), self.scratch, self.out)
+        decode_attention(qkv, pending, *context, programmatic_launch=early)
+
+
+def graph_ms(step: Callable[[], object], replays: int) -> float:
+    """Median time of a replay of the graph of `step`."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return median_ms(graph.replay, replays)
+
+
+def median_ms(run: Callable[[], object], repeats: int) -> float:
+    for _ in range(3):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    return float(statistics.median(times))
+
+
+def make_weights() -> list[torch.Tensor]:
+    return [
+        torch.empty(sum(widths), k, dtype=DTYPE, device="cuda").normal_(std=0.01)
+        for _ in range(LAYERS)
+        for k, widths in SITES
+    ]
+
+
+def measure(
+    points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: int
+) -> Iterator[Result]:
+    """By adapters. Raises BenchError where the device has no memory for the products."""
+    try:
+        bandwidth, steps = copy_bandwidth("cuda"), _steps(sorted({batch for batch, _ in points}))
+        base = {batch: graph_ms(step.base, replays) for batch, step in steps.items()}
+    except torch.OutOfMemoryError:
+        raise BenchError("bench lora-kernels needs a GPU with 16 GB of free memory") from None
+    for distinct in sorted({d for _, d in points}):
+        for name in ranks:
+            of_each = [RANKS[name][i % len(RANKS[name])] for i in range(distinct)]
+            floor = 1e3 * sum(map(adapter_bytes, of_each)) / bandwidth
+            budget = BUDGET_FACTOR * floor + BUDGET_MS
+            adapters = _made(of_each)
+            for batch in [b for b, d in points if d == distinct]:
+                alone, added = _lora_ms(steps[batch], base[batch], adapters, replays)
+                yield Result(
+                    batch,
+                    distinct,
+                    int(name) if name.isdigit() else name,
+                    round(floor, 4),
+                    round(budget, 4),
+                    alone,
+                    round(base[batch], 4),
+                    added,
+                )
+            del adapters
+            torch.cuda.empty_cache()
+
+
+def _steps(batches: Sequence[int]) -> dict[int, Step]:
+    configs, weights = load_configs("cuda"), make_weights()
+    products = Products(configs)
+    by_site = [weights[site :: len(SITES)] for site in range(len(SITES))]
+    products.measure(batches, [[(weight, None) for weight in of] for of in by_site])
+    return {batch: Step(batch, weights, configs, products) for batch in batches}
+
+
+def _made(ranks: Sequence[int]) -> Adapters | None:
+    try:
+        return Adapters(ranks)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _lora_ms(
+    step: Step, base: float, adapters: Adapters | None, replays: int
+) -> tuple[float | None, float | None]:
+    """Milliseconds of LoRA alone, and added to the step's `base`."""
+    if adapters is None:
+        return None, None
+    step.assign(adapters.count)
+    alone = None if step.few else round(graph_ms(partial(step.alone, adapters), replays), 4)
+    added = graph_ms(partial(step.with_lora, adapters), replays) - base
+    return alone, round(added, 4)
+
+
+def table(results: Sequence[Result]) -> str:
+    columns = ("floor", "alone", "added", "budget")
+    lines = [f"{'(B, D)':>12} {'rank':>5} " + " ".join(f"{name:>9}" for name in columns)]
+    for r in results:
+        verdict = "" if r.added_ms is None or r.added_ms <= r.budget_ms else "  over"
+        times = (r.floor_ms, r.alone_ms, r.added_ms, r.budget_ms)
+        missing = "no room" if r.added_ms is None else "-"
+        told = " ".join(f"{missing if t is None else f'{t:.2f}':>9}" for t in times)
+        lines.append(f"{f'({r.B}, {r.D})':>12} {r.r:>5} {told}{verdict}")
+    return "\n".join(lines)

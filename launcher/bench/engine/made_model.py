@@ -1,0 +1,215 @@
+"""A model folder and adapter folders with random weights, on disk: what a server can be loaded with
+where no real ones are at hand.
+
+Contents are drawn on the device and written by threads, so that the disk is the limit. Every
+adapter's numbers are its own.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adapters.base import BaseSpec
+from launcher.bench.engine.made_tokenizer import tokenizer_json
+from server.model.checkpoint.checkpoint import read_config
+from server.model.checkpoint.config import base_spec
+from server.model.checkpoint.model_files import CONFIG_FILE, INDEX_FILE
+from server.model.checkpoint.tensor_table import expected_tensors
+
+# How safetensors spells them. In eight bits an adapter takes half the disk; it is packed as ever.
+STORED = {
+    "float32": (torch.float32, "F32"),
+    "float16": (torch.float16, "F16"),
+    "bfloat16": (torch.bfloat16, "BF16"),
+    "float8": (torch.float8_e4m3fn, "F8_E4M3"),
+}
+_SHARD_BYTES = 2 << 30
+_PIECE_BYTES = 64 << 20
+_STD = 0.02
+_ALIGNMENT = 8
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+Shapes = Mapping[str, tuple[int, ...]]
+# A tensor's name, its shape and the generator of its numbers.
+Draw = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """files of `nbytes` together, in `seconds`."""
+
+    files: int
+    nbytes: int
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.nbytes / max(self.seconds, 1e-9) / 1e9
+
+
+class Maker:
+    """device: where numbers are drawn. threads: that write files at once."""
+
+    def __init__(self, config: Path, dtype: str, device: str, threads: int) -> None:
+        """config: a folder with a config.json. dtype: one of STORED."""
+        self._config_text = (config / CONFIG_FILE).read_text("utf-8")
+        self._model = read_config(config)
+        self._dtype, self._stored = STORED[dtype]
+        self._device = torch.device(device)
+        self._threads = threads
+
+    @property
+    def base(self) -> BaseSpec:
+        return base_spec(self._model, "0" * 64, ("base",))
+
+    def model(self, folder: Path) -> Written:
+        """A model's folder: configuration, tokenizer, sharded weights. Raises FileExistsError."""
+        folder.mkdir(parents=True)
+        shards = list(_shards(expected_tensors(self._model), self._dtype.itemsize))
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        _write_json(folder / CONFIG_FILE, json.loads(self._config_text))
+        _write_json(folder / INDEX_FILE, {"weight_map": _weight_map(names, shards)})
+        text = tokenizer_json(self._model.vocab_size, self._model.eos_token_ids)
+        (folder / "tokenizer.json").write_text(text, "utf-8")
+        _write_json(folder / "tokenizer_config.json", {"chat_template": CHAT_TEMPLATE})
+
+        shapes = dict(zip(names, shards, strict=True))
+
+        def write(name: str) -> int:
+            return self._weights(folder / name, shapes[name], name, _model_tensor)
+
+        return self._all(write, names)
+
+    def adapters(self, folder: Path, names: Sequence[str], base: str, lora_rank: int) -> Written:
+        """PEFT folders of that rank on all projections. base: the base model's name.
+
+        Raises FileExistsError.
+        """
+        shapes = _lora_shapes(self.base, lora_rank)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": lora_rank,
+            "lora_alpha": lora_rank,
+            "target_modules": sorted(self.base.layer_modules),
+        }
+
+        def write(name: str) -> int:
+            own = folder / name
+            own.mkdir(parents=True)
+            _write_json(own / "adapter_config.json", config)
+            return self._weights(own / "adapter_model.safetensors", shapes, name, _normal)
+
+        return self._all(write, names)
+
+    def _all(self, write: Callable[[str], int], names: Iterable[str]) -> Written:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(self._threads, "write") as pool:
+            sizes = list(pool.map(write, names))
+        return Written(len(sizes), sum(sizes), time.perf_counter() - started)
+
+    def _weights(self, path: Path, shapes: Shapes, name: str, draw: Draw) -> int:
+        """A safetensors file; returns its size. name: seeds its numbers. Holds a few tensors in
+        memory at a time."""
+        dtype = self._dtype
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+        generator = _generator(self._device).manual_seed(seed)
+        with torch.inference_mode(), path.open("xb", buffering=0) as file:
+            file.write(_header(shapes, self._stored, dtype.itemsize))
+            pending, nbytes = [], 0
+            for tensor, shape in shapes.items():
+                pending.append(draw(tensor, shape, generator).to(dtype).flatten())
+                nbytes += pending[-1].nbytes
+                if nbytes >= _PIECE_BYTES:
+                    _write_all(file, pending)
+                    pending, nbytes = [], 0
+            _write_all(file, pending)
+            return file.tell()
+
+
+_local = threading.local()
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """One a thread: making one takes longer on a GPU than drawing a tensor's numbers."""
+    if getattr(_local, "device", None) != device:
+        _local.device, _local.generator = device, torch.Generator(device)
+    generator: torch.Generator = _local.generator
+    return generator
+
+
+def _normal(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """float32 of this shape on the generator's device, N(0, 0.02^2)."""
+    drawn = torch.empty(shape, device=generator.device, dtype=torch.float32)
+    return drawn.normal_(std=_STD, generator=generator)
+
+
+def _model_tensor(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """float32 of this shape: norms are ones and biases zero, so that activations stay in range."""
+    if len(shape) == 1:
+        fill = torch.zeros if name.endswith(".bias") else torch.ones
+        return fill(shape, device=generator.device)
+    return _normal(name, shape, generator)
+
+
+def _lora_shapes(base: BaseSpec, lora_rank: int) -> dict[str, tuple[int, ...]]:
+    """As PEFT names them: A `[lora_rank, in_features]`, B `[out_features, lora_rank]`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(base.num_layers):
+        for module in base.layer_modules.values():
+            stem = f"base_model.model.model.layers.{layer}.{module.path}"
+            shapes[f"{stem}.lora_A.weight"] = (lora_rank, module.in_features)
+            shapes[f"{stem}.lora_B.weight"] = (module.out_features, lora_rank)
+    return shapes
+
+
+def _shards(shapes: Shapes, item_bytes: int) -> Iterable[dict[str, tuple[int, ...]]]:
+    shard: dict[str, tuple[int, ...]] = {}
+    nbytes = 0
+    for name, shape in shapes.items():
+        if nbytes >= _SHARD_BYTES:
+            yield shard
+            shard, nbytes = {}, 0
+        shard[name] = shape
+        nbytes += torch.Size(shape).numel() * item_bytes
+    yield shard
+
+
+def _weight_map(names: Sequence[str], shards: Sequence[Shapes]) -> dict[str, str]:
+    return {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+
+
+def _header(shapes: Shapes, stored: str, item_bytes: int) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, shape in shapes.items():
+        end = begin + torch.Size(shape).numel() * item_bytes
+        entries[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_all(file: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """tensors: `[any]` of one dtype and device. Written as one piece: copying many small ones from
+    a GPU is slow, and so is writing them."""
+    if not tensors:
+        return
+    piece = torch.cat([tensor.view(torch.uint8) for tensor in tensors])
+    left = memoryview(piece.cpu().numpy())  # type: ignore[arg-type]
+    while left:
+        left = left[file.write(left) :]
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2), "utf-8")

@@ -1,0 +1,323 @@
+"""The real engine in this process, with random weights and adapters: no HTTP, no shell."""
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from adapters.base import BaseSpec
+from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
+from adapters.peft.config import parse_config
+from adapters.peft.validate import LoraTensors, ModuleLora
+from adapters.safetensors.header import TensorInfo
+from adapters.slab.layout import make_layout
+from adapters.violations import Findings
+from launcher.bench.engine.random_masks import RandomMasks
+from launcher.bench.errors import BenchError
+from server.config import EngineConfig
+from server.constraints.build import make_constraints
+from server.engine.loop import EngineLoop
+from server.engine.memory.extents import FREE, fit
+from server.engine.messages import (
+    FromEngine,
+    NeedSlab,
+    Shutdown,
+    SlabStaged,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler_config import SchedulerConfig
+from server.model.checkpoint.checkpoint import read_config
+from server.model.checkpoint.config import ModelConfig, base_spec
+from server.model.executor import TorchExecutor
+from server.model.lora.lora import DTYPES
+from server.model.weights import LayerWeights, ModelWeights
+from server.protocol import GenerateRequest, SamplingParams
+
+SHIPPED = Path(__file__).parent / "configs"
+EXTENT_BYTES = 512 << 10
+GREEDY = SamplingParams(temperature=0.0)
+PAGE_SIZE = 16
+ADAPTER_SLOTS = 256  # as many as a server has
+_STD = 0.02
+_IDLE_S = 1e-4
+_SPARE_KV = 64 << 20
+
+
+def model_folder(text: str) -> Path:
+    """A folder with a config.json, or the name of one that ships with the project."""
+    path = Path(text)
+    return path if path.is_dir() or not (SHIPPED / text).is_dir() else SHIPPED / text
+
+
+def require_cuda(advice: str) -> None:
+    """Raises BenchError where torch has no CUDA device."""
+    if not torch.cuda.is_available():
+        raise BenchError(f"there is no CUDA device here: {advice}")
+
+
+def check_device(device: str) -> None:
+    """Of a command with `--device`. Raises BenchError."""
+    if device == "cuda":
+        require_cuda("--device cpu needs none")
+
+
+def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Every tensor of `dtype` on `device`: matrices `[out_features, in_features]` of N(0, 0.02^2),
+    biases `[out_features]` of zeros, norms `[hidden_size]` of ones (`qk_norm`: `[num_heads +
+    num_kv_heads, head_dim]`). embed and head: `[vocab_size, hidden_size]`, one tensor where the
+    model ties them; qkv: `[q_size + 2 * kv_size, hidden_size]`; gate_up: `[2 * intermediate_size,
+    hidden_size]`.
+    """
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=_STD)
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    def bias(present: bool, features: int) -> torch.Tensor | None:
+        return torch.zeros(features, dtype=dtype, device=device) if present else None
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    qkv, heads = config.q_size + 2 * config.kv_size, config.num_heads + config.num_kv_heads
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            input_norm=ones(hidden),
+            qkv=matrix(qkv, hidden),
+            qkv_bias=bias(config.qkv_bias, qkv),
+            qk_norm=ones(heads, config.head_dim) if config.qk_norm else None,
+            o=matrix(hidden, config.q_size),
+            o_bias=bias(config.o_bias, hidden),
+            post_norm=ones(hidden),
+            gate_up=matrix(2 * inner, hidden),
+            gate_up_bias=bias(config.mlp_bias, 2 * inner),
+            down=matrix(hidden, inner),
+            down_bias=bias(config.mlp_bias, hidden),
+        )
+
+    embed = matrix(config.vocab_size, hidden)
+    head = embed if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
+    return ModelWeights(embed, tuple(layer() for _ in range(config.num_layers)), ones(hidden), head)
+
+
+def lora_layout(base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype) -> SlabLayout:
+    """An adapter of one rank on all projections of all layers."""
+    names = sorted(base.layer_modules)
+    peft = {"peft_type": "LORA", "r": lora_rank, "lora_alpha": lora_rank, "target_modules": names}
+    findings = Findings()
+    config = parse_config(msgspec.json.encode(peft), findings)
+    findings.raise_if_any()
+    assert config is not None
+    nowhere = TensorInfo("", "BF16", (), 0, 0)  # a layout needs ranks alone
+    modules = tuple(
+        ModuleLora(layer, name, lora_rank, 1.0, nowhere, nowhere)
+        for layer in range(base.num_layers)
+        for name in names
+    )
+    return make_layout(LoraTensors(config, modules), base, digest, dtype, EXTENT_BYTES)
+
+
+def slab_bytes(model: ModelConfig, dtype: SlabDtype, lora_rank: int) -> int:
+    base = base_spec(model, "0" * 64, ("base",))
+    return lora_layout(base, "0" * 64, lora_rank, dtype).nbytes
+
+
+def token_bytes(model: ModelConfig, dtype: SlabDtype) -> int:
+    """Keys and values of one token."""
+    return 2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What an engine has room for: `adapters` of rank `lora_rank` on the device, sequences of up to
+    `tokens` tokens, prompt and output; max_running of them are computed at once, cached are in the
+    KV cache at once, None = as many as the rest of a GPU takes. step_tokens: the most of a step."""
+
+    adapters: int
+    lora_rank: int
+    tokens: int
+    cached: int | None
+    max_running: int
+    max_waiting: int
+    step_tokens: int
+
+    def config(
+        self, folder: Path, device: Literal["cpu", "cuda"], dtype: SlabDtype
+    ) -> EngineConfig:
+        """Raises CheckpointError."""
+        model = read_config(folder)
+        # A page more, as an admission keeps some in reserve.
+        context = min((-(-self.tokens // PAGE_SIZE) + 1) * PAGE_SIZE, model.max_context)
+        kv_memory = 0
+        if self.cached is not None:  # every sequence at full length, and as much again
+            kv_memory = 2 * self.cached * context * token_bytes(model, dtype) + _SPARE_KV
+        slab = slab_bytes(model, dtype, self.lora_rank)
+        return EngineConfig(
+            model_path=str(folder),
+            device=device,
+            dtype=dtype,
+            page_size=PAGE_SIZE,
+            kv_memory=kv_memory,
+            adapter_memory=max(self.adapters, 1) * slab + EXTENT_BYTES,
+            host_arena_bytes=slab,
+            extent_bytes=EXTENT_BYTES,
+            max_context=context,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            max_step_tokens=self.step_tokens,
+            adapter_slots=max(ADAPTER_SLOTS, self.adapters) if self.adapters else 0,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """requests sequences at once, spread over `adapters` distinct adapters of `rank` (0 = none).
+    constrained: how many of them draw through masks of random tokens."""
+
+    requests: int
+    adapters: int
+    rank: int
+    prompt_tokens: int
+    output_tokens: int
+    sampling: SamplingParams = GREEDY
+    constrained: int = 0
+
+
+def adapter_digest(rank: int, number: int) -> str:
+    """Of the made-up adapters of a rank."""
+    return f"{rank}-{number}".rjust(64, "0")
+
+
+def submit(
+    number: int,
+    adapter: str | None,
+    prompt: list[int],
+    output_tokens: int,
+    sampling: SamplingParams = GREEDY,
+    seed: int = 0,
+    salt: str = "",
+) -> Submit:
+    """A request for exactly so many tokens. adapter: a digest."""
+    sampling = msgspec.structs.replace(sampling, max_tokens=output_tokens, ignore_eos=True)
+    request = GenerateRequest(str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=salt)
+    return Submit(number, request)
+
+
+class OfflineEngine:
+    """Executor, scheduler and step loop as in an engine process, driven by calls.
+
+    All adapters are copies of one slab, which fills the host arena, numbers of N(0, 0.02^2) in the
+    run's dtype, each at its own place on the device.
+    """
+
+    def __init__(self, folder: Path, config: EngineConfig, batches: Sequence[int] | None) -> None:
+        """batches: padded batch sizes that decode graphs are captured for; None = a server's."""
+        self.config = config
+        model = read_config(folder)
+        self.base = base_spec(model, "0" * 64, ("base",))
+        self.vocab_size = model.vocab_size
+        dtype = DTYPES[config.dtype]
+        arena = torch.empty(config.host_arena_bytes // dtype.itemsize, dtype=dtype)
+        arena.normal_(std=_STD)
+        self._arena = memoryview(arena.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        self.executor = TorchExecutor(
+            config, self._arena, weights=random_weights, graph_batches=batches
+        )
+        waiting = SchedulerConfig(max_waiting=config.max_waiting)
+        self._scheduler = Scheduler(self.executor.limits, waiting)
+        self._constraints = make_constraints(config, self.executor.limits)
+        self._runs = 0
+        self._layouts: dict[int, SlabLayout] = {}  # by rank
+        gc.collect()
+        gc.freeze()  # as an engine process does: what lasts is looked at by no collection
+
+    def close(self) -> None:
+        self._constraints.close()
+        self.executor.close()
+        gc.unfreeze()
+
+    def run(self, load: Load) -> float:
+        """Seconds from the first request to the last token. Raises BenchError for errors."""
+        self._runs += 1
+        requests = [self._request(load, i) for i in range(load.requests)]
+        started = time.perf_counter()
+        self.serve(requests, load.rank, constrained=load.constrained)
+        return time.perf_counter() - started
+
+    def serve(
+        self,
+        requests: Sequence[Submit],
+        rank: int,
+        note: Callable[[StepOutput], None] = lambda _: None,
+        constrained: int = 0,
+    ) -> None:
+        """All at once, until the last token. rank: of their adapters. note: is given what each step
+        tells. constrained: as of a load. Raises BenchError for errors."""
+        channel = _Calls(requests, lambda digest: self._staged(digest, rank), note)
+        depth = 2 if self.config.device == "cuda" else 1
+        executor = RandomMasks(self.executor, constrained) if constrained else self.executor
+        EngineLoop(executor, self._scheduler, channel, depth, self._constraints).run()
+
+    def load_adapters(self, count: int, rank: int) -> float:
+        """Bring adapters to the device; seconds."""
+        return self.run(Load(count, count, rank, 1, 1)) if count else 0.0
+
+    def _request(self, load: Load, number: int) -> Submit:
+        adapter = adapter_digest(load.rank, number % load.adapters) if load.adapters else None
+        seed = 7919 * self._runs + number
+        step = 1 + seed % 97
+        prompt = [(seed + step * i) % (self.vocab_size - 1) for i in range(load.prompt_tokens)]
+        salt = str(self._runs)
+        return submit(number, adapter, prompt, load.output_tokens, load.sampling, seed, salt)
+
+    def _staged(self, digest: str, rank: int) -> SlabStaged:
+        if rank not in self._layouts:
+            self._layouts[rank] = lora_layout(self.base, digest, rank, self.config.dtype)
+        layout = msgspec.structs.replace(self._layouts[rank], digest=digest)
+        places = fit(bytearray([FREE]) * sum(layout.runs), layout.runs)
+        assert places is not None
+        return SlabStaged(layout, places)
+
+
+class _Calls:
+    """The engine's channel: submits everything, answers NeedSlab, ends the loop after the last."""
+
+    def __init__(
+        self,
+        requests: Sequence[Submit],
+        staged: Callable[[str], SlabStaged],
+        note: Callable[[StepOutput], None],
+    ) -> None:
+        self._inbox: deque[ToEngine] = deque(requests)
+        self._unfinished = len(requests)
+        self._staged = staged
+        self._note = note
+
+    def receive(self, wait_s: float | None) -> ToEngine | None:
+        if self._inbox:
+            return self._inbox.popleft()
+        if not self._unfinished:
+            return Shutdown()
+        if wait_s != 0:
+            time.sleep(_IDLE_S)
+        return None
+
+    def send(self, message: FromEngine) -> None:
+        if isinstance(message, NeedSlab):
+            self._inbox.append(self._staged(message.digest))
+        elif isinstance(message, StepOutput):
+            self._note(message)
+            for _, event in ((e.key, e.event) for e in message.events):
+                if event.error is not None:
+                    raise BenchError(f"a request failed: {event.error}: {event.message}")
+                self._unfinished -= event.finish is not None

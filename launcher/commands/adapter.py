@@ -1,0 +1,222 @@
+"""`loraplex adapter check|pull|pack|convert`: what the worker does with an adapter, by hand."""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub import get_token
+
+from adapters.base import BaseSpec
+from adapters.errors import AdapterError
+from adapters.judge import Judged, judge_folder
+from adapters.manifest import AdapterManifest
+from adapters.peft.files import small_files, weight_files
+from adapters.peft.validate import AdapterLimits
+from adapters.ref import (
+    AdapterRef,
+    RefSource,
+    local_name,
+    parse_ref,
+    path_of_local,
+    told_place,
+)
+from adapters.slab.file import write_slab_file
+from adapters.slab.memory import one_after_another
+from adapters.sources.base import Source
+from adapters.sources.enabled import open_sources
+from adapters.store.store import AdapterStore
+from adapters.violations import Findings
+from launcher.commands.adapter_ends import ends_of
+from launcher.commands.adapter_report import Report
+from launcher.commands.adapter_templates import template_forms
+from launcher.convert.command import check_new_folder, convert
+from launcher.convert.plan import Conversion
+from launcher.demo import model_path
+from launcher.demo.recipe import BASE_NAME
+from launcher.options import OptionError
+from launcher.plan import is_demo_model
+from server.model.base_facts import read_base_spec
+from server.model.checkpoint.checkpoint import CheckpointError, read_config
+from server.worker.process.model_source import ModelError, ModelFolder, find_model
+from server.worker.process.sizing import choose_extent_bytes
+
+# Of the slab file that `pack` writes; a worker packs for its own arena.
+PACK_ARENA_BYTES = 1 << 30
+
+
+def run(arguments: argparse.Namespace, cache_dir: str) -> int:
+    """The exit code. Raises AdapterError for what is not a list of violations, OptionError."""
+    try:
+        return _report(arguments, _carry_out(arguments, Path(cache_dir)), 0)
+    except (CheckpointError, ModelError) as error:
+        sys.stderr.write(f"loraplex: {error}\n")
+        return 1
+    except OSError as error:
+        where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+        sys.stderr.write(f"loraplex: {where}{error.strerror or error}\n")
+        return 1
+    except AdapterError as error:
+        if not error.violations:
+            raise
+        return _report(arguments, Report(arguments.ref, None, violations=error.violations), 1)
+
+
+def _carry_out(arguments: argparse.Namespace, cache_dir: Path) -> Report:
+    action, ref = arguments.action, arguments.ref
+    if action == "pack":
+        _check_out(Path(arguments.out))
+    elif action == "convert":
+        check_new_folder(arguments.out)
+    limits = AdapterLimits(allow_other_base=arguments.allow_other_base)
+    base = _base(arguments)
+    if action == "check":
+        return _report_of(ref, _check(ref, base, limits), arguments.base)
+    if action == "convert":
+        judged, conversion = convert(arguments, base, limits, _ties_head(arguments.base))
+        return _report_of(arguments.out, judged, arguments.base, conversion)
+    assert base is not None
+    store = _store(ref, cache_dir, base, limits)
+    manifest = store.admit(_ref(ref), get_token(), None, _say_stage)
+    if action == "pack":
+        _pack(store, manifest, base, arguments)
+    return Report(ref, manifest, templates=template_forms(manifest.template))
+
+
+def _report_of(
+    ref: str, judged: Judged, model: str | None, conversion: Conversion | None = None
+) -> Report:
+    """model: the base's folder or name, if one was given."""
+    return Report(
+        ref,
+        judged.manifest,
+        # Without a base there is nothing to compare the base's modules with.
+        copies=[] if model else [module for module, _ in judged.tensors.base_copies],
+        templates=template_forms(judged.manifest.template),
+        trained_on=judged.tensors.naming.words,
+        conversion=conversion,
+        ends=None if model is None else ends_of(_model_folder(model).path, judged.manifest),
+    )
+
+
+def _report(arguments: argparse.Namespace, report: Report, code: int) -> int:
+    """Writes it; the exit code."""
+    for_programs: bool = getattr(arguments, "json", False)
+    sys.stdout.write(report.written(for_programs=for_programs))
+    return code
+
+
+def _check_out(path: Path) -> None:
+    """Before anything is fetched for it. Raises OptionError."""
+    if os.path.isdir(path):
+        raise OptionError(f"--out {path}: it is a folder; name a file")
+    if not os.path.isdir(path.parent):
+        raise OptionError(f"--out {path}: there is no folder {path.parent}")
+
+
+def _base(arguments: argparse.Namespace) -> BaseSpec | None:
+    """By all names that a worker of this model knows it by. Raises OptionError."""
+    model, names = arguments.base, arguments.model_names
+    if model is None:
+        if names:
+            raise OptionError("--model-name names the base that --base says")
+        if arguments.allow_other_base:
+            raise OptionError("--allow-other-base is about the base that --base says")
+        return None
+    folder = _model_folder(model)
+    demo = (BASE_NAME,) if is_demo_model(_place(model)) else ()
+    return read_base_spec(folder.path, tuple(dict.fromkeys((*demo, *names, *folder.names))))
+
+
+def _model_folder(model: str) -> ModelFolder:
+    return find_model(_place(model), None)
+
+
+def _place(model: str) -> str:
+    return str(model_path()) if model == "demo" else model
+
+
+def _ties_head(model: str | None) -> bool | None:
+    """Whether the base's head is its embedding; None = not known."""
+    if model is None:
+        return None
+    return read_config(_model_folder(model).path).tie_word_embeddings
+
+
+def _folder(text: str) -> Path | None:
+    """The folder that `text` means, if it means one here."""
+    path = os.path.expanduser(text.removeprefix("local:"))
+    return Path(path).absolute() if os.path.isdir(path) else None
+
+
+def _ref(text: str) -> AdapterRef:
+    folder = _folder(text)
+    if folder is not None:
+        return AdapterRef("local", local_name(str(folder)))
+    if text.startswith(("local:", "/", "./", "../", "~")):
+        raise AdapterError("not_found", f"there is no folder {text.removeprefix('local:')}")
+    return parse_ref(text, default_source="hub")
+
+
+def _check(text: str, base: BaseSpec | None, limits: AdapterLimits) -> Judged:
+    folder = _folder(text)
+    if folder is not None:
+        return judge_folder(folder, base, limits)
+    with _fetched(_ref(text), limits) as fetched:
+        return judge_folder(fetched, base, limits)
+
+
+@contextlib.contextmanager
+def _fetched(ref: AdapterRef, limits: AdapterLimits) -> Iterator[Path]:
+    """The files of an adapter elsewhere, for as long as they are looked at."""
+    source, token = _sources(ref).get(ref.source), get_token()
+    if source is None:
+        raise AdapterError("bad_ref", f"{ref.name} is neither a folder here nor names a source")
+    pinned = source.resolve(ref, token)
+    listing = source.list_files(pinned, token)
+    findings = Findings()
+    with tempfile.TemporaryDirectory(prefix="loraplex-check-") as name:
+        nearby = partial(source.adapters_in, pinned, token)
+        small = small_files(listing, limits, findings, told_place(pinned), nearby)
+        findings.raise_if_any()
+        for file in (*small, *weight_files(listing)):
+            source.fetch_file(pinned, token, file, Path(name))
+        yield Path(name)
+
+
+def _store(text: str, cache_dir: Path, base: BaseSpec, limits: AdapterLimits) -> AdapterStore:
+    return AdapterStore(cache_dir, base, _sources(_ref(text)), limits)
+
+
+def _sources(ref: AdapterRef) -> dict[RefSource, Source]:
+    """Whoever types a command may read what it names."""
+    place = ref.name.partition("/")[0]
+    return open_sources(
+        roots=[Path(path_of_local(ref.name)).parent] if ref.source == "local" else [],
+        s3_buckets=[place] if ref.source == "s3" else [],
+        https_hosts=[place] if ref.source == "https" else [],
+    )
+
+
+def _pack(
+    store: AdapterStore, manifest: AdapterManifest, base: BaseSpec, arguments: argparse.Namespace
+) -> None:
+    extent_bytes = choose_extent_bytes(base, arguments.dtype, PACK_ARENA_BYTES)
+    source = store.open_slab(manifest.digest, arguments.dtype, extent_bytes)
+    with contextlib.closing(source) as slab:
+        memory = memoryview(bytearray(slab.layout.nbytes))
+        places = one_after_another(slab.layout)
+        slab.copy_runs(memory, places)
+    try:
+        write_slab_file(Path(arguments.out), slab.layout, memory, places)
+    except OSError as error:
+        message = f"--out {arguments.out} cannot be written: {error.strerror}"
+        raise AdapterError("unavailable", message) from error
+
+
+def _say_stage(stage: str) -> None:
+    sys.stderr.write(f"{stage} ...\n")

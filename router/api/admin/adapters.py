@@ -1,0 +1,310 @@
+"""Bodies and answers of the lifecycle routes, in our shape and in vLLM's. Pure."""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal, cast
+
+import msgspec
+from msgspec import Meta
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef, RefSource, format_ref, is_name, parse_ref
+from router.api.admin.rollouts import (
+    ChangeObject,
+    RolloutBody,
+    RolloutObject,
+    VersionBody,
+    Versions,
+    change_objects,
+    rollout_object,
+)
+from router.api.ends import EndToken
+from router.api.partial import PartialObject, partial_object
+from router.api.request.body import decode_body, require
+from router.api.request.field_faults import field_fault
+from router.call import RequestError
+from router.names.registration import Registration
+from router.names.wish import RolloutWish
+from router.policy.rollout import Guards
+from router.tenancy.keys import Word
+from router.tools.registry import FORMATS
+from server.protocol import AdapterTiers, TierStage
+
+DEFAULT_WAIT_S = 30.0
+MAX_WAIT_S = 600.0
+
+Name = Annotated[str, Meta(min_length=1, max_length=96)]
+
+
+class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`ref`, or `source` with `id` and `revision`, or `versions`. token: opens it there.
+
+    pin, token: absent = as they are, of a name that is registered.
+    tenant: whose name it is; absent = the fleet's.
+    versions, guards: see RolloutBody; of a name that is new, the first version is its own.
+    tool_format: in which it writes calls; auto = as its chat template, or the base's, tells; absent
+    = as it is, of a name that is registered.
+    """
+
+    name: Name
+    ref: str | None = None
+    source: Literal["hub", "local", "s3", "https"] | None = None
+    id: str | None = None
+    revision: str | None = None
+    pin: bool | None = None
+    token: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    replace: bool = False
+    versions: Versions | None = None
+    guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
+    tenant: Word | None = None
+    tool_format: str | None = None
+
+
+class UnloadBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """wait_s: how long the answer may wait for running requests; they go on in any case."""
+
+    wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = DEFAULT_WAIT_S
+
+
+class LoadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's. lora_path: a folder, or a reference. load_inplace: replace what the name means.
+
+    base_model_name, is_3d_lora_weight: change nothing; the adapter's own files say both.
+    tenant: an extension; whose name it is.
+    """
+
+    lora_name: Name
+    lora_path: Annotated[str, Meta(min_length=1)]
+    load_inplace: bool = False
+    base_model_name: str | None = None
+    is_3d_lora_weight: bool | None = None
+    tenant: Word | None = None
+
+
+class UnloadLoraBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's. lora_int_id: changes nothing. tenant: as above."""
+
+    lora_name: Name
+    lora_int_id: int | None = None
+    tenant: Word | None = None
+
+
+class WorkerAdapter(msgspec.Struct, frozen=True):
+    """An adapter's tiers on one worker. slab_bytes: packed, once known.
+
+    load_s: its last way to the device. idle_s: since a sequence last named it there.
+    """
+
+    worker: str
+    disk: bool
+    host: TierStage
+    device: TierStage
+    pinned: bool
+    slab_bytes: int | None
+    load_s: float | None
+    idle_s: float | None
+
+
+class AdapterObject(msgspec.Struct, frozen=True):
+    """A registered adapter. digest, ranks, targets, nbytes: once it was resolved.
+
+    tenant: whose name it is; null = the fleet's. tool_format: what its registration says of it.
+    partial: null = every module that its config targets has weights.
+    ends: tokens that end its answers, beside the base's; null = not looked for yet.
+    resident_on, loading_on: ids of workers. running: requests of this router. last_used: Unix
+    seconds. history: oldest first.
+    """
+
+    id: str
+    source: str
+    ref: str
+    digest: str | None
+    resident_on: list[str]
+    loading_on: list[str]
+    state: str = "registered"
+    origin: str = "option"
+    pinned: bool = False
+    error: str | None = None
+    ranks: list[int] | None = None
+    targets: list[str] | None = None
+    nbytes: int | None = None
+    partial: PartialObject | None = None
+    ends: list[EndToken] | None = None
+    running: int = 0
+    last_used: float | None = None
+    history: list[ChangeObject] = []
+    workers: list[WorkerAdapter] = []
+    rollout: RolloutObject | None = None
+    tenant: str | None = None
+    tool_format: str | None = None
+    object: Literal["adapter"] = "adapter"
+
+
+class AdapterList(msgspec.Struct, frozen=True):
+    """file_errors: what is wrong in the adapters file, if there is one."""
+
+    data: list[AdapterObject]
+    file_errors: list[str] = []
+    object: Literal["list"] = "list"
+
+
+class Refreshed(msgspec.Struct, frozen=True):
+    """changed: the reference means another content than before."""
+
+    old_digest: str | None
+    new_digest: str | None
+    changed: bool
+    adapter: AdapterObject
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    id: str
+    tenant: str | None
+    deleted: bool = True
+    object: Literal["adapter"] = "adapter"
+
+
+def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, AdapterRef]:
+    """Raises RequestError."""
+    request, _ = decode_body(body, RegisterBody)
+    check_name(request.name, "name")
+    format_named(request.tool_format)
+    ref = _target(request, default_source)
+    told = f"only adapters of the Hub are opened with one; it would not be used for {ref.source}:"
+    require(request.token is None or ref.source == "hub", told, "token")
+    return request, ref
+
+
+def _target(request: RegisterBody, default_source: str) -> AdapterRef:
+    """What a registration names. Raises RequestError."""
+    parts = (request.source, request.id, request.revision)
+    if request.versions is not None:
+        is_alone = (request.ref, *parts) == (None,) * 4
+        require(is_alone, "give it, or ref, or source, id and revision", "versions")
+        return parse_target(request.versions[0].reference, "versions", default_source)
+    require(request.guards is msgspec.UNSET, "they need `versions` beside them", "guards")
+    if request.ref is not None:
+        require(parts == (None,) * 3, "give it, or source, id and revision", "ref")
+        return parse_target(request.ref, "ref", default_source)
+    require(request.id is not None, "give ref, or source and id", "ref")
+    revision = f"@{request.revision}" if request.revision is not None else ""
+    text = f"{request.source or default_source}:{request.id}{revision}"
+    return parse_target(text, "id", default_source)
+
+
+def check_versions_alone(request: RegisterBody) -> None:
+    """Of a name that is registered. Raises RequestError."""
+    others = {
+        "pin": request.pin,
+        "token": request.token is not None,
+        "replace": request.replace,
+        "tool_format": request.tool_format is not None,
+    }
+    for param, given in others.items():
+        message = "the name is registered: with `versions` this is for new ones alone"
+        require(not given, message, param)
+
+
+def parse_rollout(body: bytes, default_source: str, by: str) -> RolloutWish:
+    """Raises RequestError."""
+    request, _ = decode_body(body, RolloutBody)
+    return rollout_wish(request.versions, request.guards, default_source, by)
+
+
+def rollout_wish(
+    versions: list[VersionBody],
+    guards: Guards | None | msgspec.UnsetType,
+    default_source: str,
+    by: str,
+) -> RolloutWish:
+    """Raises RequestError."""
+    refs = [
+        parse_target(version.reference, f"versions[{number}].reference", default_source)
+        for number, version in enumerate(versions)
+    ]
+    weights = [version.weight for version in versions]
+    return RolloutWish(tuple(zip(refs, weights, strict=True)), guards, by)
+
+
+def check_name(name: str, param: str) -> None:
+    """Raises RequestError unless callers could name an adapter so."""
+    message = "expected letters, digits, '.', '_' and '-' only, a letter or digit first"
+    require(is_name(name), message, param)
+
+
+def format_named(name: str | None) -> str | None:
+    """A format of calls; "" where the template tells. Raises RequestError for names of none."""
+    known = ", ".join(("auto", *FORMATS))
+    require(name in (None, "auto", *FORMATS), f"expected one of {known}", "tool_format")
+    return "" if name == "auto" else name
+
+
+def parse_tenant(query: Mapping[str, str]) -> str | None:
+    """Whose name is meant, by the query; None = it does not say. Raises RequestError."""
+    tenant = query.get("tenant")
+    if tenant:
+        try:
+            msgspec.convert(tenant, Word)
+        except msgspec.ValidationError as error:
+            message = f"`tenant`: {field_fault(error, Word)}"
+            raise RequestError("invalid", message, param="tenant") from None
+    return tenant
+
+
+def parse_target(text: str, param: str, default_source: str) -> AdapterRef:
+    """What a name shall mean; a path is a folder. Raises RequestError."""
+    if text.startswith("/"):
+        text = f"local:{text}"
+    try:
+        ref = parse_ref(text, cast(RefSource, default_source))
+    except AdapterError as error:
+        raise RequestError("invalid", f"`{param}`: {error.message}", param=param) from None
+    require(ref.source != "alias", "names no source; write hub:, local:, s3: or https://", param)
+    return ref
+
+
+def parse_unload(body: bytes) -> float:
+    """Seconds to wait. Raises RequestError."""
+    return decode_body(body, UnloadBody)[0].wait_s if body else DEFAULT_WAIT_S
+
+
+def adapter_object(
+    registration: Registration,
+    workers: dict[str, AdapterTiers],
+    running: int = 0,
+    last_used: float | None = None,
+    resident: Callable[[str], list[str]] = lambda digest: [],
+    ends: list[EndToken] | None = None,
+) -> AdapterObject:
+    """workers: by id, those that told of it. resident: see `rollout_object`."""
+    manifest = None if registration.content is None else registration.content.manifest
+    return AdapterObject(
+        id=registration.name,
+        source=registration.ref.source,
+        ref=format_ref(registration.ref),
+        digest=registration.digest,
+        resident_on=sorted(w for w, tiers in workers.items() if tiers.device == "ready"),
+        loading_on=sorted(w for w, tiers in workers.items() if tiers.device == "loading"),
+        state=registration.state,
+        origin=registration.origin,
+        pinned=registration.pinned,
+        error=registration.error,
+        ranks=None if manifest is None else list(manifest.ranks),
+        targets=None if manifest is None else list(manifest.targets),
+        nbytes=None if manifest is None else manifest.nbytes,
+        partial=partial_object(registration),
+        ends=ends,
+        running=running,
+        last_used=last_used,
+        history=change_objects(registration),
+        workers=[_worker(worker, workers[worker]) for worker in sorted(workers)],
+        rollout=rollout_object(registration, None, resident),
+        tenant=registration.tenant or None,
+        tool_format=registration.tool_format or None,
+    )
+
+
+def _worker(worker: str, tiers: AdapterTiers) -> WorkerAdapter:
+    return WorkerAdapter(
+        *(worker, tiers.disk, tiers.host, tiers.device, tiers.pinned),
+        *(tiers.slab_bytes or None, tiers.load_s, tiers.idle_s),
+    )

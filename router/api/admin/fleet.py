@@ -1,0 +1,217 @@
+"""What `GET /v1/fleet` tells: workers, their arenas, adapters, the queue, recent errors. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from adapters.ref import format_ref
+from router.api.admin.rollouts import RolloutObject, rollout_object
+from router.api.partial import PartialObject, partial_object
+from router.names.registration import Registration
+from server.protocol import AdapterPlace, ModelCard, TierStage, WorkerPicture, WorkerStatus
+
+MAX_ADAPTERS = 4096
+
+WorkerState = Literal["unreachable", "starting", "ready", "draining"]
+
+
+class BaseObject(msgspec.Struct, frozen=True):
+    """The model that is served. chat: it has a chat template that can be used."""
+
+    name: str
+    digest: str
+    dtype: str
+    device: str
+    max_context: int
+    chat: bool
+
+
+class RouterObject(msgspec.Struct, frozen=True):
+    """This router. queue: sequences that wait for a worker. running: requests being answered."""
+
+    queue: int
+    max_queue: int
+    queue_bytes: int
+    running: int
+    max_requests: int
+
+
+class PlaceObject(msgspec.Struct, frozen=True):
+    """Where an adapter lies on a worker: [first extent, extents] of each unbroken row.
+
+    name: what it was last named by, where no registration means it. slab_bytes: packed, once known.
+    load_s: its last way to the device.
+    """
+
+    digest: str
+    name: str | None
+    device: TierStage
+    host: TierStage
+    pinned: bool
+    slab_bytes: int | None
+    load_s: float | None
+    device_spans: tuple[tuple[int, int], ...]
+    host_spans: tuple[tuple[int, int], ...]
+
+
+class WorkerObject(msgspec.Struct, frozen=True):
+    """A worker as this router sees it. problem: why it is not connected.
+
+    in_flight, credits: sequences of this router there. running, waiting: whoever sent them.
+    in_use: digest -> sequences in flight. Counts (tokens, evictions, preemptions) begin with the
+    engine; restarts: engines lost since the worker was started.
+    extents: of `extent_bytes` each. places: null = as in the event before.
+    """
+
+    url: str
+    id: str | None = None
+    state: WorkerState = "unreachable"
+    problem: str | None = None
+    device: str | None = None
+    in_flight: int = 0
+    credits: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_pages: int = 0
+    kv_pages_free: int = 0
+    page_size: int = 0
+    step: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    restarts: int = 0
+    extent_bytes: int = 0
+    device_extents: int = 0
+    host_extents: int = 0
+    in_use: dict[str, int] = {}
+    places: tuple[PlaceObject, ...] | None = None
+    places_left_out: int = 0
+
+
+class RegisteredObject(msgspec.Struct, frozen=True):
+    """A registered adapter; `GET /v1/adapters` tells more of it, `…/rollout` what was measured.
+
+    tenant: null = the fleet's. partial: null = all that its config targets has weights.
+    """
+
+    name: str
+    ref: str
+    state: str
+    pinned: bool
+    digest: str | None
+    ranks: tuple[int, ...] | None
+    nbytes: int | None
+    error: str | None
+    tenant: str | None = None
+    rollout: RolloutObject | None = None
+    partial: PartialObject | None = None
+
+
+class ErrorObject(msgspec.Struct, frozen=True):
+    """An error that callers were told. time: Unix seconds, of the last; so is request_id."""
+
+    time: float
+    count: int
+    path: str
+    cause: str
+    message: str
+    request_id: str
+
+
+class FleetObject(msgspec.Struct, frozen=True):
+    """time: Unix seconds. adapters: null = as in the event before. problems: of the adapters file.
+
+    errors: the last that callers were told, newest first.
+    """
+
+    time: float
+    version: str
+    base: BaseObject | None
+    router: RouterObject
+    workers: tuple[WorkerObject, ...]
+    adapters: tuple[RegisteredObject, ...] | None
+    adapters_left_out: int
+    problems: list[str]
+    errors: list[ErrorObject]
+    object: Literal["fleet"] = "fleet"
+
+
+def base_object(card: ModelCard, chat: bool) -> BaseObject:
+    return BaseObject(
+        name=card.names[0],
+        digest=card.base_digest,
+        dtype=card.dtype,
+        device=card.device,
+        max_context=card.max_context,
+        chat=chat,
+    )
+
+
+def registered_objects(registrations: Sequence[Registration]) -> tuple[RegisteredObject, ...]:
+    return tuple(_registered(registration) for registration in registrations[:MAX_ADAPTERS])
+
+
+def _registered(registration: Registration) -> RegisteredObject:
+    manifest = None if registration.content is None else registration.content.manifest
+    return RegisteredObject(
+        name=registration.name,
+        ref=format_ref(registration.ref),
+        state=registration.state,
+        pinned=registration.pinned,
+        digest=registration.digest,
+        ranks=None if manifest is None else tuple(manifest.ranks),
+        nbytes=None if manifest is None else manifest.nbytes,
+        error=registration.error,
+        tenant=registration.tenant or None,
+        rollout=rollout_object(registration),
+        partial=partial_object(registration),
+    )
+
+
+def place_objects(
+    places: Sequence[AdapterPlace], names: Mapping[str, str]
+) -> tuple[PlaceObject, ...]:
+    """names: by digest."""
+    return tuple(
+        PlaceObject(
+            *(place.digest, names.get(place.digest), place.device, place.host, place.pinned),
+            *(place.slab_bytes or None, place.load_s, place.device_spans, place.host_spans),
+        )
+        for place in places
+    )
+
+
+def worker_object(
+    worker: WorkerObject,
+    status: WorkerStatus | None,
+    picture: WorkerPicture | None,
+    places: tuple[PlaceObject, ...],
+) -> WorkerObject:
+    """worker: what is known without what it tells."""
+    told: dict[str, object] = {}
+    if status is not None:
+        told |= {
+            "state": _state(status),
+            "running": status.running,
+            "waiting": status.waiting,
+            "kv_pages": status.total_pages,
+            "kv_pages_free": status.free_pages,
+            "step": status.step,
+        }
+    if picture is not None:
+        told |= {
+            name: getattr(picture, name) for name in _SHARED if name not in ("in_use", "places")
+        }
+        told |= {"in_use": dict(picture.in_use), "places": places}
+    return msgspec.structs.replace(worker, **told)
+
+
+_SHARED = sorted(set(WorkerObject.__struct_fields__) & set(WorkerPicture.__struct_fields__))
+
+
+def _state(status: WorkerStatus) -> WorkerState:
+    if status.draining:
+        return "draining"
+    return "ready" if status.ready else "starting"

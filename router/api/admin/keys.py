@@ -1,0 +1,190 @@
+"""Bodies and answers of `/v1/keys`, `/v1/usage` and `/v1/audit`. Pure."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from router.api.request.body import decode_body, require
+from router.call import RequestError
+from router.policy.quota import Limits
+from router.tenancy.keys import (
+    DEFAULT_TENANT,
+    MAX_MODELS,
+    ApiKey,
+    KeyOrigin,
+    Label,
+    ModelPattern,
+    Priority,
+    Word,
+)
+from router.tenancy.records import AuditRecord
+from router.tenancy.usage import MAX_DAYS, UsageRecord, UsageRow
+
+MAX_GRACE_S = 7 * 86400
+MAX_LISTED = 1000
+
+Seconds = Annotated[int, Meta(ge=1, le=2**33)]
+
+
+class CreateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """id: made up if absent. expires_at: Unix seconds. models: patterns of names; absent = all."""
+
+    id: Word | None = None
+    tenant: Word = DEFAULT_TENANT
+    label: Label = ""
+    models: list[ModelPattern] | None = None
+    limits: Limits = Limits()
+    expires_at: Seconds | None = None
+    priority: Priority | None = None
+
+
+class ChangeKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is absent stays. expires_at: null = never. priority: null = the tenant's."""
+
+    label: Label | UnsetType = UNSET
+    models: list[ModelPattern] | UnsetType = UNSET
+    limits: Limits | UnsetType = UNSET
+    expires_at: Seconds | None | UnsetType = UNSET
+    priority: Priority | None | UnsetType = UNSET
+
+
+class RotateKeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """grace_s: how long the old key is good still."""
+
+    grace_s: Annotated[int, Meta(ge=0, le=MAX_GRACE_S)] = 0
+
+
+class KeyObject(msgspec.Struct, frozen=True):
+    """A key without the key itself; times are Unix seconds."""
+
+    id: str
+    tenant: str
+    label: str
+    models: list[str]
+    limits: Limits
+    expires_at: int | None
+    blocked: bool
+    created_at: int
+    origin: KeyOrigin
+    priority: Priority | None
+    object: Literal["key"] = "key"
+
+
+class NewKeyObject(msgspec.Struct, frozen=True):
+    """key: it is told this once and kept nowhere."""
+
+    key: str
+    data: KeyObject
+    object: Literal["new_key"] = "new_key"
+
+
+class KeyList(msgspec.Struct, frozen=True):
+    data: list[KeyObject]
+    object: Literal["list"] = "list"
+
+
+class DeletedKey(msgspec.Struct, frozen=True):
+    id: str
+    deleted: Literal[True] = True
+    object: Literal["key"] = "key"
+
+
+class UsageList(msgspec.Struct, frozen=True):
+    """start, end: the days, both included, as YYYY-MM-DD in UTC."""
+
+    start: str
+    end: str
+    data: list[UsageRow]
+    object: Literal["list"] = "list"
+
+
+class RecordList(msgspec.Struct, frozen=True):
+    """The newest first."""
+
+    data: list[UsageRecord]
+    object: Literal["list"] = "list"
+
+
+class AuditList(msgspec.Struct, frozen=True):
+    """The newest first."""
+
+    data: list[AuditRecord]
+    object: Literal["list"] = "list"
+
+
+def parse_create(body: bytes, made_up: str, now: float) -> ApiKey:
+    """A key without its digest. now: Unix seconds. Raises RequestError."""
+    wanted, _ = decode_body(body or b"{}", CreateKeyBody)
+    is_over = wanted.expires_at is not None and wanted.expires_at <= now
+    require(not is_over, "lies in the past: the key would never be good", "expires_at")
+    return ApiKey(
+        id=wanted.id or made_up,
+        tenant=wanted.tenant,
+        digest="",
+        label=wanted.label,
+        models=_models(wanted.models),
+        limits=wanted.limits,
+        expires_at=wanted.expires_at,
+        priority=wanted.priority,
+    )
+
+
+def parse_change(body: bytes) -> dict[str, object]:
+    """Fields of ApiKey. Raises RequestError."""
+    wanted, _ = decode_body(body, ChangeKeyBody)
+    changes = {name: getattr(wanted, name) for name in ChangeKeyBody.__struct_fields__}
+    changes = {name: value for name, value in changes.items() if value is not UNSET}
+    if "models" in changes:
+        changes["models"] = _models(changes["models"])
+    return changes
+
+
+def parse_rotate(body: bytes) -> int:
+    """Seconds of grace. Raises RequestError."""
+    return decode_body(body, RotateKeyBody)[0].grace_s if body else 0
+
+
+def parse_days(query: Mapping[str, str], today: int) -> tuple[int, int]:
+    """First and last day since 1970-01-01, both included; today if absent. Raises RequestError."""
+    last = _day(query, "end", today)
+    first = _day(query, "start", last)
+    require(first <= last, "lies after `end`", "start")
+    require(last - first < MAX_DAYS, f"expected at most {MAX_DAYS} days", "start")
+    return first, last
+
+
+def parse_count(query: Mapping[str, str], name: str = "limit", default: int = 100) -> int:
+    """Raises RequestError."""
+    text = query.get(name, str(default))
+    digits = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_LISTED))
+    good = digits and 1 <= int(text) <= MAX_LISTED
+    require(good, f"expected 1 to {MAX_LISTED}, got {text[:40]!r}", name)
+    return int(text)
+
+
+def key_object(key: ApiKey) -> KeyObject:
+    return KeyObject(
+        *(key.id, key.tenant, key.label, list(key.models), key.limits, key.expires_at),
+        *(key.blocked, key.created_at, key.origin, key.priority),
+    )
+
+
+def _models(models: list[str] | None) -> tuple[str, ...]:
+    if models is None:
+        return ("*",)
+    require(len(models) <= MAX_MODELS, f"expected at most {MAX_MODELS} patterns", "models")
+    return tuple(models)
+
+
+def _day(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    try:
+        return int(msgspec.convert(f"{text}T00:00:00Z", datetime).timestamp() // 86400)
+    except (msgspec.ValidationError, ValueError, OverflowError):
+        message = f"`{name}`: expected YYYY-MM-DD, got {text[:40]!r}"
+        raise RequestError("invalid", message, param=name) from None

@@ -1,0 +1,235 @@
+"""The API's operations: what each takes, answers and wants of its caller. Pure."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from router.api.admin.adapters import (
+    AdapterList,
+    AdapterObject,
+    Deleted,
+    LoadLoraBody,
+    Refreshed,
+    RegisterBody,
+    UnloadBody,
+    UnloadLoraBody,
+)
+from router.api.admin.fleet import FleetObject
+from router.api.admin.keys import (
+    AuditList,
+    ChangeKeyBody,
+    CreateKeyBody,
+    DeletedKey,
+    KeyList,
+    KeyObject,
+    NewKeyObject,
+    RecordList,
+    RotateKeyBody,
+    UsageList,
+)
+from router.api.admin.rollouts import AdapterHistory, DigestBody, RolloutBody, RolloutObject
+from router.api.errors import Dialect, dialect_of_path
+from router.api.lorax.answer import GenerateAnswer, StreamAnswer
+from router.api.lorax.request import LoraxBody
+from router.api.openai.chat import ChatBody
+from router.api.openai.chat_answer import ChatChunk, ChatCompletion
+from router.api.openai.completions import CompletionsBody
+from router.api.openai.completions_answer import Completion
+from router.api.openai.models import Health, Info, ModelList, ModelObject, Version
+from router.api.responses.answer import ResponseObject
+from router.api.responses.request import ResponsesBody
+from router.api.responses.stream import ResponseEvent
+from router.api.tokenize import (
+    DetokenizeBody,
+    DetokenizedText,
+    TokenizeBody,
+    TokenizeChatBody,
+    TokenizedPrompt,
+    TokenizePromptBody,
+    TokenizerInfo,
+    TokenObject,
+)
+
+Method = Literal["get", "post", "patch", "delete"]
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """A route. requests: types that its body may have. answers, event: types of the JSON body and
+    of a stream's events.
+
+    text: the answer is plain text. dialect: shape of its errors; other_dialect: another that they
+    may have. admin: it wants the admin key. key: it wants a caller's key where callers have keys.
+    accepted: it may answer 202 with the same body, for what goes on. may_be_empty: the body.
+    status: of success. done: a stream ends with OpenAI's `[DONE]`.
+    """
+
+    path: str
+    method: Method
+    summary: str
+    dialect: Dialect = "lorax"
+    other_dialect: Dialect | None = None
+    requests: tuple[Any, ...] = ()
+    answers: tuple[Any, ...] = ()
+    event: Any = None
+    done: bool = False
+    may_be_empty: bool = False
+    text: bool = False
+    admin: bool = False
+    accepted: bool = False
+    key: bool = False
+    status: int = 200
+    query: tuple[str, ...] = ()
+
+
+def _admin(
+    path: str,
+    method: Method,
+    summary: str,
+    answer: Any,
+    request: Any = None,
+) -> Operation:
+    return Operation(
+        *(path, method, summary, dialect_of_path(path)),
+        requests=() if request is None else (request,),
+        answers=() if answer is str else (answer,),
+        text=answer is str,
+        admin=True,
+        accepted=path.endswith("/unload"),
+        may_be_empty=request in (UnloadBody, RotateKeyBody, CreateKeyBody, DigestBody),
+    )
+
+
+_KEY = "/v1/keys/{id}"
+_KEYS = (
+    _admin("/v1/keys", "get", "Keys of callers", KeyList),
+    msgspec.structs.replace(
+        _admin(
+            "/v1/keys", "post", "Make a key; only this answer shows it", NewKeyObject, CreateKeyBody
+        ),
+        status=201,
+    ),
+    _admin(_KEY, "get", "One of them", KeyObject),
+    _admin(_KEY, "patch", "Change what it opens, its limits or its end", KeyObject, ChangeKeyBody),
+    _admin(_KEY, "delete", "Delete it", DeletedKey),
+    _admin(f"{_KEY}/rotate", "post", "Another key in its place", NewKeyObject, RotateKeyBody),
+    _admin(f"{_KEY}/block", "post", "It opens nothing for now", KeyObject),
+    _admin(f"{_KEY}/unblock", "post", "It opens again what it opened", KeyObject),
+    Operation(
+        *("/v1/usage", "get", "What was used", "openai"),
+        answers=(UsageList,),
+        key=True,
+        query=("start", "end", "tenant", "key", "adapter"),
+    ),
+    Operation(
+        *("/v1/usage/requests", "get", "Latest requests", "openai"),
+        answers=(RecordList,),
+        key=True,
+        query=("limit", "tenant"),
+    ),
+    msgspec.structs.replace(
+        _admin("/v1/audit", "get", "What operators did", AuditList), query=("limit",)
+    ),
+)
+_ONE = "/v1/adapters/{name}"
+_NAMED = (
+    _admin("/v1/adapters", "get", "Registered adapters, by tier and worker", AdapterList),
+    _admin(_ONE, "get", "One of them", AdapterObject),
+    _admin(_ONE, "delete", "Delete it: requests that name it get 410", Deleted),
+    _admin(f"{_ONE}/load", "post", "To every worker's device, and into service", AdapterObject),
+    _admin(f"{_ONE}/pin", "post", "The same; and there it stays", AdapterObject),
+    _admin(f"{_ONE}/unpin", "post", "It may be evicted again", AdapterObject),
+    _admin(
+        *(f"{_ONE}/unload", "post", "Out of service; freed when running requests are over"),
+        AdapterObject,
+        UnloadBody,
+    ),
+    _admin(f"{_ONE}/refresh", "post", "Resolve its reference again", Refreshed),
+    _admin(f"{_ONE}/rollout", "get", "Its versions, and how they do", RolloutObject),
+    _admin(f"{_ONE}/rollout", "post", "Set versions and their weights", AdapterObject, RolloutBody),
+    _admin(f"{_ONE}/rollout", "delete", "End it: the old version has everything", AdapterObject),
+    _admin(f"{_ONE}/promote", "post", "The name means this version", AdapterObject, DigestBody),
+    _admin(f"{_ONE}/rollback", "post", "Back to the version before", AdapterObject, DigestBody),
+    _admin(f"{_ONE}/history", "get", "What it meant, newest first", AdapterHistory),
+)
+_LIFECYCLE = (
+    *(msgspec.structs.replace(operation, query=("tenant",)) for operation in _NAMED),
+    _admin("/v1/adapters", "post", "Register an adapter", AdapterObject, RegisterBody),
+    _admin("/v1/load_lora_adapter", "post", "Register and load (vLLM)", str, LoadLoraBody),
+    _admin("/v1/unload_lora_adapter", "post", "Unload and delete (vLLM)", str, UnloadLoraBody),
+)
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        *("/", "post", "Generate, whole (a list of one) or streamed, as `stream` says"),
+        requests=(LoraxBody,),
+        answers=(list[GenerateAnswer],),
+        event=StreamAnswer,
+    ),
+    Operation("/", "get", "Whether requests can be answered"),
+    Operation("/generate", "post", "Generate", requests=(LoraxBody,), answers=(GenerateAnswer,)),
+    Operation(
+        *("/generate_stream", "post", "Generate, token by token"),
+        requests=(LoraxBody,),
+        event=StreamAnswer,
+    ),
+    Operation(
+        *("/v1/completions", "post", "Complete texts (OpenAI)", "openai"),
+        requests=(CompletionsBody,),
+        answers=(Completion,),
+        event=Completion,
+        done=True,
+    ),
+    Operation(
+        *("/v1/chat/completions", "post", "Answer a conversation (OpenAI)", "openai"),
+        requests=(ChatBody,),
+        answers=(ChatCompletion,),
+        event=ChatChunk,
+        done=True,
+    ),
+    Operation(
+        *("/v1/responses", "post", "Answer items, without stored state (OpenAI)", "openai"),
+        requests=(ResponsesBody,),
+        answers=(ResponseObject,),
+        event=ResponseEvent,
+    ),
+    Operation(
+        *("/v1/models", "get", "The base and registered adapters", "openai"),
+        answers=(ModelList,),
+        key=True,
+    ),
+    Operation(
+        "/v1/models/{name}", "get", "One of them", "openai", answers=(ModelObject,), key=True
+    ),
+    *_KEYS,
+    *_LIFECYCLE,
+    Operation(
+        *("/v1/fleet", "get", "Workers, arenas, queue and errors, at once or followed", "openai"),
+        answers=(FleetObject,),
+        event=FleetObject,
+        admin=True,
+    ),
+    Operation(
+        *("/tokenize", "post", "The tokens of a text or of a chat"),
+        other_dialect="openai",
+        requests=(TokenizeBody, TokenizePromptBody, TokenizeChatBody),
+        answers=(list[TokenObject], TokenizedPrompt),
+    ),
+    Operation(
+        *("/detokenize", "post", "The text of tokens", "openai"),
+        requests=(DetokenizeBody,),
+        answers=(DetokenizedText,),
+    ),
+    Operation(
+        *("/tokenizer_info", "get", "What the base's tokenizer has", "openai"),
+        answers=(TokenizerInfo,),
+        key=True,
+    ),
+    Operation("/info", "get", "The model and the limits", answers=(Info,)),
+    Operation("/version", "get", "The router's version", answers=(Version,)),
+    Operation("/health", "get", "Whether requests can be answered"),
+    Operation("/ping", "get", "Whether requests can be answered"),
+    Operation("/ping", "post", "Whether requests can be answered"),
+    Operation("/health/live", "get", "Whether the process answers", answers=(Health,)),
+    Operation("/health/ready", "get", "Whether requests can be answered", answers=(Health,)),
+    Operation("/metrics", "get", "Prometheus metrics", text=True),
+    Operation("/openapi.json", "get", "This description", answers=(dict[str, Any],)),
+)

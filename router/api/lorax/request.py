@@ -1,0 +1,268 @@
+"""LoRAX's `/`, `/generate` and `/generate_stream`: request bodies. Pure."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from router.api.lorax.answer import LoraxFormatter, LoraxOptions
+from router.api.lorax.fields import check_fields
+from router.api.lorax.merge import MergedAdapters, choose_merge
+from router.api.request.body import decode_plain, require, typed
+from router.api.request.fields import (
+    CacheSalt,
+    LogitBias,
+    NonNegative,
+    Penalty,
+    Positive,
+    Priority,
+    Probability,
+    RepetitionPenalty,
+    StopString,
+    TopK,
+    UnitInterval,
+    check_sizes,
+    check_stops,
+    choose_adapter,
+    credential,
+    salt_of,
+    temperature_of,
+)
+from router.api.request.formatter import ApiLimits
+from router.api.request.shapes import check_ends, format_shape, only_shape
+from router.call import (
+    AdapterChoice,
+    AnswerHead,
+    GenerationCall,
+    MergedChoice,
+    RequestError,
+)
+from router.shape.shape import Shape
+from server.protocol import SamplingParams
+
+# `/` answers with a list of one or a stream, as `stream` says.
+Route = Literal["/", "/generate", "/generate_stream"]
+
+
+class LoraxParameters(msgspec.Struct, frozen=True):
+    """Every field may be null or absent. Neither sampling field set: greedy.
+
+    adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
+    merged_adapters: not beside an adapter_id. add_special_tokens: around `inputs`; true unless told
+    otherwise. grammar: TGI's name for response_format. From min_p on: extensions.
+    """
+
+    adapter_id: str | None = None
+    adapter_source: str | None = None
+    merged_adapters: MergedAdapters | None = None
+    api_token: str | None = None
+    best_of: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e4)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    top_k: TopK | None = None
+    top_p: Probability | None = None
+    typical_p: Probability | None = None
+    do_sample: bool | None = None
+    max_new_tokens: Positive | None = None
+    ignore_eos_token: bool | None = None
+    return_full_text: bool | None = None
+    stop: list[StopString] | None = None
+    truncate: Positive | None = None
+    watermark: bool | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    return_k_alternatives: Positive | None = None
+    apply_chat_template: bool | None = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
+    response_format: dict[str, Any] | None = None
+    grammar: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    min_p: UnitInterval | None = None
+    min_tokens: NonNegative | None = None
+    stop_token_ids: list[NonNegative] | None = None
+    logit_bias: LogitBias | None = None
+    skip_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class LoraxBody(msgspec.Struct, frozen=True):
+    """A request. stream: decides on `/`; `/generate` refuses true."""
+
+    inputs: Annotated[str, Meta(min_length=1)]
+    parameters: LoraxParameters | None = None
+    stream: bool | None = None
+
+
+class LoraxRequest(msgspec.Struct, frozen=True):
+    """A parsed body; an ApiRequest."""
+
+    call: GenerationCall
+    options: LoraxOptions
+
+    def formatter(self, head: AnswerHead) -> LoraxFormatter:
+        return LoraxFormatter(head, self.options)
+
+
+def parse(
+    body: bytes, limits: ApiLimits, bearer: str | None = None, route: Route = "/"
+) -> LoraxRequest:
+    """Raises RequestError."""
+    plain = decode_plain(body)
+    check_fields(plain, LoraxParameters.__struct_fields__, limits)
+    request = typed(plain, LoraxBody)
+    given = request.parameters or LoraxParameters()
+    _refuse_unsupported(given)
+    stream = _streams(request, route)
+    best_of = given.best_of or 1
+    _check_best_of(given, best_of, stream, limits)
+    details = _details_wanted(given, stream)
+    call = GenerationCall(
+        api="lorax",
+        prompts=(request.inputs,),
+        messages=None,
+        adapter=_adapter(given, limits, bearer),
+        sampling=_sampling(given, limits, with_logprobs=stream or details or best_of > 1),
+        max_tokens=given.max_new_tokens,
+        n=best_of,
+        best_of=best_of,
+        stop=check_stops(given.stop or [], limits),
+        include_stop=True,
+        stream=stream,
+        seed=given.seed,
+        add_special_tokens=given.add_special_tokens is not False,
+        truncate=given.truncate,
+        skip_special_tokens=given.skip_special_tokens is not False,
+        cache_salt=salt_of(given.cache_salt),
+        priority=given.priority or 0,
+        shape=_shape(given),
+    )
+    options = LoraxOptions(
+        as_list=route == "/",
+        details=details,
+        full_text=bool(given.return_full_text),
+        show_seed=call.sampling.temperature > 0,
+        alternatives=given.return_k_alternatives is not None,
+    )
+    return LoraxRequest(call, options)
+
+
+def _shape(given: LoraxParameters) -> Shape | None:
+    shape = only_shape(
+        [
+            format_shape(given.response_format, "response_format"),
+            format_shape(given.grammar, "grammar"),
+        ]
+    )
+    check_ends(shape, bool(given.ignore_eos_token), "ignore_eos_token")
+    return shape
+
+
+def _streams(request: LoraxBody, route: Route) -> bool:
+    require(
+        route != "/generate" or not request.stream,
+        "answers of `/generate` are whole: use `/generate_stream`, or `/`",
+        "stream",
+    )
+    return route == "/generate_stream" or (route == "/" and bool(request.stream))
+
+
+def _details_wanted(given: LoraxParameters, stream: bool) -> bool:
+    require(
+        not (given.decoder_input_details and stream),
+        "input details are not available when streaming",
+        "decoder_input_details",
+    )
+    details = bool(given.details or given.decoder_input_details)
+    require(
+        stream or details or given.return_k_alternatives is None,
+        "needs `details`",
+        "return_k_alternatives",
+    )
+    return details
+
+
+def _refuse_unsupported(given: LoraxParameters) -> None:
+    refused = {
+        "watermark": given.watermark,
+        "apply_chat_template": given.apply_chat_template,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise RequestError("unsupported", f"`{name}` is not supported yet", param=name)
+
+
+def _check_best_of(given: LoraxParameters, best_of: int, stream: bool, limits: ApiLimits) -> None:
+    most = limits.max_n
+    require(best_of <= most, f"expected at most {most}, got {best_of}", "best_of")
+    if best_of > 1:
+        require(not stream, "several sequences are not available when streaming", "best_of")
+        require(_is_sampling(given), "several sequences need sampling: set `do_sample`", "best_of")
+        require(given.seed is None, "a seed is not available with `best_of` > 1", "seed")
+
+
+def _is_sampling(given: LoraxParameters) -> bool:
+    if given.temperature == 0:
+        return False
+    return (
+        bool(given.do_sample)
+        or given.temperature not in (None, 1.0)
+        or (given.top_k or 0) > 0
+        or given.top_p is not None
+        or given.typical_p not in (None, 1.0)
+    )
+
+
+def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool) -> SamplingParams:
+    check_sizes(given, limits)
+    seed, alternatives = given.seed, given.return_k_alternatives
+    least, most = given.min_tokens or 0, given.max_new_tokens
+    require(
+        most is None or least <= most,
+        f"expected at most the {most} tokens to generate, got {least}",
+        "min_tokens",
+    )
+    require(seed is None or seed < 2**64, "expected a 64-bit unsigned integer", "seed")
+    require(
+        (alternatives or 0) <= limits.max_logprobs,
+        f"expected at most {limits.max_logprobs}, got {alternatives}",
+        "return_k_alternatives",
+    )
+    temperature = 1.0 if given.temperature is None else given.temperature
+    advised = limits.sampling_defaults
+    return SamplingParams(
+        temperature=temperature_of(temperature) if _is_sampling(given) else 0.0,
+        top_k=max(0, given.top_k or 0),
+        top_p=given.top_p or 1.0,
+        min_p=given.min_p or 0.0,
+        typical_p=given.typical_p or 1.0,
+        repetition_penalty=given.repetition_penalty or advised.get("repetition_penalty", 1.0),
+        frequency_penalty=given.frequency_penalty or 0.0,
+        presence_penalty=given.presence_penalty or 0.0,
+        min_tokens=int(advised.get("min_tokens", 0)) if given.min_tokens is None else least,
+        ignore_eos=bool(given.ignore_eos_token),
+        stop_token_ids=tuple(given.stop_token_ids or ()),
+        logit_bias=given.logit_bias or {},
+        logprobs=(alternatives or 0) if with_logprobs or alternatives else None,
+        prompt_logprobs=0 if given.decoder_input_details else None,
+    )
+
+
+def _adapter(
+    given: LoraxParameters, limits: ApiLimits, bearer: str | None
+) -> AdapterChoice | MergedChoice | None:
+    token = credential(given.api_token, bearer)
+    if given.merged_adapters is None:
+        adapter = choose_adapter(
+            given.adapter_id, given.adapter_source, token, "adapter_id", limits
+        )
+        for extra in ("adapter_source", "api_token"):
+            needs = "needs `adapter_id` or `merged_adapters`"
+            require(adapter or not getattr(given, extra), needs, extra)
+        return adapter
+    if given.adapter_id:
+        message = "`adapter_id` and `merged_adapters` cannot both be given"
+        raise RequestError("invalid", message, param="merged_adapters")
+    return choose_merge(given.merged_adapters, given.adapter_source, token, limits)

@@ -1,0 +1,136 @@
+"""What answers of OpenAI's completions and chat routes share. Pure."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from router.api.answers import completed, finite, sse, sse_error
+from router.call import AnswerHead, FinishReason, PromptInfo, RequestError, TextToken
+
+OpenAIFinish = Literal["stop", "length", "tool_calls"]
+# What becomes of an answer's reasoning: sent as it comes, or at once when it is over, or left out.
+ReasoningSent = Literal["streamed", "whole", "never"]
+# Which chunks of a stream tell the counts.
+UsageIn = Literal["none", "last", "each"]
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request wants its answer.
+
+    logprobs, prompt_logprobs: alternatives a token; None = neither token nor alternatives.
+    token_ids: tell the ids beside the text. tokens_as_ids: name tokens `token_id:ID`, and list
+    those that are no part of a message, too. id: the caller's own, in place of the request's.
+    named_call: the caller named the tool to call, so that a call is what ends an answer.
+    """
+
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    usage: UsageIn
+    token_ids: bool
+    tokens_as_ids: bool
+    id: str | None
+    reasoning: ReasoningSent = "streamed"
+    named_call: bool = False
+
+    def name(self, token_id: int, text: str) -> str:
+        """Of a token, in logprobs."""
+        return f"token_id:{token_id}" if self.tokens_as_ids else text
+
+    def ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(token_ids) if self.token_ids else UNSET
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """completion_tokens: of all choices, those that best_of dropped included."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """rank: 1 = no token is likelier."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# Of each token of a prompt, by id: itself and the likeliest; null for the first.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class OpenAIFormatter(ABC):
+    """The part of a Formatter that is alike for both routes. prefix: of the answer's id."""
+
+    def __init__(self, head: AnswerHead, options: AnswerOptions, prefix: str) -> None:
+        self._head = head
+        self._options = options
+        self._id = f"{prefix}-{options.id or head.request_id}"
+        self._fingerprint = _fingerprint(head)
+        self._prompts: list[PromptInfo] = []
+        self._num_tokens = 0
+
+    def end(self) -> bytes:
+        done = b"data: [DONE]\n\n"
+        if self._options.usage == "none":
+            return done
+        return sse(self._counts_alone(usage_of(self._prompts, self._num_tokens))) + done
+
+    def error(self, error: RequestError) -> bytes:
+        return sse_error(error, "openai")
+
+    @abstractmethod
+    def _counts_alone(self, usage: Usage) -> msgspec.Struct:
+        """A chunk without choices."""
+
+    def _usage_so_far(self) -> Usage | None | UnsetType:
+        """`usage` of the chunks before the last: null when only the last will have it."""
+        if self._options.usage == "each":
+            return usage_of(self._prompts, self._num_tokens)
+        return None if self._options.usage == "last" else UNSET
+
+    def _prompt_logprobs(self, info: PromptInfo) -> PromptLogprobs | UnsetType:
+        most = self._options.prompt_logprobs
+        if most is None:
+            return UNSET
+        return [_prompt_logprob(token, most) for token in info.tokens]
+
+
+def usage_of(prompts: Sequence[PromptInfo], completion_tokens: int) -> Usage:
+    prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(sum(prompt.cached_tokens for prompt in prompts)),
+    )
+
+
+def finish_reason(finish: FinishReason) -> OpenAIFinish:
+    """Raises RequestError (incomplete)."""
+    return "length" if completed(finish) == "length" else "stop"
+
+
+def _prompt_logprob(token: TextToken, most: int) -> dict[int, PromptLogprob] | None:
+    """The prompt's own token first, then the likeliest, as vLLM orders them."""
+    if token.logprob is None:
+        return None
+    found = {token.token_id: PromptLogprob(finite(token.logprob), token.rank, token.token)}
+    for rank, (token_id, text, value) in enumerate(token.top[:most], 1):
+        found.setdefault(token_id, PromptLogprob(finite(value), rank, text))
+    return found
+
+
+def _fingerprint(head: AnswerHead) -> str:
+    """Changes when the weights do, the base's or the adapter's."""
+    return f"fp_{head.base_digest[:10]}{(head.adapter_digest or '')[:10]}"

@@ -1,0 +1,171 @@
+"""OpenAI's `/v1/chat/completions`: request bodies and answers. Pure."""
+
+from typing import Any
+
+import msgspec
+
+from adapters.chat.conversation import ReasoningEffort, TemplateOptions
+from router.api.openai.answer import AnswerOptions, ReasoningSent
+from router.api.openai.chat_answer import ChatFormatter
+from router.api.openai.common import (
+    OpenAIBody,
+    adapter_of,
+    decode_openai,
+    options_of,
+    sampling_of,
+    with_shared,
+)
+from router.api.openai.shape import with_shape
+from router.api.request.body import require
+from router.api.request.chat_messages import Message, to_template
+from router.api.request.fields import NonNegative, Positive
+from router.api.request.formatter import ApiLimits
+from router.api.request.tool_fields import OfferedTools, ToolChoice, for_template, tools_of
+from router.call import AnswerHead, GenerationCall
+from router.tools.tools import Tools
+
+
+class ChatBody(OpenAIBody, frozen=True, kw_only=True):
+    """max_completion_tokens: max_tokens under its newer name; without both, all that fits.
+
+    Extensions: echo: the answer begins with the last message, if that is the assistant's.
+    add_generation_prompt: begin the assistant's answer; true unless the final message
+    is continued. continue_final_message: go on within it. chat_template: a name of the model's
+    template list. chat_template_kwargs: further variables of the template. add_special_tokens:
+    around the rendered text, for a template that does not write them. include_reasoning (vLLM's):
+    answers tell their reasoning. separate_reasoning (SGLang's): apart from the text.
+    stream_reasoning (SGLang's): as it comes, else at once when it is over.
+    """
+
+    messages: list[Message]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: NonNegative | None = None
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    tools: OfferedTools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+
+
+class ChatRequest(msgspec.Struct, frozen=True):
+    """A parsed body; an ApiRequest. echoed: what stands before each answer's text."""
+
+    call: GenerationCall
+    options: AnswerOptions
+    echoed: str
+
+    def formatter(self, head: AnswerHead) -> ChatFormatter:
+        return ChatFormatter(head, self.options, self.echoed)
+
+
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ChatRequest:
+    """Raises RequestError."""
+    return request_of(decode_openai(body, ChatBody, limits), limits, bearer)
+
+
+def request_of(request: ChatBody, limits: ApiLimits, bearer: str | None) -> ChatRequest:
+    """Raises RequestError."""
+    require(request.messages, "expected at least one message", "messages")
+    require(
+        len(request.messages) <= limits.max_messages,
+        f"expected at most {limits.max_messages} messages, got {len(request.messages)}",
+        "messages",
+    )
+    n = request.n or 1
+    require(n <= limits.max_n, f"expected at most {limits.max_n}, got {n}", "n")
+    max_tokens = _max_tokens(request)
+    sampling = sampling_of(
+        request,
+        limits,
+        max_tokens=max_tokens,
+        logprobs=_logprobs_asked(request, limits),
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    tools = tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+    ignores = "ignore_eos" if request.ignore_eos else "ignore_eos_token"
+    has_end = tools is not None and tools.is_held
+    require(not (has_end and sampling.ignore_eos), "calls of tools have an end", ignores)
+    call = GenerationCall(
+        api="chat",
+        prompts=(),
+        messages=to_template(request.messages),
+        adapter=adapter_of(request, limits, bearer),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        n=n,
+        best_of=n,
+        add_special_tokens=bool(request.add_special_tokens),
+        template=_template_options(request, tools),
+        tools=tools,
+        divides_reasoning=request.separate_reasoning is not False,
+    )
+    call = with_shape(with_shared(call, request, limits), request, limits)
+    echoed = _text_of(request.messages[-1]) if request.echo else ""
+    options = msgspec.structs.replace(
+        options_of(request, call),
+        reasoning=_reasoning_sent(request),
+        named_call=tools is not None and tools.named,
+    )
+    return ChatRequest(call, options, echoed)
+
+
+def _reasoning_sent(request: ChatBody) -> ReasoningSent:
+    if request.include_reasoning is False:
+        return "never"
+    return "whole" if request.stream_reasoning is False else "streamed"
+
+
+def _text_of(last: Message) -> str:
+    """What vLLM's `echo` puts before the answer: the last message, if the assistant began it."""
+    if last.role != "assistant":
+        return ""
+    content = last.content
+    if isinstance(content, list):
+        return "\n".join(part.text or "" for part in content)
+    return content or ""
+
+
+def _template_options(request: ChatBody, tools: Tools | None) -> TemplateOptions:
+    """Raises RequestError."""
+    continues = bool(request.continue_final_message)
+    begins = request.add_generation_prompt
+    message = "must be false beside `continue_final_message`"
+    require(not (continues and begins), message, "add_generation_prompt")
+    return TemplateOptions(
+        add_generation_prompt=not continues if begins is None else begins,
+        continue_final_message=continues,
+        documents=request.documents,
+        tools=None if tools is None else for_template(tools),
+        effort=request.reasoning_effort,
+        template=request.chat_template,
+        variables=request.chat_template_kwargs or {},
+    )
+
+
+def _max_tokens(request: ChatBody) -> int | None:
+    old, new = request.max_tokens, request.max_completion_tokens
+    require(
+        old is None or new is None or old == new,
+        "contradicts `max_tokens`",
+        "max_completion_tokens",
+    )
+    return old if new is None else new
+
+
+def _logprobs_asked(request: ChatBody, limits: ApiLimits) -> int | None:
+    top = request.top_logprobs
+    require(not top or request.logprobs, "needs `logprobs` to be true", "top_logprobs")
+    most = limits.max_logprobs
+    require((top or 0) <= most, f"expected at most {most}, got {top}", "top_logprobs")
+    return (top or 0) if request.logprobs else None

@@ -1,0 +1,284 @@
+"""What bodies of OpenAI's routes share: fields and their checks. Pure."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from router.api.openai.answer import AnswerOptions, UsageIn
+from router.api.request.body import decode_plain, require, typed
+from router.api.request.fields import (
+    MAX_INT32,
+    CacheSalt,
+    LogitBias,
+    NonNegative,
+    Penalty,
+    Positive,
+    Priority,
+    Probability,
+    RepetitionPenalty,
+    StopString,
+    TopK,
+    UnitInterval,
+    check_sizes,
+    check_stops,
+    choose_adapter,
+    credential,
+    salt_of,
+    temperature_of,
+    within_base,
+)
+from router.api.request.formatter import ApiLimits
+from router.api.request.known_elsewhere import check_unknown, check_unknown_parts, same, unsupported
+from router.api.request.shapes import StructuredOutputs
+from router.call import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall
+from server.protocol import SamplingParams
+
+# Fields that change nothing about the text, whatever they say.
+HARMLESS = frozenset(
+    ("metadata", "store", "service_tier", "safety_identifier")
+    + ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction")
+    + ("moderation", "session_id")
+)
+LORA_PATH = "lora_path"
+# Tokens that are kept; -1 = as many as fit. Nothing at all is no prompt.
+Truncation = Annotated[int, Meta(ge=-1, le=MAX_INT32, extra_json_schema={"not": {"const": 0}})]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """include_usage: one more chunk, with the counts, before `[DONE]`. continuous_usage_stats
+    (vLLM's): and the counts so far in each chunk."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SharedBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every route; every optional one may be null.
+
+    model: an adapter's alias or reference, or the base's name, or both with a colon between. From
+    top_k on: extensions. priority: how far behind the key's own the request stands.
+    """
+
+    model: str
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[StopString] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    user: str | None = None
+    top_k: TopK | None = None
+    min_p: UnitInterval | None = None
+    typical_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    ignore_eos: bool | None = None
+    ignore_eos_token: bool | None = None
+    min_tokens: NonNegative | None = None
+    stop_token_ids: list[NonNegative] | None = None
+    adapter_source: str | None = None
+    api_token: str | None = None
+    lora_path: str | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+
+
+class OpenAIBody(SharedBody, frozen=True, kw_only=True):
+    """Fields of completions and chat. From return_token_ids on: extensions.
+
+    From structured_outputs on: forms of the answer as vLLM asks for them, and SGLang from
+    json_schema on. guided_decoding_backend: of no effect.
+    """
+
+    response_format: dict[str, Any] | None = None
+    n: Positive | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: NonNegative | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    allowed_token_ids: list[NonNegative] | None = None
+    bad_words: list[StopString] | None = None
+
+
+S = TypeVar("S", bound=SharedBody)
+B = TypeVar("B", bound=OpenAIBody)
+
+
+def decode_shared(plain: dict[str, Any], kind: type[S], limits: ApiLimits) -> S:
+    """The typed body. Fields that it does not know are refused unless they are harmless or ask for
+    nothing.
+
+    Raises RequestError.
+    """
+    check_unknown(plain, kind.__struct_fields__, HARMLESS)
+    _check_reach(plain, limits)
+    return typed(plain, kind)
+
+
+def decode_openai(body: bytes, kind: type[B], limits: ApiLimits) -> B:
+    """The typed body, as `decode_shared` checks it. Raises RequestError."""
+    plain = decode_plain(body)
+    request = decode_shared(plain, kind, limits)
+    options = plain.get("stream_options") or {}
+    outputs = plain.get("structured_outputs") or {}
+    check_unknown_parts(outputs, StructuredOutputs.__struct_fields__, "structured_outputs.")
+    check_unknown_parts(options, StreamOptions.__struct_fields__, "stream_options.")
+    require(
+        request.stream or not any(options.values()),
+        "only allowed when `stream` is true",
+        "stream_options",
+    )
+    require(
+        options.get("include_usage") or not options.get("continuous_usage_stats"),
+        "needs `include_usage`",
+        "stream_options.continuous_usage_stats",
+    )
+    require(isinstance(plain.get("metadata"), dict | None), "expected an object", "metadata")
+    return request
+
+
+def adapter_of(request: SharedBody, limits: ApiLimits, bearer: str | None) -> AdapterChoice | None:
+    """By `model`, SGLang's `base:adapter` too, or by `lora_path` beside the base's name.
+
+    Raises RequestError.
+    """
+    name, param = within_base(request.model or "", limits.base_names), "model"
+    path = request.lora_path
+    if path:
+        on_base = name in (*BASE_PLACEHOLDERS, *limits.base_names)
+        require(on_base or name == path, f"contradicts the adapter in `model`, {name!r}", LORA_PATH)
+        name, param = path, LORA_PATH
+    adapter = None
+    if name not in BASE_PLACEHOLDERS:
+        token = credential(request.api_token, bearer)
+        adapter = choose_adapter(name, request.adapter_source, token, param, limits)
+    for extra in ("adapter_source", "api_token"):
+        given = getattr(request, extra)
+        require(adapter or not given, "needs an adapter in `model`, got the base", extra)
+    return adapter
+
+
+def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) -> GenerationCall:
+    """The call, and what bodies of all routes say alike. Raises RequestError."""
+    stop, seed, cut = request.stop, request.seed, request.truncate_prompt_tokens
+    require(cut != 0, "expected at least 1, or -1 for all that fit", "truncate_prompt_tokens")
+    require(
+        cut is not None or request.truncation_side is None,
+        "needs `truncate_prompt_tokens`",
+        "truncation_side",
+    )
+    return msgspec.structs.replace(
+        call,
+        stop=check_stops([stop] if isinstance(stop, str) else stop or [], limits),
+        include_stop=bool(request.include_stop_str_in_output),
+        stream=bool(request.stream),
+        # OpenAI's seeds are signed; the generator's are their 64 bits.
+        seed=None if seed is None else seed % 2**64,
+        truncate=cut,
+        truncate_keeps="first" if request.truncation_side == "right" else "last",
+        user=request.user,
+        skip_special_tokens=request.skip_special_tokens is not False,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
+        cache_salt=salt_of(request.cache_salt),
+        priority=request.priority or 0,
+    )
+
+
+def options_of(request: OpenAIBody, call: GenerationCall) -> AnswerOptions:
+    """How the request wants its answer. Raises RequestError."""
+    as_ids = bool(request.return_tokens_as_token_ids)
+    logprobs = call.sampling.logprobs
+    require(logprobs is not None or not as_ids, "needs `logprobs`", "return_tokens_as_token_ids")
+    require(
+        request.prompt_logprobs is None or not request.stream,
+        "not available when streaming",
+        "prompt_logprobs",
+    )
+    return AnswerOptions(
+        n=call.n,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        usage=_usage_wanted(request),
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=as_ids,
+        id=request.request_id,
+    )
+
+
+def sampling_of(
+    request: SharedBody,
+    limits: ApiLimits,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """What the request says, else the model's own defaults, else OpenAI's. Raises RequestError."""
+    check_sizes(request, limits)
+    least = request.min_tokens
+    require(
+        max_tokens is None or (least or 0) <= max_tokens,
+        f"expected at most the {max_tokens} tokens to generate, got {least}",
+        "min_tokens",
+    )
+    for name, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        most = limits.max_logprobs
+        require((asked or 0) <= most, f"expected at most {most}, got {asked}", name)
+
+    def chosen(name: str, default: float) -> float:
+        value: float | None = getattr(request, name)
+        return limits.sampling_defaults.get(name, default) if value is None else value
+
+    return SamplingParams(
+        temperature=temperature_of(chosen("temperature", 1.0)),
+        top_k=max(0, int(chosen("top_k", 0))),
+        top_p=chosen("top_p", 1.0),
+        min_p=chosen("min_p", 0.0),
+        typical_p=chosen("typical_p", 1.0),
+        repetition_penalty=chosen("repetition_penalty", 1.0),
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        min_tokens=int(chosen("min_tokens", 0)),
+        ignore_eos=bool(request.ignore_eos or request.ignore_eos_token),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logit_bias=request.logit_bias or {},
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _usage_wanted(request: OpenAIBody) -> UsageIn:
+    options = request.stream_options
+    if options is None or not options.include_usage:
+        return "none"
+    return "each" if options.continuous_usage_stats else "last"
+
+
+def _check_reach(plain: dict[str, Any], limits: ApiLimits) -> None:
+    """What vLLM and SGLang take and no type tells. Raises RequestError."""
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        all_of_them = same(plain.get(name), -1)
+        most = f"-1 asks for the whole vocabulary; expected at most {limits.max_logprobs}"
+        require(not all_of_them, most, name)
+    if isinstance(plain.get(LORA_PATH), list):
+        raise unsupported(LORA_PATH, "one adapter a request: put its name into `model`")

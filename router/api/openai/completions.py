@@ -1,0 +1,123 @@
+"""OpenAI's `/v1/completions`: request bodies and answers. Pure."""
+
+import msgspec
+
+from router.api.openai.answer import AnswerOptions
+from router.api.openai.common import (
+    OpenAIBody,
+    adapter_of,
+    decode_openai,
+    options_of,
+    sampling_of,
+    with_shared,
+)
+from router.api.openai.completions_answer import CompletionsFormatter
+from router.api.openai.shape import with_shape
+from router.api.request.body import require
+from router.api.request.fields import NonNegative, Positive
+from router.api.request.formatter import ApiLimits
+from router.call import AnswerHead, GenerationCall
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
+    """prompt: a text, a list of texts, token ids, or a list of lists of token ids.
+
+    max_tokens: 0 wants the prompt alone, with `echo`. add_special_tokens: around texts; true unless
+    told otherwise.
+    """
+
+    prompt: str | list[str | NonNegative | list[NonNegative]]
+    max_tokens: NonNegative | None = None
+    best_of: Positive | None = None
+    echo: bool | None = None
+    logprobs: NonNegative | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionsRequest(msgspec.Struct, frozen=True):
+    """A parsed body; an ApiRequest."""
+
+    call: GenerationCall
+    options: AnswerOptions
+
+    def formatter(self, head: AnswerHead) -> CompletionsFormatter:
+        return CompletionsFormatter(head, self.options, self.call.echo)
+
+
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> CompletionsRequest:
+    """Raises RequestError."""
+    return request_of(decode_openai(body, CompletionsBody, limits), limits, bearer)
+
+
+def request_of(
+    request: CompletionsBody, limits: ApiLimits, bearer: str | None
+) -> CompletionsRequest:
+    """Raises RequestError."""
+    prompts = _prompts(request.prompt, limits)
+    n = request.n or 1
+    best_of = n if request.best_of is None else request.best_of
+    _check_counts(n, best_of, bool(request.stream), limits)
+    max_tokens = request.max_tokens
+    if max_tokens is None and "max_tokens" not in limits.sampling_defaults:
+        max_tokens = DEFAULT_MAX_TOKENS
+    require(max_tokens != 0 or request.echo, "expected at least 1, or 0 with `echo`", "max_tokens")
+    sampling = sampling_of(
+        request,
+        limits,
+        max_tokens=max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=_prompt_logprobs(request),
+    )
+    call = GenerationCall(
+        api="completions",
+        prompts=prompts,
+        messages=None,
+        adapter=adapter_of(request, limits, bearer),
+        sampling=sampling,
+        max_tokens=max_tokens,
+        n=n,
+        best_of=best_of,
+        echo=bool(request.echo),
+        add_special_tokens=request.add_special_tokens is not False,
+    )
+    call = with_shape(with_shared(call, request, limits), request, limits)
+    return CompletionsRequest(call, options_of(request, call))
+
+
+def _prompt_logprobs(request: CompletionsBody) -> int | None:
+    """Alternatives beside the prompt's tokens: asked for, or those of an echoed prompt."""
+    echoed = request.logprobs if request.echo else None
+    return max((n for n in (request.prompt_logprobs, echoed) if n is not None), default=None)
+
+
+def _check_counts(n: int, best_of: int, stream: bool, limits: ApiLimits) -> None:
+    most = limits.max_n
+    require(n <= most, f"expected at most {most}, got {n}", "n")
+    require(best_of <= most, f"expected at most {most}, got {best_of}", "best_of")
+    require(best_of >= n, f"expected at least `n`, got {best_of}", "best_of")
+    require(not stream or best_of == n, "must equal `n` when streaming", "best_of")
+
+
+def _prompts(
+    prompt: str | list[str | int | list[int]], limits: ApiLimits
+) -> tuple[str | list[int], ...]:
+    """One kind only: texts, lists of ids, or the ids of a single prompt. Raises RequestError."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    require(prompt, "expected at least one prompt", "prompt")
+    ids = [item for item in prompt if isinstance(item, int)]
+    if ids:
+        require(len(ids) == len(prompt), "expected token ids only, or none", "prompt")
+        return (ids,)
+    require(
+        len(prompt) <= limits.max_prompts,
+        f"expected at most {limits.max_prompts} prompts, got {len(prompt)}",
+        "prompt",
+    )
+    several = tuple(item for item in prompt if not isinstance(item, int))
+    texts = sum(isinstance(item, str) for item in several)
+    require(texts in (0, len(several)), "expected texts only, or lists of token ids only", "prompt")
+    require(all(item or item == "" for item in several), "expected no empty list", "prompt")
+    return several

@@ -1,0 +1,111 @@
+"""A request body's bytes to a typed struct: strict JSON, every fault named by its field. Pure."""
+
+import re
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from adapters.common.strict_json import (
+    LongNumberError,
+    StrictJsonError,
+    decode_object,
+    outside_strings,
+)
+from router.api.request.field_faults import field_fault
+from router.call import RequestError
+
+# What is cheap to send must not be dear to walk: arrays, objects and keys; values of any kind.
+MAX_PARTS = 1 << 16
+MAX_VALUES = 1 << 18
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
+    """The typed body, and all of it as plain values (for fields that `kind` does not know).
+
+    Refused: bytes that are no UTF-8 JSON object (RFC 8259), a byte order mark, NaN and Infinity,
+    lone surrogates, a key that occurs twice, more than 32 levels or too many values, values of
+    another type than declared or out of range. Raises RequestError (invalid).
+    """
+    plain = decode_plain(body)
+    return typed(plain, kind), plain
+
+
+def typed(plain: dict[str, Any], kind: type[T]) -> T:
+    """Fields that `kind` does not know are left out. Raises RequestError (invalid)."""
+    try:
+        return msgspec.convert(plain, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _field_error(error, kind) from None
+
+
+def decode_plain(data: bytes) -> dict[str, Any]:
+    """A JSON object as plain values, as strictly as `decode_body`. Raises RequestError."""
+    check_size(data)
+    try:
+        plain = decode_object(data)
+        if _SURROGATE.search(data):
+            msgspec.json.encode(plain)
+        return plain
+    except LongNumberError as error:
+        raise RequestError("invalid", str(error)) from None
+    except StrictJsonError as error:
+        raise RequestError("invalid", f"expected a JSON object: {error}") from None
+    except UnicodeEncodeError:
+        raise RequestError("invalid", "a string holds half of a surrogate pair") from None
+
+
+def require(condition: object, message: str, param: str) -> None:
+    """Raises RequestError (invalid) that names the field unless the condition holds."""
+    if not condition:
+        raise RequestError("invalid", f"`{param}`: {message}", param=param)
+
+
+def check_query(query: Iterable[tuple[str, str]], known: Collection[str]) -> None:
+    """query: its parameters, each as often as it is there. Raises RequestError.
+
+    A filter that is misspelt must not be a filter that is not there; of two values none is meant
+    more than the other.
+    """
+    seen: set[str] = set()
+    for parameter, _ in query:
+        expected = ", ".join(known) or "none"
+        require(parameter in known, f"unknown parameter; known: {expected}", parameter[:100])
+        require(parameter not in seen, "given more than once", parameter)
+        seen.add(parameter)
+
+
+def check_no_fields(body: bytes, query: Collection[str]) -> None:
+    """Where a body says nothing: whoever put an option there must be told. Raises RequestError.
+
+    query: what is said there.
+    """
+    if not body:
+        return
+    for field in decode_plain(body):
+        hint = f"say it in the query: ?{field}=" if field in query else "this route takes no fields"
+        require(False, f"unknown field; {hint}", field[:100])
+
+
+def check_size(body: bytes) -> None:
+    """Counts what the JSON text holds before anything is built of it. Raises RequestError."""
+    if len(body) <= MAX_PARTS or not _too_much(body):
+        return
+    fault = _too_much(outside_strings(body))
+    if fault is not None:
+        raise RequestError("invalid", f"the body holds more than {fault}")
+
+
+def _too_much(data: bytes) -> str | None:
+    if data.count(b"[") + data.count(b"{") + data.count(b":") > MAX_PARTS:
+        return f"{MAX_PARTS} arrays, objects and keys"
+    return f"{MAX_VALUES} values" if data.count(b",") > MAX_VALUES else None
+
+
+def _field_error(error: msgspec.ValidationError, kind: Any) -> RequestError:
+    fault = field_fault(error, kind)
+    fault = msgspec.structs.replace(fault, field=fault.field.removeprefix("parameters."))
+    return RequestError("invalid", str(fault), param=fault.field or None)

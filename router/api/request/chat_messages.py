@@ -1,0 +1,121 @@
+"""Chat messages as callers send them. Pure."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from adapters.chat.conversation import REASONING
+from router.api.request.body import check_size, require
+from router.call import RequestError
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """Of the kinds that OpenAI has, `text` alone is served."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    """arguments: JSON text, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
+class Message(msgspec.Struct, frozen=True):
+    """content may be null only beside the assistant's tool calls, reasoning or refusal.
+
+    reasoning_content, reasoning, thinking: one thing by the names that servers have for it.
+    Fields that are not here are ignored: clients send answers back with all that they had.
+    """
+
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    refusal: str | None = None
+
+
+def to_template(messages: list[Message]) -> list[dict[str, Any]]:
+    """Plain dicts as `adapters.chat.conversation.shaped` takes them; null fields are left out.
+
+    Raises RequestError.
+    """
+    check_size("".join(_spelled_arguments(messages)).encode())
+    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _plain(message: Message, where: str) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": _content(message, where)}
+    for name in ("name", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    reasoning = _reasoning(message, where)
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    if message.tool_calls:
+        is_assistant = message.role == "assistant"
+        require(is_assistant, "only the assistant calls tools", f"{where}.tool_calls")
+        plain["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return plain
+
+
+def _reasoning(message: Message, where: str) -> str | None:
+    found = [(name, value) for name in REASONING if (value := getattr(message, name)) is not None]
+    for name, value in found[1:]:
+        require(value == found[0][1], f"contradicts `{found[0][0]}`", f"{where}.{name}")
+    return found[0][1] if found else None
+
+
+def _content(message: Message, where: str) -> str | list[dict[str, Any]] | None:
+    content = message.content
+    if content is None:
+        is_assistant = message.role == "assistant"
+        if is_assistant and message.refusal is not None:
+            return message.refusal
+        if is_assistant and message.tool_calls:
+            return None
+        stands_alone = is_assistant and _reasoning(message, where) is not None
+        require(stands_alone, "expected a text or a list of text parts", f"{where}.content")
+        return ""
+    if isinstance(content, str):
+        return content
+    require(content, "expected at least one part", f"{where}.content")
+    return [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+
+
+def _part(part: ContentPart, param: str) -> dict[str, Any]:
+    if part.type != "text":
+        raise RequestError(
+            "unsupported",
+            f"`{param}`: content of type {part.type[:40]!r} is not supported: send text",
+            param=param,
+        )
+    require(part.text is not None, "expected `text`", param)
+    return {"type": "text", "text": part.text}
+
+
+def _spelled_arguments(messages: list[Message]) -> list[str]:
+    """JSON inside of JSON, which nobody has looked into yet."""
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    return [c.function.arguments for c in calls if isinstance(c.function.arguments, str)]
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    ids = {} if call.id is None else {"id": call.id}
+    return {"type": call.type, **ids, "function": function}

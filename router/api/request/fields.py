@@ -1,0 +1,129 @@
+"""Ranges that several APIs share, as types; and which adapter a caller names. Pure."""
+
+from collections.abc import Collection
+from hashlib import sha256
+from typing import Annotated, Protocol, cast, get_args
+
+from msgspec import Meta
+
+from adapters.errors import AdapterError
+from adapters.ref import RefSource, parse_ref
+from router.api.request.body import require
+from router.api.request.formatter import ApiLimits
+from router.call import AdapterChoice, RequestError, Secret
+
+MAX_INT32 = 2**31 - 1
+# The engine divides logits by the temperature: what lies below this is greedy.
+LEAST_TEMPERATURE = 1e-5
+
+NonNegative = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_INT32)]
+# 0 and -1 are off.
+TopK = Annotated[int, Meta(ge=-1, le=MAX_INT32)]
+Probability = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(ge=1e-3, le=1e3)]
+UnitInterval = Annotated[float, Meta(ge=0, le=1)]
+StopString = Annotated[str, Meta(min_length=1)]
+LogitBias = dict[NonNegative, Annotated[float, Meta(ge=-100, le=100)]]
+# Steps behind the caller's own: nobody raises what the key was given.
+Priority = Annotated[int, Meta(ge=0, le=100)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+SOURCES = ("hub", "local", "s3", "https")
+_HUB_TOKEN_PREFIX = "hf_"
+
+
+def temperature_of(value: float) -> float:
+    return 0.0 if value < LEAST_TEMPERATURE else value
+
+
+def salt_of(cache_salt: str | None) -> str:
+    """Its SHA-256: a salt may be a secret, and has the length of one on the wire."""
+    return sha256(cache_salt.encode()).hexdigest() if cache_salt else ""
+
+
+def check_stops(stops: list[str], limits: ApiLimits) -> tuple[str, ...]:
+    most = limits.max_stop_sequences
+    require(len(stops) <= most, f"expected at most {most} stop strings, got {len(stops)}", "stop")
+    for stop in stops:
+        require(
+            0 < len(stop) <= limits.max_stop_chars,
+            f"expected stop strings of 1 to {limits.max_stop_chars} characters, got {len(stop)}",
+            "stop",
+        )
+    return tuple(stops)
+
+
+class Sized(Protocol):
+    """A body with lists that are bounded."""
+
+    @property
+    def logit_bias(self) -> LogitBias | None: ...
+
+    @property
+    def stop_token_ids(self) -> list[NonNegative] | None: ...
+
+
+def check_sizes(body: Sized, limits: ApiLimits) -> None:
+    """Raises RequestError."""
+    for name, given, most in (
+        ("logit_bias", body.logit_bias, limits.max_logit_bias),
+        ("stop_token_ids", body.stop_token_ids, limits.max_stop_token_ids),
+    ):
+        size = len(given or ())
+        require(size <= most, f"expected at most {most} entries, got {size}", name)
+
+
+def within_base(model: str, base_names: Collection[str]) -> str:
+    """The adapter of SGLang's `base:adapter`, "" of `base:`; any other name as it is.
+
+    A base that is called as a source of adapters is (`hub`) hides no reference.
+    """
+    if model in base_names:
+        return model
+    for base in sorted(base_names, key=len, reverse=True):
+        if base not in get_args(RefSource) and model.startswith(f"{base}:"):
+            return model[len(base) + 1 :]
+    return model
+
+
+def choose_adapter(
+    name: str | None,
+    source: str | None,
+    token: str | None,
+    param: str,
+    limits: ApiLimits,
+) -> AdapterChoice | None:
+    """The adapter that the caller names, None for the base. Raises RequestError."""
+    if not name or (name in limits.base_names and not source):
+        return None
+    if source == "pbase":
+        message = "`adapter_source`: adapters from Predibase are not supported yet"
+        raise RequestError("unsupported", message, param="adapter_source")
+    require(
+        not source or source in SOURCES,
+        f"expected one of {', '.join(SOURCES)}; got {source!r:.40}",
+        "adapter_source",
+    )
+    try:
+        ref = parse_ref(name, cast(RefSource, source or limits.default_source))
+    except AdapterError as error:
+        raise RequestError("invalid", f"`{param}`: {error.message}", param=param) from None
+    require(
+        not source or ref.source in (source, "alias"),
+        f"{source!r} contradicts the adapter's own source {ref.source!r}",
+        "adapter_source",
+    )
+    return AdapterChoice(name, ref, Secret(token) if token else None)
+
+
+def credential(api_token: str | None, bearer: str | None) -> str | None:
+    """The caller's credential for the adapter's source: the one named so, or a Hub token as bearer.
+
+    Other bearers are keys for this service, or the placeholder that some SDKs insist on sending;
+    they are nobody else's business.
+    """
+    if api_token:
+        return api_token
+    return bearer if bearer and bearer.startswith(_HUB_TOKEN_PREFIX) else None

@@ -1,0 +1,86 @@
+"""What every API's module offers the shell: a parsed request, the formatter of its answer. Pure."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from router.call import (
+    AnswerHead,
+    ChoiceResult,
+    GenerationCall,
+    PromptInfo,
+    RequestError,
+    TextEvent,
+)
+from router.config import RouterConfig
+
+
+class ApiLimits(msgspec.Struct, frozen=True):
+    """What a body may ask for, and the names that mean the base.
+
+    sampling_defaults: the model's own. LoRAX routes, which have LoRAX's defaults of a draw, take
+    only what has nothing to do with one.
+    max_prompts: prompts in one completions request. max_stop_chars: of one stop string.
+    """
+
+    base_names: tuple[str, ...] = ()
+    default_source: str = "hub"
+    max_n: int = 8
+    max_prompts: int = 256
+    max_stop_sequences: int = 16
+    max_stop_chars: int = 1024
+    max_stop_token_ids: int = 64
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20
+    max_messages: int = 4096
+    max_bad_words: int = 256
+    sampling_defaults: dict[str, float] = {}
+
+
+def limits_from(
+    config: RouterConfig, base_names: tuple[str, ...], sampling_defaults: dict[str, float]
+) -> ApiLimits:
+    return ApiLimits(
+        base_names=base_names,
+        default_source=config.default_source,
+        max_n=config.max_n,
+        max_stop_sequences=config.max_stop_sequences,
+        max_logprobs=config.max_logprobs,
+        sampling_defaults=sampling_defaults,
+    )
+
+
+class Formatter(Protocol):
+    """Writes one answer. A stream is prompt*, chunk*, end; or error in place of what is missing.
+
+    Everything a stream returns is whole server-sent events, possibly none (b"").
+    """
+
+    def prompt(self, info: PromptInfo) -> bytes:
+        """Of a stream: once a prompt, before the first chunk of its choices."""
+        ...
+
+    def chunk(self, event: TextEvent) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+    def error(self, error: RequestError) -> bytes:
+        """An event that ends a stream which has begun."""
+        ...
+
+    def whole(self, results: Sequence[ChoiceResult], prompts: Sequence[PromptInfo]) -> bytes:
+        """The JSON body of an answer that is not streamed; results: all best_of of every prompt."""
+        ...
+
+
+class ApiRequest(Protocol):
+    """A parsed body. `parse(body, limits, bearer=None)` of each API's module makes it.
+
+    bearer: the value of `Authorization: Bearer …`; lent to the Hub only if it is a Hub token.
+    """
+
+    @property
+    def call(self) -> GenerationCall: ...
+
+    def formatter(self, head: AnswerHead) -> Formatter: ...

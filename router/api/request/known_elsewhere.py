@@ -1,0 +1,178 @@
+"""Fields that other servers know and this one does not: what asks for nothing, what to do. Pure.
+
+The servers are vLLM, SGLang, TGI, LoRAX and OpenAI itself. A value that asks for nothing passes.
+"""
+
+import difflib
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import msgspec
+
+from router.call import RequestError
+
+# Longer names are no misspellings of a field.
+_LONGEST_NAME = 64
+_ALIKE = 0.75
+_SHOWN = 100
+_EMPTY: tuple[Any, ...] = (False, "", [], {})
+
+
+class Elsewhere(msgspec.Struct, frozen=True):
+    """neutral: values that ask for nothing, beside null. hint: what to do, or why it is not so."""
+
+    neutral: tuple[Any, ...] = _EMPTY
+    hint: str = ""
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        if isinstance(value, dict):
+            value = {key: part for key, part in value.items() if part is not None}
+        return value is None or any(same(value, one) for one in self.neutral)
+
+
+def same(one: Any, other: Any) -> bool:
+    """To Python 1 is true."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+_FORM = "use `response_format` or `structured_outputs`"
+_NO_SEARCH = "answers are drawn, or greedy"
+_NO_CHOICE = "where a request runs is the router's choice"
+_TEXT_ALONE = "text alone is read and written"
+_TEMPLATE = "`chat_template_kwargs` reaches the chat template"
+_MODEL = "put the adapter's name into `model`"
+_CHAT = "`/v1/chat/completions` has it"
+_BESIDE = "its fields stand in the body itself"
+
+
+def _row(names: str, hint: str = "", *neutral: Any) -> dict[str, Elsewhere]:
+    """names: with spaces between. neutral: beside what is empty."""
+    return dict.fromkeys(names.split(), Elsewhere((*_EMPTY, *neutral), hint))
+
+
+def _only(names: str, hint: str, *neutral: Any) -> dict[str, Elsewhere]:
+    """Of fields where false or an empty value asks for something."""
+    return dict.fromkeys(names.split(), Elsewhere(neutral, hint))
+
+
+ELSEWHERE: dict[str, Elsewhere] = {
+    # Output of a given form
+    **_row("structural_tag guided_decoding grammar choice schema guideline", _FORM),
+    # Tools and reasoning
+    **_row("tools", _CHAT),
+    **_row("tool_choice", _CHAT, "auto", "none"),
+    **_only("parallel_tool_calls", _CHAT, True, False),
+    **_row("functions", "use `tools`"),
+    **_row("function_call", "use `tool_choice`", "auto", "none"),
+    **_row("tool_prompt", "the chat template tells the model of its tools"),
+    **_row("reasoning_effort", _CHAT, "none"),
+    **_row("reasoning thinking", _TEMPLATE),
+    **_only("thinking_token_budget", "`max_tokens` bounds the whole answer", -1),
+    **_row("include_reasoning separate_reasoning stream_reasoning", _CHAT, True),
+    **_row("verbosity", "say so in the prompt", "medium"),
+    **_row("task", "say so in the prompt"),
+    # How tokens are drawn
+    **_row("use_beam_search early_stopping", _NO_SEARCH),
+    **_row("num_beams", _NO_SEARCH, 1),
+    **_only("length_penalty", _NO_SEARCH, 1),
+    **_row("best_of", "ask for `n` answers", 1),
+    **_only("do_sample", "`temperature` 0 is greedy", True),
+    **_row("logits_processors custom_logit_processor custom_params", "`logit_bias` weighs tokens"),
+    **_row("no_repeat_ngram_size", "`repetition_penalty` holds repetition back", 0),
+    **_row("repetition_detection", "`repetition_penalty` holds repetition back"),
+    **_row("watermark watermarking"),
+    **_row("stop_regex", "`stop` takes texts"),
+    **_row("stop_sequences", "use `stop`"),
+    **_row("max_new_tokens max_completion_tokens max_output_tokens", "use `max_tokens`"),
+    **_row("min_new_tokens", "use `min_tokens`", 0),
+    **_row("sampling_seed random_seed", "use `seed`"),
+    # What is reported of tokens
+    **_row("logprob_token_ids", "only the likeliest tokens are reported"),
+    **_row("top_logprobs top_n_tokens return_k_alternatives", "use `logprobs`", 0),
+    **_row("details return_logprob flat_logprobs", "use `logprobs`"),
+    **_row("decoder_input_details", "use `prompt_logprobs`"),
+    **_row("return_full_text", "use `echo`"),
+    **_row("return_prompt_token_ids", "use `return_token_ids`"),
+    **_row("return_prompt_text return_token_offsets", "`/tokenize` tells them"),
+    **_row("return_cached_tokens_details return_meta_info", "`usage` tells what is known"),
+    **_row("return_hidden_states return_routed_experts", "texts, ids and logprobs are reported"),
+    **_row("routed_experts_start_len routed_experts_prompt_start", "experts are not told", 0),
+    **_only("detokenize", "answers are texts; `return_token_ids` adds ids", True),
+    **_row("no_stop_trim", "use `include_stop_str_in_output`"),
+    **_row("stream_interval", "the tokens of a step are one chunk", 1),
+    # Who asks, and where it runs
+    **_row("rid", "use `request_id`"),
+    **_row("extra_key", "use `cache_salt`"),
+    **_row("skip_reading_prefix_cache", "`cache_salt` keeps apart what is cached"),
+    **_row("custom_labels", "metrics are by adapter"),
+    **_row("kv_transfer_params ec_transfer_params session_params", _NO_CHOICE),
+    **_row("bootstrap_host bootstrap_port bootstrap_room", _NO_CHOICE),
+    **_row("routed_dp_rank disagg_prefill_dp_rank data_parallel_rank", _NO_CHOICE),
+    **_row("vllm_xargs extra_args ngram_corpus_id", "the engine has no such extensions"),
+    # Adapters
+    **_row("adapter_id lora_id lora_name lora_request", _MODEL),
+    **_row("adapter_parameters merged_adapters", "`/generate` has `merged_adapters`"),
+    # Other inputs and outputs
+    **_row("modalities", _TEXT_ALONE, ["text"]),
+    **_row("audio web_search_options prompt_embeds image_data images_config", _TEXT_ALONE),
+    **_row("mm_processor_kwargs media_io_kwargs use_audio_in_video", _TEXT_ALONE),
+    **_row("min_dynamic_patch max_dynamic_patch", _TEXT_ALONE),
+    **_only("return_mm_kwargs", _TEXT_ALONE, True),
+    **_row("suffix", "what follows a text is not read"),
+    **_row("input_ids", "`/v1/completions` takes token ids as its `prompt`"),
+    **_row("inputs text", "use `prompt`"),
+    **_row("prompt", "`/v1/completions` has it"),
+    **_row("messages chat_template chat_template_kwargs documents", _CHAT),
+    **_row("continue_final_message", _CHAT),
+    **_only("add_generation_prompt", _CHAT, True),
+    **_row("parameters sampling_params extra_body", _BESIDE),
+}
+
+
+def check_unknown(plain: dict[str, Any], known: Collection[str], harmless: Collection[str]) -> None:
+    """known: fields that are read. harmless: fields that change nothing. Raises RequestError.
+
+    A field that other servers know may stand there if it asks for nothing; null is absent.
+    """
+    for name, value in plain.items():
+        if value is None or name in known or name in harmless:
+            continue
+        field = ELSEWHERE.get(name)
+        if field is None:
+            raise unrecognised(name, [*known, *harmless])
+        if not field.asks_for_nothing(value):
+            raise unsupported(name, field.hint)
+
+
+def check_unknown_parts(parts: dict[str, Any], known: Collection[str], where: str) -> None:
+    """Of an object inside the body. where: its name, with a dot. Raises RequestError."""
+    for name, value in parts.items():
+        if value is not None and name not in known:
+            raise unrecognised(name, known, where)
+
+
+def unsupported(name: str, hint: str) -> RequestError:
+    """hint: what to use, why not, or nothing."""
+    if hint.startswith("use "):
+        message = f"`{name}` is not known here: {hint}"
+    else:
+        message = f"`{name}` is not supported yet" + (f": {hint}" if hint else "")
+    return RequestError("unsupported", message, param=name)
+
+
+def unrecognised(name: str, known: Iterable[str], where: str = "") -> RequestError:
+    """Of a field that nobody knows, with the one that may be meant. where: of what it is a part."""
+    told = f"{where}{name}"[:_SHOWN]
+    likely = nearest(name, known)
+    meant = f"; did you mean `{where}{likely}`?" if likely else ""
+    message = f"Unrecognized request argument supplied: {told}{meant}"
+    return RequestError("unknown_parameter", message, param=told)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known field of which a name may be a misspelling."""
+    if len(name) > _LONGEST_NAME:
+        return None
+    spelled = name.lower().replace("-", "_")
+    found = difflib.get_close_matches(spelled, list(known), n=1, cutoff=_ALIKE)
+    return found[0] if found else None

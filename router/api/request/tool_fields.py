@@ -1,0 +1,141 @@
+"""Tools in a chat's body: what the model may call, and what callers leave to it. Pure."""
+
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from router.api.request.body import require
+from router.api.request.known_elsewhere import unsupported
+from router.tools.tools import Tool, ToolMode, Tools
+
+MAX_TOOLS = 512
+
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,128}\Z")]
+
+
+class OfferedFunction(msgspec.Struct, frozen=True):
+    """parameters: a JSON schema of an object. strict: arguments always keep to it."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class OfferedTool(msgspec.Struct, frozen=True):
+    """Of the kinds that OpenAI has, `function` alone is served."""
+
+    type: str
+    function: OfferedFunction | None = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class FunctionChoice(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    """The model must call this function."""
+
+    function: NamedFunction
+
+
+class AllowedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    """The model sees all tools, and calls these alone."""
+
+    allowed_tools: AllowedTools
+
+
+OfferedTools = Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)]
+# A text that is no mode is the name of a function, as TGI has it.
+ToolChoice = str | FunctionChoice | AllowedChoice
+_MODES: dict[str, ToolMode] = {mode: mode for mode in get_args(ToolMode)}
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """What a `tool_choice` says. names: that may be called, each with the field that says so; none
+    = all. named: the caller named one."""
+
+    mode: ToolMode = "auto"
+    names: tuple[tuple[str, str], ...] = ()
+    named: bool = False
+
+
+def tools_of(
+    offered: list[OfferedTool] | None, choice: ToolChoice | None, parallel: bool | None
+) -> Tools | None:
+    """What the model may call; None = nothing, so that its prompt has no tools either.
+
+    Raises RequestError.
+    """
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(offered or ()))
+    return offered_tools(tools, _chosen(choice), parallel, "function.name")
+
+
+def offered_tools(
+    tools: tuple[Tool, ...], chosen: Chosen, parallel: bool | None, name_field: str
+) -> Tools | None:
+    """None = none may be called. name_field: where a tool has its name. Raises RequestError."""
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        message = f"{tool.name!r} is the name of an earlier tool, too"
+        require(tool.name not in seen, message, f"tools[{i}].{name_field}")
+        seen.add(tool.name)
+    demands = chosen.names or chosen.mode == "required"
+    require(tools or not demands, "needs `tools`", "tool_choice")
+    if not tools or chosen.mode == "none":
+        return None
+    for name, param in chosen.names:
+        require(name in seen, f"no tool of `tools` has the name {name[:128]!r}", param)
+    callable_ = tuple(dict.fromkeys(name for name, _ in chosen.names))
+    several = parallel is not False and not chosen.named
+    return Tools(tools, chosen.mode, callable_, chosen.named, several)
+
+
+def for_template(tools: Tools) -> list[dict[str, Any]]:
+    """As chat templates read them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.parameters or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools.offered
+    ]
+
+
+def _tool(tool: OfferedTool, where: str) -> Tool:
+    if tool.type != "function":
+        raise unsupported(where, f"tools of type {tool.type[:40]!r} are not known, functions are")
+    function = tool.function
+    require(function is not None, "expected `function`", where)
+    assert function is not None
+    return Tool(function.name, function.description, function.parameters, bool(function.strict))
+
+
+def _chosen(choice: ToolChoice | None) -> Chosen:
+    if isinstance(choice, FunctionChoice):
+        return Chosen("required", ((choice.function.name, "tool_choice.function.name"),), True)
+    if isinstance(choice, AllowedChoice):
+        allowed = choice.allowed_tools
+        where = "tool_choice.allowed_tools.tools"
+        names = [
+            (t.function.name, f"{where}[{i}].function.name") for i, t in enumerate(allowed.tools)
+        ]
+        return Chosen(allowed.mode, tuple(names))
+    if choice is None:
+        return Chosen()
+    mode = _MODES.get(choice)
+    return Chosen(mode) if mode else Chosen("required", ((choice, "tool_choice"),), True)

@@ -1,0 +1,216 @@
+"""OpenAI's `/v1/responses`: answers, whole. Pure."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from router.api.answers import completed
+from router.call import AnswerHead, ChoiceResult, FinishReason, PromptInfo
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+    text: str
+    annotations: tuple[()] = ()
+    logprobs: tuple[()] = ()
+
+
+class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class MessageItem(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
+    id: str
+    status: ItemStatus
+    content: list[OutputText]
+    role: Literal["assistant"] = "assistant"
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
+    """summary: always empty; the reasoning itself is the content."""
+
+    id: str
+    status: ItemStatus
+    content: list[ReasoningText]
+    summary: tuple[()] = ()
+
+
+class CallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
+    """arguments: JSON text."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+Item = MessageItem | ReasoningItem | CallItem
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    """cache_write_tokens: always 0; nothing is charged for what is kept."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    """reasoning_tokens: always 0; they are counted with the others."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseFailure(msgspec.Struct, frozen=True):
+    """Of an answer that broke off."""
+
+    message: str
+    code: Literal["server_error"] = "server_error"
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer repeats of its request. id: the caller's own, in place of the request's."""
+
+    id: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = {}
+    temperature: float = 1.0
+    top_p: float = 1.0
+    user: str | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    effort: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class ReasoningAsked(msgspec.Struct, frozen=True):
+    effort: str | None
+    summary: None = None
+
+
+class ResponseTextForm(msgspec.Struct, frozen=True):
+    """format: as the request has it."""
+
+    format: dict[str, Any]
+
+
+class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer, or, in a stream, what there is of it. From background on: of fields that
+    cannot be otherwise."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: ResponseStatus
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item]
+    temperature: float
+    top_p: float
+    usage: ResponseUsage | None
+    user: str | None
+    tools: tuple[dict[str, Any], ...]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    reasoning: ReasoningAsked
+    text: ResponseTextForm
+    background: Literal[False] = False
+    previous_response_id: None = None
+    store: Literal[False] = False
+    top_logprobs: Literal[0] = 0
+    truncation: Literal["disabled"] = "disabled"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What is known of an answer from its begin on."""
+
+    head: AnswerHead
+    asked: Asked
+
+    def item_id(self, prefix: str, earlier: int) -> str:
+        """earlier: items of its kind."""
+        name = f"{prefix}_{self.asked.id or self.head.request_id}"
+        return f"{name}_{earlier}" if earlier else name
+
+    def response(
+        self,
+        status: ResponseStatus,
+        output: list[Item],
+        usage: ResponseUsage | None = None,
+        failure: ResponseFailure | None = None,
+    ) -> ResponseObject:
+        asked, is_cut = self.asked, status == "incomplete"
+        return ResponseObject(
+            id=self.item_id("resp", 0),
+            created_at=self.head.created,
+            status=status,
+            error=failure,
+            incomplete_details=IncompleteDetails() if is_cut else None,
+            instructions=asked.instructions,
+            max_output_tokens=asked.max_output_tokens,
+            metadata=asked.metadata,
+            model=self.head.model,
+            output=output,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            usage=usage,
+            user=asked.user,
+            tools=asked.tools,
+            tool_choice=asked.tool_choice,
+            parallel_tool_calls=asked.parallel_tool_calls,
+            reasoning=ReasoningAsked(asked.effort),
+            text=ResponseTextForm(asked.format or {"type": "text"}),
+        )
+
+    def whole(self, result: ChoiceResult, prompt: PromptInfo) -> ResponseObject:
+        """Raises RequestError (incomplete)."""
+        status = status_of(result.finish)
+        items: list[Item] = []
+        if result.reasoning.strip():
+            reasoning = [ReasoningText(result.reasoning)]
+            items.append(ReasoningItem(self.item_id("rs", 0), "completed", reasoning))
+        if result.text.strip() or not (items or result.calls):
+            text = [OutputText(result.text)]
+            items.append(MessageItem(self.item_id("msg", 0), "completed", text))
+        for i, call in enumerate(result.calls):
+            name = self.item_id("fc", i)
+            items.append(CallItem(name, "completed", call.id, call.name, call.arguments))
+        items[-1] = msgspec.structs.replace(items[-1], status=status)
+        return self.response(status, items, usage_of([prompt], result.generated_tokens))
+
+
+def status_of(finish: FinishReason) -> Literal["completed", "incomplete"]:
+    """Raises RequestError (incomplete)."""
+    return "incomplete" if completed(finish) == "length" else "completed"
+
+
+def usage_of(prompts: Sequence[PromptInfo], output_tokens: int) -> ResponseUsage:
+    input_tokens = sum(prompt.num_tokens for prompt in prompts)
+    return ResponseUsage(
+        input_tokens,
+        InputTokensDetails(sum(prompt.cached_tokens for prompt in prompts)),
+        output_tokens,
+        OutputTokensDetails(),
+        input_tokens + output_tokens,
+    )

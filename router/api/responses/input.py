@@ -1,0 +1,146 @@
+"""Items of `/v1/responses` as messages of a chat. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from router.api.request.body import require
+from router.api.request.chat_messages import FunctionCall, Message, Role, ToolCall, to_template
+from router.api.request.known_elsewhere import unsupported
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_STORED = "no answers are stored: send the item itself"
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    """A text: of the other kinds that OpenAI has, none is served. refusal: of type `refusal`."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """A message (`type` may be absent), `function_call`, `function_call_output` or `reasoning`.
+
+    Fields that are not here are ignored: clients send items of an answer back with all that they
+    had. The text of `reasoning` is its content, or else its summary; without both it is left out.
+    """
+
+    type: str | None = None
+    role: Role | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+
+
+def messages_of(instructions: str | None, given: str | list[InputItem]) -> list[dict[str, Any]]:
+    """Messages for the template. One message of the assistant has what stands together of its
+    reasoning, text and calls. Raises RequestError.
+    """
+    messages: list[Message] = []
+    if instructions:
+        messages.append(Message("system", instructions))
+    if isinstance(given, str):
+        messages.append(Message("user", given))
+    else:
+        for i, item in enumerate(given):
+            _add(messages, item, f"input[{i}]")
+    require(messages, "expected at least one item", "input")
+    return to_template(messages)
+
+
+def _add(messages: list[Message], item: InputItem, where: str) -> None:
+    kind = item.type or "message"
+    if kind == "message":
+        message = _message(item, where)
+        if message.role == "assistant":
+            _join(messages, "content", message.content)
+        else:
+            messages.append(message)
+    elif kind == "function_call":
+        _join(messages, "tool_calls", [_call(item, where)])
+    elif kind == "function_call_output":
+        call_id = _text(item.call_id, f"{where}.call_id")
+        output = _content(item.output, f"{where}.output")
+        messages.append(Message("tool", output, name=item.name, tool_call_id=call_id))
+    elif kind == "reasoning":
+        text = _reasoning(item, where)
+        if text:
+            _join(messages, "reasoning_content", text)
+    else:
+        known = "`message`, `function_call`, `function_call_output` and `reasoning` are"
+        hint = _STORED if kind == "item_reference" else f"{kind[:40]!r} is not known, {known}"
+        raise unsupported(f"{where}.type", hint)
+
+
+# In the order in which an answer has them, with those that may stand before a part.
+_BEFORE = {
+    "reasoning_content": (),
+    "content": ("reasoning_content",),
+    "tool_calls": ("reasoning_content", "content", "tool_calls"),
+}
+
+
+def _join(messages: list[Message], part: str, value: Any) -> None:
+    """The part becomes the last message's if that is the assistant's and it belongs there."""
+    last = messages[-1] if messages else None
+    if last is None or last.role != "assistant" or not _fits(last, part):
+        messages.append(Message("assistant", **{part: value}))
+        return
+    if part == "tool_calls":
+        value = [*(last.tool_calls or ()), *value]
+    messages[-1] = msgspec.structs.replace(last, **{part: value})
+
+
+def _fits(last: Message, part: str) -> bool:
+    return all(getattr(last, name) is None or name in _BEFORE[part] for name in _BEFORE)
+
+
+def _message(item: InputItem, where: str) -> Message:
+    require(item.role is not None, "expected a role", f"{where}.role")
+    assert item.role is not None
+    message = "expected an item of type `function_call_output`"
+    require(item.role != "tool", message, f"{where}.role")
+    return Message(item.role, _content(item.content, f"{where}.content"))
+
+
+def _call(item: InputItem, where: str) -> ToolCall:
+    name, arguments = _text(item.name, f"{where}.name"), item.arguments
+    function = FunctionCall(name, _text(arguments, f"{where}.arguments"))
+    return ToolCall(function, _text(item.call_id, f"{where}.call_id"))
+
+
+def _reasoning(item: InputItem, where: str) -> str:
+    content, summary = item.content, item.summary
+    if content:
+        return _content(content, f"{where}.content")
+    return _joined(summary or (), f"{where}.summary")
+
+
+def _content(content: str | list[InputPart] | None, where: str) -> str:
+    """Parts are joined by line breaks, as those of a chat are."""
+    if isinstance(content, str):
+        return content
+    require(content, "expected a text or a list of at least one text part", where)
+    return _joined(content or (), where)
+
+
+def _joined(parts: Sequence[InputPart], where: str) -> str:
+    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(parts))
+
+
+def _part(part: InputPart, where: str) -> str:
+    if part.type not in _TEXTS:
+        raise unsupported(where, f"content of type {part.type[:40]!r} is not known: send text")
+    name = "refusal" if part.type == "refusal" else "text"
+    return _text(getattr(part, name), f"{where}.{name}")
+
+
+def _text(value: str | None, where: str) -> str:
+    require(value is not None, "expected a text", where)
+    return value or ""

@@ -1,0 +1,219 @@
+"""OpenAI's `/v1/responses` without stored state: request bodies and answers. Pure."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, to_builtins
+
+from adapters.chat.conversation import ReasoningEffort, TemplateOptions
+from router.api.openai.common import (
+    SharedBody,
+    adapter_of,
+    decode_shared,
+    sampling_of,
+    with_shared,
+)
+from router.api.request.body import decode_plain, require
+from router.api.request.fields import Positive
+from router.api.request.formatter import ApiLimits
+from router.api.request.known_elsewhere import Elsewhere, check_unknown_parts, unsupported
+from router.api.request.shapes import check_ends, json_of
+from router.api.request.tool_fields import for_template
+from router.api.responses.answer import Asked
+from router.api.responses.input import InputItem, messages_of
+from router.api.responses.stream import ResponseFormatter
+from router.api.responses.tools import FlatChoice, FlatTools, flat_tools_of
+from router.call import AnswerHead, GenerationCall
+from router.shape.shape import AnyJson, Shape
+from router.tools.tools import Tools
+
+Metadata = Annotated[dict[str, str], Meta(max_length=16)]
+
+
+class ResponseStreamOptions(msgspec.Struct, frozen=True):
+    include_obfuscation: bool | None = None
+
+
+class ReasoningFields(msgspec.Struct, frozen=True):
+    """effort: where the chat template reads it. summary: `auto` is none: answers have the reasoning
+    itself."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto"] | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """The form of the answer's text. schema: of `json_schema`; strict or not, it is kept to."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class TextFields(msgspec.Struct, frozen=True):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesBody(SharedBody, frozen=True, kw_only=True):
+    """input: a text of the user's, or items. instructions: the system's message before them.
+
+    max_output_tokens: reasoning and calls included; absent = all that fits. metadata: the answer
+    repeats it. chat_template_kwargs: an extension: further variables of the chat template.
+    """
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    metadata: Metadata | None = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: FlatTools | None = None
+    tool_choice: FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningFields | None = None
+    text: TextFields | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True):
+    """A parsed body; an ApiRequest."""
+
+    call: GenerationCall
+    asked: Asked
+
+    def formatter(self, head: AnswerHead) -> ResponseFormatter:
+        return ResponseFormatter(head, self.asked)
+
+
+_NO_STATE = "no answers are stored"
+_SEND_ALL = "no answers are stored: send all items as `input`"
+_NO_LOGPROBS = "`/v1/chat/completions` has logprobs"
+_FORM = Elsewhere((), "use `text.format`")
+# Fields that are not served, by what asks for nothing beside null.
+REFUSED = {
+    "store": Elsewhere((False,), _NO_STATE),
+    "background": Elsewhere((False,), _NO_STATE),
+    "previous_response_id": Elsewhere((), _SEND_ALL),
+    "conversation": Elsewhere((), _SEND_ALL),
+    "prompt": Elsewhere((), "no prompts are stored: send `instructions` and `input`"),
+    "context_management": Elsewhere(([],), "send the items that shall be read"),
+    "truncation": Elsewhere(("disabled",), "`truncate_prompt_tokens` cuts a prompt"),
+    "include": Elsewhere(([],), "answers hold all that is known of them"),
+    "top_logprobs": Elsewhere((0,), _NO_LOGPROBS),
+    "max_tool_calls": Elsewhere((), "it bounds calls of hosted tools, of which there are none"),
+    **dict.fromkeys(("response_format", "structured_outputs", "json_schema"), _FORM),
+    **dict.fromkeys(("guided_json", "guided_json_object"), _FORM),
+    "reasoning_effort": Elsewhere((), "use `reasoning.effort`"),
+    "messages": Elsewhere((), "use `input`"),
+    "max_tokens": Elsewhere((), "use `max_output_tokens`"),
+    "max_completion_tokens": Elsewhere((), "use `max_output_tokens`"),
+}
+
+
+def parse(body: bytes, limits: ApiLimits, bearer: str | None = None) -> ResponsesRequest:
+    """Raises RequestError."""
+    plain = decode_plain(body)
+    for name, field in REFUSED.items():
+        if not field.asks_for_nothing(plain.get(name)):
+            raise unsupported(name, field.hint)
+    read = {name: value for name, value in plain.items() if name not in REFUSED}
+    request = decode_shared(read, ResponsesBody, limits)
+    _check_parts(plain, request)
+    sampling = sampling_of(request, limits, max_tokens=request.max_output_tokens, logprobs=None)
+    tools = flat_tools_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+    call = GenerationCall(
+        api="responses",
+        prompts=(),
+        messages=_messages(request, limits),
+        adapter=adapter_of(request, limits, bearer),
+        sampling=sampling,
+        max_tokens=request.max_output_tokens,
+        add_special_tokens=False,
+        template=_template(request, tools),
+        tools=tools,
+        divides_reasoning=True,
+        shape=_shape(request),
+    )
+    return ResponsesRequest(with_shared(call, request, limits), _asked(request, call))
+
+
+def _messages(request: ResponsesBody, limits: ApiLimits) -> list[dict[str, Any]]:
+    items = request.input
+    if isinstance(items, list):
+        most = limits.max_messages
+        require(len(items) <= most, f"expected at most {most} items, got {len(items)}", "input")
+    return messages_of(request.instructions, items)
+
+
+def _check_parts(plain: dict[str, Any], request: ResponsesBody) -> None:
+    """Raises RequestError."""
+    for name, kind in _PARTS.items():
+        outer, _, inner = name.partition(".")
+        part = plain.get(outer) or {}
+        part = (part.get(inner) or {}) if inner else part
+        check_unknown_parts(part, kind.__struct_fields__, f"{name}.")
+    has_options = bool(plain.get("stream_options"))
+    require(request.stream or not has_options, "only allowed when `stream` is true", _OPTIONS)
+
+
+_OPTIONS = "stream_options"
+_PARTS: dict[str, type[msgspec.Struct]] = {
+    _OPTIONS: ResponseStreamOptions,
+    "reasoning": ReasoningFields,
+    "text": TextFields,
+    "text.format": TextFormat,
+}
+
+
+def _shape(request: ResponsesBody) -> Shape | None:
+    """Raises RequestError."""
+    asked, where = _format(request), "text.format"
+    if asked is None:
+        return None
+    schema, is_schema = asked.schema, asked.type == "json_schema"
+    require(is_schema == (schema is not None), "goes with `json_schema`", f"{where}.schema")
+    if asked.type == "text":
+        return None
+    ignores = "ignore_eos" if request.ignore_eos else "ignore_eos_token"
+    shape = json_of(schema, f"{where}.schema") or AnyJson(where)
+    check_ends(shape, bool(request.ignore_eos or request.ignore_eos_token), ignores)
+    return shape
+
+
+def _format(request: ResponsesBody) -> TextFormat | None:
+    return None if request.text is None else request.text.format
+
+
+def _template(request: ResponsesBody, tools: Tools | None) -> TemplateOptions:
+    return TemplateOptions(
+        tools=None if tools is None else for_template(tools),
+        effort=None if request.reasoning is None else request.reasoning.effort,
+        variables=request.chat_template_kwargs or {},
+    )
+
+
+def _asked(request: ResponsesBody, call: GenerationCall) -> Asked:
+    return Asked(
+        id=request.request_id,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+        temperature=call.sampling.temperature,
+        top_p=call.sampling.top_p,
+        user=request.user,
+        tools=tuple(to_builtins(tool) for tool in request.tools or ()),
+        tool_choice=to_builtins(request.tool_choice or "auto"),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        effort=call.template.effort,
+        format=_repeated(_format(request)),
+    )
+
+
+def _repeated(asked: TextFormat | None) -> dict[str, Any] | None:
+    """What of it was said."""
+    if asked is None:
+        return None
+    said: dict[str, Any] = to_builtins(asked)
+    return {name: value for name, value in said.items() if value is not None}

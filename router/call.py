@@ -1,0 +1,269 @@
+"""What an API asks of the router, and what it gets back. Pure.
+
+`router.api.*` parses a body into a GenerationCall and formats TextEvents and ChoiceResults;
+dispatch and text modules do the rest and know no API.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from adapters.chat.conversation import TemplateOptions
+from adapters.errors import Violation
+from adapters.merge.recipe import MergeStrategy, SignMethod
+from adapters.ref import AdapterRef
+from router.parts.parts import CallDelta, ToolCall
+from router.shape.shape import Shape
+from router.tools.tools import Tools
+from server.protocol import SamplingParams
+
+Api = Literal["lorax", "completions", "chat", "responses"]
+# What is left of a prompt that is cut.
+PromptEnd = Literal["first", "last"]
+# What clients made for servers of one model send as `model` when their user gave none.
+BASE_PLACEHOLDERS = ("", "dummy", "tgi")
+# eos: the model ended; stop: a stop string or stop token id of the caller's.
+FinishReason = Literal["eos", "stop", "length", "abort", "error"]
+# Why a request is not answered; `router.api.errors` says what each API makes of it.
+Cause = Literal[
+    "invalid",  # malformed, or a value that cannot be
+    "unsupported",  # understood, and not served
+    "unknown_parameter",  # a field that nobody knows
+    "context_length",  # prompt and output do not fit the model
+    "template_error",  # the chat template cannot render these messages
+    "unauthorized",  # no key, or a wrong one
+    "forbidden",  # this caller may not
+    "adapter_not_found",
+    "key_not_found",
+    "route_not_found",
+    "method_not_allowed",
+    "body_timeout",  # the body did not arrive in time
+    "conflict",  # a lifecycle operation contradicts another
+    "gone",  # removed
+    "too_large",  # the body, in bytes
+    "media_type",  # not JSON, or compressed
+    "adapter_invalid",
+    "adapter_too_large",
+    "overloaded",  # a queue is full
+    "rate_limited",  # a quota is used up
+    "unavailable",  # nothing can serve it now; a retry may help
+    "deadline",
+    "incomplete",  # the answer broke off
+    "idempotency_conflict",  # a request with this key runs, or has run
+    "idempotency_mismatch",  # a request with this key had another body
+    "quarantined",  # it killed the workers that ran it
+    "internal",
+]
+
+
+# Of every answer, also of an error once it is known which content it concerns.
+DIGEST_HEADER = "x-loraplex-adapter-digest"
+
+
+class Secret(str):
+    """A credential. It never shows in a repr or a log line."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "Secret(…)"
+
+
+class AdapterChoice(msgspec.Struct, frozen=True):
+    """Which adapter the caller named, in the caller's words, and with which credential.
+
+    tenant: the caller's, whose own names come first.
+    """
+
+    adapter_id: str
+    ref: AdapterRef
+    token: Secret | None = None
+    tenant: str = ""
+
+    def asked_by(self, tenant: str) -> "AdapterChoice":
+        return msgspec.structs.replace(self, tenant=tenant)
+
+    @property
+    def source(self) -> str:
+        return self.ref.source
+
+
+class MergedChoice(msgspec.Struct, frozen=True):
+    """Adapters that the caller wants merged. weights: parallel to members. See MergeRecipe."""
+
+    members: tuple[AdapterChoice, ...]
+    weights: tuple[float, ...]
+    strategy: MergeStrategy
+    density: float
+    majority_sign_method: SignMethod
+
+    def asked_by(self, tenant: str) -> "MergedChoice":
+        members = tuple(member.asked_by(tenant) for member in self.members)
+        return msgspec.structs.replace(self, members=members)
+
+    @property
+    def adapter_id(self) -> str:
+        return ",".join(member.adapter_id for member in self.members)
+
+    @property
+    def source(self) -> str:
+        return ",".join(dict.fromkeys(member.source for member in self.members))
+
+
+class RequestError(Exception):
+    """A request ends without an answer, for a reason that its caller is told.
+
+    param: the field at fault, as the caller spelled it. retry_after_s: when a retry may help.
+    headers: of the answer, beside those that every error has.
+    """
+
+    def __init__(
+        self,
+        cause: Cause,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        violations: tuple[Violation, ...] = (),
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.cause: Cause = cause
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.violations = violations
+        self.headers = headers or {}
+
+
+class GenerationCall(msgspec.Struct, frozen=True):
+    """One API request, validated as far as is possible without the model.
+
+    prompts: texts or token ids; exactly one for chat (then `messages` is set and prompts is empty).
+    adapter: None = the base. sampling.max_tokens is not yet resolved: see max_tokens.
+    max_tokens: None = all that fits. n: choices to return a prompt; best_of >= n: to generate.
+    stop: stop strings. include_stop: keep them in the text (LoRAX does, OpenAI does not).
+    skip_special_tokens: leave special tokens out of the text. spaces_between_special_tokens: as in
+    vLLM; without effect where they are left out.
+    truncate: keep so many prompt tokens alone, the first or the last (truncate_keeps); -1 = as many
+    as fit.
+    template: how messages are rendered.
+    tenant: whose request it is, by its key; "" = nobody's, when callers need no key.
+    weight, priority: of its tenant and key, for the queue; see Waiting. Until its caller is known,
+    priority says how far behind the caller's own it asks to stand.
+    cache_salt: shares cached prefixes with its like alone; "" = with its tenant's.
+    shape: the form that the answer must have; None = any. tools: what the model may call.
+    divides_reasoning: what the model reasons is no part of the text.
+    bad_words: texts that must not occur; sampling.bad_words has their ids once the model is known.
+    """
+
+    api: Api
+    prompts: tuple[str | list[int], ...]
+    messages: list[dict[str, Any]] | None
+    adapter: AdapterChoice | MergedChoice | None
+    sampling: SamplingParams
+    max_tokens: int | None
+    n: int = 1
+    best_of: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    echo: bool = False
+    stream: bool = False
+    seed: int | None = None
+    add_special_tokens: bool = True
+    truncate: int | None = None
+    truncate_keeps: PromptEnd = "last"
+    user: str | None = None
+    template: TemplateOptions = TemplateOptions()
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    cache_salt: str = ""
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    shape: Shape | None = None
+    tools: Tools | None = None
+    divides_reasoning: bool = False
+    bad_words: tuple[str, ...] = ()
+
+
+class TextToken(msgspec.Struct, frozen=True):
+    """One generated or prompt token. text: what it adds to the text ("" inside a UTF-8 sequence).
+
+    token: the token's own text, whatever its neighbours. top: (id, token text, logprob).
+    raw: its bytes where they are no UTF-8 by themselves, else None. rank: see TokenLogprob.
+    """
+
+    token_id: int
+    text: str
+    token: str
+    logprob: float | None
+    special: bool
+    top: tuple[tuple[int, str, float], ...] = ()
+    raw: bytes | None = None
+    rank: int | None = None
+
+
+class TextEvent(msgspec.Struct, frozen=True):
+    """New text of one choice. Text that may still become part of a stop string is held back.
+
+    The event with `finish` is the choice's last. tokens: empty unless logprobs were asked for.
+    num_tokens: generated since the event before, whether or not `tokens` lists them. token_ids:
+    their ids. reasoning, calls: what is no part of the text, where the answer is divided.
+    """
+
+    prompt_index: int
+    choice: int
+    text: str
+    tokens: tuple[TextToken, ...]
+    finish: FinishReason | None = None
+    num_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+class ChoiceResult(msgspec.Struct, frozen=True):
+    """A whole choice. sum_logprob: over generated tokens, when logprobs were asked for.
+
+    token_ids: of all generated tokens, the one that ended the choice included. reasoning, calls:
+    what is no part of the text, where the answer is divided.
+    """
+
+    prompt_index: int
+    choice: int
+    text: str
+    tokens: tuple[TextToken, ...]
+    finish: FinishReason
+    generated_tokens: int
+    sum_logprob: float | None = None
+    token_ids: tuple[int, ...] = ()
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+class PromptInfo(msgspec.Struct, frozen=True):
+    """Known before the first token. tokens: with logprobs when prompt logprobs were asked for.
+
+    token_ids: as the model read them.
+    """
+
+    prompt_index: int
+    text: str
+    num_tokens: int
+    cached_tokens: int = 0
+    tokens: tuple[TextToken, ...] = ()
+    token_ids: Sequence[int] = ()
+
+
+class AnswerHead(msgspec.Struct, frozen=True):
+    """What every part of one answer shares. model: as the caller named it. seed: the one in use."""
+
+    request_id: str
+    created: int
+    model: str
+    adapter_id: str | None
+    adapter_digest: str | None
+    seed: int
+    base_digest: str = ""

@@ -1,0 +1,122 @@
+"""How the answers to a call are divided, by the chat template that writes its prompt. Pure."""
+
+from collections.abc import Callable, Collection
+from functools import lru_cache, partial
+
+import msgspec
+
+from adapters.chat.conversation import choose_template
+from adapters.manifest import AdapterTemplate
+from router.call import GenerationCall, RequestError
+from router.parts.division import Division
+from router.parts.reasoning import REASONING, Reasoning, detect_reasoning
+from router.tools.compose import Frame
+from router.tools.formats.format import ToolFormat
+from router.tools.registry import FORMATS, detect
+from server.protocol import ModelCard
+
+# Of texts, those that are special tokens, with their ids.
+SpecialIds = Callable[[Collection[str]], dict[str, int]]
+
+_detected_format = lru_cache(64)(detect)
+_detected_reasoning = lru_cache(64)(detect_reasoning)
+
+
+class PartsOfAnswers(msgspec.Struct, frozen=True):
+    """How one call's answers are written. None: no calls, or no reasoning, is looked for."""
+
+    tool_format: ToolFormat | None = None
+    reasoning: Reasoning | None = None
+
+    def division(self, call: GenerationCall, prompt: str) -> Division | None:
+        """None = all is text. prompt: what the answers go on from."""
+        readers, markers, short_ids = [], list[str](), False
+        if self.reasoning is not None:
+            begun = self.reasoning.begun(prompt)
+            readers.append(partial(self.reasoning.reader, begun))
+            markers += self.reasoning.markers
+        if self.tool_format is not None and call.tools is not None:
+            readers.append(partial(self.tool_format.reader, call.tools))
+            markers += self.tool_format.markers
+            short_ids = self.tool_format.short_ids
+        return Division(tuple(readers), frozenset(markers), short_ids) if readers else None
+
+    def frame(self, call: GenerationCall, prompt: str, special_ids: SpecialIds) -> Frame:
+        """What the grammar of the answers has to leave room for, if they are held to one."""
+        reasoning, tools = self.reasoning, call.tools
+        if reasoning is not None and prompt.rstrip().endswith(reasoning.closes):
+            reasoning = None
+        markers = () if reasoning is None else reasoning.markers
+        if self.tool_format is not None and tools is not None:
+            markers += self.tool_format.markers
+        return Frame(
+            reasoning,
+            reasoning is not None and reasoning.begun(prompt),
+            tools,
+            self.tool_format,
+            special_ids(markers),
+        )
+
+
+_TEXT_ALONE = PartsOfAnswers()
+
+
+class AnswerParts(msgspec.Struct, frozen=True):
+    """What the operator says of the base. tool_format, reasoning_format: names; auto = by the
+    template. reasoning_format none: reasoning is text."""
+
+    tool_format: str = "auto"
+    reasoning_format: str = "auto"
+
+    def of(
+        self,
+        call: GenerationCall,
+        card: ModelCard,
+        template: AdapterTemplate | None = None,
+        adapters_format: str = "",
+    ) -> PartsOfAnswers:
+        """template: the adapter's own. adapters_format: what its registration says; "" = nothing.
+
+        Raises RequestError (unsupported) where it is not known how the model writes calls.
+        """
+        if call.messages is None:
+            return _TEXT_ALONE
+        source, is_base = _source(call, card, template)
+        reasoning = self._reasoning(source, is_base) if call.divides_reasoning else None
+        if call.tools is None:
+            return PartsOfAnswers(None, reasoning)
+        return PartsOfAnswers(self._format(source, is_base, adapters_format), reasoning)
+
+    def _reasoning(self, source: str, is_base: bool) -> Reasoning | None:
+        named = self.reasoning_format
+        if named == "none":
+            return None
+        found = _detected_reasoning(source) if named == "auto" or not is_base else None
+        return found or REASONING.get(named)
+
+    def _format(self, source: str, is_base: bool, adapters_format: str) -> ToolFormat:
+        """An adapter's own template says more of the adapter than an option for the base."""
+        if adapters_format in FORMATS:  # another router may know more of them
+            return FORMATS[adapters_format]
+        named = self.tool_format
+        found = _detected_format(source) if named == "auto" or not is_base else None
+        found = found or FORMATS.get(named)
+        if found is None:
+            message = (
+                "`tools`: the chat template does not tell how the model writes calls: the router's "
+                "`--tool-format`, or `tool_format` of an adapter's registration, does"
+            )
+            raise RequestError("unsupported", message, param="tools")
+        return found
+
+
+def _source(
+    call: GenerationCall, card: ModelCard, template: AdapterTemplate | None
+) -> tuple[str, bool]:
+    """The template that writes the prompt, and whether it is the base's: trainers save that with
+    every adapter."""
+    bases = card.all_templates
+    sources = bases if template is None else template.sources
+    options = call.template
+    source = sources[choose_template(sources, options.template, options.tools is not None)]
+    return source, template is None or source in bases.values()

@@ -1,0 +1,188 @@
+"""A call's prompts as token ids, and its sampling as the model allows it.
+
+Runs on the event loop; long texts are rendered and encoded in threads.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from adapters.chat.conversation import TemplateFault, TemplateOptions, choose_template
+from adapters.manifest import AdapterTemplate
+from router.call import Api, GenerationCall, RequestError
+from router.text.detokenizer import Detokenizer
+from router.text.model import TextModel
+from router.text.template_sandbox import TemplateSandbox
+from router.text.templates import template_error
+from server.protocol import SamplingParams
+
+# Characters of a text that is cut: what is cut off costs memory all the same.
+MAX_ENCODED = 4 << 20
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """text: as given or rendered (of token ids: decoded). parts: one for each id, where logprobs of
+    the prompt are asked for. detokenizer: has read the prompt.
+    """
+
+    text: str
+    ids: list[int]
+    parts: Sequence[str]
+    detokenizer: Detokenizer
+
+
+async def build_prompts(
+    call: GenerationCall,
+    model: TextModel,
+    template: AdapterTemplate | None,
+    sandbox: TemplateSandbox,
+) -> list[Prompt]:
+    """The call's prompts, in order. template: the adapter's own, in place of the base's.
+
+    Raises RequestError (template_error, context_length, invalid, unsupported).
+    """
+    if call.messages is not None:
+        try:
+            text = await render_messages(call.messages, call.template, model, template, sandbox)
+        except RequestError as error:
+            raise _spelled(error, call.api) from error
+        return await model.long_texts.run(
+            len(text), lambda: [_encode(call, model, text, _PARAM[call.api])]
+        )
+    size = sum(len(prompt) for prompt in call.prompts)
+    return await model.long_texts.run(
+        size, lambda: [_build(call, model, prompt) for prompt in call.prompts]
+    )
+
+
+def resolve_sampling(call: GenerationCall, model: TextModel, prompt: Prompt) -> SamplingParams:
+    """The call's sampling with max_tokens set for this prompt, the model's own advice where the
+    caller said nothing, and every id within the vocabulary.
+
+    Raises RequestError (context_length, invalid).
+    """
+    check_ids(call.sampling.stop_token_ids, model, "stop_token_ids")
+    check_ids(call.sampling.logit_bias, model, "logit_bias")
+    check_ids(call.sampling.allowed_token_ids, model, "allowed_token_ids")
+    if not prompt.ids:
+        message = "expected a prompt of at least one token"
+        raise RequestError("invalid", message, param=_PARAM[call.api])
+    card, sampling = model.card, call.sampling
+    room = card.max_context - len(prompt.ids)
+    if room < (1 if call.max_tokens is None else call.max_tokens):
+        asked = f" and {call.max_tokens} more to generate" if call.max_tokens else ""
+        raise RequestError(
+            "context_length",
+            f"the model's context is {card.max_context} tokens, prompt and output together; "
+            f"got a prompt of {len(prompt.ids)}{asked}",
+            param=_PARAM[call.api],
+        )
+    advised = min(room, int(card.sampling_defaults.get("max_tokens", room)))
+    suppressed = dict.fromkeys(card.suppressed_token_ids, _NEVER)
+    return msgspec.structs.replace(
+        sampling,
+        max_tokens=advised if call.max_tokens is None else call.max_tokens,
+        logit_bias={**suppressed, **sampling.logit_bias},
+    )
+
+
+# The bias of a token that is never drawn, within what a worker takes.
+_NEVER = -1e6
+_PARAM = {"lorax": "inputs", "completions": "prompt", "chat": "messages", "responses": "input"}
+
+
+async def render_messages(
+    messages: list[dict[str, Any]],
+    options: TemplateOptions,
+    model: TextModel,
+    template: AdapterTemplate | None,
+    sandbox: TemplateSandbox,
+) -> str:
+    """The prompt's text by the adapter's template, or else the base's.
+
+    Raises RequestError (template_error, unsupported, invalid).
+    """
+    if template is None:
+        size = len(repr((messages, options)))
+        return await model.long_texts.run(size, lambda: model.templates.render(messages, options))
+    tokens = {**model.card.special_tokens, **template.special_tokens}
+    known = {name: text for name, text in tokens.items() if text is not None}
+    try:
+        name = choose_template(template.sources, options.template, options.tools is not None)
+        source = template.sources[name]
+        return await sandbox.render(source, known, messages, options)
+    except TemplateFault as fault:
+        raise template_error(fault) from fault
+
+
+def _spelled(error: RequestError, api: Api) -> RequestError:
+    """With the field's name on the route."""
+    name = _CHAT_FIELDS.get(error.param or "") if api == "responses" else None
+    if name is None:
+        return error
+    message = error.message.replace(f"`{error.param}`", f"`{name}`")
+    return RequestError(error.cause, message, param=name)
+
+
+# Fields of a chat, as responses have them.
+_CHAT_FIELDS = {"messages": "input", "reasoning_effort": "reasoning.effort"}
+
+
+def _build(call: GenerationCall, model: TextModel, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, str):
+        return _encode(call, model, prompt, _PARAM[call.api])
+    check_ids(prompt, model, "prompt")
+    return _prompt(call, model, prompt)
+
+
+def _encode(call: GenerationCall, model: TextModel, text: str, param: str) -> Prompt:
+    if call.truncate is None:
+        model.check_size(text, param)
+    elif len(text) > MAX_ENCODED:
+        message = f"expected a text of at most {MAX_ENCODED} characters, got {len(text)}"
+        raise RequestError("context_length", message, param=param)
+    if call.sampling.prompt_logprobs is None:
+        return _prompt(call, model, model.encode(text, call.add_special_tokens), text)
+    ids, parts = model.encode_parts(text, call.add_special_tokens)
+    return _prompt(call, model, ids, text, parts)
+
+
+def _prompt(
+    call: GenerationCall,
+    model: TextModel,
+    ids: list[int],
+    text: str | None = None,
+    parts: Sequence[str] = (),
+) -> Prompt:
+    """text, parts: of a prompt that came as text. What is shown again of one that is cut (`echo`)
+    is what is left of it.
+    """
+    kept = _kept(call, model, len(ids))
+    if text is None or (call.echo and len(ids[kept]) < len(ids)):
+        parts = model.decode_parts(ids[kept], call.skip_special_tokens)
+        text = "".join(parts)
+    else:
+        parts = parts[kept]
+    return Prompt(text, ids[kept], parts, model.detokenizer(ids[kept], call))
+
+
+def _kept(call: GenerationCall, model: TextModel, count: int) -> slice:
+    """Of so many tokens."""
+    most = call.truncate
+    if most == -1:
+        most = max(1, model.card.max_context - (1 if call.max_tokens is None else call.max_tokens))
+    if most is None or count <= most:
+        return slice(None)
+    return slice(most) if call.truncate_keeps == "first" else slice(-most, None)
+
+
+def check_ids(ids: "Sequence[int] | dict[int, float]", model: TextModel, param: str) -> None:
+    """Raises RequestError (invalid) for ids that the model has not."""
+    for token_id in ids:
+        if not model.has_token(token_id):
+            raise RequestError(
+                "invalid",
+                f"expected token ids from 0 to {model.card.vocab_size - 1}, got {token_id}",
+                param=param,
+            )

@@ -1,0 +1,285 @@
+"""One sequence from the queue to its last token, over as many workers as it takes. Tokens only.
+
+Every run ends in exactly one way: an event with `finish`, or a failure in its inbox. No token is
+forwarded twice, none is left out.
+"""
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from adapters.errors import AdapterError
+from router.failures import RequestQuarantined, SequenceFailed
+from router.generation.inbox import Inbox
+from router.names.served import ServedAdapter, changed, has_changed, home_key
+from router.policy.placement.attempts import Attempts, Quarantine, RetryBudget
+from router.policy.placement.placement import Wish
+from router.policy.placement.prefixes import prefix_keys
+from router.policy.queue.cost import Bill
+from router.policy.queue.queue_limits import Promise
+from router.policy.queue.waiting import Waiting
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.request import in_hand
+from router.telemetry.sequence import SequenceTrace
+from router.tenancy.metering import Charge
+from router.workers.fleet import Fleet
+from router.workers.session import Credit, WorkerLost, WorkerSession
+from server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
+
+logger = logging.getLogger(__name__)
+
+# Ahead of all who have not begun: its client has waited already.
+_RESUME_PRIORITY = -(1 << 16)
+_BUSY_DELAY_S = 0.05
+_LONGEST_BUSY_DELAY_S = 1.0
+# Of a sequence that waits: a list's entry and a Python int.
+BYTES_A_TOKEN = 36
+
+
+class Retries:
+    """What a router's sequences share, so that none is tried for ever, nor all of them at once.
+
+    probation: held by the one suspect that is being tried.
+    """
+
+    def __init__(self, budget: RetryBudget, quarantine: Quarantine) -> None:
+        self.budget = budget
+        self.quarantine = quarantine
+        self.probation = asyncio.Lock()
+
+
+def fingerprint(adapter: str | None, prompt_ids: list[int], sampling: SamplingParams) -> bytes:
+    """What makes a request the same to a worker, whoever sends it with whatever seed."""
+    return hashlib.blake2b(
+        encode((adapter, prompt_ids, sampling)), digest_size=16, person=b"quarantine"
+    ).digest()
+
+
+class RunContext(msgspec.Struct, frozen=True):
+    """What the sequences of one request share. deadline: on the event loop's clock.
+
+    forget_adapter: to be called when a worker does not admit what the catalog says.
+    tenant: whose request it is; "" = nobody's. weight: of its tenant. salt: whose cached prefixes
+    it may use.
+    charge: counts what it uses. room: in the queue, for all of them.
+    """
+
+    fleet: Fleet
+    inbox: Inbox
+    metrics: RouterMetrics
+    retries: Retries
+    adapter: ServedAdapter | None
+    forget_adapter: Callable[[], None]
+    deadline: float
+    charge: Charge
+    room: Promise | None = None
+    tenant: str = ""
+    weight: float = 1.0
+    salt: str = ""
+
+
+class SequenceRun:
+    """`request`: attempt 0, nothing accepted. `slot` names the run in the inbox."""
+
+    def __init__(self, context: RunContext, slot: int, request: GenerateRequest) -> None:
+        self._context = context
+        self._slot = slot
+        self._request = request
+        self._accepted: list[int] = []
+        self._attempts = Attempts()
+        self._session: WorkerSession | None = None
+        self._on_probation = False
+        self._bill: Bill | None = None
+        self._done = False
+        self._wish = self._make_wish()
+        self._trace = SequenceTrace(in_hand().trace, request.adapter, time.monotonic)
+        self._placing = self._start_placing(0.0)
+
+    def stop(self) -> None:
+        """Ends the run wherever it is; nothing more comes from it."""
+        self._end()
+        self._placing.cancel()
+        self._end_probation()
+        if self._session is not None:
+            request = self._request
+            self._session.abandon(request.request_id, self._attempts.number, request.choice)
+            self._session = None
+
+    # Placing
+
+    def _start_placing(self, delay_s: float, probe: bool = False) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._place(delay_s, probe))
+        task.add_done_callback(self._end_placing)
+        return task
+
+    def _end_placing(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+    async def _place(self, delay_s: float, probe: bool) -> None:
+        """Brings the current attempt to a worker. What it raises is the request's failure."""
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        if probe:
+            self._on_probation = await self._context.retries.probation.acquire()
+        try:
+            await self._place_once()
+        except WorkerLost:  # before it was sent: no attempt of ours had a part in it
+            self._retry("overloaded", "the worker was lost")
+
+    async def _place_once(self) -> None:
+        context = self._context
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        credit, reason, self._bill = await context.fleet.acquire(self._entry())
+        try:
+            tier = credit.session.tier(self._request.adapter)
+            context.metrics.placed(reason, loop.time() - started)
+            in_hand().notes["loraplex.placement.reason"] = reason
+            placed = self._trace.placed(
+                *(started, credit.session.worker_id, reason), tier, self._attempts.number
+            )
+            if not await self._admit(credit):
+                return
+            self._trace.submitted(placed)
+            self._submit(credit, context.deadline - loop.time())
+        finally:
+            credit.release()
+
+    def _entry(self) -> Waiting[None]:
+        request = self._request
+        return Waiting(
+            payload=None,
+            tenant=self._context.tenant,
+            wish=self._wish,
+            prompt_tokens=len(request.prompt_ids),
+            max_tokens=request.sampling.max_tokens,
+            nbytes=BYTES_A_TOKEN * len(request.prompt_ids),
+            priority=request.priority + (0 if self._bill is None else _RESUME_PRIORITY),
+            deadline=self._context.deadline,
+            weight=self._context.weight,
+            bill=self._bill,
+            promise=self._context.room,
+        )
+
+    def _make_wish(self) -> Wish:
+        adapter = self._context.adapter
+        digest = "" if adapter is None else adapter.digest
+        prefixes = prefix_keys(self._request.salt, digest, self._request.prompt_ids)
+        if adapter is None:
+            return Wish("", prefixes=prefixes)
+        return Wish(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)
+
+    async def _admit(self, credit: Credit) -> bool:
+        """Whether the worker has the adapter; if not, the sequence is on its way to another."""
+        adapter, session = self._context.adapter, credit.session
+        if adapter is None:
+            return True
+        try:
+            await session.admit(adapter.origin, adapter.token, adapter.digest)
+        except AdapterError as error:
+            self._context.forget_adapter()
+            if has_changed(error):
+                raise changed() from error
+            avoid = self._wish.avoid | {session.worker_id}
+            if not self._context.fleet.may_get(adapter.digest, error, avoid):
+                raise
+            self._wish = self._wish._replace(avoid=avoid)
+            self._retry("overloaded", error.message)
+            return False
+        return True
+
+    def _submit(self, credit: Credit, seconds_left: float) -> None:
+        request = msgspec.structs.replace(
+            self._request,
+            attempt=self._attempts.number,
+            accepted_ids=self._accepted,
+            deadline_s=max(0.0, seconds_left),
+        )
+        credit.submit(request, partial(self._receive, self._attempts.number))
+        self._session = credit.session
+
+    # Receiving: called by the connection's reader, once an event
+
+    def _receive(self, attempt: int, event: TokenEvent) -> None:
+        if self._done or attempt != self._attempts.number:
+            return
+        self._trace.received(event)
+        if event.finish in ("error", "abort"):
+            session, self._session = self._session, None
+            if event.error == "adapter_unavailable" and session and self._request.adapter:
+                session.forget(self._request.adapter)
+            alone = session is not None and session.lost_together <= 1
+            self._retry(event.error or "engine_lost", event.message or "it gave up", alone)
+            return
+        if event.token_ids:
+            self._end_probation()
+        self._accepted += event.token_ids
+        if self._bill is not None:
+            self._bill.generated(len(event.token_ids))
+        if event.finish is not None:
+            self._end()
+            self._session = None
+        self._context.inbox.put(self._slot, event)
+        if self._context.inbox.failed:
+            self.stop()
+
+    def _retry(self, code: ErrorCode, message: str, alone: bool = False) -> None:
+        """Goes on with another attempt if the error allows one; else fails."""
+        self._end_probation()
+        if self._accepted and len(self._accepted) >= self._request.sampling.max_tokens:
+            self._finish_full()
+            return
+        context, attempts = self._context, self._attempts
+        step = attempts.failed(code, len(self._accepted), alone)
+        if step == "fail":
+            self._fail(SequenceFailed(code, message))
+        elif step == "quarantine":
+            self._quarantine()
+        elif step == "later":
+            context.metrics.resumed(code)
+            delay = min(_BUSY_DELAY_S * 2 ** min(attempts.number, 8), _LONGEST_BUSY_DELAY_S)
+            self._placing = self._start_placing(delay * random.uniform(0.5, 1.5))
+        else:
+            context.metrics.resumed(code)
+            delay = context.retries.budget.take(asyncio.get_running_loop().time())
+            self._placing = self._start_placing(delay, step == "probe")
+
+    def _quarantine(self) -> None:
+        request = self._request
+        mark = fingerprint(request.adapter, request.prompt_ids, request.sampling)
+        self._context.retries.quarantine.add(mark, asyncio.get_running_loop().time())
+        self._context.metrics.quarantined.inc()
+        logger.error("request %s killed the workers that it ran on", request.request_id)
+        self._fail(RequestQuarantined())
+
+    def _end_probation(self) -> None:
+        if self._on_probation:
+            self._on_probation = False
+            self._context.retries.probation.release()
+
+    def _finish_full(self) -> None:
+        """All tokens came, only the word that they were all was lost."""
+        self._end()
+        request = self._request
+        event = TokenEvent(
+            *(request.request_id, self._attempts.number, request.choice, len(self._accepted), ()),
+            finish="length",
+        )
+        self._context.inbox.put(self._slot, event)
+
+    def _end(self) -> None:
+        self._done = True
+        if self._bill is not None:
+            self._bill.settle()
+
+    def _fail(self, error: BaseException) -> None:
+        self._end()
+        self._context.inbox.fail(error)

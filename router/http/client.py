@@ -1,0 +1,37 @@
+"""HTTP asked under uvloop, by what an operator configured alone: no proxy, no netrc."""
+
+from collections.abc import Mapping
+
+import httpx
+
+from adapters.common.authorities import trusted_context
+
+_LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20)
+
+
+def http_client(
+    timeout_s: float,
+    base_url: str = "",
+    headers: Mapping[str, str] | None = None,
+    limits: httpx.Limits = _LIMITS,
+) -> httpx.AsyncClient:
+    """timeout_s: of each phase (connecting, reading, ...)."""
+    return httpx.AsyncClient(
+        base_url=base_url,
+        headers=headers,
+        timeout=timeout_s,
+        transport=_Transport(trusted_context(), limits=limits),
+        trust_env=False,
+    )
+
+
+class _Transport(httpx.AsyncHTTPTransport):
+    """httpx's own, for which a connection that ends as soon as it is made is a ConnectError:
+    uvloop then tells of no socket, which anyio takes for an AttributeError."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return await super().handle_async_request(request)
+        except AttributeError as error:
+            message = "the connection ended as soon as it was made"
+            raise httpx.ConnectError(message, request=request) from error

@@ -1,0 +1,97 @@
+"""The outermost layer of the HTTP face: request ids, one count a request, unforeseen errors."""
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, Sequence
+
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.request import RequestInHand
+from router.telemetry.request_log import RequestLog
+
+logger = logging.getLogger(__name__)
+
+_ID_HEADER = b"x-request-id"
+_CLOSE = ((b"connection", b"close"),)
+_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}\Z")
+
+
+class Edge:
+    """Wraps the application. The request's id lies in `scope["state"]["request_id"]`.
+
+    routes: their paths are labels of metrics; requests that none of them takes share `other`.
+    closing: whether connections are to end with their next answer.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: RouterMetrics,
+        routes: Sequence[Route],
+        log: RequestLog,
+        closing: Callable[[], bool],
+    ) -> None:
+        self._log = log
+        self._app = app
+        self._closing = closing
+        self._metrics = metrics
+        self._paths: dict[object, str] = {route.endpoint: route.path for route in routes}
+        for route in routes:  # a rate needs a zero to rise from
+            metrics.requests.labels(route.path, "200")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = self._log.begin(_request_id(scope), scope)
+        answer = _Answer(send, request, self._closing)
+        scope.setdefault("state", {})["request_id"] = answer.request_id
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception:  # the process edge; the application has answered if it still could
+            logger.exception("request %s failed", answer.request_id)
+        finally:
+            self._metrics.request(self._route(scope), answer.status)
+            self._log.end(request, answer.status)
+
+    def _route(self, scope: Scope) -> str:
+        """For metrics. `/` generates when posted to, and is asked for as `/health` is."""
+        if scope["path"] == "/" and scope["method"] != "POST":
+            return "/health"
+        return self._paths.get(scope.get("endpoint"), "other")
+
+
+class _Answer:
+    """Remembers what was sent, and adds the request's id to the head, and its trace's."""
+
+    def __init__(self, send: Send, request: RequestInHand, closing: Callable[[], bool]) -> None:
+        self._closing = closing
+        self.request_id = request.request_id
+        self._traceparent = request.trace.traceparent
+        self.status = 0
+        self.started = False
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if not self.started and message["type"] == "http.response.start":
+            self.started = True
+            self.status = message["status"]
+            message["headers"] = [
+                *message.get("headers", ()),
+                (_ID_HEADER, self.request_id.encode()),
+                *(_CLOSE if self._closing() else ()),
+            ]
+            if self._traceparent is not None:
+                message["headers"].append((b"traceparent", self._traceparent.encode()))
+        await self._send(message)
+
+
+def _request_id(scope: Scope) -> str:
+    """The caller's, if it is one that may stand in logs and headers; else a new one."""
+    for name, value in scope["headers"]:
+        if name == _ID_HEADER and _ID.match(value):
+            return bytes(value).decode()
+    return uuid.uuid4().hex

@@ -1,0 +1,289 @@
+"""HTTP/1.1 on a socket, with the limits that uvicorn's protocol lacks.
+
+A client that sends its head or body too slowly or too large, or that stops reading its answer, is
+cut off.
+"""
+
+import asyncio
+import json
+import uuid
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from router.http.parser import PlainHttpParser
+from router.policy.front_door import Cut, Deadlines, FrontDoor
+from router.telemetry.metrics import RouterMetrics
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 128
+MAX_DISCARDED_BYTES = 64 << 20
+# Beyond it an answer waits for its reader, who must take so much in `Deadlines.reader_s`.
+MAX_UNREAD_BYTES = 64 << 10
+_LEAST_READ_BYTES = 16 << 10
+# When the server stops: what a client has just sent on an idle connection is still answered.
+LINGER_S = 1.0
+
+
+class _HeadTooLarge(Exception):
+    """Ends the parsing of a head; the parser tells it on as an error of its own."""
+
+
+class _BadHost(Exception):
+    """A request must say once for whom it is (RFC 9112 section 3.2)."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection. Its answers to what is not HTTP are JSON, too.
+
+    address: with which it has its place at the door already, and was counted. began: from then on
+    its end frees its place.
+    """
+
+    def __init__(
+        self,
+        door: FrontDoor,
+        deadlines: Deadlines,
+        metrics: RouterMetrics,
+        *args: Any,
+        address: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._door = door
+        self._deadlines = deadlines
+        self._metrics = metrics
+        self._address = address
+        self.began = False
+        self._stopping = False
+        self._refused = False  # nothing more is read
+        self.parser: Any = PlainHttpParser(self)
+        self._head_bytes = 0  # received of a head that is not complete
+        self._parsed_bytes = 0  # of its fields
+        self._in_head = True
+        self._head_begun = False
+        self._head_too_large = False
+        self._discarded_bytes = 0
+        self._ends = False  # with the request that is being read
+        self._begun: RequestResponseCycle | None = None  # the latest whose turn has come
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.began = True
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(MAX_UNREAD_BYTES)
+        if self._address is not None:
+            self._await_head()
+            return
+        self._address = self.client[0] if self.client else ""
+        self._metrics.connections.inc()
+        cap = self._door.enter(self._address)
+        if cap is None:
+            self._await_head()
+            return
+        self._metrics.connections_refused.labels(cap).inc()
+        if cap == "total":
+            message = "too many connections; try again soon"
+            self._refuse(b"503 Service Unavailable", message, "unavailable")
+        else:
+            message = "too many connections from this address"
+            self._refuse(b"429 Too Many Requests", message, "overloaded")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._address is not None:
+            self._door.leave(self._address)
+        _stop(self._head_timer)
+        _stop(self._body_timer)
+        _stop(self._read_timer)
+        if isinstance(exc, TimeoutError):  # what it did not read the kernel held (TCP_USER_TIMEOUT)
+            self._metrics.connections_cut.labels("not_read").inc()
+        self.parser.close()
+        # uvicorn tells the request that was read last; an earlier one may be in its answer.
+        if self._begun is not None and not self._begun.response_complete:
+            self._begun.disconnected = True
+            self._begun.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused or self.transport.is_closing():
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_timer is None:
+                self._await_head()
+        super().data_received(data)
+        too_large = self._in_head and self._head_bytes > MAX_HEAD_BYTES
+        if self.transport.is_closing():
+            return
+        if too_large:
+            self._refuse_head()
+        elif not self._in_head and self._body_timer is None:
+            self._await_body()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = self._head_begun = True
+        self._parsed_bytes = 0
+        if self._head_timer is None:  # it follows another request in one piece of data
+            self._await_head()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = self._head_begun = False
+        self._head_bytes = 0
+        _stop(self._head_timer)
+        self._head_timer = None
+        hosts = [value for name, value in self.headers if name == b"host"]
+        is_old = self.parser.get_http_version() == "1.0"
+        if len(hosts) != 1 and (hosts or not is_old):
+            raise _BadHost
+        if is_old:
+            self.expect_100_continue = False  # it knows no 1xx answers (RFC 9110 section 10.1.1)
+        super().on_headers_complete()
+        self._ends = not self.cycle.keep_alive
+        self.cycle.keep_alive = True  # until its body has come, however early its answer
+
+    def on_body(self, body: bytes) -> None:
+        """After an early answer (413, …) the rest of a body is thrown away, up to a limit.
+
+        To close under a client that still sends would take the answer from it.
+        """
+        if self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self._cut("body_not_wanted")
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head = True
+        _stop(self._body_timer)
+        self._body_timer = None
+        if self._ends:
+            self.cycle.keep_alive = False
+            if self.cycle.response_complete:
+                self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._head_too_large:
+            self._refuse_head()
+        else:
+            self._metrics.connections_cut.labels("not_http").inc()
+            self._refuse(b"400 Bad Request", "not a valid HTTP request")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        _stop(self._read_timer)
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        self._stopping = True
+        self._end_soon()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._stopping:
+            self._end_soon()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._begun = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _end_soon(self) -> None:
+        """An answer that began before the stop did not say that its connection would end."""
+        self.loop.call_later(LINGER_S, self._end)
+
+    def _end(self) -> None:
+        if not self._answering():
+            self.transport.close()
+
+    def _cut(self, why: Cut) -> None:
+        self._metrics.connections_cut.labels(why).inc()
+        self.transport.abort()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._deadlines.head_s, self._head_late)
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        if self._answering():  # what came of the next head, or a stray line end, can wait
+            self._await_head()
+        elif not self._head_begun:
+            self.transport.close()  # nothing to answer
+        elif not self.transport.is_closing():
+            self._metrics.connections_cut.labels("head_late").inc()
+            self._refuse(b"408 Request Timeout", "the request head did not arrive in time")
+
+    def _await_body(self) -> None:
+        self._body_timer = self.loop.call_later(self._deadlines.body_s, self._body_late)
+
+    def _body_late(self) -> None:
+        """Who waits for the body tells its client so; nobody waits for it once it is answered."""
+        if self._answering():
+            self._await_body()
+        else:
+            self._cut("body_late")
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        timeout_s = self._deadlines.reader_s
+        self._read_timer = self.loop.call_later(timeout_s, self._check_reader, unread)
+
+    def _check_reader(self, unread: int) -> None:
+        if unread - self.transport.get_write_buffer_size() < _LEAST_READ_BYTES:
+            self._cut("not_read")
+        else:
+            self._await_reader()
+
+    def _count(self, nbytes: int) -> None:
+        """More of a head. Raises _HeadTooLarge."""
+        self._parsed_bytes += nbytes
+        if len(self.headers) >= MAX_HEADERS or self._parsed_bytes > MAX_HEAD_BYTES:
+            self._head_too_large = True
+            raise _HeadTooLarge
+
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse_head(self) -> None:
+        self._metrics.connections_cut.labels("head_too_large").inc()
+        self._refuse(b"431 Request Header Fields Too Large", "the request head is too large")
+
+    def _refuse(self, status: bytes, message: str, code: str = "validation") -> None:
+        """Answers without the application, and closes; after the answers that are under way. code:
+        others than "validation" are worth another try."""
+        self._refused = True
+        if self._answering():
+            if not self.cycle.more_body:
+                self.cycle.keep_alive = False  # of the last of them: its end closes
+                return
+            if self.cycle.response_started:
+                self.transport.close()
+                return
+            self.cycle.disconnected = True  # its body is what was refused
+            self.cycle.message_event.set()
+        body = json.dumps({"error": message, "error_type": code}).encode()
+        head = (
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nx-request-id: %s\r\n%sconnection: close\r\n\r\n"
+        )
+        later = b"" if code == "validation" else b"retry-after: 1\r\n"
+        self.transport.write(head % (status, len(body), uuid.uuid4().hex.encode(), later) + body)
+        self.transport.close()
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

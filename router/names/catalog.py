@@ -1,0 +1,351 @@
+"""From an adapter's name to a digest that a worker has admitted: authorise, pin, load, remember.
+
+Every request is authorised for itself: results are kept per (reference, credential) and for a short
+time, so what one caller's token opened is never another's.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from adapters.merge.recipe import sole_member
+from adapters.ref import AdapterRef, format_ref, is_name
+from router.call import AdapterChoice, MergedChoice, Secret
+from router.config import MAX_ADAPTER_TTL_S
+from router.names.aliases import Aliases
+from router.names.registration import Registration, check_served, seen
+from router.names.served import Merge, Origin, ServedAdapter, changed, has_changed, merge_of
+from router.policy.rollout import Content
+
+log = logging.getLogger(__name__)
+
+MAX_CACHED = 4096
+MAX_RESOLVING = 256
+_NEGATIVE_TTL_S = 5.0
+
+Pin = Callable[[AdapterRef, Secret | None], Awaitable[AdapterRef]]
+Load = Callable[[Origin, Secret | None], Awaitable[AdapterManifest]]
+_Key = tuple[Origin, str]
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogRules:
+    """What the operator allows. aliases: opened with their own token, or with `hub_token`."""
+
+    aliases: Aliases
+    hub_owners: tuple[str, ...]
+    hub_token: Secret | None
+    share_hub_token: bool
+    ttl_s: float
+    timeout_s: float
+
+    def target(self, choice: AdapterChoice) -> tuple[AdapterRef, Secret | None]:
+        """The reference to fetch, and the credential to fetch it with. Raises AdapterError."""
+        alias = self.registration(choice)
+        self._check_known(choice, alias)
+        if alias is not None:
+            check_served(alias)
+            is_hub = alias.ref.source == "hub"
+            return alias.ref, self.credential(alias) or (choice.token if is_hub else None)
+        if choice.ref.source == "alias" or self.aliases.is_claimed(
+            choice.tenant, choice.adapter_id
+        ):
+            if self.aliases.is_expected(choice.tenant, _spelled(choice)):
+                soon = f"adapter {choice.adapter_id!r} is still being checked; try again soon"
+                raise AdapterError("unavailable", soon, (), 2.0)
+            raise AdapterError("not_found", f"no adapter is registered as {choice.adapter_id!r}")
+        self.check_owner(choice.ref)
+        if choice.ref.source != "hub":
+            return choice.ref, None
+        return choice.ref, choice.token or (self.hub_token if self.share_hub_token else None)
+
+    def registration(self, choice: AdapterChoice) -> Registration | None:
+        """What the caller named, if it is registered, or was."""
+        return self.aliases.find(choice.tenant, _spelled(choice))
+
+    def registered_name(self, choice: AdapterChoice) -> str | None:
+        registration = self.registration(choice)
+        return None if registration is None else registration.name
+
+    def _check_known(self, choice: AdapterChoice, alias: Registration | None) -> None:
+        """Raises AdapterError while a name might turn out to be registered, or the tenant's own."""
+        is_certain = alias is not None and alias.tenant == choice.tenant
+        if not is_certain and not self.aliases.is_known and is_name(_spelled(choice)):
+            unread = "registered adapters are not known yet: no Redis; try again soon"
+            raise AdapterError("unavailable", unread, (), 2.0)
+
+    def credential(self, alias: Registration) -> Secret | None:
+        """Credentials of callers and operators are the Hub's; no other source is shown them."""
+        return alias.token or self.hub_token if alias.ref.source == "hub" else None
+
+    def check_owner(self, ref: AdapterRef) -> None:
+        owner = ref.name.partition("/")[0]
+        if ref.source == "hub" and self.hub_owners and owner not in self.hub_owners:
+            raise AdapterError("forbidden", f"adapters of {owner!r} are not allowed here")
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    """A remembered answer. origin (pinned) and manifest, or error."""
+
+    until: float
+    origin: Origin | None = None
+    manifest: AdapterManifest | None = None
+    error: AdapterError | None = None
+
+
+class Catalog:
+    """`pin`: reference -> reference with a commit; `load`: pinned reference -> manifest.
+
+    clock: seconds, monotonic. unix_time: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        rules: CatalogRules,
+        pin: Pin,
+        load: Load,
+        clock: Callable[[], float],
+        unix_time: Callable[[], float],
+    ) -> None:
+        self.rules = rules
+        self._unix_time = unix_time
+        self._pin = pin
+        self._load = load
+        self._clock = clock
+        self._outcomes: OrderedDict[_Key, _Outcome] = OrderedDict()
+        self._resolving: dict[_Key, asyncio.Task[_Outcome]] = {}
+
+    async def resolve(
+        self, choice: AdapterChoice | MergedChoice, sticky: str = ""
+    ) -> ServedAdapter:
+        """The adapter behind the caller's words. Raises AdapterError.
+
+        sticky: what decides which version of a name this caller gets, see `Rollout`.
+        """
+        if isinstance(choice, MergedChoice):
+            return await self._resolve_merge(choice, sticky)
+        ref, token = self.rules.target(choice)
+        alias = self.rules.registration(choice)
+        if alias is not None and alias.state == "ready":
+            return self._served(choice, alias, sticky)
+        try:
+            served = await self._serve(choice.adapter_id, ref, token)
+        except AdapterError as error:
+            self._note_failure(choice, ref, token, error)
+            raise
+        # The name may have been given another meaning, or none, while this was waited for.
+        self.rules.target(choice)
+        alias = self.rules.registration(choice)
+        if alias is None:
+            return served
+        if alias.state == "ready" or alias.ref != ref:
+            return await self.resolve(choice, sticky)
+        is_mended = alias.error is not None and self._is_own(alias, token)
+        if is_mended:
+            log.info("adapter %s can be loaded now", alias.key)
+        if alias.digest != served.digest or is_mended:
+            assert isinstance(served.origin, AdapterRef)
+            content = Content(served.origin, served.manifest)
+            self.rules.aliases.note(alias, seen(alias, content, self._unix_time()))
+        return msgspec.structs.replace(served, alias=alias.key, tool_format=alias.tool_format)
+
+    async def look(self, choice: AdapterChoice) -> None:
+        """Whether its source gives it to whoever opens it; asks no worker. Raises AdapterError."""
+        ref, token = self.rules.target(choice)
+        try:
+            async with asyncio.timeout(self.rules.timeout_s):
+                await self._pin(ref, token)
+        except AdapterError as error:
+            self._note_failure(choice, ref, token, error)
+            raise
+        except TimeoutError:
+            raise AdapterError("unavailable", "its source does not answer") from None
+
+    def _note_failure(
+        self, choice: AdapterChoice, ref: AdapterRef, token: Secret | None, error: AdapterError
+    ) -> None:
+        """For the operator, if the name still means it and the caller's credential is not why."""
+        alias = self.rules.registration(choice)
+        if alias is None or (alias.state, alias.ref) != ("registered", ref):
+            return
+        if self._is_own(alias, token):
+            self._note_problem(alias, error.message)
+
+    def _note_problem(self, alias: Registration, problem: str) -> None:
+        """Logged once until it is mended, however many requests meet it."""
+        if alias.error is None:
+            log.warning("adapter %s cannot be loaded: %s", alias.key, problem)
+        if alias.error != problem:
+            self.rules.aliases.note(alias, msgspec.structs.replace(alias, error=problem))
+
+    def _is_own(self, alias: Registration, token: Secret | None) -> bool:
+        """Whether it was opened as the operator would, and not with what a caller brought."""
+        return token == self.rules.credential(alias)
+
+    async def _serve(self, adapter_id: str, origin: Origin, token: Secret | None) -> ServedAdapter:
+        key = (origin, _fingerprint(token))
+        outcome = self._outcomes.get(key)
+        if outcome is None or outcome.until <= self._clock():
+            outcome = await self._resolve_once(key, token)
+        if outcome.error is not None:
+            raise _copy(outcome.error)
+        assert outcome.origin is not None
+        assert outcome.manifest is not None
+        return ServedAdapter(adapter_id, outcome.origin, token, outcome.manifest)
+
+    async def _resolve_merge(self, choice: MergedChoice, sticky: str) -> ServedAdapter:
+        """Every member is authorised for this caller before anything is made of them."""
+        authorised = self._clock()
+        members = await self._members(choice, sticky)
+        merge = merge_of(choice, members)
+        sole = sole_member(merge.recipe)
+        for member in members:
+            if member.digest == sole:
+                return msgspec.structs.replace(member, adapter_id=choice.adapter_id)
+        try:
+            served = await self._serve(choice.adapter_id, merge, None)
+            if self._is_stale(authorised):
+                await self._members(choice, sticky)
+            return served
+        except AdapterError as error:
+            if has_changed(error):
+                self.forget(choice)
+                self._outcomes.pop((merge, _fingerprint(None)), None)
+                raise changed() from error
+            raise
+
+    async def _members(self, choice: MergedChoice, sticky: str) -> list[ServedAdapter]:
+        count = len(choice.members)
+        tasks = [asyncio.ensure_future(self._member(choice, i, sticky)) for i in range(count)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _member(self, choice: MergedChoice, index: int, sticky: str) -> ServedAdapter:
+        member = choice.members[index]
+        try:
+            return await self.resolve(member, sticky)
+        except AdapterError as error:
+            message = f"`merged_adapters.ids[{index}]` ({member.adapter_id}): {error.message}"
+            raise AdapterError(
+                error.code, message, error.violations, error.retry_after_s
+            ) from error
+
+    def forget(self, choice: AdapterChoice | MergedChoice | None) -> None:
+        """What is remembered of it was wrong: the next request asks anew.
+
+        A registration that means one content goes on meaning it; its operator is told.
+        """
+        if choice is None:
+            return
+        if isinstance(choice, MergedChoice):
+            for member in choice.members:
+                self.forget(member)
+            return
+        alias = self.rules.registration(choice)
+        if alias is not None and not alias.in_service:
+            return
+        if alias is not None and alias.state == "ready":
+            problem = "a worker could not fetch its content again; refresh it if it has changed"
+            self._note_problem(alias, problem)
+            return
+        ref, token = self.rules.target(choice)
+        self._outcomes.pop((ref, _fingerprint(token)), None)
+
+    def names(self) -> dict[str, str]:
+        """Digest -> what it was last resolved from, for people."""
+        return {
+            outcome.manifest.digest: _name(outcome.origin)
+            for outcome in self._outcomes.values()
+            if outcome.manifest is not None and outcome.origin is not None
+        }
+
+    async def fetch(self, ref: AdapterRef, token: Secret | None) -> Content:
+        """What a reference means now, admitted by some worker. Raises AdapterError."""
+        self.rules.check_owner(ref)
+        outcome = await self._fetch(ref, token)
+        if outcome.error is not None:
+            raise outcome.error
+        assert isinstance(outcome.origin, AdapterRef)
+        assert outcome.manifest is not None
+        return Content(outcome.origin, outcome.manifest)
+
+    def _served(self, choice: AdapterChoice, alias: Registration, sticky: str) -> ServedAdapter:
+        content = alias.chosen(sticky)
+        assert content is not None
+        rollout = "" if alias.rollout is None else alias.rollout.id
+        return ServedAdapter(
+            *(choice.adapter_id, content.ref, self.rules.credential(alias), content.manifest),
+            *(alias.key, rollout, alias.tool_format),
+        )
+
+    async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:
+        task = self._resolving.get(key)
+        if task is None:
+            if len(self._resolving) >= MAX_RESOLVING:
+                raise AdapterError("unavailable", "too many adapters are being resolved", (), 2.0)
+            task = asyncio.create_task(self._settle(key, token))
+            self._resolving[key] = task
+            task.add_done_callback(lambda _: self._resolving.pop(key, None))
+        # Shielded: a caller who leaves does not take the adapter away from the others.
+        return await asyncio.shield(task)
+
+    async def _settle(self, key: _Key, token: Secret | None) -> _Outcome:
+        outcome = await self._fetch(key[0], token)
+        # A passing fault is shared with those who waited for it, and with nobody else.
+        if outcome.error is None or outcome.error.code != "unavailable":
+            self._outcomes[key] = outcome
+            self._outcomes.move_to_end(key)
+            if len(self._outcomes) > MAX_CACHED:
+                self._outcomes.popitem(last=False)
+        return outcome
+
+    async def _fetch(self, origin: Origin, token: Secret | None) -> _Outcome:
+        try:
+            async with asyncio.timeout(self.rules.timeout_s):
+                authorised = self._clock()
+                if not isinstance(origin, Merge):
+                    origin = await self._pin(origin, token)
+                manifest = await self._load(origin, token)
+                if not isinstance(origin, Merge) and self._is_stale(authorised):
+                    authorised = self._clock()
+                    await self._pin(origin, token)
+        except AdapterError as error:
+            return _Outcome(self._clock() + _NEGATIVE_TTL_S, error=error)
+        except TimeoutError:
+            late = f"the adapter was not ready within {self.rules.timeout_s:g} s"
+            return _Outcome(self._clock(), error=AdapterError("unavailable", late, (), 5.0))
+        return _Outcome(authorised + self.rules.ttl_s, origin, manifest)
+
+    def _is_stale(self, authorised: float) -> bool:
+        """Whether a caller's access must be proved once more: what it waited for took so long."""
+        return self._clock() - authorised > MAX_ADAPTER_TTL_S
+
+
+def _spelled(choice: AdapterChoice) -> str:
+    return choice.ref.name if choice.ref.source == "alias" else choice.adapter_id
+
+
+def _name(origin: Origin) -> str:
+    """Without the commit that a reference was pinned to."""
+    if isinstance(origin, Merge):
+        return f"merge of {len(origin.members)}"
+    return format_ref(msgspec.structs.replace(origin, revision=None))
+
+
+def _fingerprint(token: Secret | None) -> str:
+    return "" if token is None else hashlib.sha256(token.encode()).hexdigest()
+
+
+def _copy(error: AdapterError) -> AdapterError:
+    """A fresh exception: one that is raised for many callers would gather all their tracebacks."""
+    return AdapterError(error.code, error.message, error.violations, error.retry_after_s)

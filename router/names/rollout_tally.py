@@ -1,0 +1,157 @@
+"""What requests of versions in a rollout were like: of this router, and of all routers together.
+
+Each router adds what it saw to books of the store, one for a span of time; they end by themselves.
+Of its own it keeps books in memory, too, for as long as the store is away.
+"""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from router.names.registration import Registration
+from router.policy.guards import Measured, Outcome, breach, bucket_of
+from router.policy.rollout import MAX_WINDOW_S
+from router.shared.store import Store, StoreDown
+
+SLICE_S = 10
+# A book is read until a while after its span: routers are late by what a flush takes.
+_OPEN_SLICES = 2
+_TTL_S = 7200.0
+_MAX_CLOSED = 1 << 12
+# Books of this router's own, and rollouts of which the store has not heard.
+_MAX_OWN = 1 << 12
+_MAX_UNTOLD = 1 << 12
+_OTHER = "other"
+
+# Counter of a book -> how much.
+_Counts = Counter[str]
+# `RolloutTally.read` or `read_own`.
+Read = Callable[[str, str, int, int], Awaitable[Measured]]
+
+
+class Outcomes:
+    """What this router saw since somebody last took it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Counts] = {}
+
+    def add(self, rollout: str, digest: str, outcome: Outcome) -> None:
+        names = ["requests"]
+        if outcome.failed:
+            names.append("failed")
+        if outcome.first_token_s is not None:
+            names.append(f"first:{bucket_of(outcome.first_token_s)}")
+        if outcome.token_s is not None:
+            names.append(f"token:{bucket_of(outcome.token_s)}")
+        self._seen.setdefault(rollout, Counter()).update(f"{digest}:{name}" for name in names)
+
+    def take(self) -> dict[str, _Counts]:
+        """By rollout."""
+        taken, self._seen = self._seen, {}
+        return taken
+
+
+class RolloutTally:
+    """clock: Unix seconds."""
+
+    def __init__(self, store: Store, outcomes: Outcomes, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._outcomes = outcomes
+        self._clock = clock
+        self._closed: dict[tuple[str, int], Mapping[str, int]] = {}
+        self._own: dict[tuple[str, int], _Counts] = {}
+        self._untold: dict[str, _Counts] = {}
+
+    async def flush(self) -> None:
+        """Raises StoreDown; what was not written is kept for the next time."""
+        span = int(self._clock()) // SLICE_S
+        self._take(span)
+        while self._untold:
+            rollout = next(iter(self._untold))
+            counts = self._untold.pop(rollout)
+            try:
+                groups = dict.fromkeys(counts, _OTHER)
+                await self._store.count(_book(rollout, span), counts, groups, _TTL_S)
+            except StoreDown:
+                self._untold.setdefault(rollout, Counter()).update(counts)
+                raise
+
+    async def read(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
+        """Of the last `window_s` seconds, and only of whole spans after `since`. Raises StoreDown.
+
+        since: Unix seconds.
+        """
+        measured = Measured(first_token={}, token={})
+        spans = self._spans(window_s, since)
+        for span in spans:
+            _add(measured, digest, await self._counts(rollout, span, spans.stop - 1))
+        return measured
+
+    async def read_own(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
+        """The same of what this router saw alone, up to the last `flush`."""
+        measured = Measured(first_token={}, token={})
+        for span in self._spans(window_s, since):
+            _add(measured, digest, self._own.get((rollout, span), {}))
+        return measured
+
+    def _spans(self, window_s: int, since: int) -> range:
+        now = int(self._clock())
+        first = max((now - window_s) // SLICE_S, -(-since // SLICE_S))
+        return range(first, now // SLICE_S + 1)
+
+    def _take(self, span: int) -> None:
+        for rollout, counts in self._outcomes.take().items():
+            self._own.setdefault((rollout, span), Counter()).update(counts)
+            if rollout in self._untold or len(self._untold) < _MAX_UNTOLD:
+                self._untold.setdefault(rollout, Counter()).update(counts)
+        while self._own:
+            oldest = next(iter(self._own))
+            if len(self._own) <= _MAX_OWN and oldest[1] >= span - MAX_WINDOW_S // SLICE_S:
+                break
+            del self._own[oldest]
+
+    async def _counts(self, rollout: str, span: int, current: int) -> Mapping[str, int]:
+        known = self._closed.get((rollout, span))
+        if known is not None:
+            return known
+        counts = await self._store.counts(_book(rollout, span))
+        if span <= current - _OPEN_SLICES:
+            self._closed[rollout, span] = counts
+            if len(self._closed) > _MAX_CLOSED:
+                del self._closed[next(iter(self._closed))]
+        return counts
+
+
+async def breaches(registration: Registration, read: Read) -> AsyncIterator[tuple[str, str]]:
+    """Versions with a share that must go back by their guards: digest, and why. Raises what `read`
+    does."""
+    rollout, old_digest = registration.rollout, registration.digest
+    if rollout is None or rollout.guards is None or old_digest is None:
+        return
+    window_s = rollout.guards.window_s
+    for version in rollout.versions:
+        if not version.live:
+            continue
+        new = await read(rollout.id, version.digest, window_s, version.since)
+        old = await read(rollout.id, old_digest, window_s, version.since)
+        why = breach(rollout.guards, old, new)
+        if why is not None:
+            yield version.digest, why
+
+
+def _book(rollout: str, span: int) -> str:
+    return f"rollout:{rollout}:{span}"
+
+
+def _add(measured: Measured, digest: str, counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        whose, _, what = name.partition(":")
+        if whose != digest:
+            continue
+        kind, _, bucket = what.partition(":")
+        if kind == "requests":
+            measured.requests += count
+        elif kind == "failed":
+            measured.failed += count
+        else:
+            histogram = measured.first_token if kind == "first" else measured.token
+            histogram[int(bucket)] = histogram.get(int(bucket), 0) + count

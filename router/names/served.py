@@ -1,0 +1,89 @@
+"""An adapter that a caller may use: what it is, and how a worker comes by it. Pure."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from adapters.merge.recipe import MergeMember, MergeRecipe, make_recipe
+from adapters.ref import AdapterRef, format_ref
+from router.call import MergedChoice, Secret
+from router.names.owned_name import OwnedName
+from server.protocol import AdapterMerge, MemberSource
+
+_CHANGED_RETRY_S = 1.0
+
+
+class Merge(msgspec.Struct, frozen=True):
+    """What an adapter is made by. members: pinned reference and token of each of the recipe's."""
+
+    recipe: MergeRecipe
+    members: tuple[tuple[AdapterRef, Secret | None], ...]
+
+    def frame(self, load_id: str) -> AdapterMerge:
+        sources = (
+            MemberSource(ref, None if token is None else str(token)) for ref, token in self.members
+        )
+        return AdapterMerge(load_id, self.recipe, tuple(sources))
+
+
+# What a worker is asked to bring: a reference to fetch, or adapters to merge.
+Origin = AdapterRef | Merge
+
+
+def home_key(origin: Origin) -> str:
+    """What an adapter's homes are ranked by: known before its content is, and to every router."""
+    return origin.recipe.digest if isinstance(origin, Merge) else format_ref(origin)
+
+
+class ServedAdapter(msgspec.Struct, frozen=True):
+    """An adapter that this caller may use now.
+
+    origin: a pinned reference, or a merge. token: what opens the reference at its source.
+    alias: the registered name that it was named by. rollout: of that name, under which this
+    version was chosen; "" = none. tool_format: what its registration says; "" = nothing.
+    """
+
+    adapter_id: str
+    origin: Origin
+    token: Secret | None
+    manifest: AdapterManifest
+    alias: OwnedName | None = None
+    rollout: str = ""
+    tool_format: str = ""
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    @property
+    def counted_as(self) -> str:
+        """One name for all spellings of a registered one; else what the caller wrote."""
+        return self.adapter_id if self.alias is None else self.alias.name
+
+
+def merge_of(choice: MergedChoice, members: Sequence[ServedAdapter]) -> Merge:
+    """members: what the choice's members turned out to be. Raises AdapterError."""
+    weighted = [
+        MergeMember(member.digest, weight)
+        for member, weight in zip(members, choice.weights, strict=True)
+    ]
+    recipe = make_recipe(weighted, choice.strategy, choice.density, choice.majority_sign_method)
+    origins = {
+        member.digest: (member.origin, member.token)
+        for member in members
+        if isinstance(member.origin, AdapterRef)
+    }
+    return Merge(recipe, tuple(origins[member.digest] for member in recipe.members))
+
+
+def has_changed(error: AdapterError) -> bool:
+    """Whether a worker found other content than the catalog remembers."""
+    return any(violation.code == "digest_mismatch" for violation in error.violations)
+
+
+def changed() -> AdapterError:
+    """What the caller is told then."""
+    message = "the adapter has just changed at its source; try again"
+    return AdapterError("unavailable", message, (), _CHANGED_RETRY_S)

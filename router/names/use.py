@@ -1,0 +1,91 @@
+"""Which adapters running requests use, by name and content; and when the last of them is over."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from router.names.owned_name import OwnedName
+from router.names.served import ServedAdapter
+
+MAX_REMEMBERED = 1 << 16
+
+
+class Use(NamedTuple):
+    """An adapter as running requests named it.
+
+    alias: its registered name. reference: what the caller wrote where it has none.
+    """
+
+    alias: OwnedName | None
+    reference: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.reference if self.alias is None else str(self.alias)
+
+
+class AdapterUse:
+    """clock: Unix seconds, for `last_used`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._running: dict[Use, int] = {}
+        self._last_used: OrderedDict[str, float] = OrderedDict()
+        self._idle = asyncio.Condition()
+        self._waiting = 0
+        self._waking: set[asyncio.Task[None]] = set()
+
+    def hold(self, adapter: ServedAdapter) -> Callable[[], None]:
+        """A request begins to use it; call what is returned when the request is over."""
+        reference = adapter.adapter_id if adapter.alias is None else ""
+        use = Use(adapter.alias, reference, adapter.digest)
+        self._running[use] = self._running.get(use, 0) + 1
+        self._touch(adapter.digest)
+        return lambda: self._release(use)
+
+    def running(self, name: OwnedName, digest: str | None = None) -> int:
+        """Requests that named it so. digest: only those that got this content."""
+        return sum(
+            count
+            for use, count in self._running.items()
+            if use.alias == name and digest in (None, use.digest)
+        )
+
+    def in_use(self) -> list[Use]:
+        """By name: first the registered ones, as any caller can name references."""
+        return sorted(self._running, key=lambda use: (use.alias is None, use.name, use.digest))
+
+    def last_used(self, digest: str) -> float | None:
+        return self._last_used.get(digest)
+
+    async def drained(self, name: OwnedName, digest: str | None = None) -> None:
+        """Until no running request uses it."""
+        self._waiting += 1
+        try:
+            async with self._idle:
+                await self._idle.wait_for(lambda: not self.running(name, digest))
+        finally:
+            self._waiting -= 1
+
+    def _release(self, use: Use) -> None:
+        self._touch(use.digest)
+        self._running[use] -= 1
+        if self._running[use]:
+            return
+        del self._running[use]
+        if self._waiting:
+            task = asyncio.get_running_loop().create_task(self._wake())
+            self._waking.add(task)
+            task.add_done_callback(self._waking.discard)
+
+    async def _wake(self) -> None:
+        async with self._idle:
+            self._idle.notify_all()
+
+    def _touch(self, digest: str) -> None:
+        self._last_used[digest] = self._clock()
+        self._last_used.move_to_end(digest)
+        if len(self._last_used) > MAX_REMEMBERED:
+            self._last_used.popitem(last=False)

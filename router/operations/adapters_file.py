@@ -1,0 +1,215 @@
+"""The operator's file of adapters: what it says, and what must be done to make it true. Pure.
+
+adapters:
+  - name: sql
+    ref: hub:org/sql-lora@main
+    pin: true
+    versions: [{reference: "hub:org/sql-lora@next", weight: 5}]
+    tenant: acme
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef
+from router.api.admin.adapters import Name, check_name, format_named, parse_target, rollout_wish
+from router.api.admin.rollouts import Versions
+from router.api.request.body import require
+from router.api.request.field_faults import field_fault
+from router.call import RequestError
+from router.names.owned_name import OwnedName
+from router.names.registration import Registration
+from router.names.rollout_moves import split
+from router.names.wish import RolloutWish, Wish
+from router.policy.rollout import Declared, Guards
+from router.tenancy.keys import Word
+
+BY = "the adapters file"
+MAX_FILE_BYTES = 4 << 20
+# Where errors of the file as a whole stand among those of its entries.
+WHOLE = OwnedName("")
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One adapter as it is written. tenant: whose name it is; absent = the fleet's. tool_format:
+    in which it writes calls; absent = as its chat template, or the base's, tells."""
+
+    name: Name
+    ref: str
+    pin: bool = False
+    versions: Versions | None = None
+    guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
+    tenant: Word | None = None
+    tool_format: str | None = None
+
+
+_KNOWN = ", ".join(FileEntry.__struct_fields__)
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """An entry that can be understood. rollout: None = whether there is one is not the file's."""
+
+    ref: AdapterRef
+    pin: bool
+    rollout: Declared | None = None
+    tool_format: str = ""
+
+
+class FileContents(msgspec.Struct, frozen=True):
+    """errors: by name, or WHOLE; what they are about is left as it is."""
+
+    wanted: dict[OwnedName, Wanted]
+    errors: dict[OwnedName, str]
+
+    @property
+    def names(self) -> frozenset[OwnedName]:
+        """What the file says something of."""
+        return frozenset(self.wanted.keys() | self.errors.keys())
+
+    @property
+    def is_readable(self) -> bool:
+        return WHOLE not in self.errors
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What to do. errors: entries that contradict what --adapter declares."""
+
+    register: tuple[Wish, ...] = ()
+    pin: tuple[OwnedName, ...] = ()
+    unpin: tuple[OwnedName, ...] = ()
+    delete: tuple[OwnedName, ...] = ()
+    errors: dict[OwnedName, str] = {}
+
+
+def unreadable(why: str) -> FileContents:
+    return FileContents({}, {WHOLE: why})
+
+
+def read(data: bytes, default_source: str) -> FileContents:
+    """From YAML 1.1, of which JSON is a part."""
+    if len(data) > MAX_FILE_BYTES:
+        return unreadable(f"it may have at most {MAX_FILE_BYTES} bytes")
+    try:
+        plain = msgspec.yaml.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return unreadable(" ".join(str(error).split()))
+    entries = plain.get("adapters") if isinstance(plain, dict) else None
+    if not isinstance(plain, dict) or set(plain) != {"adapters"} or not isinstance(entries, list):
+        return unreadable(f"expected one key, `adapters`, with a list of {_KNOWN}")
+    wanted: dict[OwnedName, Wanted] = {}
+    errors: dict[OwnedName, str] = {}
+    for number, entry in enumerate(entries, 1):
+        name = _name_of(entry) or OwnedName(f"entry {number}")
+        problem = (
+            "it is there twice" if name in wanted else _read_entry(entry, wanted, default_source)
+        )
+        if problem is not None:
+            errors[name] = problem
+    return FileContents(wanted, errors)
+
+
+def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
+    """From what is registered to what the file says. What the file never named is left alone.
+
+    It takes a name over that was registered through the API.
+    """
+    if not contents.is_readable:
+        return Plan()
+    present = {registration.key: registration for registration in registrations}
+    register: list[Wish] = []
+    pin: list[OwnedName] = []
+    unpin: list[OwnedName] = []
+    errors: dict[OwnedName, str] = {}
+    for name, wanted in contents.wanted.items():
+        there = present.get(name)
+        if there is None or there.origin == "api" or _is_new(there, wanted):
+            replace = there is not None
+            wish = Wish(name, wanted.ref, "file", wanted.pin, None, replace, BY)
+            register.append(msgspec.structs.replace(wish, tool_format=wanted.tool_format))
+        elif there.ref != wanted.ref:
+            errors[name] = "the name is declared with another reference, by --adapter"
+        elif there.origin != "file" and there.pinned != wanted.pin:
+            errors[name] = "whether it is pinned is left to --adapter, which declares it"
+        elif there.origin != "file" and there.tool_format != wanted.tool_format:
+            errors[name] = "it is declared by --adapter: `tool_format` needs a name that is not"
+        elif there.origin != "file" and wanted.rollout is not None:
+            errors[name] = "it is declared by --adapter: versions need a name that is not"
+        elif there.origin == "file" and there.in_service and there.pinned != wanted.pin:
+            (pin if wanted.pin else unpin).append(name)
+    named = contents.names
+    delete = [r.key for r in present.values() if r.origin == "file" and r.key not in named]
+    return Plan(tuple(register), tuple(pin), tuple(unpin), tuple(delete), errors)
+
+
+class RolloutPlan(msgspec.Struct, frozen=True):
+    """end: names whose rollouts the file wants no more."""
+
+    roll_out: dict[OwnedName, RolloutWish]
+    end: tuple[OwnedName, ...]
+
+
+def plan_rollouts(contents: FileContents, registrations: Iterable[Registration]) -> RolloutPlan:
+    """What is still to do for versions, once `plan` is carried out.
+
+    What became of a rollout since the file said so, as versions that went back, is left alone until
+    the file says something else. Where it says nothing, so is an operator's rollout.
+    """
+    wishes: dict[OwnedName, RolloutWish] = {}
+    end: list[OwnedName] = []
+    for registration in registrations:
+        wanted = contents.wanted.get(registration.key)
+        if wanted is None or registration.origin != "file" or registration.ref != wanted.ref:
+            continue
+        there = None if registration.rollout is None else registration.rollout.declared
+        declared = wanted.rollout
+        if there == declared:
+            continue
+        if declared is None:
+            end.append(registration.key)
+        else:
+            wish = RolloutWish(declared.versions, declared.guards, BY, declared)
+            wishes[registration.key] = wish
+    return RolloutPlan(wishes, tuple(end))
+
+
+def _name_of(entry: Any) -> OwnedName | None:
+    """As far as it can be told of an entry that may be wrong."""
+    told = entry if isinstance(entry, Mapping) else {}
+    name, tenant = (str(told.get(field) or "")[:96] for field in ("name", "tenant"))
+    return OwnedName(name, tenant) if name else None
+
+
+def _read_entry(entry: Any, wanted: dict[OwnedName, Wanted], default_source: str) -> str | None:
+    try:
+        typed = msgspec.convert(entry, FileEntry)
+        check_name(typed.name, "name")
+        tool_format = format_named(typed.tool_format) or ""
+        ref = parse_target(typed.ref, "ref", default_source)
+        rollout = _read_rollout(typed, ref, default_source)
+    except msgspec.ValidationError as error:
+        return str(field_fault(error, FileEntry))
+    except RequestError as error:
+        return error.message
+    except AdapterError as error:
+        return f"`versions`: {error.message}"
+    wanted[OwnedName(typed.name, typed.tenant or "")] = Wanted(ref, typed.pin, rollout, tool_format)
+    return None
+
+
+def _read_rollout(entry: FileEntry, ref: AdapterRef, default_source: str) -> Declared | None:
+    """Raises RequestError, AdapterError."""
+    if entry.versions is None:
+        require(entry.guards is msgspec.UNSET, "they need `versions` beside them", "guards")
+        return None
+    wish = rollout_wish(entry.versions, entry.guards, default_source, BY)
+    split([ref], wish.versions)
+    guards = Guards() if isinstance(wish.guards, msgspec.UnsetType) else wish.guards
+    return Declared(wish.versions, guards)
+
+
+def _is_new(there: Registration, wanted: Wanted) -> bool:
+    said = (wanted.ref, wanted.tool_format)
+    return there.origin == "file" and (there.ref, there.tool_format) != said

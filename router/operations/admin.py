@@ -1,0 +1,339 @@
+"""Carries out what the operator wants of registered adapters: on the table, and on every worker.
+
+What may be done when is `registration`'s policy. One operation a name at a time on this router;
+of two routers' the second is told that somebody else was faster.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef
+from router.call import Secret
+from router.names.aliases import Aliases
+from router.names.catalog import Catalog
+from router.names.owned_name import OwnedName
+from router.names.registration import Event, Registration, conflicts, move, seen
+from router.names.use import AdapterUse
+from router.names.wish import Wish
+from router.operations.workers import AdapterWorkers
+from router.policy.rollout import Content
+from router.shared.replica import REFRESH_S
+from router.workers.session import WorkerSession
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+_HEARD_S = 1.5 * REFRESH_S
+
+
+class AdapterAdmin:
+    """Every operation raises AdapterError and then has changed nothing that is served.
+
+    is_taken: names of the base. router_id: this router's. clock: Unix seconds. `by` is who wants
+    it, for the history.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        workers: AdapterWorkers,
+        use: AdapterUse,
+        is_taken: Callable[[str], bool],
+        router_id: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.use = use
+        self.workers = workers
+        self.clock = clock
+        self._catalog = catalog
+        self._aliases: Aliases = catalog.rules.aliases
+        self._is_taken = is_taken
+        self._me = router_id
+        self._locks: WeakValueDictionary[OwnedName, asyncio.Lock] = WeakValueDictionary()
+        self._draining: dict[OwnedName, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._aliases.on_change = workers.sync_pins
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def worker_connected(self, session: WorkerSession) -> None:
+        self._spawn(self.workers.tell_pins(session))
+
+    # ---- the table
+
+    def get(self, name: OwnedName) -> Registration:
+        """Raises AdapterError (not_found, gone)."""
+        registration = self._aliases.get(name)
+        if registration is None:
+            raise AdapterError("not_found", f"no adapter is registered as {str(name)[:200]!r}")
+        if registration.state == "deleted":
+            raise AdapterError("gone", f"adapter '{name}' has been deleted")
+        return registration
+
+    def is_registered(self, name: OwnedName) -> bool:
+        registration = self._aliases.get(name)
+        return registration is not None and registration.state != "deleted"
+
+    def all(self) -> list[Registration]:
+        return self._aliases.all()
+
+    def claim(self, names: frozenset[OwnedName]) -> None:
+        """What the adapters file names; see `Aliases`."""
+        self._aliases.claimed = names
+
+    def expect(self, names: Iterable[OwnedName]) -> None:
+        """These of the adapters file are on their way, until each is `settled`."""
+        self._aliases.expected.update(names)
+
+    def settled(self, name: OwnedName) -> None:
+        """It is registered, or cannot be had."""
+        self._aliases.expected.discard(name)
+
+    def check_free(self, name: OwnedName, *origins: str) -> None:
+        """Raises AdapterError (conflict) for what a declaration of such an origin decides."""
+        declared = self._aliases.declared(name)
+        if declared is not None and declared.origin in origins:
+            where = "the adapters file" if declared.origin == "file" else "--adapter"
+            raise AdapterError(
+                "conflict", f"adapter '{name}' is declared by {where}: change it there"
+            )
+
+    async def register(self, wish: Wish) -> Registration:
+        """Fetches and checks it first; a name that already means it is left as it is."""
+        if self._is_taken(wish.name.name):
+            raise AdapterError("conflict", f"{wish.name.name!r} is a name of the base model")
+        async with self.lock(wish.name):
+            before = self._aliases.get(wish.name)
+            wanted = self._wanted(wish, before)
+            token = self.token(wanted)
+            content = await self._catalog.fetch(wish.ref, token)
+            if before is not None:
+                wanted = msgspec.structs.replace(wanted, history=before.history)
+            if wanted.pinned or wish.load:
+                await self.workers.bring(content, token)
+            after = seen(wanted, content, self.clock(), "register", wish.by)
+            return await self.commit(before, move(after, "admit"), declare=wish.origin == "file")
+
+    def _wanted(self, wish: Wish, before: Registration | None) -> Registration:
+        """Raises AdapterError where somebody else has the say."""
+        name = wish.name
+        if wish.once and before is not None and before.in_service:
+            raise AdapterError(
+                "conflict",
+                f"adapter '{name}' has already been loaded: `load_inplace`: true replaces it",
+            )
+        # Who registers a name once more, to be sure that it is there, takes nothing from it.
+        pinned = wish.pin if wish.pin is not None else before is not None and before.pinned
+        known = "" if before is None else before.tool_format
+        wanted = Registration(
+            *(name.name, wish.ref, wish.origin, pinned, wish.token),
+            tenant=name.tenant,
+            tool_format=known if wish.tool_format is None else wish.tool_format,
+        )
+        declared = self._aliases.declared(name)
+        if wish.origin == "file":
+            if before is not None and before.origin == "option":
+                conflicts(before, wish.ref, wish.replace)
+            return wanted
+        if declared is not None:
+            if declared.ref != wish.ref:
+                self.check_free(name, "file", "option")
+            if declared.origin == "file":
+                pinned = declared.pinned
+                wanted = msgspec.structs.replace(wanted, tool_format=declared.tool_format)
+            wanted = msgspec.structs.replace(wanted, origin=declared.origin, pinned=pinned)
+        if before is not None and before.state != "deleted":
+            conflicts(before, wish.ref, wish.replace)
+            move(before, "admit")
+            # A credential was given for one reference, and goes to no other.
+            if before.ref == wish.ref and wish.token is None:
+                wanted = msgspec.structs.replace(wanted, token=before.token)
+        return wanted
+
+    async def load(self, name: OwnedName) -> Registration:
+        """To the device of every worker, and into service if it was unloaded."""
+        async with self.lock(name):
+            before = self.get(name)
+            registration = await self.admitted(before, "admit")
+            await self._bring_all(registration)
+            return await self.commit(before, registration)
+
+    async def pin(self, name: OwnedName) -> Registration:
+        """As `load`; and there it stays."""
+        async with self.lock(name):
+            before = self.get(name)
+            registration = await self.admitted(before, "pin")
+            await self._bring_all(registration)
+            pinned = msgspec.structs.replace(registration, pinned=True)
+            return await self.commit(before, pinned, declare=before.origin == "file")
+
+    async def unpin(self, name: OwnedName) -> Registration:
+        async with self.lock(name):
+            before = self.get(name)
+            unpinned = msgspec.structs.replace(before, pinned=False)
+            return await self.commit(before, unpinned, declare=before.origin == "file")
+
+    async def refresh(self, name: OwnedName, by: str = "") -> tuple[str | None, Registration]:
+        """What the reference means now. Returns the digest before, and the registration after."""
+        async with self.lock(name):
+            before = self.get(name)
+            after = move(before, "refresh")
+            try:
+                content = await self.fetch(before, before.ref)
+                after = seen(after, content, self.clock(), "refresh", by)
+                if before.pinned and after.digest != before.digest:
+                    await self.workers.bring(content, self.token(before))
+            except AdapterError as error:
+                self._aliases.note(before, msgspec.structs.replace(before, error=error.message))
+                raise
+            return before.digest, await self.commit(before, after)
+
+    async def unload(self, name: OwnedName, wait_s: float) -> Registration:
+        """Takes no new requests at once; waits so long for the rest, which goes on by itself."""
+        async with self.lock(name):
+            registration = move(self.get(name), "unload")
+            if registration.state == "unloading" and not registration.drainer:
+                registration = msgspec.structs.replace(registration, drainer=self._me)
+            task = await self._unload(registration)
+        if task is not None:
+            await asyncio.wait([task], timeout=wait_s)
+        return self.get(name)
+
+    async def take_up(self, name: OwnedName, drainer: str) -> None:
+        """An unload that another router left unfinished goes on here.
+
+        drainer: the one that left it. Raises AdapterError where another has it by now.
+        """
+        async with self.lock(name):
+            there = self.get(name)
+            if there.state == "unloading" and there.drainer == drainer:
+                await self._unload(msgspec.structs.replace(there, drainer=self._me))
+
+    async def delete(self, name: OwnedName) -> Registration:
+        """Requests that name it are told so from now on; running ones finish."""
+        async with self.lock(name):
+            before = self.get(name)
+            deleted = msgspec.structs.replace(
+                move(before, "delete"),
+                pinned=False,
+                content=None,
+                token=None,
+                rollout=None,
+                tool_format="",
+            )
+            if before.origin == "api":
+                await self._aliases.write(deleted)
+            else:
+                await self._aliases.drop(deleted)
+            if name not in self._draining:
+                self._retire_all(name, before.digests)
+            return deleted
+
+    # ---- for operations on rollouts, too
+
+    def lock(self, name: OwnedName) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def token(self, registration: Registration) -> Secret | None:
+        return self._catalog.rules.credential(registration)
+
+    def note(self, before: Registration, after: Registration) -> None:
+        """For this router alone."""
+        self._aliases.note(before, after)
+
+    async def fetch(self, registration: Registration, ref: AdapterRef) -> Content:
+        """What a reference means now, opened as the registration's own. Raises AdapterError."""
+        opened = msgspec.structs.replace(registration, ref=ref)
+        return await self._catalog.fetch(ref, self.token(opened))
+
+    async def admitted(self, registration: Registration, event: Event) -> Registration:
+        """In the state after the event, with its content."""
+        moved = move(registration, event)
+        if registration.content is not None and registration.state != "registered":
+            return moved
+        content = await self.fetch(registration, registration.ref)
+        return seen(moved, content, self.clock())
+
+    async def commit(
+        self, before: Registration | None, after: Registration, *, declare: bool = False
+    ) -> Registration:
+        """Puts it. What the name meant before leaves when its requests are over."""
+        if declare:
+            self._aliases.declare(after)
+        else:
+            await self._aliases.write(after)
+        if before is not None:
+            self._retire_all(after.key, before.digests - after.digests)
+        return after
+
+    # ---- inside
+
+    async def _bring_all(self, registration: Registration) -> None:
+        versions = () if registration.rollout is None else registration.rollout.versions
+        assert registration.content is not None
+        for content in (registration.content, *(v.content for v in versions if v.live)):
+            await self.workers.bring(content, self.token(registration))
+
+    async def _unload(self, registration: Registration) -> "asyncio.Task[None] | None":
+        """Returns what drains it, if it is drained."""
+        name = registration.key
+        await self._aliases.write(registration)
+        task = self._draining.get(name)
+        if registration.state == "unloading" and task is None:
+            task = self._draining[name] = self._spawn(self._drain(registration))
+            task.add_done_callback(lambda _: self._draining.pop(name, None))
+        return task
+
+    async def _drain(self, unloading: Registration) -> None:
+        name = unloading.key
+        await self._all_heard()
+        await self.use.drained(name)
+        problems = [await self._evict_unused(digest) for digest in unloading.digests]
+        problem = "; ".join(problem for problem in problems if problem) or None
+        while (there := self._aliases.get(name)) is not None and there.state == "unloading":
+            done = msgspec.structs.replace(move(there, "drained"), error=problem)
+            try:
+                await self._aliases.write(done)
+            except AdapterError:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _all_heard(self) -> None:
+        """Until no router sends new requests for what a name meant before."""
+        if self._aliases.is_shared:
+            await asyncio.sleep(_HEARD_S)
+
+    def _retire_all(self, name: OwnedName, digests: frozenset[str]) -> None:
+        for digest in digests:
+            self._spawn(self._retire(name, digest))
+
+    async def _retire(self, name: OwnedName, digest: str) -> None:
+        await self._all_heard()
+        await self.use.drained(name, digest)
+        problem = await self._evict_unused(digest)
+        if problem is not None:
+            log.warning("adapter %.12s stays in memory: %s", digest, problem)
+
+    async def _evict_unused(self, digest: str) -> str | None:
+        """Another name may mean the same content."""
+        if any(digest in r.digests for r in self._aliases.all() if r.in_service):
+            return None
+        try:
+            return await self.workers.evict(digest)
+        except AdapterError as error:
+            return error.message
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,191 @@
+"""The fleet as `GET /v1/fleet` shows it: looked at when somebody asks, at most once a second.
+
+Nothing is measured while nobody looks.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from router.api.admin.fleet import (
+    MAX_ADAPTERS,
+    FleetObject,
+    PlaceObject,
+    RegisteredObject,
+    RouterObject,
+    WorkerObject,
+    base_object,
+    place_objects,
+    registered_objects,
+    worker_object,
+)
+from router.call import RequestError
+from router.generation.dispatcher import Dispatcher
+from router.names.catalog import Catalog
+from router.names.registration import Registration
+from router.operations.file_watch import AdaptersFile
+from router.telemetry.told_errors import ToldErrors
+from router.version import VERSION
+from router.workers.base_model import BaseModel
+from router.workers.client import WorkerClient
+from router.workers.fleet import Fleet
+from router.workers.session import WorkerLost, WorkerSession
+from server.protocol import AdapterPlace
+
+LOOK_EVERY_S = 1.0
+LOOK_TIMEOUT_S = 0.8
+MAX_WATCHERS = 64
+
+
+class FleetWatch:
+    """`look` gives the whole picture; `Changes` what a stream has to tell of it."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        catalog: Catalog,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        file: AdaptersFile | None,
+        errors: ToldErrors,
+    ) -> None:
+        self.closing = asyncio.Event()
+        self._base = base
+        self._catalog = catalog
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._file = file
+        self._errors = errors
+        self._watchers = 0
+        self._latest: FleetObject | None = None
+        self._looked_at = 0.0
+        self._looking: asyncio.Task[FleetObject] | None = None
+        # What was made of a value, kept as long as the value stays the same.
+        self._places: dict[str, tuple[tuple[AdapterPlace, ...], tuple[PlaceObject, ...]]] = {}
+        self._registered: tuple[list[Registration], tuple[RegisteredObject, ...]] = ([], ())
+
+    def close(self) -> None:
+        """Streams end: the router is about to stop."""
+        self.closing.set()
+
+    def enter(self) -> Callable[[], None]:
+        """A stream begins; call what is returned when it is over. Raises RequestError."""
+        if self._watchers >= MAX_WATCHERS:
+            raise RequestError("overloaded", f"{self._watchers} streams watch the fleet already")
+        self._watchers += 1
+        return self._leave
+
+    def _leave(self) -> None:
+        self._watchers -= 1
+
+    async def look(self) -> FleetObject:
+        """At most a second old. Workers that do not answer in time are shown as they were."""
+        now = asyncio.get_running_loop().time()
+        if self._latest is not None and now - self._looked_at < LOOK_EVERY_S / 2:
+            return self._latest
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+            self._looking.add_done_callback(self._looked)
+        return await asyncio.shield(self._looking)
+
+    def _looked(self, task: asyncio.Task[FleetObject]) -> None:
+        self._looking = None
+        if not task.cancelled():
+            task.exception()  # whoever waited may have left: it counts as seen
+
+    async def _look(self) -> FleetObject:
+        looks = [asyncio.ensure_future(s.pictures.look()) for s in self._fleet.sessions]
+        if looks:
+            _, late = await asyncio.wait(looks, timeout=LOOK_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            for done in await asyncio.gather(*looks, return_exceptions=True):
+                if isinstance(done, Exception) and not isinstance(done, WorkerLost):
+                    raise done
+        self._latest = self._compose()
+        self._looked_at = asyncio.get_running_loop().time()
+        return self._latest
+
+    def _compose(self) -> FleetObject:
+        text, queue = self._base.text, self._fleet.queue
+        registrations = self._catalog.rules.aliases.all()
+        if registrations != self._registered[0]:
+            self._registered = (registrations, registered_objects(registrations))
+        names = self._catalog.names()
+        workers = tuple(self._worker(client, names) for client in self._fleet.clients)
+        return FleetObject(
+            time=time.time(),
+            version=VERSION,
+            base=None if text is None else base_object(text.card, bool(text.templates)),
+            router=RouterObject(
+                queue=len(queue),
+                max_queue=queue.room.limits.count,
+                queue_bytes=queue.room.held.nbytes,
+                running=self._dispatcher.running,
+                max_requests=self._dispatcher.max_requests,
+            ),
+            workers=workers,
+            adapters=self._registered[1],
+            adapters_left_out=max(0, len(registrations) - MAX_ADAPTERS),
+            problems=[] if self._file is None else self._file.problems,
+            errors=self._errors.newest_first,
+        )
+
+    def _worker(self, client: WorkerClient, names: Mapping[str, str]) -> WorkerObject:
+        session = client.session
+        if session is None:
+            self._places.pop(client.url, None)
+            return WorkerObject(client.url, problem=client.problem, places=())
+        view = session.view
+        worker = WorkerObject(
+            client.url,
+            session.worker_id,
+            "starting",
+            in_flight=view.in_flight,
+            credits=view.credits,
+            places=(),
+        )
+        places = self._places_of(client.url, session, names)
+        return worker_object(worker, session.status, session.pictures.latest, places)
+
+    def _places_of(
+        self, url: str, session: WorkerSession, names: Mapping[str, str]
+    ) -> tuple[PlaceObject, ...]:
+        told = session.pictures.places
+        before = self._places.get(url)
+        if before is None or before[0] is not told:
+            before = self._places[url] = (told, place_objects(told, names))
+        return before[1]
+
+
+class Changes:
+    """One stream's view: what it was told already is left out."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[PlaceObject, ...] | None] = {}
+        self._adapters: tuple[RegisteredObject, ...] | None = None
+
+    def of(self, fleet: FleetObject) -> FleetObject:
+        workers = tuple(
+            msgspec.structs.replace(worker, places=None)
+            if worker.url in self._places and self._places[worker.url] is worker.places
+            else worker
+            for worker in fleet.workers
+        )
+        self._places = {worker.url: worker.places for worker in fleet.workers}
+        same = self._adapters is fleet.adapters
+        self._adapters = fleet.adapters
+        return msgspec.structs.replace(
+            fleet, workers=workers, adapters=None if same else fleet.adapters
+        )
+
+
+async def next_look(closing: asyncio.Event) -> bool:
+    """Waits until it is time to look again. False: the router is about to stop."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LOOK_EVERY_S):
+            await closing.wait()
+    return not closing.is_set()

@@ -1,0 +1,142 @@
+"""Moves rollouts on: warms what waits for its share, and takes back what does worse.
+
+One router of those that share a store does it for all, by a lease; whatever two of them might do at
+the same time is told apart by the table's revisions. While the store is away each judges alone.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from adapters.errors import AdapterError
+from router.names.aliases import Aliases
+from router.names.owned_name import OwnedName
+from router.names.registration import Registration
+from router.names.rollout_tally import Read, RolloutTally, breaches
+from router.operations.rollout_alone import LoneGuard
+from router.operations.rollouts import GUARD, Rollouts
+from router.policy.guards import Measurements, Verdict, judged
+from router.policy.rollout import Guards
+from router.shared.store import Store, StoreDown
+from router.tenancy.records import AuditRecord
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+LEASE_S = 5.0
+_RETRY_S = 2.0
+_KEY = "rollouts:keeper"
+
+
+class RolloutKeeper:
+    """clock: Unix seconds. audit: hears of what is done without an operator."""
+
+    def __init__(
+        self,
+        store: Store,
+        router_id: str,
+        aliases: Aliases,
+        rollouts: Rollouts,
+        tally: RolloutTally,
+        audit: Callable[[AuditRecord], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._me = router_id.encode()
+        self._aliases = aliases
+        self._rollouts = rollouts
+        self._tally = tally
+        self._audit = audit
+        self._clock = clock
+        self._alone = LoneGuard(aliases, rollouts, tally, audit, clock)
+        self._warming: dict[OwnedName, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                with contextlib.suppress(StoreDown):
+                    await self.step()
+        finally:
+            for task in self._warming.values():
+                task.cancel()
+            await asyncio.gather(*self._warming.values(), return_exceptions=True)
+
+    async def step(self) -> None:
+        """Raises StoreDown, and then has judged by what this router saw."""
+        try:
+            await self._tally.flush()
+            await self._alone.tell()
+            leads = bool(self._rolling()) and await self._leads()
+        except StoreDown:
+            await self._alone.judge(self._rolling())
+            raise
+        for registration in self._rolling() if leads else ():
+            if registration.key not in self._warming:
+                self._start_warming(registration)
+            await self._judge(registration)
+
+    async def measured(self, registration: Registration) -> Measurements:
+        """Of the guards' window; by this router alone while there is no Redis."""
+        try:
+            return await self._measured(registration, self._tally.read)
+        except StoreDown:
+            own = await self._measured(registration, self._tally.read_own)
+            return msgspec.structs.replace(own, of_all=False)
+
+    async def _measured(self, registration: Registration, read: Read) -> Measurements:
+        rollout, digest = registration.rollout, registration.digest or ""
+        if rollout is None:
+            return Measurements({}, {})
+        window_s = (rollout.guards or Guards()).window_s
+        versions = {digest: await read(rollout.id, digest, window_s, 0)}
+        verdicts: dict[str, Verdict] = {}
+        for version in rollout.versions:
+            new = await read(rollout.id, version.digest, window_s, version.since)
+            versions[version.digest] = new
+            if rollout.guards is not None and version.live:
+                old = await read(rollout.id, digest, window_s, version.since)
+                verdicts[version.digest] = judged(rollout.guards, old, new)
+        return Measurements(versions, verdicts)
+
+    def _rolling(self) -> list[Registration]:
+        return [r for r in self._aliases.all() if r.rollout is not None and r.state == "ready"]
+
+    def _start_warming(self, registration: Registration) -> None:
+        name, rollout = registration.key, registration.rollout
+        if rollout is not None and rollout.is_warming:
+            task = self._warming[name] = asyncio.create_task(self._warm(registration))
+            task.add_done_callback(lambda _: self._warming.pop(name, None))
+
+    async def _leads(self) -> bool:
+        there = await self._store.add(_KEY, self._me, LEASE_S)
+        if there is None:
+            return True
+        return there == self._me and await self._store.swap(_KEY, self._me, self._me, LEASE_S)
+
+    async def _warm(self, registration: Registration) -> None:
+        try:
+            await self._rollouts.warm(registration.key)
+        except AdapterError as error:
+            if error.code != "conflict":
+                note = f"not warm yet: {error.message}"
+                self._aliases.note(registration, msgspec.structs.replace(registration, error=note))
+            await asyncio.sleep(_RETRY_S)
+
+    async def _judge(self, registration: Registration) -> None:
+        async for digest, why in breaches(registration, self._tally.read):
+            await self._roll_back(registration.key, digest, why)
+
+    async def _roll_back(self, name: OwnedName, digest: str, why: str) -> None:
+        try:
+            await self._rollouts.roll_back(name, digest, why, GUARD)
+        except AdapterError as error:
+            logger.error("adapter %s: %.12s is not rolled back: %s", name, digest, error.message)
+            return
+        logger.error("adapter %s: %.12s is rolled back: %s", name, digest, why)
+        action = f"rollback by guard: {why}"
+        self._audit(AuditRecord(self._clock(), action, name.name, name.tenant, 200, "", ""))

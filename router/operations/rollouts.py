@@ -1,0 +1,190 @@
+"""Carries out rollouts: resolves and judges versions, shifts shares, and takes them back."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef, parse_ref
+from router.names.owned_name import OwnedName
+from router.names.registration import Registration
+from router.names.rollout_moves import (
+    Shares,
+    before,
+    check_undeclared,
+    copies_needed,
+    ended,
+    in_force,
+    promoted,
+    reverted,
+    rolled_back,
+    running,
+    split,
+    stays_back,
+    to_promote,
+    with_shares,
+)
+from router.names.wish import RolloutWish
+from router.operations.admin import AdapterAdmin
+from router.policy.rollout import Content, Declared, Guards, RolledBackBy, Rollout, Version
+
+GUARD = "guard"
+BY_OPERATOR = "an operator took it back"
+
+
+class Rollouts:
+    """Every operation raises AdapterError and then has changed nothing that is served.
+
+    count: hears of each version that went back, and of whose doing.
+    """
+
+    def __init__(self, admin: AdapterAdmin, count: Callable[[RolledBackBy], None]) -> None:
+        self._admin = admin
+        self._count = count
+
+    async def roll_out(self, name: OwnedName, wish: RolloutWish) -> Registration:
+        """Fetches and checks every version first; shares rise when they are warm."""
+        admin = self._admin
+        async with admin.lock(name):
+            there = admin.get(name)
+            if wish.declared is None:
+                check_undeclared(there)
+            registration = await admin.admitted(there, "refresh")
+            present = [registration.ref]
+            if registration.content is not None:
+                present.append(registration.content.ref)
+            own, others = split(present, wish.versions)
+            versions = await asyncio.gather(
+                *(self._version(registration, *other, wish.declared) for other in others)
+            )
+            guards = wish.guards
+            if isinstance(guards, msgspec.UnsetType):
+                guards = Guards() if there.rollout is None else there.rollout.guards
+            shares = Shares(tuple(versions), own, guards, wish.declared)
+            new_id = secrets.token_hex(8)
+            after = with_shares(registration, shares, new_id, admin.clock(), wish.by)
+            if after.pinned:
+                for content in after.pinned_contents:
+                    await admin.workers.bring(content, admin.token(after))
+            return await admin.commit(there, after)
+
+    async def warm(self, name: OwnedName) -> Registration:
+        """Brings versions to as many devices as their shares need, then puts these in force."""
+        admin = self._admin
+        registration = admin.get(name)
+        rollout = running(registration)
+        workers = admin.workers
+        old_copies = len(workers.holding(registration.digest or ""))
+        for version in rollout.versions:
+            if version.state == "warming":
+                copies = copies_needed(rollout, version.digest, old_copies, workers.count)
+                await workers.warm(version.content, admin.token(registration), copies)
+        async with admin.lock(name):
+            now = admin.get(name)
+            if now.rollout != rollout or now.digest != registration.digest:
+                raise AdapterError("conflict", f"the rollout of '{name}' has just been changed")
+            warmed = msgspec.structs.replace(now, rollout=in_force(rollout), error=None)
+            return await admin.commit(now, warmed)
+
+    async def roll_back(
+        self, name: OwnedName, digest: str | None, why: str, by: str
+    ) -> Registration:
+        """Takes a version's share away at once; None: every version's."""
+        admin = self._admin
+        async with admin.lock(name):
+            there = admin.get(name)
+            after = rolled_back(there, digest, why, admin.clock(), by)
+            done = await admin.commit(there, after)
+        self._count("guard" if by == GUARD else "operator")
+        return done
+
+    def take_back_here(self, name: OwnedName, digest: str, why: str) -> None:
+        """As a guard's `roll_back`, for this router alone: the others do not hear of it yet."""
+        there = self._admin.get(name)
+        self._admin.note(there, rolled_back(there, digest, why, self._admin.clock(), GUARD))
+        self._count("guard_alone")
+
+    async def tell(self, name: OwnedName, before: Rollout) -> Registration:
+        """Tells the others what was taken back here. before: the rollout that they know."""
+        admin = self._admin
+        async with admin.lock(name):
+            there = admin.get(name)
+            return await admin.commit(msgspec.structs.replace(there, rollout=before), there)
+
+    async def promote(self, name: OwnedName, digest: str | None, by: str) -> Registration:
+        """The name means this version from now on, once enough workers have it."""
+        admin = self._admin
+        admin.check_free(name, "file", "option")
+        async with admin.lock(name):
+            there = admin.get(name)
+            version = to_promote(there, digest)
+            await self._warm_as_much(there, version.content)
+            return await admin.commit(there, promoted(there, version, admin.clock(), by))
+
+    async def back(self, name: OwnedName, digest: str | None, by: str) -> Registration:
+        """Takes versions' shares away while there are some; else the name means what it meant."""
+        rollout = self._admin.get(name).rollout
+        shared = [] if rollout is None else [v for v in rollout.versions if v.weight or v.live]
+        named = [v.digest for v in shared if digest is not None and v.digest.startswith(digest)]
+        if named:
+            return await self.roll_back(name, named[0], BY_OPERATOR, by)
+        if shared and digest is None:
+            return await self.roll_back(name, None, BY_OPERATOR, by)
+        return await self.revert(name, digest, by)
+
+    async def revert(self, name: OwnedName, digest: str | None, by: str) -> Registration:
+        """Without a rollout: back to an earlier content of the name, if its source has it still."""
+        admin = self._admin
+        admin.check_free(name, "file", "option")
+        async with admin.lock(name):
+            there = await admin.admitted(admin.get(name), "refresh")
+            earlier = before(there, digest)
+            content = await self._fetch_earlier(there, earlier.ref)
+            if content.digest != earlier.digest:
+                raise AdapterError("conflict", f"{earlier.ref} has other content now than it had")
+            await self._warm_as_much(there, content)
+            after = reverted(there, content, admin.clock(), by)
+            done = await admin.commit(there, after)
+        self._count("operator")
+        return done
+
+    async def _fetch_earlier(self, registration: Registration, ref: str) -> Content:
+        """Raises AdapterError (conflict) when its source has it no more."""
+        try:
+            return await self._admin.fetch(registration, parse_ref(ref))
+        except AdapterError as error:
+            if error.code != "not_found":
+                raise
+            raise AdapterError("conflict", f"{ref} cannot be had: {error.message}") from error
+
+    async def end(self, name: OwnedName, by: str, *, by_file: bool = False) -> Registration:
+        """The old version has everything again, and the others are forgotten."""
+        admin = self._admin
+        async with admin.lock(name):
+            there = admin.get(name)
+            if not by_file:
+                check_undeclared(there)
+            return await admin.commit(there, ended(there, admin.clock(), by))
+
+    async def _version(
+        self, registration: Registration, ref: AdapterRef, weight: int, declared: Declared | None
+    ) -> Version:
+        """One that is there already means what it meant, unless it has failed."""
+        there = registration.rollout
+        for version in () if there is None else there.versions:
+            if version.ref == ref and stays_back(version, weight, there, declared):
+                return version
+            if version.ref == ref and not version.rolled_back:
+                return msgspec.structs.replace(version, weight=weight)
+        return Version(ref, await self._admin.fetch(registration, ref), weight)
+
+    async def _warm_as_much(self, registration: Registration, content: Content) -> None:
+        """On as many devices as what the name means now."""
+        workers = self._admin.workers
+        copies = max(1, min(workers.count, len(workers.holding(registration.digest or ""))))
+        if registration.pinned:
+            await workers.bring(content, self._admin.token(registration))
+        else:
+            await workers.warm(content, self._admin.token(registration), copies)

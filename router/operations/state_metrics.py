@@ -1,0 +1,164 @@
+"""Gauges of a router's state, read when somebody scrapes: queue, workers, adapters."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import get_args
+
+from adapters.common.meters import Row
+from router.generation.dispatcher import Dispatcher
+from router.names.aliases import Aliases
+from router.names.catalog import Catalog
+from router.names.owned_name import OwnedName
+from router.policy.quota import Reason as QuotaReason
+from router.policy.rollout import VersionState
+from router.shared.sharing import Sharing
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.top_adapters import Count
+from router.tenancy.admission import MODES
+from router.tenancy.tenancy import Tenancy
+from router.workers.fleet import Fleet
+from router.workers.session import WorkerSession
+
+# What a worker is to this router.
+WORKER_STATES = ("ready", "starting", "draining", "disconnected")
+
+
+def watch_state(
+    metrics: RouterMetrics, fleet: Fleet, catalog: Catalog, dispatcher: Dispatcher
+) -> None:
+    """Called once, when the parts are built."""
+    meters, room = metrics.meters, fleet.queue.room
+    meters.watch("requests_running", "Requests being answered", lambda: dispatcher.running)
+    meters.watch("queue_sequences", "Sequences waiting for a worker", lambda: len(fleet.queue))
+    meters.watch("queue_bytes", "Bytes of the prompts that wait", lambda: room.held.nbytes)
+    meters.watch("queue_limit_sequences", "Sequences that may wait", lambda: room.limits.count)
+    meters.watch(
+        "waiting_room_requests",
+        "Requests waiting for any worker at all",
+        lambda: fleet.lobby.count,
+    )
+    meters.watch(
+        "adapters_registered",
+        "Names of adapters in service",
+        lambda: sum(alias.in_service for alias in catalog.rules.aliases.all()),
+    )
+    meters.rows(
+        "adapter_versions",
+        "gauge",
+        "Versions of adapters in rollouts, by state",
+        {"state": get_args(VersionState)},
+        lambda: _versions(catalog.rules.aliases),
+    )
+    _watch_workers(metrics, fleet)
+    _watch_adapters(metrics, catalog.rules.aliases)
+
+
+def _watch_adapters(metrics: RouterMetrics, aliases: Aliases) -> None:
+    """Labels are registered names, as many as `top_adapters` shows; besides `_base`, `_other`."""
+    top = metrics.top_adapters
+
+    def is_registered(name: OwnedName) -> bool:
+        registration = aliases.get(name)
+        return registration is not None and registration.state != "deleted"
+
+    def rows(what: Count) -> Iterable[Row]:
+        top.settle(time.monotonic(), is_registered)
+        return top.rows(what)
+
+    texts: tuple[tuple[Count, str], ...] = (
+        ("requests", "Requests that began"),
+        ("errors", "Requests that failed after they began"),
+        ("prompt_tokens", "Prompt tokens"),
+        ("generated_tokens", "Tokens received from workers"),
+    )
+    for what, text in texts:
+        metrics.meters.rows(
+            f"adapter_{what}",
+            "counter",
+            f"{text}, by adapter: `_base`, the registered ones with most tokens, `_other`",
+            {"adapter": ()},
+            partial(rows, what),
+        )
+    metrics.meters.rows(
+        "adapter_info",
+        "gauge",
+        "1 for each adapter that has series of its own: what it is",
+        {"adapter": (), "state": (), "rank": (), "pinned": ()},
+        lambda: _infos(aliases, top.shown),
+    )
+
+
+def _versions(aliases: Aliases) -> Iterator[Row]:
+    counts = dict.fromkeys(get_args(VersionState), 0)
+    for registration in aliases.all():
+        if registration.rollout is not None:
+            for version in registration.rollout.versions:
+                counts[version.state] += 1
+    return (((state,), count) for state, count in counts.items())
+
+
+def _infos(aliases: Aliases, names: Iterable[OwnedName]) -> Iterator[Row]:
+    for name in names:
+        registration = aliases.get(name)
+        if registration is not None:
+            content = registration.content
+            rank = "" if content is None else str(max(content.manifest.ranks, default=0))
+            pinned = str(registration.pinned).lower()
+            yield (str(name), registration.state, rank, pinned), 1.0
+
+
+def watch_sharing(metrics: RouterMetrics, sharing: Sharing, tenancy: Tenancy) -> None:
+    """Called once, when the parts are built."""
+    meters, admission = metrics.meters, tenancy.metering.admission
+    meters.watch("redis_up", "Whether Redis answers, or none is shared", lambda: sharing.is_up)
+    meters.watch("routers", "Live routers that share quotas", lambda: admission.routers)
+    meters.rows(
+        "quota_refusals",
+        "counter",
+        "Requests refused for a quota, by what was used up",
+        {"reason": get_args(QuotaReason)},
+        lambda: (((reason,), count) for reason, count in admission.refusals.items()),
+    )
+    meters.watch("keys", "Keys that are known", lambda: len(tenancy.keyring.all()))
+    meters.rows(
+        "quota_mode",
+        "gauge",
+        "Where quotas are counted now: 1 for the mode in force",
+        {"mode": MODES},
+        lambda: (((mode,), mode == admission.mode) for mode in MODES),
+    )
+
+
+def _watch_workers(metrics: RouterMetrics, fleet: Fleet) -> None:
+    """Labels are the ids of connected workers: as many as there are."""
+    meters = metrics.meters
+
+    def each(read: Callable[[WorkerSession], float]) -> Callable[[], Iterable[Row]]:
+        return lambda: {(s.worker_id,): read(s) for s in fleet.sessions}.items()
+
+    meters.watch(
+        "workers_ready", "Workers that take work", lambda: sum(view.able for view in fleet.views)
+    )
+    meters.rows(
+        "workers",
+        "gauge",
+        "Workers that this router was told of, by state",
+        {"state": WORKER_STATES},
+        lambda: _states(fleet),
+    )
+    for name, text, read in (
+        ("sequences", "Sequences that this router has there", lambda s: s.view.in_flight),
+        ("credits", "Sequences that it may have there", lambda s: s.view.credits),
+        ("status_age_seconds", "Since a worker told its state", lambda s: s.silent_s),
+    ):
+        meters.rows(f"link_{name}", "gauge", text, {"worker": ()}, each(read))
+
+
+def _states(fleet: Fleet) -> Iterator[Row]:
+    counts = dict.fromkeys(WORKER_STATES, 0)
+    for view in fleet.views:
+        state = "draining" if view.draining else "ready" if view.ready else "starting"
+        counts[state] += 1
+    counts["disconnected"] = len(fleet.clients) - len(fleet.views)
+    return (((state,), count) for state, count in counts.items())

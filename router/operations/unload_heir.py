@@ -1,0 +1,41 @@
+"""Takes up unloads that their router cannot finish: it was stopped, or it died."""
+
+import asyncio
+import contextlib
+
+from adapters.errors import AdapterError
+from router.names.owned_name import OwnedName
+from router.operations.admin import AdapterAdmin
+from router.shared.store import Store, StoreDown
+from router.tenancy.admission import ROUTERS
+
+# Longer than routers take to say again that they are there, when the store has lost it.
+TICK_S = 8.0
+
+
+class UnloadHeir:
+    """Every router looks, and the table lets one of them have each: not all know each name."""
+
+    def __init__(self, store: Store, admin: AdapterAdmin) -> None:
+        self._store = store
+        self._admin = admin
+        self._left: set[tuple[OwnedName, str]] = set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            with contextlib.suppress(StoreDown):
+                await self.step()
+
+    async def step(self) -> None:
+        """Takes up what was left at the last look, too. Raises StoreDown."""
+        before, self._left = self._left, set()
+        unloading = {(r.key, r.drainer) for r in self._admin.all() if r.state == "unloading"}
+        if not unloading or not self._admin.workers.ready:
+            return
+        there = await self._store.leased(ROUTERS)
+        self._left = {(name, drainer) for name, drainer in unloading if drainer not in there}
+        for name, drainer in self._left & before:
+            with contextlib.suppress(AdapterError):  # another router was faster
+                await self._admin.take_up(name, drainer)

@@ -1,0 +1,156 @@
+"""What workers do for the operator: bring adapters to devices, keep them there, evict them."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+
+from adapters.errors import AdapterError
+from router.call import Secret
+from router.names.aliases import Aliases
+from router.names.catalog import Catalog
+from router.names.served import home_key
+from router.policy.placement.rendezvous import rank
+from router.policy.rollout import Content
+from router.workers.fleet import Fleet
+from router.workers.session import WorkerLost, WorkerSession
+from server.protocol import AdapterTiers
+
+log = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 2.0
+
+# Worker id -> digest -> where the worker has it.
+Tiers = dict[str, dict[str, AdapterTiers]]
+
+
+class AdapterWorkers:
+    """timeout_s: for bringing an adapter to a worker's device."""
+
+    def __init__(self, catalog: Catalog, fleet: Fleet, timeout_s: float) -> None:
+        self._rules = catalog.rules
+        self._aliases: Aliases = catalog.rules.aliases
+        self._fleet = fleet
+        self._timeout_s = timeout_s
+        self._told_pins: set[str] = set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a worker to fetch and check adapters."""
+        return self._fleet.ready
+
+    async def tiers(self, digests: Iterable[str]) -> Tiers:
+        """Of all workers that answer in time."""
+        wanted = sorted(set(digests))
+        if not wanted:
+            return {}
+        sessions = {session.worker_id: session for session in self._fleet.sessions}
+        reports = await asyncio.gather(*(self._status(s, wanted) for s in sessions.values()))
+        return {
+            worker_id: {tiers.digest: tiers for tiers in report}
+            for worker_id, report in zip(sessions, reports, strict=True)
+            if report is not None
+        }
+
+    async def bring(self, content: Content, token: Secret | None) -> None:
+        """To the device of every worker. Raises AdapterError when not one of them has it then."""
+        sessions = self._fleet.sessions
+        problems = await self._bring_to(sessions, content, token)
+        if len(problems) == len(sessions):
+            raise AdapterError("unavailable", problems[0], (), 2.0)
+
+    async def warm(self, content: Content, token: Secret | None, copies: int) -> None:
+        """To the devices of so many workers, its homes first. Raises AdapterError for fewer."""
+        sessions = [session for session in self._fleet.sessions if session.view.able]
+        ranking = rank(home_key(content.ref), [session.worker_id for session in sessions])
+        sessions.sort(key=lambda session: ranking[session.worker_id])
+        problems: list[str] = []
+        done = 0
+        while done < copies:
+            # One that cannot have it is made good by the next.
+            homes, sessions = sessions[: copies - done], sessions[copies - done :]
+            if not homes:
+                raise AdapterError("unavailable", (*problems, "no worker is ready")[0], (), 2.0)
+            failed = await self._bring_to(homes, content, token)
+            done += len(homes) - len(failed)
+            problems += failed
+
+    def holding(self, digest: str) -> list[str]:
+        """Ids of workers that have it on the device, as far as they told."""
+        return sorted(s.worker_id for s in self._fleet.sessions if digest in s.view.resident)
+
+    @property
+    def count(self) -> int:
+        """Workers that take work."""
+        return sum(view.able for view in self._fleet.views)
+
+    async def evict(self, digest: str) -> str | None:
+        """From device and host memory of every worker. Returns what went wrong."""
+        problems = []
+        for session in self._fleet.sessions:
+            with contextlib.suppress(WorkerLost):  # then its memory is its own business
+                report = await session.order("evict", digest)
+                if report.error is not None:
+                    problems.append(f"worker {session.worker_id}: {report.error}")
+        return "; ".join(problems) or None
+
+    def sync_pins(self) -> None:
+        pins = self._pins()
+        if pins == self._told_pins:
+            return
+        self._told_pins = pins
+        for session in self._fleet.sessions:
+            with contextlib.suppress(WorkerLost):  # it is told when it is back
+                session.pin(pins)
+
+    async def tell_pins(self, session: WorkerSession) -> None:
+        """A worker can only keep what it has fetched."""
+        for registration in self._aliases.pinned():
+            token = self._rules.credential(registration)
+            for content in registration.pinned_contents:
+                try:
+                    await session.admit(content.ref, token, content.digest)
+                except AdapterError as error:
+                    log.warning("adapter %s cannot be pinned: %s", registration.key, error.message)
+                except WorkerLost:
+                    return
+        with contextlib.suppress(WorkerLost):
+            session.pin(self._pins())
+
+    def _pins(self) -> set[str]:
+        pinned = self._aliases.pinned()
+        return {content.digest for one in pinned for content in one.pinned_contents}
+
+    async def _status(
+        self, session: WorkerSession, digests: list[str]
+    ) -> tuple[AdapterTiers, ...] | None:
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                return (await session.order("status", *digests)).tiers
+        except (AdapterError, TimeoutError, WorkerLost):
+            return None
+
+    async def _bring_to(
+        self, sessions: Sequence[WorkerSession], content: Content, token: Secret | None
+    ) -> list[str]:
+        """What went wrong. Raises AdapterError when there is nobody to bring it to."""
+        if not sessions:
+            raise AdapterError("unavailable", "no worker is connected", (), 2.0)
+        problems = await asyncio.gather(*(self._bring_one(s, content, token) for s in sessions))
+        failed = [problem for problem in problems if problem is not None]
+        for problem in failed:
+            log.warning("adapter %.12s: %s", content.digest, problem)
+        return failed
+
+    async def _bring_one(
+        self, session: WorkerSession, content: Content, token: Secret | None
+    ) -> str | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await session.admit(content.ref, token, content.digest)
+                error = (await session.order("load", content.digest)).error
+        except (AdapterError, WorkerLost) as caught:
+            error = str(caught)
+        except TimeoutError:
+            error = f"it had no room for it within {self._timeout_s:g} s"
+        return None if error is None else f"worker {session.worker_id}: {error}"

@@ -1,0 +1,175 @@
+"""Which worker gets a sequence, and why. Pure.
+
+An adapter lives on few workers: where its rendezvous ranking puts it, on more as its demand grows,
+and on another one only when those have no room and waiting for them would cost more than a load.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from router.policy.placement.prefixes import PrefixMemory
+from router.policy.placement.rendezvous import Rankings
+from router.policy.placement.workers import WorkerView
+
+Reason = Literal[
+    "base",  # needs no adapter: the least used worker
+    "prefix",  # the worker that has seen the prompt's beginning
+    "resident",  # the adapter is on its device
+    "loading",  # the adapter is on its way to its device
+    "home",  # nobody has the adapter: the best of its homes
+    "spread",  # those that have it, or should, are full
+]
+MISSES: frozenset[Reason] = frozenset({"home", "spread"})
+
+# A copy for each half of a worker that an adapter's sequences fill, and one more under pressure.
+_SHARE_A_COPY = 0.5
+# A home less once demand has been that much lower for so long.
+_SHRINK_S = 30.0
+# A worker that knows the prompt may be so much fuller than the emptiest one.
+_PREFIX_SLACK = 0.25
+# What an adapter without a copy weighs against each other, in loads that go before it: a place in
+# its ranking, so that routers agree where it lives, and a worker's use.
+_RANK_PRICE = 0.5
+_USE_PRICE = 4.0
+_SHORTEST_HOLD_S, _LONGEST_HOLD_S = 0.02, 1.0
+MAX_ADAPTERS = 1 << 14
+
+
+class Wish(NamedTuple):
+    """What is to be placed. adapter: digest, "" = base. home_key: what its homes are ranked by.
+
+    nbytes: of the adapter. prefixes: as from `prefix_keys`. avoid: ids of workers that could not
+    get the adapter.
+    """
+
+    adapter: str
+    home_key: str = ""
+    nbytes: int = 0
+    prefixes: tuple[int, ...] = ()
+    avoid: frozenset[str] = frozenset()
+
+
+class Decision(NamedTuple):
+    worker: WorkerView
+    reason: Reason
+
+
+class _Homes:
+    """How many copies of an adapter its demand needs now, and how many are used.
+
+    low_since: since when fewer would do.
+    """
+
+    __slots__ = ("low_since", "needed", "wanted")
+
+    def __init__(self) -> None:
+        self.needed = 1
+        self.wanted = 1
+        self.low_since: float | None = None
+
+
+class Placement:
+    """Remembers homes and prefixes; all else it is told. `workers` always: all that are known."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[str, _Homes] = OrderedDict()
+        self._rankings = Rankings()
+        self._prefixes = PrefixMemory()
+
+    def choose(
+        self,
+        wish: Wish,
+        workers: Sequence[WorkerView],
+        with_room: Sequence[WorkerView],
+        now: float,
+        held_s: float,
+    ) -> Decision | None:
+        """with_room: those to choose from, not empty. held_s: waited for workers of its own.
+
+        None: to wait for them longer is better.
+        """
+        free = [worker for worker in with_room if worker.is_free] or with_room
+        if not wish.adapter:
+            return self._least_used(wish, free, "base")
+        copies = [worker for worker in workers if worker.able and worker.holds(wish.adapter)]
+        ranking = self._rankings.of(wish.home_key, [worker.worker_id for worker in workers])
+        homes = self._update_homes(wish.adapter, workers, now)
+        usable = [worker for worker in copies if worker in free]
+        if usable:
+            here = [worker for worker in usable if wish.adapter in worker.resident]
+            usable = sorted(here or usable, key=lambda worker: ranking[worker.worker_id])
+            chosen = self._least_used(wish, usable[: homes.wanted], "resident")
+            return chosen if here else Decision(chosen.worker, "loading")
+        if not copies:
+            return Decision(_cheapest(wish, free, ranking), "home")
+        if held_s < _patience(wish, free, crowded=len(copies) > homes.needed):
+            return None
+        homes.wanted = max(homes.wanted, len(copies) + 1)
+        return Decision(_cheapest(wish, free, ranking), "spread")
+
+    def place(self, wish: Wish, decision: Decision, now: float) -> None:
+        """It is done: the sequence goes there."""
+        decision.worker.enter(wish.adapter, now)
+        self._prefixes.remember(wish.prefixes, decision.worker.worker_id)
+
+    def home(self, key: str, workers: Sequence[WorkerView]) -> WorkerView | None:
+        """Where an adapter should be fetched to: its first home of those that take work."""
+        able = [worker for worker in workers if worker.able]
+        if not able:
+            return None
+        ranking = self._rankings.of(key, [worker.worker_id for worker in workers])
+        return min(able, key=lambda worker: ranking[worker.worker_id])
+
+    def _least_used(self, wish: Wish, workers: Sequence[WorkerView], reason: Reason) -> Decision:
+        """Unless one that knows the prompt is hardly more so."""
+        least = min(workers, key=lambda w: (w.use, w.load, w.worker_id))
+        if len(workers) > 1 and wish.prefixes:
+            known = self._prefixes.find(wish.prefixes)
+            for worker in workers:
+                if worker.worker_id == known and worker.use <= least.use + _PREFIX_SLACK:
+                    return Decision(worker, "prefix")
+        return Decision(least, reason)
+
+    def _update_homes(self, adapter: str, workers: Sequence[WorkerView], now: float) -> _Homes:
+        """Grows with demand at once; shrinks by one when it has been low for a while."""
+        homes = self._homes.get(adapter)
+        if homes is None:
+            homes = self._homes[adapter] = _Homes()
+            if len(self._homes) > MAX_ADAPTERS:
+                self._homes.popitem(last=False)
+        self._homes.move_to_end(adapter)
+        demand = sum(worker.own.get(adapter, 0) for worker in workers) + 1
+        a_copy = _SHARE_A_COPY * sum(worker.credits for worker in workers) / len(workers)
+        homes.needed = math.ceil(demand / max(1.0, a_copy))
+        if homes.needed >= homes.wanted:
+            homes.wanted, homes.low_since = homes.needed, None
+        elif homes.low_since is None:
+            homes.low_since = now
+        elif now - homes.low_since >= _SHRINK_S:
+            homes.wanted, homes.low_since = homes.wanted - 1, now
+        return homes
+
+
+def _cheapest(wish: Wish, workers: Sequence[WorkerView], ranking: dict[str, int]) -> WorkerView:
+    """For a load: one that need not fetch it, by its rank, its use and the loads before it."""
+
+    def price(worker: WorkerView) -> tuple[bool, float, int]:
+        rank = ranking[worker.worker_id]
+        loads = max(len(worker.coming), len(worker.loading))
+        weighed = loads + _RANK_PRICE * rank + _USE_PRICE * worker.use
+        return not worker.knows(wish.adapter), weighed, rank
+
+    return min(workers, key=price)
+
+
+def _patience(wish: Wish, workers: Sequence[WorkerView], *, crowded: bool) -> float:
+    """Seconds to wait for a worker that has it: as long as a load takes (ski rental).
+
+    crowded: it has more copies than its demand is worth; then as long as is bearable.
+    """
+    if crowded:
+        return _LONGEST_HOLD_S
+    rate = min(worker.load_bytes_s for worker in workers)
+    return min(max(wish.nbytes / rate, _SHORTEST_HOLD_S), _LONGEST_HOLD_S)

@@ -1,0 +1,289 @@
+"""The bounded queue in front of the workers: who waits, and in which order they are tried. Pure.
+
+Priority bands are strict. Within one, tenants take turns by what they were served (`fairness`), and
+within a tenant its adapters do. It knows neither workers nor tasks; the fleet carries out what it
+decides.
+"""
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from router.policy.placement.placement import Wish
+from router.policy.queue.cost import OUTPUT_PRICE, PROMPT_PRICE, Bill, Flow, OutputEstimate
+from router.policy.queue.drain import DrainRate
+from router.policy.queue.fairness import Account, FairOrder
+from router.policy.queue.queue_limits import Promise, QueueFull, QueueLimits, QueueRoom
+from router.policy.queue.shares import TenantShares
+
+T = TypeVar("T")
+
+# Flows tried in one go when the first in turn would rather wait for their own workers.
+_TENANTS_TRIED, _ADAPTERS_TRIED = 8, 16
+# Tenants without waiting sequences whose adapters' turns are remembered.
+_IDLE_TENANTS = 64
+# A flow that is ahead of its tenant's others is forgiven a share e^-1 of that in so many seconds of
+# waiting, so that nobody waits long for one expensive sequence of the past.
+_AGEING_S = 5.0
+
+
+class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
+    """One sequence that wants a worker.
+
+    tenant, and the adapter of `wish`: by whom turns are kept. max_tokens: of output.
+    nbytes: memory that it holds while it waits. priority: lower goes first. deadline: on the clock
+    of `now`, or None. weight: of its tenant's share, more than 0; the tenant's latest one holds.
+    bill: of one that was taken before; it pays nothing more, and no limit holds it up.
+    promise: of room for its request.
+    """
+
+    payload: T
+    tenant: str
+    wish: Wish
+    prompt_tokens: int
+    max_tokens: int
+    nbytes: int
+    priority: int = 0
+    deadline: float | None = None
+    weight: float = 1.0
+    bill: Bill | None = None
+    promise: Promise | None = None
+
+    @property
+    def flow(self) -> Flow:
+        return Flow(self.tenant, self.wish.adapter)
+
+
+class Candidate(NamedTuple, Generic[T]):
+    """A sequence that may be taken now. held_s: since its turn came and it was not taken."""
+
+    ticket: int
+    entry: Waiting[T]
+    held_s: float
+
+
+class _Lane(Generic[T]):
+    """The waiting sequences of one flow at one priority, oldest first."""
+
+    __slots__ = ("account", "entries", "held_since")
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+        self.entries: OrderedDict[int, Waiting[T]] = OrderedDict()
+        self.held_since: float | None = None
+
+
+class _Tenant(Generic[T]):
+    """One tenant at one priority. account: None while nothing of it waits."""
+
+    __slots__ = ("account", "lanes", "order")
+
+    def __init__(self) -> None:
+        self.account: Account | None = None
+        self.order = FairOrder()
+        self.lanes: dict[str, _Lane[T]] = {}
+
+
+class _Band(Generic[T]):
+    """One priority: tenants in order, and each one's adapters in order."""
+
+    def __init__(self) -> None:
+        self.order = FairOrder()
+        self.tenants: OrderedDict[str, _Tenant[T]] = OrderedDict()
+
+    def lane(self, flow: Flow) -> _Lane[T]:
+        return self.tenants[flow.tenant].lanes[flow.adapter]
+
+    def add(self, ticket: int, entry: Waiting[T]) -> None:
+        tenant = self.tenants.get(entry.tenant)
+        if tenant is None:
+            tenant = self.tenants[entry.tenant] = _Tenant()
+        if tenant.account is None:
+            tenant.account = self.order.join(entry.tenant)
+        tenant.account.weight = entry.weight
+        lane = tenant.lanes.get(entry.wish.adapter)
+        if lane is None:
+            lane = tenant.lanes[entry.wish.adapter] = _Lane(tenant.order.join(entry.wish.adapter))
+        lane.entries[ticket] = entry
+
+    def remove(self, ticket: int, entry: Waiting[T]) -> None:
+        tenant = self.tenants[entry.tenant]
+        lane = tenant.lanes[entry.wish.adapter]
+        if lane.held_since is not None and next(iter(lane.entries)) == ticket:
+            lane.held_since = None
+        del lane.entries[ticket]
+        if lane.entries:
+            return
+        del tenant.lanes[entry.wish.adapter]
+        tenant.order.leave(lane.account)
+        if not tenant.lanes and tenant.account is not None:
+            self.order.leave(tenant.account)
+            tenant.account = None
+            self.tenants.move_to_end(entry.tenant)
+            self._forget_idle()
+
+    def heads(self) -> Iterator[tuple[int, Waiting[T], _Lane[T]]]:
+        """The oldest of each lane, in the order of turns. May be changed after each."""
+        for tenant_account in self.order.first(_TENANTS_TRIED):
+            tenant = self.tenants[tenant_account.name]
+            for account in tenant.order.first(_ADAPTERS_TRIED):
+                lane = tenant.lanes[account.name]
+                ticket, entry = next(iter(lane.entries.items()))
+                yield ticket, entry, lane
+
+    def charge(self, entry: Waiting[T], cost: float) -> tuple[tuple[FairOrder, Account], ...]:
+        """Books a turn, while its entry still waits. Returns who pays for it."""
+        tenant = self.tenants[entry.tenant]
+        assert tenant.account is not None
+        account = tenant.lanes[entry.wish.adapter].account
+        self.order.served(tenant.account, cost)
+        tenant.order.served(account, cost)
+        return (self.order, tenant.account), (tenant.order, account)
+
+    def _forget_idle(self) -> None:
+        while len(self.tenants) - len(self.order) > _IDLE_TENANTS:
+            idle = next(name for name, tenant in self.tenants.items() if not tenant.lanes)
+            del self.tenants[idle]
+
+
+class WaitingQueue(Generic[T]):
+    """Bounded in count and bytes; fair between tenants and their adapters; strict in priority."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self.room = QueueRoom(limits)
+        self.drain = DrainRate()
+        self.shares = TenantShares()
+        self._estimate = OutputEstimate()
+        self._bands: dict[int, _Band[T]] = {}
+        self._entries: dict[int, Waiting[T]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._next_ticket = 0
+        self._aged_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Waiting[T]]:
+        return iter(self._entries.values())
+
+    def check_room(self, tenant: str, count: int, nbytes: int, now: float) -> None:
+        """Raises QueueFull unless `count` more sequences of `nbytes` in all would fit now."""
+        refusal = self.room.refusal(tenant, count, nbytes)
+        if refusal is not None:
+            message, in_the_way = refusal
+            raise QueueFull(message, self.drain.retry_after_s(in_the_way, now))
+
+    def promise(self, tenant: str, count: int, nbytes: int) -> Promise:
+        """Keeps room for the sequences of one request, which are not checked when they come with
+        it. To be released when the request ends."""
+        self.room.book(tenant, count, nbytes)
+        return Promise(count, nbytes, tenant)
+
+    def release(self, promise: Promise) -> None:
+        """What is left of it, if anything is, is others' again."""
+        self._redeem(promise, promise.count, promise.nbytes)
+
+    def _redeem(self, promise: Promise, count: int, nbytes: int) -> None:
+        promise.add(-count, -nbytes)
+        self.room.book(promise.tenant, -count, -nbytes)
+
+    def push(self, entry: Waiting[T], now: float) -> int:
+        """Adds at the end of its flow. Returns a ticket. Raises QueueFull."""
+        if entry.bill is None:
+            if entry.promise is not None and entry.promise.count:
+                self._redeem(entry.promise, 1, entry.nbytes)
+            else:
+                self.check_room(entry.tenant, 1, entry.nbytes, now)
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        self._entries[ticket] = entry
+        self.shares.asks(entry.tenant, now, entry.weight)
+        self.room.add(entry.tenant, entry.nbytes)
+        self._bands.setdefault(entry.priority, _Band()).add(ticket, entry)
+        if entry.deadline is not None:
+            heapq.heappush(self._deadlines, (entry.deadline, ticket))
+            if len(self._deadlines) > 64 + 2 * len(self._entries):
+                self._deadlines = [late for late in self._deadlines if late[1] in self._entries]
+                heapq.heapify(self._deadlines)
+        return ticket
+
+    def candidates(self, now: float) -> Iterator[Candidate[T]]:
+        """Those whose turn it is, the first in turn first. Stop iterating after a change."""
+        for priority in sorted(self._bands):
+            for ticket, entry, lane in self._bands[priority].heads():
+                held_s = 0.0 if lane.held_since is None else now - lane.held_since
+                yield Candidate(ticket, entry, held_s)
+
+    def hold(self, ticket: int, now: float) -> None:
+        """Its turn has come, but it would rather wait for a worker of its own."""
+        entry = self._entries[ticket]
+        lane = self._bands[entry.priority].lane(entry.flow)
+        if lane.held_since is None:
+            lane.held_since = now
+
+    def take(self, ticket: int, now: float, load_price: float = 0.0) -> Bill:
+        """It goes to a worker. load_price: of what must be loaded for it there.
+
+        Returns its bill, the same each time that it is taken; it must be settled, in any case.
+        """
+        entry = self._entries[ticket]
+        bill = self._charge(entry, load_price, now) if entry.bill is None else entry.bill
+        self._remove(ticket)
+        return bill
+
+    def _charge(self, entry: Waiting[T], load_price: float, now: float) -> Bill:
+        expected = self._estimate.expected(entry.flow, entry.max_tokens)
+        cost = PROMPT_PRICE * entry.prompt_tokens + OUTPUT_PRICE * expected + load_price
+        parties = self._bands[entry.priority].charge(entry, cost)
+        self.drain.departed(now)
+        return Bill(parties, entry.flow, expected, self._estimate, self.shares)
+
+    def cancel(self, ticket: int) -> bool:
+        """Takes this one out; False when it is no longer waiting."""
+        if ticket not in self._entries:
+            return False
+        self._remove(ticket)
+        return True
+
+    def expire(self, now: float) -> list[Waiting[T]]:
+        """Takes out all whose deadline has come, in the order of their deadlines."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, ticket = heapq.heappop(self._deadlines)
+            entry = self._entries.get(ticket)
+            if entry is not None:
+                self._remove(ticket)
+                late.append(entry)
+        return late
+
+    def age(self, now: float) -> None:
+        """To be called a few times a second: what flows are ahead is forgiven as they wait."""
+        share = 1.0 - math.exp((self._aged_at - now) / _AGEING_S)
+        self._aged_at = now
+        self.shares.age(now)
+        for band in self._bands.values():
+            for name, tenant in band.tenants.items():
+                tenant.order.age(share)
+                if tenant.account is not None:  # who waits still asks
+                    self.shares.asks(name, now, tenant.account.weight)
+
+    def withdraw_new(self) -> list[Waiting[T]]:
+        """Takes out all that were never taken before."""
+        new = [ticket for ticket, entry in self._entries.items() if entry.bill is None]
+        entries = [self._entries[ticket] for ticket in new]
+        for ticket in new:
+            self._remove(ticket)
+        return entries
+
+    def _remove(self, ticket: int) -> None:
+        entry = self._entries.pop(ticket)
+        self.room.remove(entry.tenant, entry.nbytes)
+        band = self._bands[entry.priority]
+        band.remove(ticket, entry)
+        # The last band keeps its counters: who had a turn still counts when the queue was dry.
+        if not len(band.order) and len(self._bands) > 1:
+            del self._bands[entry.priority]

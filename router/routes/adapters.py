@@ -1,0 +1,234 @@
+"""The lifecycle routes: `/v1/adapters…` and vLLM's two. All of them want the admin key."""
+
+import contextlib
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from router.api.admin.adapters import (
+    DEFAULT_WAIT_S,
+    AdapterList,
+    AdapterObject,
+    Deleted,
+    LoadLoraBody,
+    Refreshed,
+    UnloadLoraBody,
+    adapter_object,
+    check_name,
+    check_versions_alone,
+    format_named,
+    parse_register,
+    parse_rollout,
+    parse_target,
+    parse_tenant,
+    parse_unload,
+    rollout_wish,
+)
+from router.api.admin.rollouts import AdapterHistory, change_objects, parse_digest, rollout_object
+from router.api.ends import EndToken, end_tokens
+from router.api.partial import partial_note
+from router.api.request.body import decode_body, require
+from router.call import RequestError, Secret
+from router.http.body import BodyLimits, read_json_body
+from router.names.owned_name import OwnedName
+from router.names.registration import Registration
+from router.names.rollout_moves import running
+from router.names.wish import Wish
+from router.operations.workers import Tiers
+from router.routes.info import json_response
+from router.routes.operator import Endpoint, who
+from router.service import Service
+from router.shared.store import StoreDown
+
+
+class AdapterRoutes:
+    """Each method answers one route."""
+
+    def __init__(self, service: Service, body_limits: BodyLimits) -> None:
+        self._admin = service.admin
+        self._aliases = service.catalog.rules.aliases
+        self._rollouts = service.rollouts
+        self._service = service
+        self._body_limits = body_limits
+
+    def current(self, endpoint: Endpoint) -> Endpoint:
+        """It sees what other routers were told before it was asked."""
+
+        async def answer(request: Request) -> Response:
+            with contextlib.suppress(StoreDown):  # then what is known is told, and not changed
+                await self._aliases.refresh()
+            return await endpoint(request)
+
+        return answer
+
+    async def collection(self, request: Request) -> Response:
+        if request.method == "POST":
+            return await self._register(request)
+        tenant = parse_tenant(request.query_params)
+        registrations = [r for r in self._admin.all() if tenant in (None, r.tenant)]
+        tiers = await self._admin.workers.tiers(d for r in registrations for d in r.digests)
+        file = self._service.adapters_file
+        problems = [] if file is None else file.problems
+        return json_response(AdapterList([self._object(r, tiers) for r in registrations], problems))
+
+    async def one(self, request: Request) -> Response:
+        name = _named(request)
+        if request.method == "DELETE":
+            self._admin.check_free(name, "file", "option")
+            await self._admin.delete(name)
+            return json_response(Deleted(name.name, name.tenant or None))
+        return await self._told(self._admin.get(name))
+
+    async def load(self, request: Request) -> Response:
+        return await self._told(await self._admin.load(_named(request)))
+
+    async def pin(self, request: Request) -> Response:
+        return await self._told(await self._admin.pin(self._unpinned_by_file(request)))
+
+    async def unpin(self, request: Request) -> Response:
+        return await self._told(await self._admin.unpin(self._unpinned_by_file(request)))
+
+    async def unload(self, request: Request) -> Response:
+        """200 when all is freed, 202 while requests still run."""
+        name = _named(request)
+        wait_s = parse_unload(await read_json_body(request, self._body_limits))
+        registration = await self._admin.unload(name, wait_s)
+        return await self._told(registration, 202 if registration.state == "unloading" else 200)
+
+    async def refresh(self, request: Request) -> Response:
+        name = _named(request)
+        old, registration = await self._admin.refresh(name, who(request))
+        shown = await self._shown(registration)
+        new = registration.digest
+        return json_response(Refreshed(old, new, old != new, shown))
+
+    async def rollout(self, request: Request) -> Response:
+        """Tells of it, sets it, or ends it."""
+        name = _named(request)
+        if request.method == "DELETE":
+            return await self._told(await self._rollouts.end(name, who(request)))
+        if request.method == "POST":
+            raw = await read_json_body(request, self._body_limits)
+            wish = parse_rollout(raw, self._service.config.default_source, who(request))
+            return await self._told(await self._rollouts.roll_out(name, wish))
+        registration = self._admin.get(name)
+        running(registration)
+        measured = await self._service.keeper.measured(registration)
+        tiers = await self._admin.workers.tiers(registration.digests)
+        resident = partial(_resident, tiers)
+        return json_response(rollout_object(registration, measured, resident))
+
+    async def promote(self, request: Request) -> Response:
+        name = _named(request)
+        digest = parse_digest(await read_json_body(request, self._body_limits))
+        return await self._told(await self._rollouts.promote(name, digest, who(request)))
+
+    async def rollback(self, request: Request) -> Response:
+        """Of a rollout, while one has shares; else to what the name meant before."""
+        name = _named(request)
+        digest = parse_digest(await read_json_body(request, self._body_limits))
+        return await self._told(await self._rollouts.back(name, digest, who(request)))
+
+    async def history(self, request: Request) -> Response:
+        name = _named(request)
+        changes = change_objects(self._admin.get(name))[::-1]
+        return json_response(AdapterHistory(name.name, name.tenant or None, changes))
+
+    async def load_lora(self, request: Request) -> Response:
+        body, _ = decode_body(await read_json_body(request, self._body_limits), LoadLoraBody)
+        check_name(body.lora_name, "lora_name")
+        name = _named_in_body(request, body.lora_name, body.tenant)
+        source = self._service.config.default_source
+        ref = parse_target(body.lora_path, "lora_path", source)
+        again = body.load_inplace
+        wish = Wish(name, ref, "api", replace=again, once=not again, load=True, by=who(request))
+        loaded = await self._admin.register(wish)
+        text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        return PlainTextResponse(text + partial_note(loaded))
+
+    async def unload_lora(self, request: Request) -> Response:
+        body, _ = decode_body(await read_json_body(request, self._body_limits), UnloadLoraBody)
+        name = _named_in_body(request, body.lora_name, body.tenant)
+        self._admin.check_free(name, "file", "option")
+        await self._admin.unload(name, DEFAULT_WAIT_S)
+        await self._admin.delete(name)
+        text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        return PlainTextResponse(text)
+
+    async def _register(self, request: Request) -> Response:
+        raw = await read_json_body(request, self._body_limits)
+        body, ref = parse_register(raw, self._service.config.default_source)
+        name = _named_in_body(request, body.name, body.tenant)
+        token = None if body.token is None else Secret(body.token)
+        by = who(request)
+        wish = Wish(
+            *(name, ref, "api", body.pin, token, body.replace, by),
+            tool_format=format_named(body.tool_format),
+        )
+        if body.versions is None:
+            return await self._told(await self._admin.register(wish))
+        source = self._service.config.default_source
+        rollout = rollout_wish(body.versions, body.guards, source, by)
+        if self._admin.is_registered(name):
+            check_versions_alone(body)
+        else:
+            registration = await self._admin.register(wish)
+            if len(body.versions) == 1:
+                return await self._told(registration)
+        return await self._told(await self._rollouts.roll_out(name, rollout))
+
+    def _unpinned_by_file(self, request: Request) -> OwnedName:
+        """The name. Raises AdapterError where the adapters file says whether it is pinned."""
+        name = _named(request)
+        self._admin.check_free(name, "file")
+        return name
+
+    async def _told(self, registration: Registration, status: int = 200) -> Response:
+        return json_response(await self._shown(registration), status)
+
+    async def _shown(self, registration: Registration) -> AdapterObject:
+        tiers = await self._admin.workers.tiers(registration.digests)
+        return self._object(registration, tiers, await self._ends(registration))
+
+    async def _ends(self, registration: Registration) -> list[EndToken] | None:
+        """None where they cannot be found now."""
+        model, content = self._service.base.text, registration.content
+        if model is None or content is None:
+            return None
+        try:
+            ends = await self._service.dispatcher.ends.own(model, content.manifest)
+        except RequestError:
+            return None
+        return end_tokens(ends, model.token_text)
+
+    def _object(
+        self, registration: Registration, tiers: Tiers, ends: list[EndToken] | None = None
+    ) -> AdapterObject:
+        use, digest = self._admin.use, registration.digest
+        if digest is None:
+            return adapter_object(registration, {}, use.running(registration.key))
+        workers = {worker: told[digest] for worker, told in tiers.items() if digest in told}
+        running, last = use.running(registration.key), use.last_used(digest)
+        resident = partial(_resident, tiers)
+        return adapter_object(registration, workers, running, last, resident, ends)
+
+
+def _named(request: Request) -> OwnedName:
+    """The name in the path, of `?tenant` if it says one. Raises RequestError."""
+    tenant = request.state.tenant = parse_tenant(request.query_params) or ""
+    return OwnedName(request.path_params["name"], tenant)
+
+
+def _named_in_body(request: Request, name: str, tenant: str | None) -> OwnedName:
+    """Raises RequestError for a tenant that the query says: it would be lost."""
+    require(parse_tenant(request.query_params) is None, "say it in the body", "tenant")
+    request.state.target, request.state.tenant = name, tenant or ""
+    return OwnedName(name, tenant or "")
+
+
+def _resident(tiers: Tiers, digest: str) -> list[str]:
+    """Ids of workers that have it on the device."""
+    return sorted(
+        w for w, told in tiers.items() if digest in told and told[digest].device == "ready"
+    )

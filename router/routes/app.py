@@ -1,0 +1,249 @@
+"""The router's HTTP face: which path is answered by what."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan
+
+from router.api.errors import Dialect, ErrorAnswer, dialect_of_path, error_answer
+from router.api.lorax import request as lorax
+from router.api.missing_routes import hint
+from router.api.openai import chat as openai_chat
+from router.api.openai import completions as openai_completions
+from router.api.responses import request as responses
+from router.call import Cause, RequestError
+from router.generation.answerer import Parse
+from router.http.body import CLIENT_GONE_STATUS, ClientGone
+from router.http.by_port import ByPort
+from router.http.edge import Edge
+from router.routes.adapters import AdapterRoutes
+from router.routes.console import ConsoleRoutes
+from router.routes.fleet import FleetRoute
+from router.routes.info import InfoRoutes
+from router.routes.keys import KeyRoutes, UsageRoutes
+from router.routes.operator import OperatorRoutes
+from router.routes.tokenize import TokenizeRoutes
+from router.service import Service
+from router.telemetry.metrics import GENERATION_PATHS
+from router.telemetry.request_log import RequestLog
+from router.telemetry.told_errors import ToldErrors
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+_CAUSES: dict[int, Cause] = {404: "route_not_found", 405: "method_not_allowed"}
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The application, to be served by one process. Connects to the workers in its lifespan."""
+    info = InfoRoutes(service)
+    errors = _Errors(service.errors)
+    routes = [
+        *_generation_routes(service, info),
+        *_adapter_routes(service),
+        *_info_routes(service, info),
+        _get("/v1/fleet", OperatorRoutes(service).guarded(FleetRoute(service.watch).fleet)),
+        *ConsoleRoutes().routes,
+    ]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with service.run():
+            yield
+
+    app: ASGIApp = _with_cors(_starlette(routes, errors, lifespan), service.config.cors_origins)
+    if service.config.metrics_port:
+        own = _starlette(_own_routes(info), errors)
+        app = ByPort(app, own, service.config.metrics_port)
+    dispatcher = service.dispatcher
+    return Edge(
+        app,
+        service.metrics,
+        [*routes, *_own_routes(info)],
+        RequestLog(service.tracing, GENERATION_PATHS, service.config.log_requests),
+        lambda: dispatcher.draining,
+    )
+
+
+def _starlette(
+    routes: list[Route], errors: "_Errors", lifespan: Lifespan[Starlette] | None = None
+) -> Starlette:
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={
+            RequestError: errors.on_request_error,
+            HTTPException: errors.on_http_error,
+            ClientGone: errors.on_client_gone,
+            Exception: errors.on_unforeseen_error,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _with_cors(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
+    """Pages of these origins may call; credentials are sent as headers, never as cookies."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST", "PATCH", "DELETE"),
+        allow_headers=("*",),  # clients add their own
+        expose_headers=("*",),
+    )
+
+
+def _generation_routes(service: Service, info: InfoRoutes) -> list[Route]:
+    def answer(parse: Parse) -> Endpoint:
+        async def run(request: Request) -> Response:
+            return await service.answerer.answer(request, parse)
+
+        async def endpoint(request: Request) -> Response:
+            return await service.idempotency.answer(request, run)
+
+        return endpoint
+
+    generate_or_stream = answer(partial(lorax.parse, route="/"))
+
+    async def root(request: Request) -> Response:
+        """LoRAX's: a health check, or a request whose body says whether it streams."""
+        if request.method == "POST":
+            return await generate_or_stream(request)
+        return await info.health(request)
+
+    return [
+        Route("/", root, methods=["GET", "POST"]),
+        _post("/generate", answer(partial(lorax.parse, route="/generate"))),
+        _post("/generate_stream", answer(partial(lorax.parse, route="/generate_stream"))),
+        _post("/v1/completions", answer(openai_completions.parse)),
+        _post("/v1/chat/completions", answer(openai_chat.parse)),
+        _post("/v1/responses", answer(responses.parse)),
+    ]
+
+
+def _adapter_routes(service: Service) -> list[Route]:
+    operator = OperatorRoutes(service)
+    adapters = AdapterRoutes(service, operator.body_limits)
+
+    def guarded(endpoint: Endpoint, *bodies: str) -> Endpoint:
+        return operator.guarded(adapters.current(endpoint), *bodies, query=("tenant",))
+
+    one = "/v1/adapters/{name}"
+    return [
+        *_key_routes(service, operator),
+        Route("/v1/adapters", guarded(adapters.collection, "POST"), methods=["GET", "POST"]),
+        Route(one, guarded(adapters.one), methods=["GET", "DELETE"]),
+        _post(f"{one}/load", guarded(adapters.load)),
+        _post(f"{one}/pin", guarded(adapters.pin)),
+        _post(f"{one}/unpin", guarded(adapters.unpin)),
+        _post(f"{one}/unload", guarded(adapters.unload, "POST")),
+        _post(f"{one}/refresh", guarded(adapters.refresh)),
+        Route(
+            f"{one}/rollout", guarded(adapters.rollout, "POST"), methods=["GET", "POST", "DELETE"]
+        ),
+        _post(f"{one}/promote", guarded(adapters.promote, "POST")),
+        _post(f"{one}/rollback", guarded(adapters.rollback, "POST")),
+        _get(f"{one}/history", guarded(adapters.history)),
+        _post("/v1/load_lora_adapter", guarded(adapters.load_lora, "POST")),
+        _post("/v1/unload_lora_adapter", guarded(adapters.unload_lora, "POST")),
+    ]
+
+
+def _key_routes(service: Service, operator: OperatorRoutes) -> list[Route]:
+    keys, usage = KeyRoutes(service, operator.body_limits), UsageRoutes(service, operator)
+    guarded = operator.guarded
+    one = "/v1/keys/{id}"
+    return [
+        Route("/v1/keys", guarded(keys.collection, "POST"), methods=["GET", "POST"]),
+        Route(one, guarded(keys.one, "PATCH"), methods=["GET", "PATCH", "DELETE"]),
+        _post(f"{one}/rotate", guarded(keys.rotate, "POST")),
+        _post(f"{one}/block", guarded(keys.block)),
+        _post(f"{one}/unblock", guarded(keys.unblock)),
+        _get("/v1/usage", usage.usage),
+        _get("/v1/usage/requests", usage.requests),
+        _get("/v1/audit", guarded(usage.audit, query=("limit",))),
+    ]
+
+
+def _info_routes(service: Service, info: InfoRoutes) -> list[Route]:
+    tokenizer = TokenizeRoutes(service)
+    return [
+        _post("/tokenize", tokenizer.tokenize),
+        _post("/detokenize", tokenizer.detokenize),
+        _get("/tokenizer_info", tokenizer.info),
+        _get("/v1/models", info.models),
+        _get("/v1/models/{name:path}", info.model),
+        _get("/info", info.info),
+        _get("/version", info.version),
+        Route("/ping", info.health, methods=["GET", "POST"]),
+        *_health_routes(info),
+        _get("/metrics", info.metrics_of_port),
+        _get("/openapi.json", info.openapi),
+    ]
+
+
+def _own_routes(info: InfoRoutes) -> list[Route]:
+    """On the port of this process alone."""
+    return [*_health_routes(info), _get("/metrics", info.metrics)]
+
+
+def _health_routes(info: InfoRoutes) -> list[Route]:
+    return [
+        _get("/health", info.health),
+        _get("/health/live", info.live),
+        _get("/health/ready", info.ready),
+    ]
+
+
+def _get(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, endpoint, methods=["GET"])
+
+
+def _post(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+class _Errors:
+    """What ends a request before its first byte, as an answer."""
+
+    def __init__(self, told: ToldErrors) -> None:
+        self._told = told
+
+    async def on_request_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        answer = self._answer(error, request)
+        if error.cause == "body_timeout":
+            answer.headers["connection"] = "close"
+        return Response(answer.body, answer.status, answer.headers)
+
+    async def on_http_error(self, request: Request, error: Exception) -> Response:
+        """What Starlette's router found: no such path, or another method."""
+        assert isinstance(error, HTTPException)
+        cause = _CAUSES.get(error.status_code, "invalid")
+        path = request.scope["path"]
+        said = hint(path) if cause == "route_not_found" else None
+        message = f"{request.method} {path[:200]}: {error.detail}{f'; {said}' if said else ''}"
+        answer = self._answer(RequestError(cause, message), request)
+        return Response(answer.body, answer.status, {**(error.headers or {}), **answer.headers})
+
+    async def on_client_gone(self, request: Request, error: Exception) -> Response:
+        """Nobody reads it; the status is for the counters."""
+        return Response(status_code=CLIENT_GONE_STATUS)
+
+    async def on_unforeseen_error(self, request: Request, error: Exception) -> Response:
+        """Nothing of the error is told; the log has it under the request's id."""
+        message = f"internal error; request id {request.state.request_id}"
+        return await self.on_request_error(request, RequestError("internal", message))
+
+    def _answer(self, error: RequestError, request: Request) -> ErrorAnswer:
+        self._told.note(request, error)
+        told: Dialect | None = getattr(request.state, "dialect", None)
+        return error_answer(error, told or dialect_of_path(request.scope["path"]))

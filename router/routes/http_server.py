@@ -1,0 +1,142 @@
+"""The HTTP server around the application: its limits, and how it stops."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from router.config import RouterConfig
+from router.http.listeners import limit_unread
+from router.http.protocol import BoundedHttpProtocol
+from router.http.tls import Certificate, TlsAcceptor
+from router.policy.front_door import Deadlines
+from router.service import Service
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# For the last words of answers that did not end in time.
+_LAST_WORDS_S = 5
+
+
+class RouterServer(uvicorn.Server):
+    """Stops on SIGINT and SIGTERM by returning, and when what it needs in the background has
+    failed; a second signal cuts running answers off.
+
+    Told to stop, it is not ready any more, goes on accepting for `drain_delay_s`, then finishes
+    what runs for `drain_timeout_s`; what is left ends in an error that its client is told.
+    on_listening: called once every socket accepts.
+    """
+
+    def __init__(
+        self, app: ASGIApp, service: Service, on_listening: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(_server_config(app, service))
+        self._on_listening = on_listening
+        self._dispatcher = service.dispatcher
+        self._watch = service.watch
+        self._delay_s = service.config.drain_delay_s
+        self._limit_s = service.config.drain_timeout_s
+        self._service = service
+        self._background = service.background
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._dispatcher.draining:
+            self.force_exit = self.should_exit = True
+            return
+        self._dispatcher.draining = True
+        asyncio.get_running_loop().call_later(self._delay_s, self._exit)
+
+    def _exit(self) -> None:
+        self.should_exit = True
+
+    async def _stop_on_failure(self) -> None:
+        await self._background.failed.wait()
+        self.handle_exit(signal.SIGTERM, None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or ():
+            limit_unread(listener, self._service.config.reader_timeout_s)
+        acceptor = self._tls_acceptor()
+        await super().startup(sockets if acceptor is None else [])
+        if acceptor is not None and self.started:
+            for listener in sockets or ():
+                listener.listen(self.config.backlog)
+                self._tasks.append(self._background.start(acceptor.accept(listener)))
+            self._tasks.append(self._background.start(acceptor.certificate.follow()))
+        if self.started:
+            self._tasks.append(asyncio.create_task(self._stop_on_failure()))
+            self._on_listening()
+
+    def _tls_acceptor(self) -> TlsAcceptor | None:
+        service, config = self._service, self._service.config
+        if config.tls_cert is None or config.tls_key is None:
+            return None
+        make: Any = self.config.http_protocol_class
+        return TlsAcceptor(
+            Certificate(config.tls_cert, config.tls_key),
+            service.front_door,
+            _deadlines(config),
+            service.metrics,
+            lambda address: make(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                address=address,
+            ),
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._dispatcher.draining = True
+        for task in self._tasks:
+            task.cancel()
+        self._watch.close()  # what would never end by itself
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._limit_s, self._dispatcher.give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+def _server_config(app: ASGIApp, service: Service) -> uvicorn.Config:
+    config = service.config
+    protocol: Any = partial(
+        BoundedHttpProtocol,
+        service.front_door,
+        _deadlines(config),
+        service.metrics,
+    )
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        loop="uvloop",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # any number will do
+        timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)) + _LAST_WORDS_S,
+    )
+
+
+def _deadlines(config: RouterConfig) -> Deadlines:
+    return Deadlines(config.head_timeout_s, config.body_timeout_s, config.reader_timeout_s)

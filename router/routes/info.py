@@ -1,0 +1,168 @@
+"""Routes that tell of the router: health, models, info, version, metrics."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from adapters.ref import format_ref, told_name
+from router.api.ends import end_tokens
+from router.api.openai.models import Health, Info, ModelList, ModelObject, Version
+from router.api.openapi import Access, openapi_document
+from router.api.request.formatter import ApiLimits
+from router.call import RequestError
+from router.names.registration import Registration
+from router.routes.admin_gate import AdminGate
+from router.service import Service
+from router.tenancy.keys import Caller
+from router.version import VERSION
+from server.protocol import ModelCard
+
+_RETRY = {"retry-after": "2"}
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+class InfoRoutes:
+    """Each method answers one route. None of them tells a secret."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._gate = AdminGate(service.config)
+        self._described: tuple[ApiLimits, bytes] | None = None
+
+    async def live(self, request: Request) -> Response:
+        return json_response(Health("live"))
+
+    async def ready(self, request: Request) -> Response:
+        """Whether a new request would find a worker, and the operator's adapters their names."""
+        why = self._service.why_not_ready()
+        if why is None:
+            return json_response(Health("ready"))
+        body = {"status": "not ready", "error": why, "error_type": "healthcheck"}
+        return json_response(body, 503, _RETRY)
+
+    async def health(self, request: Request) -> Response:
+        """LoRAX's: an empty 200, or 503 in JSON."""
+        answer = await self.ready(request)
+        return Response(status_code=200) if answer.status_code == 200 else answer
+
+    async def metrics(self, request: Request) -> Response:
+        accept = request.headers.get("accept", "")
+        body, content_type = self._service.metrics.meters.render(accept)
+        return Response(body, headers={"content-type": content_type})
+
+    async def metrics_of_port(self, request: Request) -> Response:
+        """Of the process, if the port is its alone: of others it knows nothing."""
+        count = self._service.config.router_processes
+        if count > 1:
+            raise RequestError(
+                "conflict",
+                f"{count} router processes share this port, and each counts for itself: scrape "
+                "the ports of --metrics-port, one for each process",
+            )
+        return await self.metrics(request)
+
+    async def info(self, request: Request) -> Response:
+        model = self._service.base.require()
+        card, config = model.card, self._service.config
+        ends = await self._service.dispatcher.ends.of(model, None)
+        info = Info(
+            model_id=card.names[0],
+            model_sha=card.base_digest,
+            model_dtype=card.dtype,
+            model_device_type=card.device,
+            max_concurrent_requests=config.max_requests,
+            max_best_of=config.max_n,
+            max_stop_sequences=config.max_stop_sequences,
+            max_input_length=card.max_context - 1,
+            max_total_tokens=card.max_context,
+            max_lora_rank=card.max_lora_rank,
+            max_queue=config.max_queue,
+            workers_ready=sum(view.able for view in self._service.fleet.views),
+            workers=len(self._service.fleet.clients),
+            adapters=await self._names_for_anyone(request),
+            version=VERSION,
+            message_forms=self._service.base.require().templates.forms,
+            ends=end_tokens(ends, model.token_text),
+        )
+        return json_response(info)
+
+    async def version(self, request: Request) -> Response:
+        return json_response(Version(VERSION))
+
+    async def openapi(self, request: Request) -> Response:
+        """Made anew when the limits change, which come with a model."""
+        limits = self._service.base.limits
+        if self._described is None or self._described[0] is not limits:
+            access = Access(
+                operators=bool(self._service.config.admin_key),
+                callers=self._service.tenancy.needs_keys,
+            )
+            document = openapi_document(VERSION, access, limits)
+            self._described = (limits, msgspec.json.encode(document))
+        return Response(self._described[1], media_type="application/json")
+
+    async def models(self, request: Request) -> Response:
+        """The base under each name that the operator gave it, then adapters."""
+        card = self._service.base.require().card
+        caller = await self._caller(request)
+        listed = [name for name in card.listed or card.names[:1] if self._means_base(name, caller)]
+        base = [_base_object(card, name) for name in listed]
+        tells_paths = self._is_operator(request)
+        adapters = [_adapter_object(card, one, tells_paths) for one in self._adapters(caller)]
+        return json_response(ModelList([*base, *adapters]))
+
+    async def model(self, request: Request) -> Response:
+        card = self._service.base.require().card
+        name = request.path_params["name"]
+        caller = await self._caller(request)
+        if self._means_base(name, caller):
+            return json_response(_base_object(card, name))
+        name = name.removeprefix("alias:")  # another spelling, which requests may have
+        for one in self._adapters(caller):
+            if one.name == name:
+                return json_response(_adapter_object(card, one, self._is_operator(request)))
+        raise RequestError("adapter_not_found", f"no model {name[:200]!r}", param="model")
+
+    async def _caller(self, request: Request) -> Caller:
+        """Raises RequestError."""
+        return await self._service.tenancy.identify(request.headers.get("authorization"))
+
+    def _means_base(self, name: str, caller: Caller) -> bool:
+        """As requests do. A key that opens one of the base's names opens them all."""
+        base = self._service.base
+        return name in base.limits.base_names and caller.may_use(base.require().card.names)
+
+    def _is_operator(self, request: Request) -> bool:
+        headers = request.headers
+        return self._gate.opens(
+            headers.get("authorization"), headers.get("origin"), headers.get("host")
+        )
+
+    def _adapters(self, caller: Caller) -> list[Registration]:
+        """Registered adapters that the caller may use."""
+        adapters = self._service.catalog.rules.aliases.usable_by(caller.tenant)
+        return [one for one in adapters if caller.may_use((one.name,))]
+
+    async def _names_for_anyone(self, request: Request) -> list[str]:
+        """Who shows no good key sees the model and the limits, and no adapter."""
+        try:
+            return [one.name for one in self._adapters(await self._caller(request))]
+        except RequestError:
+            return []
+
+
+def _base_object(card: ModelCard, name: str) -> ModelObject:
+    root = card.root or card.names[0]
+    return ModelObject(name, card.created, "loraplex", root, None, card.max_context)
+
+
+def _adapter_object(card: ModelCard, adapter: Registration, tells_paths: bool) -> ModelObject:
+    """tells_paths: where a folder or bucket lies is for the operator to know."""
+    root = format_ref(adapter.ref) if tells_paths else told_name(adapter.ref)
+    parent = card.names[0]
+    return ModelObject(adapter.name, card.created, "loraplex", root, parent, card.max_context)

@@ -1,0 +1,158 @@
+"""Routes of keys, of what they used, and of what operators did."""
+
+import secrets
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.admin.adapters import parse_tenant
+from router.api.admin.keys import (
+    AuditList,
+    DeletedKey,
+    KeyList,
+    NewKeyObject,
+    RecordList,
+    UsageList,
+    key_object,
+    parse_change,
+    parse_count,
+    parse_create,
+    parse_days,
+    parse_rotate,
+)
+from router.api.request.body import check_query
+from router.call import RequestError
+from router.http.body import BodyLimits, read_json_body
+from router.routes.info import json_response
+from router.routes.operator import OperatorRoutes
+from router.service import Service
+from router.shared.store import StoreDown
+from router.tenancy.keyring import Keyring
+from router.tenancy.keys import ApiKey
+from router.tenancy.usage import MAX_DAYS
+
+
+class KeyRoutes:
+    """Each method answers one route; all want the admin key."""
+
+    def __init__(self, service: Service, body_limits: BodyLimits) -> None:
+        self._keys: Keyring = service.tenancy.keyring
+        self._body_limits = body_limits
+
+    async def collection(self, request: Request) -> Response:
+        if request.method != "POST":
+            return json_response(KeyList([key_object(key) for key in self._keys.all()]))
+        body = await read_json_body(request, self._body_limits)
+        wanted = parse_create(body, f"key-{secrets.token_hex(6)}", time.time())
+        _tell(request, wanted)
+        made, key = await self._keys.create(wanted)
+        return json_response(NewKeyObject(key, key_object(made)), 201)
+
+    async def one(self, request: Request) -> Response:
+        key_id = request.path_params["id"]
+        key = self._keys.get(key_id)
+        _tell(request, key)
+        if request.method == "DELETE":
+            await self._keys.delete(key_id)
+            return json_response(DeletedKey(key_id))
+        if request.method == "PATCH":
+            changes = parse_change(await read_json_body(request, self._body_limits))
+            key = await self._keys.change(key_id, changes)
+        return json_response(key_object(key))
+
+    async def rotate(self, request: Request) -> Response:
+        grace_s = parse_rotate(await read_json_body(request, self._body_limits))
+        made, key = await self._keys.rotate(request.path_params["id"], grace_s)
+        _tell(request, made)
+        return json_response(NewKeyObject(key, key_object(made)))
+
+    async def block(self, request: Request) -> Response:
+        return await self._set_blocked(request, True)
+
+    async def unblock(self, request: Request) -> Response:
+        return await self._set_blocked(request, False)
+
+    async def _set_blocked(self, request: Request, blocked: bool) -> Response:
+        key = await self._keys.change(request.path_params["id"], {"blocked": blocked})
+        _tell(request, key)
+        return json_response(key_object(key))
+
+
+class UsageRoutes:
+    """What was used: a tenant's own with any of its keys, all with the admin key."""
+
+    def __init__(self, service: Service, operator: OperatorRoutes) -> None:
+        self._tenancy = service.tenancy
+        self._operator = operator
+
+    async def usage(self, request: Request) -> Response:
+        """?start, ?end (days), ?tenant, ?key, ?adapter."""
+        query = request.query_params
+        check_query(query.multi_items(), ("start", "end", "tenant", "key", "adapter"))
+        first, last = parse_days(query, int(time.time() // 86400))
+        try:
+            tenants = await self._tenants(request, first, last)
+            rows = await self._tenancy.metering.usage(tenants, first, last)
+        except StoreDown:
+            raise _no_store() from None
+        rows = [
+            row
+            for row in rows
+            if query.get("key") in (None, row.key) and query.get("adapter") in (None, row.adapter)
+        ]
+        return json_response(UsageList(_date(first), _date(last), rows))
+
+    async def requests(self, request: Request) -> Response:
+        """?limit, ?tenant: the latest requests, each."""
+        check_query(request.query_params.multi_items(), ("limit", "tenant"))
+        count = parse_count(request.query_params)
+        today = int(time.time() // 86400)
+        try:
+            tenants = await self._tenants(request, today - MAX_DAYS, today)
+            records = await self._tenancy.metering.latest(tenants, count)
+        except StoreDown:
+            raise _no_store() from None
+        return json_response(RecordList(records))
+
+    async def audit(self, request: Request) -> Response:
+        """?limit. It wants the admin key."""
+        count = parse_count(request.query_params)
+        try:
+            return json_response(AuditList(await self._tenancy.audit.newest(count)))
+        except StoreDown:
+            raise _no_store() from None
+
+    async def _tenants(self, request: Request, first: int, last: int) -> list[str]:
+        """Those whose use of these days the caller may see. Raises RequestError, StoreDown."""
+        asked = parse_tenant(request.query_params)
+        try:
+            self._operator.check(request)
+        except RequestError as refusal:
+            if not self._tenancy.needs_keys:
+                raise
+            try:
+                caller = await self._tenancy.identify(request.headers.get("authorization"))
+            except RequestError as error:
+                raise (refusal if error.cause == "unauthorized" else error) from None
+            if asked not in (None, caller.tenant):
+                raise RequestError(
+                    "forbidden", "a key tells of its own tenant only", param="tenant"
+                ) from None
+            return [caller.tenant]
+        if asked is not None:
+            return [asked]
+        used = await self._tenancy.metering.tenants(first, last)
+        return sorted({"", *self._tenancy.keyring.tenants(), *used})
+
+
+def _tell(request: Request, key: ApiKey) -> None:
+    request.state.target, request.state.tenant = key.id, key.tenant
+
+
+def _no_store() -> RequestError:
+    return RequestError("unavailable", "there is no Redis to ask now; try again soon")
+
+
+def _date(day: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(day * 86400))

@@ -1,0 +1,151 @@
+"""What a router measures, in a registry of its own.
+
+Labels come from fixed, short lists; `top_adapters` bounds the only names among them.
+"""
+
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry
+
+from adapters.common.meters import LATENCY_BUCKETS_S, STEP_BUCKETS_S, Meters
+from router.call import Cause
+from router.names.rollout_tally import Outcomes
+from router.policy.front_door import Cap, Cut
+from router.policy.placement.placement import Reason
+from router.policy.rollout import RolledBackBy
+from router.telemetry.top_adapters import TopAdapters
+from server.protocol import ErrorCode
+
+# What these are posted, tokens answer.
+GENERATION_PATHS = frozenset(
+    ("/", "/generate", "/generate_stream")
+    + ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+)
+
+# How a sequence began: without an adapter; with one; with one that it had to wait for.
+Start = Literal["base", "warm", "cold"]
+
+
+class RouterMetrics:
+    """Families are attributes; `meters` declares more, and gauges that are read at each scrape.
+
+    max_adapters: those that have series of their own.
+    """
+
+    def __init__(self, registry: CollectorRegistry, max_adapters: int) -> None:
+        self.meters = Meters(registry, "loraplex_")
+        self.top_adapters = TopAdapters(max_adapters)
+        self.outcomes = Outcomes()
+        self._declare_requests()
+        self._declare_tokens()
+        self._declare_placement()
+        self._declare_adapters()
+
+    def _declare_requests(self) -> None:
+        meters = self.meters
+        self.requests = meters.counter(
+            "requests", "Requests by route and HTTP status", {"route": (), "status": ()}
+        )
+        self.request_errors = meters.counter(
+            "request_errors",
+            "Requests that ended in an error, by cause; also those that broke off in a stream. "
+            "kind: whether they asked for tokens",
+            {"cause": get_args(Cause), "kind": ("generation", "other")},
+        )
+        self.request_s = meters.histogram(
+            "request_seconds",
+            "From a generation request's arrival to its last token",
+            LATENCY_BUCKETS_S,
+        )
+        self.connections = meters.counter("connections", "Connections that clients opened")
+        self.connections_refused = meters.counter(
+            "connections_refused", "Connections beyond a cap", {"cap": get_args(Cap)}
+        )
+        self.connections_cut = meters.counter(
+            "connections_cut",
+            "Connections that the router ended: their clients were too slow, or spoke no HTTP",
+            {"why": get_args(Cut)},
+        )
+        self.given_up = meters.counter(
+            "generations_given_up", "Generations whose client left before the answer was whole"
+        )
+        self.loop_lag_s = meters.histogram(
+            "event_loop_lag_seconds",
+            "How much later than due the router's event loop runs",
+            LATENCY_BUCKETS_S,
+        )
+
+    def _declare_tokens(self) -> None:
+        meters = self.meters
+        self.prompt_tokens = meters.counter("prompt_tokens", "Prompt tokens of started sequences")
+        self.cached_tokens = meters.counter(
+            "cached_prompt_tokens", "Prompt tokens that a worker found in its prefix cache"
+        )
+        self.generated_tokens = meters.counter("generated_tokens", "Tokens received from workers")
+        self.first_token_s = meters.histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first token; cold = it waited for its adapter",
+            LATENCY_BUCKETS_S,
+            {"start": get_args(Start)},
+        )
+        self.token_gap_s = meters.histogram(
+            "inter_token_latency_seconds",
+            "Between two arrivals of tokens of one sequence",
+            STEP_BUCKETS_S,
+        )
+        self.output_token_s = meters.histogram(
+            "time_per_output_token_seconds",
+            "Of a whole sequence: from its first token to its last, over those after the first",
+            STEP_BUCKETS_S,
+        )
+
+    def _declare_placement(self) -> None:
+        meters = self.meters
+        self.queue_wait_s = meters.histogram(
+            "queue_wait_seconds",
+            "From a sequence's readiness to its placement on a worker",
+            LATENCY_BUCKETS_S,
+        )
+        self.placements = meters.counter(
+            "placements", "Sequences placed, by reason", {"reason": get_args(Reason)}
+        )
+        self.resumes = meters.counter(
+            "resumes", "Attempts after the first, by cause", {"cause": get_args(ErrorCode)}
+        )
+
+        self.resume_gap_s = meters.histogram(
+            "resume_gap_seconds",
+            "What a client sees of a lost worker: between the last token of one attempt and the"
+            " first of the next",
+            LATENCY_BUCKETS_S,
+        )
+        self.quarantined = meters.counter(
+            "requests_quarantined", "Sequences that killed the workers that they ran on"
+        )
+        self.handed_over = meters.counter(
+            "sequences_handed_over", "Sequences that left a worker which had fallen silent"
+        )
+
+    def _declare_adapters(self) -> None:
+        meters = self.meters
+        self.adapter_load_s = meters.histogram(
+            "adapter_load_seconds",
+            "From naming an adapter to its digest, kept answers included, by outcome",
+            LATENCY_BUCKETS_S,
+            {"outcome": ("ready", "failed")},
+        )
+        self.rollbacks = meters.counter(
+            "adapter_rollbacks",
+            "Versions of adapters that were taken back; guard_alone: by one router, without Redis",
+            {"by": get_args(RolledBackBy)},
+        )
+
+    def request(self, route: str, status: int) -> None:
+        self.requests.labels(route, str(status)).inc()
+
+    def placed(self, reason: Reason, waited_s: float) -> None:
+        self.placements.labels(reason).inc()
+        self.queue_wait_s.observe(waited_s)
+
+    def resumed(self, cause: ErrorCode) -> None:
+        self.resumes.labels(cause).inc()

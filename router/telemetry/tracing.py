@@ -1,0 +1,54 @@
+"""Whether this router traces, and with what."""
+
+import time
+from collections.abc import Mapping
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from router.config import RouterConfig
+from router.telemetry.request import NoTrace, Trace
+
+
+class Tracing(Protocol):
+    def begin(self, headers: Mapping[str, str]) -> Trace: ...
+
+    def close(self) -> None:
+        """Sends what is left. May block for seconds."""
+        ...
+
+
+class NoTracing:
+    def __init__(self) -> None:
+        self._trace = NoTrace()
+
+    def begin(self, headers: Mapping[str, str]) -> Trace:
+        return self._trace
+
+    def close(self) -> None: ...
+
+
+def make_tracing(config: RouterConfig) -> Tracing:
+    """Raises ValueError, as `check_tracing` does."""
+    if not config.otlp_endpoint:
+        return NoTracing()
+    check_tracing(config)
+    from router.telemetry.otel import OtelTracing
+
+    return OtelTracing(config.otlp_endpoint, config.trace_sample, time.monotonic)
+
+
+def check_tracing(config: RouterConfig) -> None:
+    """Raises ValueError for an endpoint that cannot be, or without the extra that it needs."""
+    endpoint = config.otlp_endpoint
+    if not endpoint:
+        return
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError(f"expected http://host:port or https://host:port, got {endpoint!r}")
+    if parts.password is not None:
+        raise ValueError("a URL shows in the list of processes: use OTEL_EXPORTER_OTLP_HEADERS")
+    try:
+        # Only where it is wanted: it takes its time to load.
+        import router.telemetry.otel  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"tracing needs the extra `traces` ({error.name} is missing)") from error

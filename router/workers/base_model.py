@@ -1,0 +1,109 @@
+"""The base model that this router serves: whose card it holds, and which workers may serve it."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from router.api.request.formatter import ApiLimits, limits_from
+from router.call import BASE_PLACEHOLDERS, RequestError
+from router.config import RouterConfig
+from router.text.model import TextModel
+from server.protocol import ModelCard
+
+logger = logging.getLogger(__name__)
+
+
+def agreed(newest: ModelCard, workers: Sequence[ModelCard]) -> ModelCard:
+    """What workers of one base say together: the newest one's words, the names of all, and a
+    context that each of them has. workers: their cards, at least one."""
+    names = dict.fromkeys(name for card in workers for name in card.names)
+    listed = dict.fromkeys(name for card in workers for name in card.listed or card.names[:1])
+    least = min(card.max_context for card in workers)
+    return msgspec.structs.replace(
+        newest, names=tuple(names), listed=tuple(listed), max_context=least
+    )
+
+
+class BaseModel:
+    """Nothing until the first card. One base at a time; another may replace one that is idle.
+
+    Workers of one base may differ in what they were told, as while they are started anew one by
+    one. others: cards of those that are connected, texts left out.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.others: Callable[[], Sequence[ModelCard]] = lambda: ()
+        self._config = config
+        self._text: TextModel | None = None
+        self._limits = ApiLimits()
+        self._adopting = asyncio.Lock()
+
+    @property
+    def text(self) -> TextModel | None:
+        return self._text
+
+    @property
+    def limits(self) -> ApiLimits:
+        """What bodies may ask for; it means nothing before the first card."""
+        return self._limits
+
+    def require(self) -> TextModel:
+        """Raises RequestError `unavailable` before the first card."""
+        if self._text is None:
+            raise RequestError("unavailable", "no worker has told its model yet; try again soon")
+        return self._text
+
+    async def adopt(
+        self, card: ModelCard, in_use: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Serve this model from now on, as it and the others say; None = it is so.
+
+        in_use: whether workers are connected or requests are being answered, asked when it counts.
+        Returns why not, when they serve another base or the card's tokenizer cannot be used.
+        """
+        async with self._adopting:
+            held = self._text
+            is_same = held is not None and held.card.base_digest == card.base_digest
+            if held is not None and not is_same and in_use():
+                return (
+                    f"it serves {card.names[0]} ({card.base_digest[:12]}), this router serves "
+                    f"{held.card.names[0]} ({held.card.base_digest[:12]})"
+                )
+            return await self._serve(agreed(card, [card, *(self.others() if is_same else ())]))
+
+    async def review(self) -> None:
+        """A worker has left: what it alone said counts no more."""
+        async with self._adopting:
+            others = self.others()
+            if self._text is not None and others:
+                await self._serve(agreed(self._text.card, others))
+
+    async def _serve(self, card: ModelCard) -> str | None:
+        if self._text is not None and self._text.card == card:
+            return None
+        try:
+            text = self._text = await asyncio.to_thread(TextModel, card)
+        except ValueError as error:
+            return str(error)
+        self._limits = limits_from(self._config, self._names(card), card.sampling_defaults)
+        told = (card.names[0], card.base_digest[:12], card.max_context)
+        logger.info("serving %s (%s), contexts of up to %d tokens", *told)
+        for name, fault in text.templates.faults.items():
+            logger.warning("%s cannot chat by its template %s: %s", card.names[0], name, fault)
+        for name, form in text.templates.forms.items():
+            logger.info("its chat template %s reads %s", name, form)
+        return None
+
+    def is_named(self, name: str) -> bool:
+        """Whether a request that says `name` means the base."""
+        known = () if self._text is None else self._limits.base_names
+        return name in (*known, *BASE_PLACEHOLDERS)
+
+    def _names(self, card: ModelCard) -> tuple[str, ...]:
+        """Names of the base: a name that was given to an adapter never means the base."""
+        registered = {text.partition("=")[0] for text in self._config.adapters}
+        for name in registered.intersection(card.names):
+            logger.warning("%s is the adapter registered so, not the base model of that name", name)
+        return tuple(name for name in card.names if name not in registered)

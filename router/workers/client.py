@@ -1,0 +1,176 @@
+"""Keeps one WebSocket to one worker: connects, checks its hello and card, connects again."""
+
+import asyncio
+import logging
+import random
+from typing import Protocol
+
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus, WebSocketException
+
+from router.workers.loads import ProtocolFault
+from router.workers.model_card import CardError, CardStore, fetch_card, parse_card
+from router.workers.session import WorkerSession
+from server.protocol import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    ModelCard,
+    RouterHello,
+    WorkerHello,
+    decode_worker_frame,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 5.0
+_HELLO_TIMEOUT_S = 5.0
+_PING_INTERVAL_S = 5.0
+_PING_TIMEOUT_S = 15.0
+_FIRST_DELAY_S = 0.1
+_LONGEST_DELAY_S = 1.0
+_STARTING_STATUS = 503  # its engine is not ready yet
+_STABLE_S = 10.0  # a connection that held so long starts the back-off anew
+
+
+class WorkerListener(Protocol):
+    """Who hears of a worker's comings and goings."""
+
+    async def accept_card(self, card: ModelCard) -> str | None:
+        """Asked at each connection: None = welcome, else why this model cannot be served from."""
+
+    def accept_worker(self, hello: WorkerHello) -> str | None:
+        """Asked at each connection: None = welcome, else why this worker is not."""
+
+    def worker_gone(self) -> None:
+        """A connection that had begun is over."""
+
+    def worker_connected(self, session: WorkerSession) -> None:
+        """A connection begins. It may be sent frames; what comes back is read from now on."""
+
+    def worker_changed(self) -> None:
+        """Room, readiness or residency of some worker may have changed."""
+
+
+class WorkerClient:
+    """`url`: ws://host:port or wss://host:port. `run` keeps it connected until it is cancelled."""
+
+    def __init__(
+        self, url: str, router_id: str, secret: str, cards: CardStore, listener: WorkerListener
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.session: WorkerSession | None = None
+        self.card: ModelCard | None = None  # while it is connected; without its texts
+        self.problem: str | None = "not connected yet"
+        self._was_there = False
+        self._router_id = router_id
+        self._secret = secret
+        self._cards = cards
+        self._listener = listener
+
+    async def run(self) -> None:
+        delay = _FIRST_DELAY_S
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            problem = await self._serve_once()
+            if problem != self.problem:
+                # Until it has once been there, a worker that does not answer is only starting.
+                level = logging.WARNING if self._was_there else logging.INFO
+                logger.log(level, "worker %s: %s", self.url, problem)
+            self.problem = problem
+            if loop.time() - started > _STABLE_S:
+                delay = _FIRST_DELAY_S
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+            delay = min(delay * 2, _LONGEST_DELAY_S)
+
+    async def _serve_once(self) -> str:
+        """One connection, from its opening to its end. Returns why it ended."""
+        try:
+            await self._serve_connection()
+        except OSError as error:
+            return f"cannot be reached: {error.strerror or type(error).__name__}"
+        except InvalidStatus as error:
+            status = error.response.status_code
+            self._was_there |= status != _STARTING_STATUS
+            return f"it answered {status} to the attempt to connect"
+        except (TimeoutError, WebSocketException, CardError, ProtocolFault) as error:
+            self._was_there = True
+            return str(error) or type(error).__name__
+        except Exception:  # supervision: one connection's fault must not end the others
+            logger.exception("worker %s: unforeseen error", self.url)
+            return "an unforeseen error; see the log"
+        finally:
+            self.session = None
+            self._listener.worker_changed()
+            if self.card is not None:
+                self.card = None
+                self._listener.worker_gone()
+        return "the worker closed the connection"
+
+    async def _serve_connection(self) -> None:
+        headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        async with connect(
+            f"{self.url}/connect",
+            additional_headers=headers,
+            compression=None,
+            max_size=MAX_FRAME_BYTES,
+            open_timeout=_CONNECT_TIMEOUT_S,
+            ping_interval=_PING_INTERVAL_S,
+            ping_timeout=_PING_TIMEOUT_S,
+            close_timeout=1.0,
+            proxy=None,
+            logger=_frame_logger(),
+        ) as socket:
+            hello = await self._greet(socket)
+            card = await self._card(hello.card_digest)
+            refusal = await self._listener.accept_card(card)
+            if refusal is None:
+                refusal = self._listener.accept_worker(hello)
+            if refusal is not None:
+                raise CardError(refusal)
+            self.session = WorkerSession(socket, hello, self._listener.worker_changed)
+            self.card = msgspec.structs.replace(
+                card, tokenizer_json="", chat_template=None, named_templates={}
+            )
+            self.problem = None
+            self._was_there = True
+            logger.info("worker %s: connected to %s", self.url, hello.worker_id)
+            self._listener.worker_connected(self.session)
+            await self.session.run()
+
+    async def _greet(self, socket: ClientConnection) -> WorkerHello:
+        await socket.send(encode(RouterHello(self._router_id)))
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            message = await socket.recv()
+        try:
+            hello = decode_worker_frame(message) if isinstance(message, bytes) else None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolFault(f"a hello that cannot be read: {error}") from error
+        if not isinstance(hello, WorkerHello):
+            raise ProtocolFault("expected a hello first")
+        if hello.version != PROTOCOL_VERSION:
+            raise ProtocolFault(
+                f"it speaks protocol version {hello.version}, this router {PROTOCOL_VERSION}: "
+                "run the same release on both"
+            )
+        if hello.credits < 1:
+            raise ProtocolFault("it grants this router no sequences")
+        return hello
+
+    async def _card(self, digest: str) -> ModelCard:
+        card = await asyncio.to_thread(self._cards.load, digest)
+        if card is not None:
+            return card
+        payload = await fetch_card("http" + self.url.removeprefix("ws"), self._secret)
+        card = await asyncio.to_thread(parse_card, payload, digest)
+        await asyncio.to_thread(self._cards.save, digest, payload)
+        return card
+
+
+def _frame_logger() -> logging.Logger:
+    """Never at DEBUG: there the library shows frames, and with them prompts and credentials."""
+    quiet = logging.getLogger(f"{__name__}.websocket")
+    quiet.setLevel(logging.WARNING)
+    return quiet

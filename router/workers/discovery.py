@@ -1,0 +1,40 @@
+"""Finds the workers that enlisted themselves in the shared store."""
+
+import asyncio
+import contextlib
+import logging
+
+from adapters.common.worker_record import GROUP, verified
+from router.shared.store import Store, StoreDown
+from router.workers.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+
+
+class Discovery:
+    """secret: what opens the workers, and signs what they say of themselves."""
+
+    def __init__(self, store: Store, fleet: Fleet, secret: str) -> None:
+        self._store = store
+        self._fleet = fleet
+        self._secret = secret
+        self._refused: frozenset[str] = frozenset()
+
+    async def run(self) -> None:
+        """Until cancelled. While the store does not answer, the workers are those known last."""
+        while True:
+            with contextlib.suppress(StoreDown):
+                await self.look()
+            await asyncio.sleep(PERIOD_S)
+
+    async def look(self) -> None:
+        """Raises StoreDown."""
+        members = await self._store.leased(GROUP)
+        records = {name: verified(data, self._secret) for name, data in members.items()}
+        refused = frozenset(name for name, record in records.items() if record is None)
+        for name in sorted(refused - self._refused):
+            logger.warning("worker %s: enlisted without this router's secret", ascii(name[:80]))
+        self._refused = refused
+        self._fleet.discovered({record.url for record in records.values() if record is not None})

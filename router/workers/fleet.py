@@ -1,0 +1,328 @@
+"""The workers of this router and the queue in front of them: who gets the next credit.
+
+Carries out what `policy` decides; what is generated is `dispatch`'s business.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from router.call import Secret
+from router.failures import DeadlinePassed, NoWorker
+from router.names.served import Origin, home_key
+from router.policy.matching import Match, Matcher
+from router.policy.placement.placement import Placement, Reason, Wish
+from router.policy.placement.workers import WorkerView
+from router.policy.queue.cost import Bill
+from router.policy.queue.queue_limits import Held, QueueFull, QueueRoom
+from router.policy.queue.waiting import Waiting, WaitingQueue
+from router.workers.client import WorkerClient
+from router.workers.model_card import CardStore
+from router.workers.session import Credit, WorkerLost, WorkerSession
+from server.protocol import ModelCard, WorkerHello
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 4096
+_TICK_S = 0.25
+_LATE_S = 0.25
+# How soon those are tried again who would rather wait for a worker that has their adapter.
+_HOLD_TICK_S = 0.02
+_LOAD_ATTEMPTS = 3
+
+
+class Placed(NamedTuple):
+    """A sequence's worker, why it is that one, and what the sequence is charged."""
+
+    credit: Credit
+    reason: Reason
+    bill: Bill
+
+
+class Fleet:
+    """`accept_card` is asked at every new connection; None = welcome, else why not.
+
+    silence_s: how long a worker may be silent before its sequences go on elsewhere.
+    worker_wait_s: how long new sequences wait while no worker takes work.
+    names_known: set once the operator's adapters have their names; first requests wait for it, too.
+    """
+
+    def __init__(
+        self,
+        queue: WaitingQueue[asyncio.Future[Placed]],
+        accept_card: Callable[[ModelCard], Awaitable[str | None]],
+        worker_wait_s: float,
+        silence_s: float,
+        handed_over: Callable[[int], None],
+    ) -> None:
+        self.queue = queue
+        self._silence_s = silence_s
+        self._handed_over = handed_over
+        self.clients: Sequence[WorkerClient] = ()
+        self.on_connect: Callable[[WorkerSession], None] = lambda session: None
+        self.on_leave: Callable[[], object] = lambda: None
+        self.names_known = asyncio.Event()
+        self.names_known.set()
+        self._accept_card = accept_card
+        self._worker_wait_s = worker_wait_s
+        self._placement = Placement()
+        self._matcher = Matcher(queue, self._placement)
+        self._lobby = QueueRoom(queue.room.limits)
+        self._retry: asyncio.TimerHandle | None = None
+        self._became_ready = asyncio.Event()
+        self._unready_since = 0.0
+        self._new_client: Callable[[str], WorkerClient]
+        self._found: dict[WorkerClient, asyncio.Task[None]] = {}
+
+    def connect(self, urls: Sequence[str], router_id: str, secret: str, cards: CardStore) -> None:
+        """Names the workers to keep connections to; `run` opens them."""
+        self._new_client = lambda url: WorkerClient(url, router_id, secret, cards, self)
+        self.clients = tuple(self._new_client(url) for url in dict.fromkeys(urls))
+
+    def discovered(self, urls: Collection[str]) -> None:
+        """Workers that enlisted themselves, all of them; one that is connected is never dropped."""
+        urls = {url.rstrip("/") for url in urls}
+        named = [client for client in self.clients if client not in self._found]
+        known = {client.url for client in self.clients}
+        for url in sorted(urls - known)[: MAX_WORKERS - len(known)]:
+            client = self._new_client(url)
+            self._found[client] = asyncio.create_task(client.run())
+        for client in [c for c in self._found if c.url not in urls and c.session is None]:
+            self._found.pop(client).cancel()
+        self.clients = (*named, *self._found)
+
+    async def run(self) -> None:
+        """Keeps the connections until cancelled."""
+        try:
+            await self._run()
+        finally:
+            for task in self._found.values():
+                task.cancel()
+            await asyncio.gather(*self._found.values(), return_exceptions=True)
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for client in self.clients:
+                tasks.create_task(client.run())
+            loop = asyncio.get_running_loop()
+            while True:
+                due = loop.time() + _TICK_S
+                await asyncio.sleep(_TICK_S)
+                now = loop.time()
+                self._listen(now, now - due)
+                self.queue.age(now)
+                self.worker_changed()
+
+    def _listen(self, now: float, late_s: float) -> None:
+        """What runs on a worker that has fallen silent goes on elsewhere, if there is another.
+
+        So does what has not begun on one that does not hear us.
+
+        late_s: how late this process is itself; then it may be that it only did not listen.
+        """
+        if late_s > _LATE_S:
+            for session in self.sessions:
+                session.liveness.excuse(now)
+        heard = [(session, session.listen(now, self._silence_s)) for session in self.sessions]
+        for session, hearing in heard if self.ready else ():
+            if hearing == "silent":
+                self._moved(session, session.hand_over("the worker has fallen silent"), hearing)
+            elif hearing == "deaf":
+                self._moved(session, session.take_back("the worker does not hear"), hearing)
+
+    def _moved(self, session: WorkerSession, count: int, why: str) -> None:
+        if count:
+            logger.warning("worker %s is %s: %d moved", session.worker_id, why, count)
+            self._handed_over(count)
+
+    @property
+    def views(self) -> list[WorkerView]:
+        return [session.view for session in self.sessions]
+
+    @property
+    def lobby(self) -> Held:
+        """Requests that wait for the first worker."""
+        return self._lobby.held
+
+    @property
+    def ready(self) -> bool:
+        return any(view.able for view in self.views)
+
+    def check_ready(self) -> None:
+        """Raises NoWorker when no worker takes new work."""
+        if not self.ready:
+            raise self._no_worker()
+
+    async def until_ready(self, tenant: str, nbytes: int) -> None:
+        """Waits for a worker that takes work and for names, with a request of `nbytes` in hand.
+
+        As many may wait here as in the queue. Raises NoWorker when none came in time, QueueFull.
+        """
+        if self.ready and self.names_known.is_set():
+            return
+        refusal = self._lobby.refusal(tenant, 1, nbytes)
+        if refusal is not None:
+            raise QueueFull(f"no worker is ready, and {refusal[0]}", self._worker_wait_s)
+        self._lobby.add(tenant, nbytes)
+        self._became_ready.clear()
+        try:
+            async with asyncio.timeout(self._worker_wait_s):
+                await self._became_ready.wait()
+        except TimeoutError:
+            raise self._no_worker() from None
+        finally:
+            self._lobby.remove(tenant, nbytes)
+
+    async def acquire(self, entry: "Waiting[Any]") -> Placed:
+        """Waits in the queue for a worker with room. Raises QueueFull, DeadlinePassed, NoWorker."""
+        loop = asyncio.get_running_loop()
+        granted: asyncio.Future[Placed] = loop.create_future()
+        ticket = self.queue.push(msgspec.structs.replace(entry, payload=granted), loop.time())
+        self._grant()
+        if not granted.done():
+            self._hint(entry.wish)
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            if not self.queue.cancel(ticket) and _is_granted(granted):
+                granted.result().bill.settle()
+                granted.result().credit.release()
+            raise
+
+    async def load_adapter(self, origin: Origin, token: Secret | None) -> AdapterManifest:
+        """Lets the adapter's home fetch or merge it; where that cannot now, another worker.
+
+        Raises AdapterError.
+        """
+        failed = AdapterError("unavailable", "no worker is ready to load the adapter", (), 2.0)
+        asked: set[WorkerSession] = set()
+        for _ in range(_LOAD_ATTEMPTS):
+            sessions = [session for session in self.sessions if session not in asked]
+            home = self._placement.home(home_key(origin), [session.view for session in sessions])
+            if home is None:
+                break
+            session = next(session for session in sessions if session.view is home)
+            asked.add(session)
+            try:
+                return await session.load(origin, token)
+            except WorkerLost:
+                continue
+            except AdapterError as error:
+                if error.code != "unavailable":
+                    raise
+                failed = error
+        raise failed
+
+    def may_get(self, digest: str, error: AdapterError, avoid: Collection[str]) -> bool:
+        """Whether some worker but these may have an adapter that one could not get."""
+        others = [session for session in self.sessions if session.worker_id not in avoid]
+        return any(error.code == "unavailable" or session.knows(digest) for session in others)
+
+    async def accept_card(self, card: ModelCard) -> str | None:
+        return await self._accept_card(card)
+
+    def accept_worker(self, hello: WorkerHello) -> str | None:
+        """Of two workers with one name the one that started last is believed."""
+        for session in self.sessions:
+            if session.worker_id != hello.worker_id:
+                continue
+            if session.epoch >= hello.epoch:
+                return (
+                    f"another worker {hello.worker_id} is connected, which started as late or "
+                    "later: name it once, and give each worker a --worker-id of its own"
+                )
+            session.fence(f"another worker {hello.worker_id} has started since")
+        return None
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        """Of connected workers, without their texts."""
+        return [client.card for client in self.clients if client.card is not None]
+
+    def worker_connected(self, session: WorkerSession) -> None:
+        self.on_connect(session)
+
+    def worker_gone(self) -> None:
+        self.on_leave()
+
+    def worker_changed(self) -> None:
+        """Ends those whose time is over; hands out credits while there are some."""
+        now = asyncio.get_running_loop().time()
+        for entry in self.queue.expire(now):
+            _fail(entry, DeadlinePassed())
+        if self.ready:
+            self._unready_since = now
+            if self.names_known.is_set():
+                self._became_ready.set()
+        elif now - self._unready_since >= self._worker_wait_s:
+            for entry in self.queue.withdraw_new():
+                _fail(entry, self._no_worker())
+        self._grant()
+
+    @property
+    def sessions(self) -> list[WorkerSession]:
+        return [client.session for client in self.clients if client.session is not None]
+
+    def _grant(self) -> None:
+        if not len(self.queue):
+            return
+        sessions = self.sessions
+        views = [session.view for session in sessions]
+        now = asyncio.get_running_loop().time()
+        while (match := self._matcher.next(views, now)) is not None:
+            worker = match.decision.worker
+            session = next(session for session in sessions if session.view is worker)
+            self._hand_out(match, session)
+        if self._matcher.holds and self._retry is None:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(_HOLD_TICK_S, self._grant_held)
+
+    def _hand_out(self, match: Match[asyncio.Future[Placed]], session: WorkerSession) -> None:
+        entry, reason = match.entry, match.decision.reason
+        adapter = entry.wish.adapter
+        if entry.payload.done():  # its caller left, and has not taken it out of the queue yet
+            session.view.leave(adapter)
+            match.bill.settle()
+            return
+        logger.debug(
+            "a sequence of %r for adapter %.12s goes to %s: %s",
+            *(entry.tenant, adapter, session.worker_id, reason),
+        )
+        entry.payload.set_result(Placed(Credit(session, adapter), reason, match.bill))
+
+    def _hint(self, wish: Wish) -> None:
+        """While a sequence waits, its adapter's home brings the adapter nearer."""
+        views = self.views
+        if not wish.adapter or any(view.holds(wish.adapter) for view in views):
+            return
+        home = self._placement.home(wish.home_key, views)
+        if home is not None and wish.adapter in home.admitted:
+            session = next(session for session in self.sessions if session.view is home)
+            with contextlib.suppress(WorkerLost):
+                session.prefetch(wish.adapter)
+
+    def _grant_held(self) -> None:
+        self._retry = None
+        self._grant()
+
+    def _no_worker(self) -> NoWorker:
+        draining = any(view.draining for view in self.views)
+        why = "every worker is draining" if draining else "no worker is ready"
+        if self.ready:
+            why = "the operator's adapters are still being checked"
+        return NoWorker(f"{why}; try again soon", 2.0)
+
+
+def _is_granted(future: asyncio.Future[Placed]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _fail(entry: "Waiting[asyncio.Future[Placed]]", error: Exception) -> None:
+    if not entry.payload.done():
+        entry.payload.set_exception(error)

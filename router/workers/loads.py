@@ -1,0 +1,150 @@
+"""Adapters of one worker connection: loads and orders under way, and what the worker has."""
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from adapters.errors import AdapterError
+from adapters.manifest import AdapterManifest
+from router.names.served import Merge, Origin
+from server.protocol import (
+    AdapterLoad,
+    AdapterMerge,
+    AdapterOrder,
+    AdapterReport,
+    AdapterState,
+    OrderAction,
+)
+
+MAX_LOADS = 1024
+MAX_ORDERS = 256
+MAX_REMEMBERED_ADAPTERS = 1 << 16
+
+_Admission = tuple[str, Origin, str | None]
+
+
+class ProtocolFault(Exception):
+    """The worker sent something that the protocol does not allow."""
+
+
+class AdapterLoads:
+    """`send` puts a frame on the wire; it raises what the connection raises when it is gone."""
+
+    def __init__(self, send: Callable[[AdapterLoad | AdapterMerge], None]) -> None:
+        self.admitted: OrderedDict[str, None] = OrderedDict()
+        self._send = send
+        self._loads: dict[str, asyncio.Future[AdapterManifest]] = {}
+        self._admitting: dict[_Admission, asyncio.Future[AdapterManifest]] = {}
+        self._next_load = 0
+
+    async def admit(self, origin: Origin, token: str | None, digest: str) -> None:
+        """Lets the worker have this content; callers with the same credential share one load."""
+        key = (digest, origin, token)
+        pending = self._admitting.get(key)
+        if pending is None:
+            pending = asyncio.ensure_future(self.load(origin, token, digest))
+            self._admitting[key] = pending
+            pending.add_done_callback(lambda done: self._end_admission(key, done))
+        await asyncio.shield(pending)
+
+    async def load(
+        self, origin: Origin, token: str | None, expected_digest: str | None = None
+    ) -> AdapterManifest:
+        """Asks the worker to bring an adapter. token: opens a reference. Raises AdapterError."""
+        if len(self._loads) >= MAX_LOADS:
+            raise AdapterError("unavailable", "too many adapters are being fetched", (), 2.0)
+        load_id = f"l{self._next_load}"
+        self._next_load += 1
+        if isinstance(origin, Merge):
+            self._send(origin.frame(load_id))
+        else:
+            credential = None if token is None else str(token)
+            self._send(AdapterLoad(load_id, origin, credential, expected_digest))
+        future: asyncio.Future[AdapterManifest] = asyncio.get_running_loop().create_future()
+        self._loads[load_id] = future
+        try:
+            return await future
+        finally:
+            self._loads.pop(load_id, None)
+
+    def on_state(self, state: AdapterState) -> None:
+        """What the worker says of a load. Raises ProtocolFault."""
+        future = self._loads.get(state.load_id)
+        if future is None or future.done():
+            return
+        if state.stage == "ready":
+            if state.manifest is None:
+                raise ProtocolFault("an adapter is ready without a manifest")
+            self._remember(state.manifest.digest)
+            future.set_result(state.manifest)
+        elif state.stage == "failed":
+            future.set_exception(
+                AdapterError(
+                    state.error or "unavailable",
+                    state.message or "the worker could not load the adapter",
+                    state.violations,
+                    state.retry_after_s,
+                )
+            )
+
+    def forget(self, digest: str) -> None:
+        """The worker said that it does not have it (any more)."""
+        self.admitted.pop(digest, None)
+
+    def fail_all(self, error: Exception) -> None:
+        for future in self._loads.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _remember(self, digest: str) -> None:
+        self.admitted[digest] = None
+        self.admitted.move_to_end(digest)
+        if len(self.admitted) > MAX_REMEMBERED_ADAPTERS:
+            self.admitted.popitem(last=False)
+
+    def _end_admission(self, key: _Admission, done: asyncio.Future[AdapterManifest]) -> None:
+        self._admitting.pop(key, None)
+        if not done.cancelled():
+            done.exception()  # every waiter may have left: it counts as seen
+
+
+class AdapterOrders:
+    """Orders under way on one connection. `send` as for AdapterLoads."""
+
+    def __init__(self, send: Callable[[AdapterOrder], None]) -> None:
+        self._send = send
+        self._orders: dict[str, asyncio.Future[AdapterReport]] = {}
+        self._next_order = 0
+
+    async def order(self, action: OrderAction, digests: Sequence[str]) -> AdapterReport:
+        """Until the worker has carried it out, or says why it cannot. Raises AdapterError.
+
+        A load that nobody waits for any more is withdrawn.
+        """
+        if len(self._orders) >= MAX_ORDERS:
+            raise AdapterError("unavailable", "too many orders are being carried out", (), 2.0)
+        order_id = f"o{self._next_order}"
+        self._next_order += 1
+        self._send(AdapterOrder(order_id, action, tuple(digests)))
+        future: asyncio.Future[AdapterReport] = asyncio.get_running_loop().create_future()
+        self._orders[order_id] = future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if action == "load":  # an eviction is carried out all the same
+                with contextlib.suppress(Exception):  # `send`'s, when the connection is gone
+                    self._send(AdapterOrder(order_id, "withdraw", ()))
+            raise
+        finally:
+            self._orders.pop(order_id, None)
+
+    def on_report(self, report: AdapterReport) -> None:
+        future = self._orders.get(report.order_id)
+        if future is not None and not future.done():
+            future.set_result(report)
+
+    def fail_all(self, error: Exception) -> None:
+        for future in self._orders.values():
+            if not future.done():
+                future.set_exception(error)

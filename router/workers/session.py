@@ -1,0 +1,398 @@
+"""One live connection to a worker: credits, sequences in flight, adapter loads, status.
+
+It lasts as long as its WebSocket. Reconnecting and model cards are `worker_client`'s business.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import msgspec
+from websockets.asyncio.client import ClientConnection
+
+from adapters.manifest import AdapterManifest
+from router.names.served import Origin
+from router.policy.placement.liveness import Hearing, Liveness
+from router.policy.placement.workers import WorkerView
+from router.workers.loads import AdapterLoads, AdapterOrders, ProtocolFault
+from router.workers.pictures import WorkerPictures
+from router.workers.unsent import unsent_bytes
+from server.protocol import (
+    MAX_FRAME_BYTES,
+    Abort,
+    AdapterPins,
+    AdapterPrefetch,
+    AdapterReport,
+    AdapterState,
+    ErrorCode,
+    GenerateRequest,
+    OrderAction,
+    RouterFrame,
+    StepEvents,
+    TokenEvent,
+    WorkerHello,
+    WorkerPicture,
+    WorkerStatus,
+    decode_worker_frame,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_OUTBOX_BYTES = 64 << 20
+_PROBE_INTERVAL_S = 0.5
+
+Sink = Callable[[TokenEvent], None]
+SequenceKey = tuple[str, int, int]
+Tier = Literal["none", "device", "loading", "fetched", "absent"]
+
+
+class WorkerLost(Exception):
+    """The connection to the worker is gone, or cannot take this frame."""
+
+
+class _Live:
+    """A sequence in flight. It ends with the worker's terminal event, or with the connection."""
+
+    __slots__ = ("adapter", "begun", "next_index", "sink", "starting")
+
+    def __init__(self, sink: Sink, next_index: int, adapter: str, starting: bool) -> None:
+        self.sink: Sink | None = sink
+        self.next_index = next_index
+        self.adapter = adapter
+        self.starting = starting
+        self.begun = False
+
+
+class Credit:
+    """The right to one sequence on this connection; `submit` spends it, `release` gives it back.
+
+    adapter: of the sequence, "" = base; its worker's view counts it already.
+    """
+
+    __slots__ = ("_adapter", "_held", "session")
+
+    def __init__(self, session: "WorkerSession", adapter: str) -> None:
+        self.session = session
+        self._adapter = adapter
+        self._held = True
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Sends the sequence; its events go to `sink`, the last has `finish`. Raises WorkerLost."""
+        self.session.submit(request, sink)
+        self._held = False
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self.session.give_back(self._adapter)
+
+
+class WorkerSession:
+    """`on_change` is called, once a frame, when room, readiness or residency may have changed."""
+
+    def __init__(
+        self, socket: ClientConnection, hello: WorkerHello, on_change: Callable[[], None]
+    ) -> None:
+        self.hello = hello
+        self.status: WorkerStatus | None = None
+        self._told_at = asyncio.get_running_loop().time()
+        self.view = WorkerView(hello.worker_id, credits=hello.credits)
+        self._socket = socket
+        self._on_change = on_change
+        self._live: dict[SequenceKey, _Live] = {}
+        self._loads = AdapterLoads(self._send)
+        self.view.admitted = self._loads.admitted
+        self._orders = AdapterOrders(self._send)
+        self._hinted: set[str] = set()  # since the last status
+        self.pictures = WorkerPictures(self._send)
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self._outbox_filled = asyncio.Event()
+        self._closed = False
+        self.liveness = Liveness(asyncio.get_running_loop().time())
+        # Sequences that ended together when the engine or the connection was last lost.
+        self.lost_together = 0
+
+    @property
+    def worker_id(self) -> str:
+        return self.hello.worker_id
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago the worker last told its state; it does so twice a second."""
+        return asyncio.get_running_loop().time() - self._told_at
+
+    # Sequences
+
+    def give_back(self, adapter: str) -> None:
+        self.view.leave(adapter)
+        self._on_change()
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        frame = encode(request)
+        if len(frame) > MAX_FRAME_BYTES:
+            raise WorkerLost(f"the request is larger than a frame: {len(frame)} bytes")
+        self._send_frame(frame)
+        key = (request.request_id, request.attempt, request.choice)
+        adapter = request.adapter or ""
+        starting = not adapter or adapter in self.view.resident
+        self.view.starting += starting
+        self._live[key] = _Live(sink, len(request.accepted_ids), adapter, starting)
+
+    def abandon(self, request_id: str, attempt: int, choice: int) -> None:
+        """Aborts a sequence and drops its further events. Its credit comes back with the last."""
+        live = self._live.get((request_id, attempt, choice))
+        if live is None or live.sink is None:
+            return
+        live.sink = None
+        with contextlib.suppress(WorkerLost):  # then it ends with the connection
+            self._send(Abort(request_id, attempt, choice))
+
+    @property
+    def epoch(self) -> int:
+        """Later lives of a worker or its engine have larger ones."""
+        return self.hello.epoch if self.status is None else self.status.epoch
+
+    def fence(self, why: str) -> None:
+        """Ends the connection; what ran on it goes on elsewhere."""
+        logger.warning("worker %s is left: %s", self.worker_id, why)
+        self._socket.transport.abort()
+
+    # Silence
+
+    def listen(self, now: float, limit_s: float) -> Hearing:
+        """Whether the worker was heard, and heard us, in the last limit_s.
+
+        It is silent, too, when it says that its engine is.
+        """
+        self.liveness.unsent(self._outbox_bytes + unsent_bytes(self._socket.transport), now)
+        if self.liveness.judge(now, limit_s):
+            self._update_ready()
+            self._on_change()
+        engine_silent = self.status is not None and self.status.silent
+        return "silent" if engine_silent else self.liveness.hearing
+
+    def hand_over(self, why: str) -> int:
+        """Sequences and loads go on elsewhere. Should the worker wake up, it is told to stop them.
+
+        Returns how many sequences there were.
+        """
+        keys = list(self._live)
+        self.lost_together = sum(self._live[key].sink is not None for key in keys)
+        return self._leave(keys, "engine_lost", why)
+
+    def take_back(self, why: str) -> int:
+        """What has not begun, and may never have arrived, goes elsewhere; nothing was tried yet.
+
+        Returns how many sequences there were.
+        """
+        return self._leave(
+            [key for key, one in self._live.items() if not one.begun], "overloaded", why
+        )
+
+    def _leave(self, keys: list[SequenceKey], code: ErrorCode, why: str) -> int:
+        sinks = [(key, sink) for key in keys if (sink := self._live[key].sink) is not None]
+        for key, _ in sinks:
+            self.abandon(*key)
+        for key, sink in sinks:
+            sink(lost(*key, why, code))
+        self._loads.fail_all(WorkerLost(why))
+        return len(sinks)
+
+    # Adapters
+
+    def tier(self, digest: str | None) -> Tier:
+        """How the worker has an adapter, as far as is known here."""
+        if digest is None:
+            return "none"
+        if digest in self.view.resident:
+            return "device"
+        if digest in self.view.loading:
+            return "loading"
+        return "fetched" if digest in self._loads.admitted else "absent"
+
+    def knows(self, digest: str) -> bool:
+        return self.view.knows(digest)
+
+    def forget(self, digest: str) -> None:
+        """The worker said that it does not have it (any more)."""
+        self._loads.forget(digest)
+        self.view.resident -= {digest}
+        self.view.coming.pop(digest, None)
+
+    async def admit(self, origin: Origin, token: str | None, digest: str) -> None:
+        """Makes sure that the worker has this adapter. Raises AdapterError, WorkerLost."""
+        if not self.knows(digest):
+            await self._loads.admit(origin, token, digest)
+
+    async def load(self, origin: Origin, token: str | None) -> AdapterManifest:
+        """Asks the worker to fetch or merge an adapter. Raises AdapterError, WorkerLost."""
+        return await self._loads.load(origin, token)
+
+    async def order(self, action: OrderAction, *digests: str) -> AdapterReport:
+        """Moves admitted adapters between the worker's tiers. Raises AdapterError, WorkerLost."""
+        return await self._orders.order(action, digests)
+
+    def prefetch(self, digest: str) -> None:
+        """Hints that this adapter will be wanted, once between two reports. Raises WorkerLost."""
+        if digest not in self._hinted:
+            self._hinted.add(digest)
+            self._send(AdapterPrefetch((digest,)))
+
+    def pin(self, digests: Iterable[str]) -> None:
+        """These and no others are to stay on the device. Raises WorkerLost."""
+        self._send(AdapterPins(tuple(sorted(digests))))
+
+    # The connection
+
+    async def run(self) -> None:
+        """Serves the connection until it ends, always by an exception; then tells all who wait."""
+        tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._probe())]
+        try:
+            await self._read()
+        finally:
+            self._close("the connection to the worker was lost")
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        """Asks the worker again and again whether it hears us: its own frames do not tell."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self.liveness.asked(loop.time())
+            await (await self._socket.ping())
+            self.liveness.answered()
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    async def _write(self) -> None:
+        while True:
+            await self._outbox_filled.wait()
+            while self._outbox:
+                frame = self._outbox.popleft()
+                self._outbox_bytes -= len(frame)
+                await self._socket.send(frame)
+            self._outbox_filled.clear()
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            message = await self._socket.recv()
+            self.liveness.heard(loop.time())
+            if isinstance(message, str):
+                raise ProtocolFault("a text frame")
+            try:
+                frame = decode_worker_frame(message)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ProtocolFault(f"a frame that cannot be read: {error}") from error
+            if isinstance(frame, StepEvents):
+                self._on_step(frame)
+            elif isinstance(frame, WorkerStatus):
+                self._on_status(frame)
+            elif isinstance(frame, AdapterState):
+                self._loads.on_state(frame)
+            elif isinstance(frame, AdapterReport):
+                self._orders.on_report(frame)
+            elif isinstance(frame, WorkerPicture):
+                self.pictures.on_picture(frame)
+            else:
+                raise ProtocolFault("a second hello")
+
+    def _on_step(self, step: StepEvents) -> None:
+        freed = False
+        self.lost_together = sum(event.error == "engine_lost" for event in step.events)
+        for event in step.events:
+            key = (event.request_id, event.attempt, event.choice)
+            live = self._live.get(key)
+            if live is None:
+                continue  # a late attempt
+            if event.error is None and event.index != live.next_index:
+                self._break(key, live, event)
+                continue
+            live.next_index += len(event.token_ids)
+            if not live.begun:
+                live.begun = True
+                self.view.begin(live.starting)
+                freed = True
+            if event.finish is not None:
+                self._end(key, live)
+                freed = True
+            if live.sink is not None:
+                live.sink(event)
+        if freed:
+            self._on_change()
+
+    def _break(self, key: SequenceKey, live: _Live, event: TokenEvent) -> None:
+        """Tokens were lost or repeated on the way: this attempt is over, the next one resumes."""
+        sink = live.sink
+        self.lost_together = 1
+        self.abandon(*key)
+        if event.finish is not None:
+            self._end(key, live)
+        if sink is not None:
+            sink(lost(*key, f"expected token {live.next_index}, got token {event.index}"))
+
+    def _on_status(self, status: WorkerStatus) -> None:
+        self.status = status
+        self._told_at = asyncio.get_running_loop().time()
+        self._update_ready()
+        view = self.view
+        view.draining = status.draining
+        view.credits = status.credits or self.hello.credits
+        view.rows = status.rows
+        view.load = status.running + status.waiting
+        view.free_kv = status.free_pages / status.total_pages if status.total_pages else 1.0
+        view.resident, view.loading = frozenset(status.resident), frozenset(status.loading)
+        view.load_bytes_s = status.load_bytes_s or view.load_bytes_s
+        view.arrived(self._told_at)
+        self._hinted.clear()
+        self._on_change()
+
+    def _update_ready(self) -> None:
+        there = not self._closed and self.liveness.hearing == "good"
+        self.view.ready = there and self.status is not None and self.status.ready
+
+    def _end(self, key: SequenceKey, live: _Live) -> None:
+        del self._live[key]
+        if live.begun:
+            self.view.begun -= 1
+        else:
+            self.view.starting -= live.starting
+        self.view.leave(live.adapter)
+
+    def _send(self, frame: RouterFrame) -> None:
+        self._send_frame(encode(frame))
+
+    def _send_frame(self, frame: bytes) -> None:
+        if self._closed:
+            raise WorkerLost("the connection to the worker was lost")
+        if self._outbox_bytes + len(frame) > MAX_OUTBOX_BYTES:
+            self._socket.transport.abort()  # it has not read for long: no use in waiting
+            raise WorkerLost("the worker does not read")
+        self._outbox.append(frame)
+        self._outbox_bytes += len(frame)
+        self._outbox_filled.set()
+
+    def _close(self, why: str) -> None:
+        self._closed = True
+        self._update_ready()
+        live, self._live = self._live, {}
+        self.lost_together = len(live)
+        for key, sequence in live.items():
+            if sequence.sink is not None:
+                sequence.sink(lost(*key, why))
+        self._loads.fail_all(WorkerLost(why))
+        self._orders.fail_all(WorkerLost(why))
+        self.pictures.fail(WorkerLost(why))
+        self._on_change()
+
+
+def lost(
+    request_id: str, attempt: int, choice: int, why: str, code: ErrorCode = "engine_lost"
+) -> TokenEvent:
+    """The terminal event of an attempt whose worker cannot send one any more."""
+    return TokenEvent(request_id, attempt, choice, 0, (), finish="error", error=code, message=why)

@@ -1,0 +1,305 @@
+"""Which adapters lie in an arena of fixed-size extents, who uses them, and who must go. Pure.
+
+Used for the device arena (by the scheduler) and for the host arena (by the worker shell). It moves
+no bytes and knows no clock: recency is the order of calls. What is worth keeping is `eviction`'s.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from server.engine.memory.eviction import EvictionReason, Worth
+from server.engine.memory.extents import FREE, TAKEN, Span, each, fit, join, mark, spread
+
+AdapterStage = Literal["absent", "loading", "ready"]
+
+
+class Placement(NamedTuple):
+    """Where an adapter lies. extents: the first extent of each of its runs, in the runs' order.
+
+    evicted: digests that went to make room for it.
+    """
+
+    adapter_slot: int
+    extents: tuple[int, ...]
+    evicted: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Entry:
+    placement: Placement
+    extents: tuple[int, ...]  # every one of them
+    spans: tuple[Span, ...]  # the same
+    ready: bool = False
+    leases: int = 0
+
+
+class AdapterArena:
+    """ABSENT -> LOADING -> READY (leases) -> ABSENT, for every digest.
+
+    A lease protects an adapter from eviction. Its holder keeps it until the last step that reads
+    the adapter was *collected*, so an unleased adapter is read by no step in flight, and its
+    extents and slot may be overwritten at once. Without a use for slots, give as many as extents.
+    """
+
+    def __init__(self, num_extents: int, extent_bytes: int, num_slots: int) -> None:
+        self.num_extents = num_extents
+        self.extent_bytes = extent_bytes
+        self.num_slots = num_slots
+        self.evictions: Counter[EvictionReason] = Counter()
+        self.num_ready = 0
+        self._changes = self._told_changes = 0  # of what is ready
+        self._map = bytearray([FREE]) * num_extents
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        # Least recently used first. All of a plain dict are looked at in a fraction of the time.
+        self._entries: dict[str, _Entry] = {}
+        self._pins: frozenset[str] = frozenset()
+        # The map if only what is pinned were here, and how many that are.
+        self._beside_pins: tuple[bytearray, int] | None = None
+        self._worth = Worth()
+
+    # ---- questions
+
+    @property
+    def free_extents(self) -> int:
+        return self._map.count(FREE)
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.num_extents - self.free_extents) * self.extent_bytes
+
+    @property
+    def num_adapters(self) -> int:
+        """Those on their way included."""
+        return len(self._entries)
+
+    def stage(self, digest: str) -> AdapterStage:
+        entry = self._entries.get(digest)
+        if entry is None:
+            return "absent"
+        return "ready" if entry.ready else "loading"
+
+    def placement(self, digest: str) -> Placement | None:
+        entry = self._entries.get(digest)
+        return entry.placement if entry else None
+
+    def spans(self, digest: str) -> tuple[Span, ...]:
+        """Where it lies, in as few rows of extents as there are, the lowest first."""
+        entry = self._entries.get(digest)
+        return entry.spans if entry else ()
+
+    def leases(self, digest: str) -> int:
+        entry = self._entries.get(digest)
+        return entry.leases if entry else 0
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """Digests, least recently used first."""
+        return tuple(d for d, e in self._entries.items() if e.ready)
+
+    def take_resident(self) -> tuple[str, ...] | None:
+        """`ready`, if that has changed since the last call."""
+        told, self._told_changes = self._told_changes, self._changes
+        return None if told == self._changes else self.ready
+
+    @property
+    def loading(self) -> tuple[str, ...]:
+        return tuple(d for d, e in self._entries.items() if not e.ready)
+
+    def refusal(self, runs: Sequence[int]) -> str | None:
+        """Why an adapter of these runs can never be placed, or None if it can."""
+        if any(length < 1 for length in runs):
+            return "malformed layout: a run of extents must have a length of at least 1"
+        if self.num_slots == 0:
+            return "no adapter slots: adapters are switched off here"
+        if sum(runs) > self.num_extents:
+            need, have = sum(runs) * self.extent_bytes, self.num_extents * self.extent_bytes
+            return f"adapter needs {need} bytes of adapter memory, but there are only {have} in all"
+        if self._pins and not self._fits_beside_pins(runs):
+            if self._beside_pins is not None and self._beside_pins[1] >= self.num_slots:
+                return f"all {self.num_slots} adapter slots hold pinned adapters: unpin some"
+            need, have = sum(runs) * self.extent_bytes, self.num_extents * self.extent_bytes
+            return (
+                f"adapter needs {need} bytes of adapter memory, and pinned adapters leave no room "
+                f"for it in the {have} that there are: unpin some"
+            )
+        return None
+
+    def would_fit(self, runs: Sequence[int], without: Collection[str]) -> bool:
+        """Whether there were room if the adapters `without` and every unleased one were gone."""
+        gone = [
+            entry
+            for digest, entry in self._entries.items()
+            if self._evictable(digest, entry) or (digest in without and digest not in self._pins)
+        ]
+        return self._try(runs, gone) is not None
+
+    @property
+    def pins(self) -> frozenset[str]:
+        return self._pins
+
+    # ---- changes
+
+    def pin_only(self, digests: Collection[str]) -> None:
+        """From now on these, whether they are here or not, and no others are safe from eviction."""
+        self._pins = frozenset(digests)
+        self._beside_pins = None
+
+    def acquire(self, digest: str) -> Placement | None:
+        """Look up and lease in one step; None unless READY. Every lease is released once."""
+        entry = self._entries.get(digest)
+        if entry is None or not entry.ready:
+            return None
+        entry.leases += 1
+        self._entries[digest] = self._entries.pop(digest)
+        self._worth.used(digest, len(self._entries))
+        return entry.placement
+
+    def release(self, digest: str) -> None:
+        entry = self._entries[digest]
+        if entry.leases < 1:
+            raise ValueError(f"adapter {digest} has no lease to release")
+        entry.leases -= 1
+        self._entries[digest] = self._entries.pop(digest)
+
+    def place(
+        self, digest: str, runs: Sequence[int], keep: Collection[str] = ()
+    ) -> Placement | None:
+        """ABSENT -> LOADING. Evicts unleased READY adapters, those worth least first, as few as
+        it takes.
+
+        None: no room now, and nothing was evicted. `keep`: digests that must not be evicted.
+        """
+        if digest in self._entries:
+            raise ValueError(f"adapter {digest} is already {self.stage(digest)}")
+        if self.refusal(runs) is not None:
+            return None
+        victims = self._choose_victims(runs, keep)
+        if victims is None:
+            return None
+        self._evict(victims, self._shortage(runs))
+        extents = self._try(runs, ())
+        assert extents is not None
+        placement = Placement(self._free_slots.pop(), extents, tuple(victims))
+        entry = _Entry(placement, spread(extents, runs), join(extents, runs))
+        mark(self._map, entry.spans, TAKEN)
+        self._entries[digest] = entry
+        if digest in self._pins:
+            self._beside_pins = None
+        return placement
+
+    def finish(self, digest: str, load_s: float | None = None) -> None:
+        """LOADING -> READY: its bytes are there. load_s: what that took, if it was measured."""
+        entry = self._entries[digest]
+        if entry.ready:
+            raise ValueError(f"adapter {digest} is ready already")
+        entry.ready = True
+        self.num_ready += 1
+        self._changes += 1
+        self._worth.loaded(digest, len(entry.extents), load_s)
+
+    def drop(self, digest: str) -> None:
+        """LOADING (given up; nothing writes it any more) or READY without leases -> ABSENT."""
+        entry = self._entries[digest]
+        if entry.leases:
+            raise ValueError(f"adapter {digest} is in use")
+        self._remove(digest)
+        if entry.ready:
+            self.evictions["order"] += 1
+
+    # ---- inside
+
+    def _evictable(self, digest: str, entry: _Entry) -> bool:
+        return entry.ready and entry.leases == 0 and digest not in self._pins
+
+    def _fits_beside_pins(self, runs: Sequence[int]) -> bool:
+        """Whether there were room if only what is pinned were here. Asked at every attempt, so the
+        map is kept as long as neither the pins nor their places change."""
+        if self._beside_pins is None:
+            pinned = [self._entries[d] for d in self._pins if d in self._entries]
+            space = bytearray([FREE]) * self.num_extents
+            for entry in pinned:
+                mark(space, entry.spans, TAKEN)
+            self._beside_pins = space, len(pinned)
+        space, num_pinned = self._beside_pins
+        return num_pinned < self.num_slots and fit(bytearray(space), runs) is not None
+
+    def _shortage(self, runs: Sequence[int]) -> EvictionReason:
+        if self.free_extents < sum(runs):
+            return "bytes"
+        return "runs" if self._free_slots else "slots"
+
+    def _evict(self, digests: Sequence[str], reason: EvictionReason) -> None:
+        for digest in digests:
+            self._remove(digest)
+            self.evictions[reason] += 1
+
+    def _remove(self, digest: str) -> None:
+        entry = self._entries.pop(digest)
+        self.num_ready -= entry.ready
+        self._changes += entry.ready
+        mark(self._map, entry.spans, FREE)
+        self._free_slots.append(entry.placement.adapter_slot)
+        if digest in self._pins:
+            self._beside_pins = None
+
+    def _choose_victims(self, runs: Sequence[int], keep: Collection[str]) -> list[str] | None:
+        """The fewest that make room, those worth least first; then spare each whose room is not
+        needed."""
+        if self._try(runs, ()) is not None:
+            return []
+        spared = self._pins.union(keep)
+        # As `_evictable`, in place: all adapters are looked at, on a loop that carries streams.
+        candidates = [
+            d for d, e in self._entries.items() if e.ready and not e.leases and d not in spared
+        ]
+        cheapest = self._worth.cheapest_first(candidates, len(self._entries))
+        victims: dict[str, _Entry] = {}
+        low, high = 0, 0
+        while self._try(runs, victims.values()) is None:
+            if high == len(candidates):
+                return None
+            low, high = high + 1, min(max(1, 2 * high), len(candidates))
+            victims |= {d: self._entries[d] for d in islice(cheapest, high - len(victims))}
+        entries = list(victims.values())
+        while low < high:
+            middle = (low + high) // 2
+            if self._try(runs, entries[:middle]) is None:
+                low = middle + 1
+            else:
+                high = middle
+        victims = dict(islice(victims.items(), low))
+        for digest in reversed(tuple(victims)):
+            others = [e for d, e in victims.items() if d != digest]
+            if self._try(runs, others) is not None:
+                del victims[digest]
+        return list(victims)
+
+    def _try(self, runs: Sequence[int], gone: Collection[_Entry]) -> tuple[int, ...] | None:
+        """First extents for `runs` if `gone` were not there, or None."""
+        if not self._free_slots and not gone:
+            return None
+        if self.free_extents + sum(len(e.extents) for e in gone) < sum(runs):
+            return None
+        space = bytearray(self._map)
+        for entry in gone:
+            mark(space, entry.spans, FREE)
+        return fit(space, runs)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError: extents conserved and disjoint, slots too, leases sane."""
+        taken = [x for e in self._entries.values() for x in e.extents]
+        assert len(taken) == len(set(taken)), "two adapters share an extent"
+        assert all(self._map[x] == TAKEN for x in taken), "a used extent is marked free"
+        assert len(taken) + self.free_extents == self.num_extents, "extents lost"
+        assert self.num_ready == len(self.ready), "those that are ready are miscounted"
+        for entry in self._entries.values():
+            rows = tuple(each(entry.spans))
+            assert rows == tuple(sorted(entry.extents)), "spans tell of other extents"
+        slots = [e.placement.adapter_slot for e in self._entries.values()] + self._free_slots
+        assert sorted(slots) == list(range(self.num_slots)), "adapter slots lost or shared"
+        for digest, entry in self._entries.items():
+            assert entry.leases >= 0, f"negative leases of {digest}"
+            assert entry.ready or entry.leases == 0, f"{digest} leased while loading"

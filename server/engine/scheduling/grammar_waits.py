@@ -1,0 +1,30 @@
+"""Sequences whose constraint is being made. Pure."""
+
+from server.constraints.wishes import ConstraintWish
+from server.engine.scheduling.sequence import Sequence, State
+
+
+class GrammarWaits:
+    """Those in NEEDS_GRAMMAR."""
+
+    def __init__(self) -> None:
+        self._wishes: list[ConstraintWish] = []
+        self._parked: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    def park(self, sequence: Sequence) -> None:
+        sequence.move(State.NEEDS_GRAMMAR)
+        request = sequence.request
+        self._parked[sequence.key] = sequence
+        self._wishes.append(ConstraintWish(sequence.key, request.sampling, request.accepted_ids))
+
+    def unpark(self, key: int) -> Sequence | None:
+        """It waits here no longer; None where it has ended."""
+        return self._parked.pop(key, None)
+
+    def take_wishes(self) -> list[ConstraintWish]:
+        """All since the last call, but for sequences that have ended."""
+        wishes, self._wishes = self._wishes, []
+        return [wish for wish in wishes if wish.key in self._parked]

@@ -1,0 +1,121 @@
+"""What sequences hold of the KV cache: taking pages, sharing full ones, giving them up. Pure."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from server.engine.memory.pages import PageHash, PagePool
+from server.engine.scheduling.sequence import Sequence
+
+# A prompt waits for another's prefill of the same tokens when that saves at least so many.
+SHARE_WORTH_TOKENS = 64
+# Pages that one plan hashes at most to find what is cached of prompts, while others run: 16 pages
+# take some 20 us.
+HASHED_PER_PLAN = 256
+
+
+class SequencePages:
+    """The page pool, as sequences use it."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.pool = PagePool(num_pages, page_size)
+        # Full prompt pages on their way: of each sequence the next ones, as many as decide whether
+        # another waits for it.
+        self._computing: dict[PageHash, Sequence] = {}
+        self._next_pages = -(-SHARE_WORTH_TOKENS // page_size)
+        self._budget = HASHED_PER_PLAN
+
+    def begin_plan(self) -> None:
+        self._budget = HASHED_PER_PLAN
+
+    def look_up(self, sequence: Sequence, others_wait: bool) -> bool:
+        """Hashes its prompt as far as it can be read, or is computed. False: this plan has hashed
+        enough, and the next goes on.
+
+        others_wait: there is a step to launch; else it costs nobody anything.
+        """
+        hashes, size = sequence.hashes, self.pool.page_size
+        full = 0 if sequence.needs_prompt_logprobs else (len(sequence.tokens) - 1) // size
+        while len(hashes) < full:
+            if hashes and not (hashes[-1] in self._computing or self.pool.knows(hashes[-1])):
+                break
+            if others_wait and not self._budget:
+                return False
+            self._budget = max(0, self._budget - 1)
+            sequence.page_hash(size, len(hashes))
+        return True
+
+    def is_computed_elsewhere(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to publish much of the same prompt.
+
+        Many ask in every plan: no page is hashed behind the first that nobody has or computes,
+        as it could not be read, nor behind those that make it worth the wait.
+        """
+        if not self._computing:
+            return False
+        soon = 0
+        for digest in self._readable(sequence):
+            if digest in self._computing:
+                soon += self.pool.page_size
+                if soon >= SHARE_WORTH_TOKENS:
+                    return True
+            elif not self.pool.knows(digest):
+                return False
+        return False
+
+    def take(self, sequence: Sequence, reserve: int) -> bool:
+        """Pages for all its tokens, cached ones first, if `reserve` are left over for others."""
+        cached = self.pool.match(self._readable(sequence))
+        missing = self.pool.pages_for(len(sequence.tokens)) - len(cached)
+        if self.pool.available < missing + reserve:
+            self.pool.release(cached)
+            return False
+        fresh = self.pool.allocate(missing)
+        assert fresh is not None
+        sequence.pages = cached + fresh
+        sequence.num_published = len(cached)
+        sequence.num_computed = len(cached) * self.pool.page_size
+        self._computes_next(sequence)
+        return True
+
+    def missing(self, sequence: Sequence) -> int:
+        """Pages it lacks for one more token."""
+        return self.pool.pages_for(sequence.num_computed + 1) - len(sequence.pages)
+
+    def publish(self, sequence: Sequence, num_computed: int) -> None:
+        """Its first `num_computed` tokens are computed, and no worse than they should be."""
+        num_full = num_computed // self.pool.page_size
+        if num_full <= sequence.num_published:
+            return
+        for i in range(sequence.num_published, num_full):
+            digest = sequence.page_hash(self.pool.page_size, i)
+            self.pool.publish(sequence.pages[i], digest)
+            self._no_longer_computes(sequence, digest)
+        sequence.num_published = num_full
+        self._computes_next(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        for digest in sequence.hashes[sequence.num_published :]:
+            self._no_longer_computes(sequence, digest)
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.num_published = 0
+        sequence.num_computed = 0
+
+    def _readable(self, sequence: Sequence, first: int = 0) -> Iterator[PageHash]:
+        """Full pages it may read instead of computing, each hashed when it is asked for.
+
+        At least one token is computed.
+        """
+        if sequence.needs_prompt_logprobs:
+            return
+        size = self.pool.page_size
+        for page in range(first, (len(sequence.tokens) - 1) // size):
+            yield sequence.page_hash(size, page)
+
+    def _computes_next(self, sequence: Sequence) -> None:
+        for digest in islice(self._readable(sequence, sequence.num_published), self._next_pages):
+            self._computing.setdefault(digest, sequence)
+
+    def _no_longer_computes(self, sequence: Sequence, digest: PageHash) -> None:
+        if self._computing.get(digest) is sequence:
+            del self._computing[digest]

@@ -1,0 +1,397 @@
+"""Which tokens of which sequences each step computes, and what comes of them. Pure.
+
+There is no prefill or decode phase: every sequence has a computed count that catches up with its
+token count, under one token budget a step. A plan may be made while earlier steps are in flight.
+"""
+
+from bisect import insort
+from collections import deque
+
+from server.constraints.constraint import Constraint
+from server.constraints.wishes import ConstraintNews
+from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
+from server.engine.memory.residency import AdapterArena
+from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
+from server.engine.plan import SeqSlice, SliceResult, StepPlan
+from server.engine.scheduling.batch import Batch
+from server.engine.scheduling.deadlines import Deadlines
+from server.engine.scheduling.grammar_waits import GrammarWaits
+from server.engine.scheduling.kv import SequencePages
+from server.engine.scheduling.loading import AdapterLoads
+from server.engine.scheduling.outcome import (
+    drawn_events,
+    error_event,
+    finished_before,
+    not_finite,
+    token_event,
+)
+from server.engine.scheduling.scheduler_config import SchedulerConfig
+from server.engine.scheduling.sequence import ORDER, Order, Sequence, State, discard
+from server.engine.validation import Refusal, refuse, token_limit
+from server.protocol import ErrorCode, Finish, GenerateRequest
+
+
+class Scheduler:
+    """Single-threaded. Rows, pages and leases a sequence holds are given up only when no step in
+    flight contains it; its terminal event does not wait for that.
+    """
+
+    def __init__(self, limits: ExecutorLimits, config: SchedulerConfig) -> None:
+        self.limits = limits
+        self.config = config
+        self.pages = SequencePages(limits.num_pages, limits.page_size)
+        self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
+        self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
+        self.grammars = GrammarWaits()
+        self._eos = frozenset(limits.eos_token_ids)
+        # Every running sequence can have a token in every step.
+        num_rows = min(limits.max_rows, limits.max_step_tokens)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._freed_rows: list[int] = []
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting: list[Sequence] = []  # both in order
+        self._running: list[Sequence] = []
+        self._departing: set[Sequence] = set()  # will give up what they hold at some commit
+        self._in_flight: deque[Batch] = deque()
+        self._deadlines = Deadlines()
+        self._events: list[SequenceEvent] = []
+        self._arrivals = 0
+        self._step = 0
+        self._now = 0.0
+        self._preemptions = 0
+        self._prefix_hit_tokens = 0
+        self._prompt_tokens = 0
+
+    # ---- requests
+
+    def submit(self, key: int, request: GenerateRequest, now: float) -> None:
+        """Take a request. Whatever is wrong with it ends it at once in an error event."""
+        self._now = now
+        self._arrivals += 1
+        order = Order(request.priority, self._arrivals)
+        refusal = refuse(request, self.limits)
+        limit = token_limit(request, self.limits)
+        deadline = None if request.deadline_s is None else now + request.deadline_s
+        sequence = Sequence(key, request, order, limit, deadline)
+        if key in self._sequences:
+            self._events.append(error_event(sequence, "invalid_request", f"key {key} is in use"))
+            return
+        self._sequences[key] = sequence
+        if refusal is not None:
+            self._fail(sequence, *refusal)
+        elif deadline is not None and deadline <= now:
+            self._fail(sequence, "deadline", "the deadline was over on arrival")
+        elif (finish := finished_before(sequence, self._eos)) is not None:
+            self._finish(sequence, finish)
+        elif self.stats().waiting >= self.config.max_waiting:
+            self._fail(sequence, "overloaded", f"{self.config.max_waiting} sequences wait already")
+        else:
+            if deadline is not None:
+                self._deadlines.add(key, deadline)
+            self._enqueue(sequence)
+
+    def constraint_news(self, news: ConstraintNews, now: float) -> None:
+        """Of a sequence that waits for it, or has ended."""
+        self._now = now
+        sequence, outcome = self.grammars.unpark(news.key), news.outcome
+        if sequence is None:
+            return
+        if isinstance(outcome, Refusal):
+            self._fail(sequence, *outcome)
+            return
+        sequence.constraint = outcome
+        if outcome.state == "over":
+            self._finish(sequence, "stop")
+        else:
+            sequence.move(State.WAITING)
+            self._enqueue(sequence)
+
+    def abort(self, key: int) -> None:
+        """End it with finish `abort`. An unknown key has ended already."""
+        sequence = self._sequences.get(key)
+        if sequence is not None:
+            self._finish(sequence, "abort")
+
+    def fail_running(self, code: ErrorCode, message: str) -> None:
+        """The device lost the steps in flight: end all that were computed on it."""
+        lost = {s for batch in self._in_flight for s in batch.sequences}
+        self._in_flight.clear()
+        for sequence in [*self._running, *self._departing]:
+            sequence.in_flight = sequence.pending = 0
+            if sequence in lost:
+                self.pages.pool.forget(sequence.pages)
+            if sequence.state is State.RUNNING:
+                self._fail(sequence, code, message)
+            else:
+                self._settle(sequence)
+
+    # ---- adapters
+
+    def slab_staged(self, staged: SlabStaged, now: float) -> None:
+        copy = AdapterCopy(-1, staged.layout, staged.extents, ())
+        problem = self.loads.staged(copy, staged.load_s, now)
+        if problem is not None:
+            self._fail_waiters(self.loads.take_waiters(staged.layout.digest), problem)
+
+    def slab_missing(self, digest: str, message: str) -> None:
+        self._fail_waiters(self.loads.missing(digest, message), message)
+
+    def copy_news(self, news: CopyNews, now: float) -> None:
+        if isinstance(news, CopyUsable):
+            self.loads.usable(news.digest, now)
+            for sequence in self.loads.take_waiters(news.digest):
+                sequence.load_s += now - sequence.parked_at
+                sequence.move(State.WAITING)
+                insort(self._waiting, sequence, key=ORDER)
+            return
+        self.loads.over(news.digest, news.error)
+        if news.error is not None:
+            self._fail_waiters(self.loads.take_waiters(news.digest), news.error)
+
+    def _fail_waiters(self, waiters: list[Sequence], message: str) -> None:
+        for sequence in waiters:
+            self._fail(sequence, "adapter_unavailable", message)
+
+    # ---- output
+
+    def take_events(self) -> list[SequenceEvent]:
+        """All since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences whose terminal event is still to come."""
+        return len(self._sequences)
+
+    def next_deadline(self) -> float | None:
+        """When `plan` has something to do though nothing else happens."""
+        first = self._deadlines.next()
+        return None if first is None else first[0]
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            free_pages=self.pages.pool.available,
+            running=len(self._running),
+            waiting=len(self._waiting) + self.loads.num_parked + len(self.grammars),
+            resident=self.arena.num_ready,
+            loading=self.loads.loading,
+            preemptions=self._preemptions,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+            prompt_tokens=self._prompt_tokens,
+            evictions=dict(self.arena.evictions),
+            adapter_bytes=self.arena.used_bytes,
+        )
+
+    # ---- plan
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before something else happens."""
+        self._now = now
+        self._expire(now)
+        self._make_room(now)
+        self.pages.begin_plan()
+        batch = Batch(self._step + 1, self.limits.max_step_tokens, self._freed_rows)
+        running = list(self._running)
+        for sequence in running:  # first the streams that go on
+            if sequence.num_wanted == 1 and self._can_run(sequence) and self._grow(batch, sequence):
+                batch.add(sequence)
+        for sequence in (s for s in running if s.num_wanted > 1 and self._can_run(s)):
+            self._admit(batch, sequence.order.priority)  # between two chunks: nothing is cut
+            if batch.budget:
+                batch.add(sequence)
+        self._admit(batch)
+        self._ask()
+        if not batch.sequences:
+            return None
+        self._step += 1
+        self._freed_rows = []
+        self._in_flight.append(batch)
+        return batch.plan
+
+    def go_on_loading(self, now: float) -> None:
+        """What can be done for absent adapters between two plans, while steps are in flight."""
+        self._now = now
+        self._make_room(now)
+        self._ask()
+
+    def _make_room(self, now: float) -> None:
+        self.loads.drop_condemned(self._sequences.values())
+        self.loads.give_room(now, self._waiting, self._running)
+        refused, self.loads.refused = self.loads.refused, []
+        for digest, message in refused:
+            self._fail_waiters(self.loads.take_waiters(digest), message)
+
+    def _ask(self) -> None:
+        self.loads.ask(self._now)
+        # Who needed them may have ended only now, and nothing else may happen for long.
+        self.loads.drop_condemned(self._sequences.values())
+
+    @staticmethod
+    def _can_run(sequence: Sequence) -> bool:
+        return sequence.state is State.RUNNING and not sequence.leaving
+
+    def _expire(self, now: float) -> None:
+        while (first := self._deadlines.next()) is not None and first[0] <= now:
+            self._fail(self._sequences[first[1]], "deadline", "the deadline passed")
+
+    def _grow(self, batch: Batch, sequence: Sequence) -> bool:
+        """A page for one more token if it needs one, taken from the youngest if none is left."""
+        while (missing := self.pages.missing(sequence)) > 0:
+            pages = self.pages.pool.allocate(missing)
+            if pages is not None:
+                batch.grant(sequence, pages)
+                return True
+            if self._departing:
+                return False  # pages come free at a commit
+            victim = self._running[-1]
+            self._preemptions += 1
+            victim.leaving = True
+            self._settle(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _admit(self, batch: Batch, priority: float = float("inf")) -> None:
+        """Who goes before all of `priority`."""
+        if any(s.leaving for s in self._departing):
+            return
+        for sequence in list(self._waiting):
+            if not batch.budget or not self._free_rows or sequence.order.priority >= priority:
+                return
+            if self.loads.holds_back(sequence):
+                continue
+            if not self.pages.look_up(sequence, bool(self._running)):
+                return  # in order, as below
+            if self.pages.is_computed_elsewhere(sequence):
+                continue
+            if not self._has_adapter(sequence):
+                discard(self._waiting, sequence)
+                self._enqueue(sequence)
+            elif self.pages.take(sequence, reserve=len(self._running)):
+                self._start(batch, sequence)
+            else:
+                return  # in order: small ones must not overtake a large one for ever
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        return sequence.adapter is None or self.arena.stage(sequence.adapter) == "ready"
+
+    def _start(self, batch: Batch, sequence: Sequence) -> None:
+        discard(self._waiting, sequence)
+        insort(self._running, sequence, key=ORDER)
+        sequence.move(State.RUNNING)
+        sequence.seq_row = self._free_rows.pop()
+        if sequence.adapter is not None:
+            placement = self.arena.acquire(sequence.adapter)
+            assert placement is not None
+            sequence.adapter_slot = placement.adapter_slot
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_len)
+            self._prefix_hit_tokens += sequence.cached_tokens
+            self._prompt_tokens += sequence.prompt_len
+        batch.start(sequence)
+        batch.add(sequence)
+
+    def constraints(self, slices: list[int]) -> list[Constraint | None]:
+        """Of slices of the oldest step in flight, by their places; None = it has ended."""
+        return self._in_flight[0].constraints(slices)
+
+    # ---- commit
+
+    def commit(self, step: int, results: list[SliceResult]) -> None:
+        """The results of the oldest step in flight."""
+        batch = self._in_flight.popleft()
+        if batch.plan.step != step or len(results) != len(batch.sequences):
+            raise ValueError(
+                f"expected {len(batch.sequences)} results of step {batch.plan.step}, "
+                f"got {len(results)} of step {step}"
+            )
+        for piece, sequence, result in zip(
+            batch.plan.slices, batch.sequences, results, strict=True
+        ):
+            sequence.in_flight -= 1
+            sequence.pending -= piece.sample
+            if sequence.state is State.RUNNING:
+                self._apply(sequence, piece, result)
+            self._settle(sequence)
+
+    def _apply(self, sequence: Sequence, piece: SeqSlice, result: SliceResult) -> None:
+        if result.failed:
+            self.pages.pool.forget(sequence.pages)
+            self._fail(sequence, "internal", not_finite(sequence.adapter))
+            return
+        end = piece.start + piece.num_new
+        self.pages.publish(sequence, end)
+        if piece.prompt_logprobs:
+            sequence.prompt_logprobs += result.prompt_logprobs or ()
+        if not piece.sample:
+            if end >= sequence.limit:  # the prompt was only to be scored
+                self._finish(sequence, "length")
+            return
+        token_id = result.token_id
+        if token_id is None or not 0 <= token_id < self.limits.vocab_size:
+            self._fail(sequence, "internal", f"the model gave token id {token_id}")
+            return
+        logprob = result.logprob if sequence.request.sampling.logprobs is not None else None
+        self._events += drawn_events(sequence, token_id, logprob, self._eos)
+        if self._events[-1].event.finish is not None:
+            self._end(sequence)
+
+    # ---- endings
+
+    def _fail(self, sequence: Sequence, code: ErrorCode, message: str) -> None:
+        self._events.append(error_event(sequence, code, message))
+        self._end(sequence)
+
+    def _finish(self, sequence: Sequence, finish: Finish) -> None:
+        self._events.append(token_event(sequence, None, finish=finish))
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.key]
+        self._deadlines.discard(sequence.key)
+        if sequence.state is State.NEEDS_ADAPTER:
+            self.loads.unpark(sequence)
+        elif sequence.state is State.NEEDS_GRAMMAR:
+            self.grammars.unpark(sequence.key)
+        else:
+            discard(self._waiting, sequence)
+        sequence.move(State.FINISHED)
+        self._settle(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Give up what it holds if it is over or leaving, and no step in flight contains it."""
+        over = sequence.state is State.FINISHED
+        if sequence.seq_row < 0 or not (over or sequence.leaving):
+            return
+        if over:
+            discard(self._running, sequence)
+        if sequence.in_flight:
+            self._departing.add(sequence)
+            return
+        self._departing.discard(sequence)
+        self._release(sequence)
+        if not over:
+            discard(self._running, sequence)
+            sequence.move(State.WAITING)
+            self._enqueue(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pages.release(sequence)
+        self._free_rows.append(sequence.seq_row)
+        self._freed_rows.append(sequence.seq_row)
+        if sequence.adapter is not None:
+            self.arena.release(sequence.adapter)
+        sequence.seq_row = sequence.adapter_slot = -1
+        sequence.leaving = False
+        sequence.prompt_logprobs.clear()
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        if sequence.constraint is None and sequence.request.sampling.is_constrained:
+            self.grammars.park(sequence)
+        elif self._has_adapter(sequence):
+            insort(self._waiting, sequence, key=ORDER)
+        else:
+            sequence.move(State.NEEDS_ADAPTER)
+            sequence.parked_at = self._now
+            self.loads.park(sequence)

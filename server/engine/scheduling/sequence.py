@@ -1,0 +1,143 @@
+"""One request inside the engine: its tokens, how far they are computed, and what it holds. Pure."""
+
+import enum
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import attrgetter
+from typing import NamedTuple
+
+from server.constraints.constraint import Constraint
+from server.engine.memory.pages import PageHash, page_hash, root_hash
+from server.protocol import GenerateRequest, TokenLogprob
+
+
+class State(enum.Enum):
+    NEEDS_GRAMMAR = "needs_grammar"  # its constraint is being made
+    WAITING = "waiting"  # for a row and pages
+    NEEDS_ADAPTER = "needs_adapter"  # its adapter is not on the device
+    RUNNING = "running"  # holds a row, pages and its adapter's lease
+    FINISHED = "finished"  # its terminal event is out; steps in flight may still use what it holds
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.NEEDS_GRAMMAR: frozenset({State.WAITING, State.FINISHED}),
+    State.WAITING: frozenset(
+        {State.NEEDS_GRAMMAR, State.NEEDS_ADAPTER, State.RUNNING, State.FINISHED}
+    ),
+    State.NEEDS_ADAPTER: frozenset({State.WAITING, State.FINISHED}),
+    State.RUNNING: frozenset({State.WAITING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+class Order(NamedTuple):
+    """Who goes first: lower `priority`, then earlier arrival."""
+
+    priority: int
+    arrival: int
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """tokens: all that are known, prompt first. limit: prompt and output can have so many tokens.
+
+    num_computed: tokens whose KV is computed or being computed by steps in flight.
+    in_flight: launched steps, not yet collected, that contain this sequence.
+    pending: samples of those that are not known yet.
+    leaving: it is to be preempted as soon as no step in flight uses what it holds.
+    constraint: what it may draw, None = anything. It has taken the output tokens that are known.
+    """
+
+    key: int
+    request: GenerateRequest
+    order: Order
+    limit: int
+    deadline: float | None
+    state: State = State.WAITING
+    tokens: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    in_flight: int = 0
+    pending: int = 0
+    leaving: bool = False
+    constraint: Constraint | None = None
+    seq_row: int = -1
+    row_tokens: int = 0  # tokens known when the row was taken; later ones were sampled on it
+    adapter_slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    num_published: int = 0
+    hashes: list[PageHash] = field(default_factory=list)
+    cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    started: bool = False  # its first event is out
+    parked_at: float = 0.0  # when it last began to wait for its adapter
+    load_s: float = 0.0  # how long it waited for it in all
+    prompt_len: int = 0
+    last_input: int = 0  # tokens that are ever inputs; the last of an output never is
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_ids)
+        self.last_input = max(self.limit - 1, self.prompt_len)
+        self.tokens = [*self.request.prompt_ids, *self.request.accepted_ids]
+
+    def move(self, state: State) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"sequence {self.key}: {self.state.name} -> {state.name}")
+        self.state = state
+
+    @property
+    def adapter(self) -> str | None:
+        return self.request.adapter
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens known; the next event's index."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens to be computed now."""
+        return min(len(self.tokens) + self.pending, self.last_input) - self.num_computed
+
+    @property
+    def remaining(self) -> int:
+        """Upper bound of the samples still to come."""
+        return self.limit - self.num_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        asked = self.request.sampling.prompt_logprobs is not None
+        return asked and not self.started and not self.request.accepted_ids
+
+    def page_hash(self, page_size: int, page: int) -> PageHash:
+        """Of its page of this number, which is full of known tokens.
+
+        Each is computed when one up to it is first asked for, and kept.
+        """
+        hashes = self.hashes
+        while len(hashes) <= page:
+            parent = hashes[-1] if hashes else root_hash(self.request.salt, self.adapter)
+            begin = len(hashes) * page_size
+            hashes.append(page_hash(parent, self.tokens[begin : begin + page_size]))
+        return hashes[page]
+
+
+ORDER = attrgetter("order")  # the key that lists of sequences are sorted by
+
+
+def discard(sequences: list[Sequence], sequence: Sequence) -> None:
+    """sequences: in order; it need not be one of them."""
+    at = bisect_left(sequences, sequence.order, key=ORDER)
+    if at < len(sequences) and sequences[at] is sequence:
+        del sequences[at]
+
+
+def adapters_before(order: Order, sequences: Iterable[Sequence]) -> set[str]:
+    """sequences: in order."""
+    earlier = takewhile(lambda s: s.order < order, sequences)
+    return {s.adapter for s in earlier if s.adapter is not None}

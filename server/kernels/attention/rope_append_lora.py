@@ -1,0 +1,239 @@
+"""`rope_append` of a product of q, k and v whose LoRA it expands on the way.
+
+The product is read once, and of what prompts need nothing is written back. A step's decodes are
+rotated by their attention: they get the sum.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.attention.rope_lora_block import rope_rows
+from server.kernels.launch.configs import RopeConfig
+from server.kernels.launch.launch import load_first
+from server.kernels.lora.checks import check_context, check_whole_tiles
+from server.kernels.lora.pending import PendingLora
+from server.kernels.lora.tiles import load_projection, load_tile, small_tile, tile_rows
+
+
+def rope_append_lora(
+    qkv: torch.Tensor,
+    pending: PendingLora,
+    num_decodes: int,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    epsilon: float,
+    config: RopeConfig,
+) -> torch.Tensor:
+    """Of `qkv + scale * v B^T`, v of the site's `shrink`: the first `num_decodes` rows are written
+    back to qkv, the others' rotated queries `[tokens - num_decodes, heads, head_dim]` returned.
+
+    As `rope_append` with `expand` before it, but that the sum of what is rotated is not rounded
+    before. For tiles of more than 16 rows. positions, slots: of all tokens; k and v of one at -1
+    are left out. qkv: in the adapters' dtype. One kernel. Raises ValueError on a mismatch.
+    """
+    segments, workspace, table = pending.segments, pending.workspace, pending.table
+    tokens, (kv_heads, head_dim) = len(qkv), k_pages.shape[2:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    _check(qkv, pending, num_decodes, positions, slots, k_pages, v_pages)
+    q = torch.empty(tokens - num_decodes, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if tokens == 0:
+        return q
+    items = segments.max_tiles * (heads + 2 * kv_heads)
+    _rope_lora_kernel[(min(items, config.num_programs),)](
+        (qkv, q, k_pages, v_pages),
+        (cos_sin, cos_sin if qk_norm is None else qk_norm),
+        positions,
+        slots,
+        epsilon,
+        (workspace.planes, workspace.planes.stride(1), workspace.planes.stride(0)),
+        workspace.splits,
+        (segments.order, segments.tiles, segments.num_tiles),
+        (table.words, table.ints, table.floats),
+        pending.site,
+        table.num_sites,
+        num_decodes,
+        config.num_programs,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=head_dim // 2,
+        MAX_SPLIT=workspace.max_split,
+        BLOCK_M=segments.tile_rows,
+        MAX_HEADS=config.max_heads,
+        STAGES=config.num_stages,
+        NORM=qk_norm is not None,
+        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+        PDL=config.programmatic_launch,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+        launch_pdl=config.programmatic_launch,
+    )
+    return q
+
+
+def _check(
+    qkv: torch.Tensor,
+    pending: PendingLora,
+    num_decodes: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+) -> None:
+    segments, workspace = pending.segments, pending.workspace
+    check_context(pending.table, pending.site, segments, workspace)
+    check_whole_tiles(segments)
+    tokens, (kv_heads, head_dim) = len(qkv), k_pages.shape[2:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    if not qkv.is_contiguous() or qkv.dtype != workspace.dtype or tokens != segments.rows:
+        raise ValueError(
+            f"qkv is {qkv.dtype} {list(qkv.shape)}, for {workspace.dtype} [{segments.rows}]"
+        )
+    if segments.tile_rows <= 16:
+        raise ValueError(f"tiles of {segments.tile_rows} rows are expanded in place")
+    if heads < 1 or qkv.shape[1] % head_dim:
+        raise ValueError(
+            f"{qkv.shape[1]} columns are not q, {kv_heads} k and v heads of {head_dim}"
+        )
+    if not 0 <= num_decodes <= tokens:
+        raise ValueError(f"num_decodes {num_decodes} is not in 0..{tokens}")
+    if positions.shape != (tokens,) or slots.shape != (tokens,):
+        raise ValueError(
+            f"positions {list(positions.shape)} and slots {list(slots.shape)} are not [{tokens}]"
+        )
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if pages.dtype != qkv.dtype or pages.shape != k_pages.shape or not pages.is_contiguous():
+            raise ValueError(f"{name} is {pages.dtype} {list(pages.shape)}")
+
+
+# Positions and slots begin anywhere in an upload: no kernel for each alignment.
+@triton.jit(
+    do_not_specialize=["epsilon", "site", "num_sites", "num_decodes", "target_items"],
+    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],
+)
+def _rope_lora_kernel(
+    targets: tl.tuple,
+    tables: tl.tuple,
+    positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    epsilon: tl.tensor,
+    planes: tl.tuple,
+    splits_ptr: tl.tensor,
+    routed: tl.tuple,
+    records: tl.tuple,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    num_decodes: tl.tensor,
+    target_items: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MAX_HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """An item is (tile of rows, some heads of one projection), round robin; as in `shrink`."""
+    order_ptr, tiles_ptr, num_tiles_ptr = routed
+    of_site = (records[0], records[1], records[2], site, num_sites)
+    tiles = tl.load(num_tiles_ptr + 1)
+    heads, n0, n01, blocks = _cut_heads(tiles, target_items, HEADS, KV_HEADS, MAX_HEADS)
+    items = tiles * blocks
+    item, step = tl.program_id(0), tl.num_programs(0)
+    slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
+    kind = _projection(item % blocks, n0, n01)
+    rank, first, scale, address = load_projection(of_site, slot, kind)
+    item += step
+    slot, next_tile = load_tile(tiles_ptr, item // blocks, item < items)
+    splits = load_first(splits_ptr, PDL)
+    for item in range(tl.program_id(0), items, step):
+        kind = _projection((item + step) % blocks, n0, n01)
+        next_rank, next_first, next_scale, next_address = load_projection(of_site, slot, kind)
+        ahead = item + 2 * step
+        slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+        start, length, _ = tile
+        _rope_tile(
+            targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes,
+            planes, splits, (order_ptr + start, start, length),
+            (rank, first, scale, address), (item % blocks, n0, n01, heads),
+            HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
+        )  # fmt: skip
+        rank, first, scale, address = next_rank, next_first, next_scale, next_address
+        tile, next_tile = next_tile, later_tile
+
+
+@triton.jit
+def _cut_heads(
+    tiles: tl.tensor,
+    target_items: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    MAX_HEADS: tl.constexpr,
+) -> tuple[Any, Any, Any, Any]:
+    """Heads of a block, and how many blocks q, q and k, and all three have."""
+    wanted = tl.cdiv((HEADS + 2 * KV_HEADS) * tiles, target_items)
+    heads = tl.maximum(1, tl.minimum(MAX_HEADS, wanted))
+    n0, of_kv = tl.cdiv(HEADS, heads), tl.cdiv(KV_HEADS, heads)
+    return heads, n0, n0 + of_kv, n0 + 2 * of_kv
+
+
+@triton.jit
+def _projection(block: tl.tensor, n0: tl.tensor, n01: tl.tensor) -> Any:
+    return (block >= n0).to(tl.int32) + (block >= n01).to(tl.int32)
+
+
+@triton.jit
+def _rope_tile(
+    targets: tl.tuple,
+    tables: tl.tuple,
+    positions_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    epsilon: tl.tensor,
+    num_decodes: tl.tensor,
+    planes: tl.tuple,
+    splits: tl.tensor,
+    tile: tl.tuple,
+    projection: tl.tuple,
+    cut: tl.tuple,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """What the projection's weights and v are, and which heads; few rows or many."""
+    planes_ptr, stride_v, stride_plane = planes
+    order_ptr, start, length = tile
+    rank, first, scale, address = projection
+    block, n0, n01, heads = cut
+    is_q, is_qk = block < n0, block < n01
+    head = (block - tl.where(is_q, 0, tl.where(is_qk, n0, n01))) * heads
+    span = (is_q, is_qk, head, tl.minimum(tl.where(is_q, HEADS, KV_HEADS), head + heads))
+    b_ptr = address.to(tl.pointer_type(targets[0].dtype.element_ty))
+    v = (planes_ptr + start * stride_v + first, stride_v, stride_plane, splits, length)
+    low = (v, (tl.multiple_of(b_ptr, 16), rank), scale)
+    SMALL: tl.constexpr = small_tile(BLOCK_M)
+    if length <= SMALL:
+        few = tile_rows(order_ptr, length, SMALL)
+        rope_rows(
+            targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, few, span, low,
+            HEADS, KV_HEADS, HALF, MAX_SPLIT, SMALL, STAGES, NORM, PRECISION,
+        )  # fmt: skip
+    else:
+        many = tile_rows(order_ptr, length, BLOCK_M)
+        rope_rows(
+            targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, many, span, low,
+            HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
+        )  # fmt: skip

@@ -1,5 +1,0 @@
-"""A row of the table of sampling parameters that `server.kernels.draw` reads: int32 each, of which
-TEMPERATURE, TOP_P and MIN_P are the bits of a float32. SEED: 64 bits, in halves."""
-
-TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED_LOW, SEED_HIGH, CHOICE, PROMPT_LEN = range(8)
-DRAW_COLUMNS = 8

@@ -1,0 +1,110 @@
+"""`x W^T` of few rows, whose time is that of reading W.
+
+A library's kernel begins to read W when the kernel before it has ended, and between two of a step
+the memory idles. This one is launched while that one drains (programmatic dependent launch), asks
+for the first weights of every program, and then waits for x.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch.configs import SkinnyConfig
+from server.kernels.launch.launch import let_next_start, wait
+from server.kernels.linear.skinny_block import load_weights, store_product, weigh
+
+MAX_ROWS = 32
+
+
+def skinny_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: SkinnyConfig,
+) -> None:
+    """`out = x weight^T + bias` for 1 to MAX_ROWS rows, summed in float32.
+
+    x `[rows, in]`, out `[rows, out]`: any row stride; weight `[out, in]`, contiguous, which no
+    kernel writes that may still run; bias `[out]` or None; all of one dtype. One kernel, no
+    allocation. Raises ValueError on a mismatch.
+    """
+    check_product(x, weight, bias, out)
+    (rows, features), n = x.shape, len(weight)
+    _skinny_kernel[(triton.cdiv(n, config.block_n),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        n,
+        features,
+        x.stride(0),
+        out.stride(0),
+        BLOCK_M=rows_at_once(rows),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        EVEN=n % config.block_n == 0 and features % config.block_k == 0,
+        BIAS=bias is not None,
+        STAGES=config.num_stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=config.programmatic_launch,
+        num_warps=config.num_warps,
+        launch_pdl=config.programmatic_launch,
+    )
+
+
+def rows_at_once(rows: int) -> int:
+    """Of a program: all, as the tensor cores take them; one row is multiplied without them."""
+    return 1 if rows == 1 else max(8, triton.next_power_of_2(rows))
+
+
+def check_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """What `skinny_product` takes. Raises ValueError."""
+    if not 1 <= len(x) <= MAX_ROWS:
+        raise ValueError(f"{len(x)} rows, not 1 to {MAX_ROWS}")
+    if x.dim() != 2 or (len(x), *weight.shape) != (*out.shape, x.shape[1]):
+        shapes = [list(of.shape) for of in (x, weight, out)]
+        raise ValueError("x {}, weight {} and out {} do not fit".format(*shapes))
+    if not weight.is_contiguous() or x.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError("weight, and rows of x and of out, must be contiguous")
+    if not x.dtype == weight.dtype == out.dtype:
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}, out {out.dtype}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != x.dtype):
+        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, for {len(weight)} features")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    out_features: tl.tensor,
+    in_features: tl.tensor,
+    stride_x: tl.tensor,
+    stride_out: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    let_next_start(PDL)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    of_x = (x_ptr + m * stride_x, m < rows, in_features)
+    of_out = (weight_ptr, n, out_features, in_features)
+    first = load_weights(of_out, tl.arange(0, BLOCK_K), EVEN)
+    wait(PDL)
+    acc = weigh(
+        first, of_out, of_x, 0, in_features,
+        BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION,
+    )  # fmt: skip
+    store_product((out_ptr + m * stride_out, m < rows, bias_ptr), acc, n, out_features, BIAS)

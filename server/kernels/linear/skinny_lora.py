@@ -1,0 +1,204 @@
+"""The product of few rows with their LoRA on the way, in one kernel.
+
+Beside a product of ours kernels of LoRA find no room, and in line with it each costs a launch. So
+some of the product's own programs shrink, A's rows being weights like W's; each of the others, when
+it has its columns, waits for those and expands.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch.configs import SkinnyLoraConfig
+from server.kernels.launch.launch import let_next_start, wait
+from server.kernels.linear.skinny import check_product, rows_at_once
+from server.kernels.linear.skinny_block import load_weights, store_product, weigh
+from server.kernels.linear.skinny_lora_block import projection_of, shrink_all
+from server.kernels.linear.stack import Stack
+from server.kernels.linear.stack_block import add_low_rank, load_ahead, stack_of
+from server.kernels.lora.checks import padded_widths
+from server.kernels.lora.table import LoraTable
+from server.kernels.lora.workspace import Workspace
+
+# Of any value: one compiled kernel serves all.
+_NUMBERS = ["rows", "most_rows", "site", "num_sites", "w0", "w1", "w2", "programs", "span"]
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyLora:
+    """What a product adds to each row: `scale B (A x)` of its adapter at a site.
+
+    slots: int32 `[rows]`, -1 = no adapter. widths: output features of the site's projections.
+    workspace: its planes take `A x`, by batch row. stack: of these slots; a site's product can run
+    once after `stack_rows`.
+    """
+
+    table: LoraTable
+    site: int
+    slots: torch.Tensor
+    widths: tuple[int, ...]
+    workspace: Workspace
+    stack: Stack
+
+
+def skinny_product_lora(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: SkinnyLoraConfig,
+    lora: SkinnyLora,
+) -> None:
+    """As `skinny_product`, and `out += scale * B (A x)`; a row without an adapter, and a projection
+    that its adapter leaves alone, as if LoRA were not there.
+
+    Table, slots and stack were complete when the kernel before this one began. Raises ValueError on
+    a mismatch.
+    """
+    check_product(x, weight, bias, out)
+    (rows, features), n = x.shape, len(weight)
+    shrinking = _shrinking(features, config)
+    widths = _check_lora(x, lora, n, shrinking)
+    even = features % config.block_k == 0
+    blocks = sum(triton.cdiv(width, config.block_n) for width in widths)
+    table, planes, stack = lora.table, lora.workspace.planes, lora.stack
+    _skinny_lora_kernel[(shrinking.programs + blocks,)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        rows,
+        features,
+        x.stride(0),
+        out.stride(0),
+        lora.slots,
+        planes,
+        stack.tensors,
+        stack.rows,
+        (table.words, table.ints, table.floats),
+        lora.site,
+        table.num_sites,
+        planes.stride(1),
+        planes.stride(0),
+        *widths,
+        shrinking.programs,
+        shrinking.span,
+        BLOCK_M=rows_at_once(rows),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        EVEN=even and all(width % config.block_n == 0 for width in widths),
+        EVEN_K=even,
+        BIAS=bias is not None,
+        SPLITS=shrinking.splits,
+        STAGES=config.num_stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=config.programmatic_launch,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+        launch_pdl=config.programmatic_launch,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shrinking:
+    """How `A x` is shared out: among so many programs, its input features in so many parts, which
+    but for the last have `span` each."""
+
+    programs: int
+    splits: int
+    span: int
+
+
+def _shrinking(features: int, config: SkinnyLoraConfig) -> _Shrinking:
+    """A part is of whole steps. Parts, since `A x` is wanted before a program of the product has
+    gone through all input features."""
+    if min(config.lora_programs, config.lora_splits) < 1:
+        raise ValueError("launch parameters without programs that shrink")
+    steps = triton.cdiv(features, config.block_k)
+    of_each = triton.cdiv(steps, config.lora_splits)
+    return _Shrinking(config.lora_programs, triton.cdiv(steps, of_each), of_each * config.block_k)
+
+
+def _check_lora(
+    x: torch.Tensor, lora: SkinnyLora, features: int, shrinking: _Shrinking
+) -> tuple[int, int, int]:
+    """Widths of three projections."""
+    workspace = lora.workspace
+    lora.table.check_site(lora.site)
+    if lora.slots.shape != x.shape[:1] or lora.slots.dtype != torch.int32:
+        raise ValueError(f"slots are {lora.slots.dtype} {list(lora.slots.shape)}, {len(x)} rows")
+    if workspace.dtype != x.dtype or workspace.rows < len(x):
+        of = f"{workspace.rows} rows of {workspace.dtype}"
+        raise ValueError(f"a workspace of {of}, x is {x.dtype} {list(x.shape)}")
+    if workspace.max_split < shrinking.splits:
+        raise ValueError(f"{shrinking.splits} splits, a workspace of {workspace.max_split}")
+    lora.stack.check_fits(len(x), lora.table.num_sites)
+    return padded_widths(lora.widths, features)
+
+
+@triton.jit(
+    do_not_specialize=_NUMBERS,
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
+def _skinny_lora_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows: tl.tensor,
+    in_features: tl.tensor,
+    stride_x: tl.tensor,
+    stride_out: tl.tensor,
+    slots_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    stack: tl.tuple,
+    most_rows: tl.tensor,
+    table: tl.tuple,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    stride_low: tl.tensor,
+    stride_plane: tl.tensor,
+    w0: tl.tensor,
+    w1: tl.tensor,
+    w2: tl.tensor,
+    programs: tl.tensor,
+    span: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """The first `programs` shrink: they are started first, so that who waits for them does not wait
+    for ever."""
+    let_next_start(PDL)
+    m = tl.arange(0, BLOCK_M)
+    of_x = (x_ptr + m * stride_x, m < rows, in_features)
+    low = (planes_ptr + m * stride_low, stride_plane, stack[0] + site)
+    if tl.program_id(0) < programs:
+        slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+        shrink_all(
+            of_x, slots, (table, site, num_sites), low, programs, span,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLITS, STAGES, PRECISION, PDL,
+        )  # fmt: skip
+    else:
+        p, col, begin, width = projection_of(tl.program_id(0) - programs, w0, w1, w2, BLOCK_N)
+        of_out = (weight_ptr, begin + col, begin + width, in_features)
+        its = stack_of(stack, 3 * site + p, most_rows, rows, BLOCK_M)
+        of_b = (weight_ptr, col, width)
+        first = load_weights(of_out, tl.arange(0, BLOCK_K), EVEN)
+        ahead = load_ahead(its, of_b, EVEN)
+        wait(PDL)
+        acc = weigh(
+            first, of_out, of_x, 0, in_features,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN, STAGES, PRECISION,
+        )  # fmt: skip
+        acc = add_low_rank(acc, ahead, its, of_b, low, programs, EVEN, SPLITS, PRECISION, PDL)
+        store_product((out_ptr + m * stride_out, m < rows, bias_ptr), acc, *of_out[1:3], BIAS)

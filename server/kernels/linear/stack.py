@@ -1,0 +1,168 @@
+"""B of all rows' adapters as more input features of a product: where each lies, told by the device.
+
+The ranks of a projection's adapters are stacked, each adapter's from a multiple of 8 on, and its
+product multiplies B's rows with `A x` as it does W's with x. Where several rows share an adapter,
+the first of them has its ranks stacked. A captured graph so stays valid for any adapters.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.linear.skinny import rows_at_once
+from server.kernels.lora.record import b_at, ranks_at, record_of, scales_at
+from server.kernels.lora.table import MAX_PROJECTIONS, MAX_RANK, LoraTable
+
+EIGHTS_OF_ROW: tl.constexpr = tl.constexpr(MAX_RANK // 8)
+_PROJECTIONS = tl.constexpr(MAX_PROJECTIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Of batches of up to `rows` rows, for each projection of each site: `[num_sites, 3, ...]`.
+
+    By eights of ranks, of which there are 32 * rows at most, and 0 beyond them up to a multiple of
+    32. starts int64 `[eights]`: address of the first output feature's weights; ranks int32
+    `[eights]`: of the adapter, from one output feature's weights to the next; left int32
+    `[eights]`: ranks from there on.
+    By rows. spans int32 `[3, rows]`: where the row's ranks begin in the stack and where they end,
+    and its first rank among the site's less where they begin; scales float32 `[rows]`.
+    counts int32 `[2]`: eights where all ranks are multiples of 8, eights where not; one is 0.
+
+    arrivals int32 `[num_sites]`: programs that have shrunk; 0 before the step's products.
+    dtype: of the weights.
+    """
+
+    rows: int
+    dtype: torch.dtype
+    starts: torch.Tensor
+    ranks: torch.Tensor
+    left: torch.Tensor
+    spans: torch.Tensor
+    scales: torch.Tensor
+    counts: torch.Tensor
+    arrivals: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """As kernels take them."""
+        of_eights, of_rows = (self.starts, self.ranks, self.left), (self.spans, self.scales)
+        return (self.arrivals, *of_eights, *of_rows, self.counts)
+
+    def check_fits(self, rows: int, num_sites: int) -> None:
+        """Raises ValueError for a batch, or a table, that it is not for."""
+        if not 0 < rows <= self.rows or len(self.arrivals) != num_sites:
+            of = f"{self.rows} rows and {len(self.arrivals)} sites"
+            raise ValueError(f"a stack of {of}, {rows} rows and {num_sites} sites")
+
+
+def allocate_stack(
+    rows: int, num_sites: int, dtype: torch.dtype, device: torch.device | str
+) -> Stack:
+    """Not filled. Raises ValueError without rows or sites."""
+    if rows < 1 or num_sites < 1:
+        raise ValueError(f"expected at least one row and site, got {rows}, {num_sites}")
+    eights = rows * EIGHTS_OF_ROW
+
+    def of_each(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(num_sites, MAX_PROJECTIONS, *shape, dtype=of, device=device)
+
+    return Stack(
+        rows,
+        dtype,
+        of_each(eights, of=torch.int64),
+        of_each(eights),
+        of_each(eights),
+        of_each(3, rows),
+        of_each(rows, of=torch.float32),
+        of_each(2),
+        torch.empty(num_sites, dtype=torch.int32, device=device),
+    )
+
+
+def stack_rows(slots: torch.Tensor, stack: Stack, table: LoraTable) -> None:
+    """Fill `stack` from `slots` `[rows]` int32 (-1 = no adapter): one kernel, no sync. It must have
+    ended when the kernel before the first product begins, since products read it early. Raises
+    ValueError on a mismatch.
+    """
+    rows = len(slots)
+    if slots.dtype != torch.int32 or slots.dim() != 1 or not slots.is_contiguous():
+        raise ValueError(f"slots must be contiguous int32, got {slots.dtype} {list(slots.shape)}")
+    stack.check_fits(rows, table.num_sites)
+    _stack_kernel[(table.num_sites,)](
+        slots,
+        rows,
+        (table.words, table.ints, table.floats),
+        stack.tensors,
+        table.num_sites,
+        stack.rows,
+        BLOCK_M=rows_at_once(rows),
+        ITEMSIZE=stack.dtype.itemsize,
+        num_warps=1,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["rows", "num_sites", "most_rows"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
+def _stack_kernel(
+    slots_ptr: tl.tensor,
+    rows: tl.tensor,
+    table: tl.tuple,
+    stack: tl.tuple,
+    num_sites: tl.tensor,
+    most_rows: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+) -> None:
+    """A program has a site."""
+    site = tl.program_id(0)
+    m = tl.arange(0, BLOCK_M)
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    record = record_of(slots, site, num_sites)
+    arrivals_ptr, starts_ptr, ranks_ptr, left_ptr, spans_ptr, scales_ptr, counts_ptr = stack
+    tl.store(arrivals_ptr + site, 0)
+    same, seen = slots[:, None] == slots[None, :], seen_before(slots)
+    first = tl.zeros((BLOCK_M,), tl.int32)
+    for p in tl.static_range(_PROJECTIONS):
+        its = site * _PROJECTIONS + p
+        rank = tl.load(ranks_at(table[1], record) + p, mask=slots >= 0, other=0)
+        address = tl.load(b_at(table[0], record) + p, mask=slots >= 0, other=0)
+        scale = tl.load(scales_at(table[2], record) + p, mask=slots >= 0, other=0.0)
+        of_each = tl.where(seen, 0, tl.cdiv(rank, 8))
+        ends = tl.cumsum(of_each, axis=0)
+        begins = ends - of_each
+        count = tl.sum(of_each)
+        odd = tl.max(tl.where(rank > 0, rank | first, 0) % 8) > 0
+        tl.store(counts_ptr + its * 2, tl.where(odd, 0, count))
+        tl.store(counts_ptr + its * 2 + 1, tl.where(odd, count, 0))
+        begin = tl.min(tl.where(same, begins[None, :], 1 << 30), axis=1) * 8
+        span_ptr = spans_ptr + its * 3 * most_rows + m
+        tl.store(span_ptr, begin, mask=m < rows)
+        tl.store(span_ptr + most_rows, begin + rank, mask=m < rows)
+        tl.store(span_ptr + 2 * most_rows, first - begin, mask=m < rows)
+        tl.store(scales_ptr + its * most_rows + m, scale, mask=m < rows)
+        # Whole blocks, and one at least: who reads ahead finds no address where there is no rank.
+        for start in range(0, tl.maximum(count, 1), 32):
+            eight = start + tl.arange(0, 32)
+            of = (begins[:, None] <= eight[None, :]) & (eight[None, :] < ends[:, None])
+            its_rank = tl.sum(tl.where(of, rank[:, None], 0), axis=0)
+            r = (eight - tl.sum(tl.where(of, begins[:, None], 0), axis=0)) * 8
+            r = tl.where(eight < count, r, 0)
+            its_start = tl.sum(tl.where(of, address[:, None], 0), axis=0) + r * ITEMSIZE
+            at = its * most_rows * EIGHTS_OF_ROW + eight
+            tl.store(starts_ptr + at, its_start)
+            tl.store(ranks_ptr + at, its_rank)
+            tl.store(left_ptr + at, its_rank - r)
+        first += rank
+
+
+@triton.jit
+def seen_before(slots: tl.tensor) -> tl.tensor:
+    """Of each row: whether an earlier one has the same adapter."""
+    m = tl.arange(0, slots.shape[0])
+    same = (slots[:, None] == slots[None, :]) & (m[None, :] < m[:, None])
+    return tl.max(same.to(tl.int32), axis=1) > 0

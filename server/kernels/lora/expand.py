@@ -1,0 +1,214 @@
+"""LoRA's second half: `y += scale * v B^T`, in place, with v from the workspace.
+
+The projections of a fused site lie side by side in y; one flat list of pieces of columns covers
+them and all tiles, so a narrow k or v costs no idle programs. Formulas: Punica, arXiv:2310.18547;
+ragged ranks: S-LoRA, arXiv:2311.03285.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch.configs import ExpandConfig
+from server.kernels.launch.launch import load_first
+from server.kernels.lora.checks import check_context, check_rows, padded_widths
+from server.kernels.lora.expand_block import expand_ranks
+from server.kernels.lora.segments import Segments
+from server.kernels.lora.table import LoraTable
+from server.kernels.lora.tiles import (
+    load_projection,
+    load_tile,
+    small_tile,
+    split_share,
+    take_range,
+    tile_rows,
+)
+from server.kernels.lora.workspace import Workspace
+
+
+def expand(
+    y: torch.Tensor,
+    widths: Sequence[int],
+    table: LoraTable,
+    site: int,
+    segments: Segments,
+    workspace: Workspace,
+    config: ExpandConfig,
+    *,
+    accumulate: bool = True,
+    after_gemm: bool = False,
+) -> None:
+    """`y[order[p], slice_i] += scale_i * v[p, ranks_i] B_i^T` for each projection i.
+
+    y: `[rows, sum(widths)]`, any row stride, in the adapters' dtype: the base's output, changed in
+    place; widths: output features of the site's 1 to 3 projections, in order. Call it after the
+    site's `shrink`. Rows in no tile and projections of rank 0 are neither read nor written. Sums in
+    float32; one kernel on the current stream, no allocation. Raises ValueError on a mismatch.
+
+    accumulate: False writes instead of adding, for a delta that the kernel after the base's GEMM
+    adds (`PendingDelta`); both halves of LoRA can then run beside that GEMM.
+    after_gemm: what it reads was written by the kernel before it on this stream, or earlier; expand
+    starts while that one drains and waits for it in time (programmatic dependent launch).
+    """
+    check_rows("y", y, segments, workspace)
+    check_context(table, site, segments, workspace)
+    padded = padded_widths(widths, y.shape[1])
+    if segments.rows == 0:
+        return
+    pieces = sum(triton.cdiv(width, config.piece) for width in widths)
+    pdl = after_gemm and config.programmatic_launch
+    _expand_kernel[(min(segments.max_tiles * pieces, config.num_programs),)](
+        y,
+        workspace.planes,
+        workspace.splits,
+        (segments.order, segments.tiles, segments.num_tiles),
+        table.words,
+        table.ints,
+        table.floats,
+        site,
+        table.num_sites,
+        y.stride(0),
+        workspace.planes.stride(1),
+        workspace.planes.stride(0),
+        *padded,
+        MAX_SPLIT=workspace.max_split,
+        MAX_PARTS=segments.max_parts,
+        BLOCK_M=segments.tile_rows,
+        PIECE=config.piece,
+        STAGES=config.num_stages,
+        PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
+        ACCUMULATE=accumulate,
+        PDL=pdl,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit(do_not_specialize=["site", "num_sites"])
+def _expand_kernel(
+    y_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    splits_ptr: tl.tensor,
+    routed: tl.tuple,
+    words_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    floats_ptr: tl.tensor,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    stride_y: tl.tensor,
+    stride_v: tl.tensor,
+    stride_plane: tl.tensor,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """A program takes a range of all tiles' pieces of columns, as many as every other. An item is
+    what it has of one projection of one tile; what the next ones need to know is fetched ahead, as
+    in shrink."""
+    order_ptr, tiles_ptr, num_tiles_ptr = routed
+    PIECES: tl.constexpr = count_pieces(W0, W1, W2, PIECE)
+    KINDS: tl.constexpr = 1 + (W1 > 0) + (W2 > 0)
+    begin, end = take_range(tl.load(num_tiles_ptr) * PIECES[2])
+    first_item = _item_at(begin, PIECES, KINDS)
+    items = tl.where(begin < end, _item_at(end - 1, PIECES, KINDS) + 1, first_item)
+    records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
+    slot, tile = load_tile(tiles_ptr, first_item // KINDS, first_item < items, MAX_PARTS)
+    rank, first, scale, address = load_projection(records, slot, first_item % KINDS)
+    ahead = first_item + 1
+    slot, next_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
+    splits = load_first(splits_ptr, PDL)
+    for item in range(first_item, items):
+        next_rank, next_first, next_scale, next_address = load_projection(
+            records, slot, (item + 1) % KINDS
+        )
+        ahead = item + 2
+        slot, later_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
+        if rank > 0:
+            start, length, share = tile
+            done = item // KINDS * PIECES[2]
+            v = (planes_ptr + start * stride_v + first, stride_v, stride_plane, splits, length)
+            _expand_item(
+                (y_ptr, stride_y), order_ptr + start, v, (address, rank), scale,
+                (item % KINDS, share, begin - done, end - done),
+                W0, W1, W2, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
+            )  # fmt: skip
+        rank, first, scale, address = next_rank, next_first, next_scale, next_address
+        tile, next_tile = next_tile, later_tile
+
+
+@triton.constexpr_function
+def count_pieces(w0: int, w1: int, w2: int, piece: int) -> tuple[int, int, int]:
+    """Of the first, the first two and all projections."""
+    n0, n1, n2 = (-(-width // piece) for width in (w0, w1, w2))
+    return n0, n0 + n1, n0 + n1 + n2
+
+
+@triton.jit
+def _item_at(piece: tl.tensor, PIECES: tl.constexpr, KINDS: tl.constexpr) -> Any:
+    """The item that a piece is of: tile * KINDS + projection."""
+    tile = piece // PIECES[2]
+    of_tile = piece - tile * PIECES[2]
+    p = (of_tile >= PIECES[0]).to(tl.int32) + (of_tile >= PIECES[1]).to(tl.int32)
+    return tile * KINDS + p
+
+
+@triton.jit
+def _expand_item(
+    target: tl.tuple,
+    order_ptr: tl.tensor,
+    v: tl.tuple,
+    b: tl.tuple,
+    scale: tl.tensor,
+    cut: tl.tuple,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+) -> None:
+    """cut: projection, the tile's share, and from which to which of the tile's pieces."""
+    y_ptr, stride_y = target
+    p, share, begin, end = cut
+    PIECES: tl.constexpr = count_pieces(W0, W1, W2, PIECE)
+    y_slice = y_ptr + tl.where(p == 0, 0, tl.where(p == 1, W0, W0 + W1))
+    width = tl.where(p == 0, W0, tl.where(p == 1, W1, W2))
+    before = tl.where(p == 0, 0, tl.where(p == 1, PIECES[0], PIECES[1]))
+    # A share's pieces are so much narrower as there are shares.
+    part, doublings = split_share(share)
+    n, wide = tl.cdiv(width, PIECE), tl.multiple_of(PIECE >> doublings, PIECE // 4)
+    shift = part * n - before
+    col = (shift + tl.maximum(begin, before)) * wide
+    end = tl.minimum(width, (shift + tl.minimum(end, before + n)) * wide)
+    b_ptr = tl.multiple_of(b[0].to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
+    # Of a part of a piece there is nothing to hide then.
+    WHOLE: tl.constexpr = (W0 | W1 | W2) % PIECE == 0
+    block_r = tl.maximum(b[1], 16 << doublings)
+    SMALL: tl.constexpr = small_tile(BLOCK_M)
+    if v[4] <= SMALL:
+        few = tile_rows(order_ptr, v[4], SMALL)
+        expand_ranks(
+            y_slice + few * stride_y, v, (b_ptr, b[1]), block_r, scale, col, end,
+            MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, ACCUMULATE, WHOLE,
+        )  # fmt: skip
+    else:
+        many = tile_rows(order_ptr, v[4], BLOCK_M)
+        expand_ranks(
+            y_slice + many * stride_y, v, (b_ptr, b[1]), block_r, scale, col, end,
+            MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE, WHOLE,
+        )  # fmt: skip

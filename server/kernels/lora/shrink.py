@@ -1,0 +1,263 @@
+"""LoRA's first half: `v = x A^T` for rows of many adapters, into the workspace.
+
+Punica (arXiv:2310.18547) names the two regimes BGMV (a row an adapter) and SGMV (many rows an
+adapter); as in S-LoRA (arXiv:2311.03285) ranks are the adapters' own.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch.configs import ShrinkConfig
+from server.kernels.launch.launch import wait
+from server.kernels.lora.checks import check_context, check_rows
+from server.kernels.lora.record import a_at, ranks_at, total_rank_at
+from server.kernels.lora.segments import Segments
+from server.kernels.lora.shrink_block import features, shrink_few, shrink_rows
+from server.kernels.lora.table import LoraTable
+from server.kernels.lora.tiles import cut_ranks, load_tile, small_tile, split_share, tile_rows
+from server.kernels.lora.workspace import Workspace
+
+
+def shrink(
+    x: torch.Tensor,
+    table: LoraTable,
+    site: int,
+    segments: Segments,
+    workspace: Workspace,
+    config: ShrinkConfig,
+    *,
+    after_input: bool = False,
+) -> None:
+    """`v[p] = x[order[p]] A^T` for each sorted position p in a tile, A of its slot at `site`.
+
+    x: `[rows, in_features]`, any row stride, in the adapters' dtype. v is left in float32 as the
+    sum of `workspace.planes`: the fewer tiles the batch has, the more programs share a tile's
+    input features, one plane each; columns beyond an adapter's ranks and rows in no tile keep what
+    they had. Launches one kernel on the current stream and allocates nothing. Raises ValueError on
+    a mismatch.
+
+    after_input: x was written by the kernel before it on this stream, or earlier, and segments and
+    table were complete when that one began: shrink finds its first weights' addresses while that
+    one drains (programmatic dependent launch).
+    """
+    check_rows("x", x, segments, workspace)
+    check_context(table, site, segments, workspace)
+    if config.max_split > workspace.max_split:
+        raise ValueError(f"max_split {config.max_split}, a workspace of {workspace.max_split}")
+    if segments.rows == 0:
+        return
+    pdl = after_input and config.programmatic_launch
+    _shrink_kernel[(min(segments.max_tiles * config.max_split, config.num_programs),)](
+        x,
+        workspace.planes,
+        workspace.splits,
+        (segments.order, segments.tiles, segments.num_tiles),
+        (table.words, table.ints),
+        site,
+        table.num_sites,
+        x.stride(0),
+        workspace.planes.stride(1),
+        workspace.planes.stride(0),
+        config.num_programs,
+        IN=x.shape[1],
+        MAX_SPLIT=config.max_split,
+        MAX_PARTS=segments.max_parts,
+        BLOCK_M=segments.tile_rows,
+        BLOCK_K=config.block_k,
+        WARPS=config.num_warps,
+        STAGES=config.num_stages,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        PDL=pdl,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+        launch_pdl=pdl,
+    )
+
+
+def gather_embedding(
+    token_ids: torch.Tensor, table: LoraTable, site: int, segments: Segments, workspace: Workspace
+) -> None:
+    """`v[p] = A^T[token_ids[order[p]]]` for each sorted position p in a tile; then `expand`.
+
+    Shrink for `embed_tokens`, whose input is one-hot. token_ids: `[rows]` int32, each in the
+    vocabulary; A^T: `[vocab, rank]` (adapters/manifest.py). One kernel, no allocation. Raises
+    ValueError on a mismatch.
+    """
+    if token_ids.shape != (segments.rows,) or token_ids.dtype != torch.int32:
+        raise ValueError(f"token_ids must be int32 [{segments.rows}], got {token_ids.dtype}")
+    check_context(table, site, segments, workspace)
+    if segments.rows == 0:
+        return
+    _gather_kernel[(segments.max_tiles,)](
+        token_ids,
+        workspace.planes,
+        workspace.splits,
+        segments.order,
+        segments.tiles,
+        segments.num_tiles,
+        table.words,
+        table.ints,
+        site,
+        table.num_sites,
+        token_ids.stride(0),
+        workspace.planes.stride(1),
+        DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(
+            workspace.dtype, tl.float32
+        ),
+        BLOCK_M=segments.tile_rows,
+        BLOCK_R=64,
+    )
+
+
+@triton.jit(do_not_specialize=["site", "num_sites", "target_items"])
+def _shrink_kernel(
+    x_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    splits_ptr: tl.tensor,
+    routed: tl.tuple,
+    records: tl.tuple,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    stride_x: tl.tensor,
+    stride_v: tl.tensor,
+    stride_plane: tl.tensor,
+    target_items: tl.tensor,
+    IN: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """An item is (tile or its share of ranks, split of K); programs take items round robin."""
+    # What the next item needs to know is fetched while the present one is computed: its record in
+    # the table, and one item further ahead the tile, since the record's address depends on it.
+    # The largest step: where it may end, every other may.
+    UNIT: tl.constexpr = features(BLOCK_K, 16, WARPS, BLOCK_M)
+    order_ptr, tiles_ptr, num_tiles_ptr = routed
+    tiles = tl.load(num_tiles_ptr)
+    wanted = tl.maximum(1, tl.minimum(MAX_SPLIT, target_items // tl.maximum(tiles, 1)))
+    span = tl.cdiv((IN + UNIT - 1) // UNIT, wanted) * UNIT
+    splits = tl.cdiv(IN, span)
+    items = tiles * splits
+    item, step = tl.program_id(0), tl.num_programs(0)
+    slot, tile = load_tile(tiles_ptr, item // splits, item < items, MAX_PARTS)
+    of_site = (records[0], records[1], order_ptr, site, num_sites)
+    total, address, rows = _load_record(of_site, slot, tile, BLOCK_M)
+    ahead = item + step
+    slot, next_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
+    # The next kernel is not told to start: its programs would wait where the product could run.
+    wait(PDL)
+    tl.store(splits_ptr, splits, mask=tl.program_id(0) == 0)
+    for item in range(tl.program_id(0), items, step):
+        next_total, next_address, next_rows = _load_record(of_site, slot, next_tile, BLOCK_M)
+        ahead = item + 2 * step
+        slot, later_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
+        if total > 0:
+            start, length, share = tile
+            first, ranks = cut_ranks(total, share)
+            split = item % splits
+            end = tl.minimum(split * span + span, IN)
+            a_ptr = tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+            v_ptr = planes_ptr + split * stride_plane + start * stride_v + first
+            _shrink_tile(
+                (x_ptr, stride_x), (order_ptr + start, rows, length), (a_ptr + first * IN, ranks),
+                (v_ptr, stride_v), (split * span, end),
+                IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION,
+            )  # fmt: skip
+        total, address, rows = next_total, next_address, next_rows
+        tile, next_tile = next_tile, later_tile
+
+
+@triton.jit
+def _load_record(
+    of_site: tl.tuple, slot: tl.tensor, tile: tl.tuple, BLOCK_M: tl.constexpr
+) -> tuple[Any, Any, Any]:
+    """Sum of ranks, address of A, and the tile's first rows, all that it has if they are few."""
+    words_ptr, ints_ptr, order_ptr, site, num_sites = of_site
+    record = slot.to(tl.int64) * num_sites + site
+    total = tl.load(total_rank_at(ints_ptr, record))
+    rows = tile_rows(order_ptr + tile[0], tile[1], small_tile(BLOCK_M))
+    return total, tl.load(a_at(words_ptr, record)), rows
+
+
+@triton.jit
+def _shrink_tile(
+    x: tl.tuple,
+    tile: tl.tuple,
+    a: tl.tuple,
+    v: tl.tuple,
+    part: tl.tuple,
+    IN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """x, v: address, stride of a row; tile: address of its order, its first rows, how many it has;
+    a: address, ranks; part: of K, where it begins and ends."""
+    order_ptr, first_rows, length = tile
+    SMALL: tl.constexpr = small_tile(BLOCK_M)
+    if length <= SMALL:
+        few = x[0] + first_rows * x[1]
+        shrink_few(
+            few, length, a, v, part,
+            IN, SMALL, BLOCK_K, WARPS, STAGES, PRECISION, BLOCK_M,
+        )  # fmt: skip
+    else:
+        many = x[0] + tile_rows(order_ptr, length, BLOCK_M) * x[1]
+        if BLOCK_M <= 16:
+            shrink_few(
+                many, length, a, v, part,
+                IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION, BLOCK_M,
+            )  # fmt: skip
+        elif a[1] <= 16:
+            shrink_rows(many, length, a, v, part, IN, BLOCK_M, 16, BLOCK_K, 1, STAGES, PRECISION)
+        else:
+            shrink_rows(many, length, a, v, part, IN, BLOCK_M, 64, BLOCK_K, 1, STAGES, PRECISION)
+
+
+@triton.jit(do_not_specialize=["site", "num_sites"])
+def _gather_kernel(
+    token_ids_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    splits_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    num_tiles_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    stride_token: tl.tensor,
+    stride_v: tl.tensor,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    tl.store(splits_ptr, 1, mask=tile == 0)
+    part, _ = split_share(tl.load(tiles_ptr + tile * 4 + 3))
+    # One of a tile's shares gathers all.
+    if (tile < tl.load(num_tiles_ptr)) & (part == 0):
+        start = tl.load(tiles_ptr + tile * 4 + 1)
+        m = tl.arange(0, BLOCK_M)
+        live = m < tl.load(tiles_ptr + tile * 4 + 2)
+        record = tl.load(tiles_ptr + tile * 4).to(tl.int64) * num_sites + site
+        rank = tl.load(ranks_at(ints_ptr, record))
+        a_ptr = tl.load(a_at(words_ptr, record)).to(tl.pointer_type(DTYPE))
+        rows = tl.load(order_ptr + start + m, mask=live, other=0)
+        tokens = tl.load(token_ids_ptr + rows * stride_token, mask=live, other=0).to(tl.int64)
+        for first in range(0, rank, BLOCK_R):
+            r = first + tl.arange(0, BLOCK_R)
+            mask = live[:, None] & (r < rank)[None, :]
+            v = tl.load(a_ptr + tokens[:, None] * rank + r[None, :], mask=mask, other=0.0)
+            at = (start + m)[:, None] * stride_v + r[None, :]
+            tl.store(planes_ptr + at, v.to(tl.float32), mask=mask)

@@ -1,0 +1,74 @@
+"""What kernels that go through tiles of rows share."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from server.kernels.lora.record import b_at, ranks_at, record_of, scales_at
+
+
+@triton.jit
+def load_tile(
+    tiles_ptr: tl.tensor, tile: tl.tensor, live: tl.tensor, MAX_PARTS: tl.constexpr = 1
+) -> tuple[Any, Any]:
+    """Slot of a tile, and its first sorted position, rows and share (zeros where not live)."""
+    at = tiles_ptr + tile * 4
+    slot, start = tl.load(at, mask=live, other=0), tl.load(at + 1, mask=live, other=0)
+    length = tl.load(at + 2, mask=live, other=0)
+    if MAX_PARTS > 1:
+        return slot, (start, length, tl.load(at + 3, mask=live, other=0))
+    else:
+        return slot, (start, length, slot * 0)
+
+
+@triton.jit
+def split_share(share: tl.tensor) -> tuple[Any, Any]:
+    """Which part of its tile it is, and the logarithm of how many there are (segments.py)."""
+    return share // 4, share % 4
+
+
+@triton.jit
+def cut_ranks(total: tl.tensor, share: tl.tensor) -> tuple[Any, Any]:
+    """First rank of a share, and how many it has: none or less where others took all."""
+    part, doublings = split_share(share)
+    most = tl.cdiv((total + (1 << doublings) - 1) >> doublings, 16) * 16
+    first = part * most
+    return first, tl.minimum(total - first, most)
+
+
+@triton.jit
+def take_range(units: tl.tensor) -> tuple[Any, Any]:
+    """Where this program's part of so many units begins and ends; parts differ by one at most."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    each, more = units // programs, units % programs
+    begin = program * each + tl.minimum(program, more)
+    return begin, begin + each + (program < more).to(tl.int32)
+
+
+@triton.constexpr_function
+def small_tile(block_m: int) -> int:
+    """A tile of at most so many rows is computed as if tiles were no larger: decodes, which steps
+    of prompts have as well, have few rows of most adapters."""
+    return 16 if block_m > 16 else 8
+
+
+@triton.jit
+def tile_rows(order_ptr: tl.tensor, length: tl.tensor, BLOCK_M: tl.constexpr) -> Any:
+    """The batch rows of a tile, int64 `[BLOCK_M]`, 0 beyond `length`."""
+    m = tl.arange(0, BLOCK_M)
+    return tl.load(order_ptr + m, mask=m < length, other=0).to(tl.int64)
+
+
+@triton.jit
+def load_projection(records: tl.tuple, slot: tl.tensor, p: tl.tensor) -> tuple[Any, Any, Any, Any]:
+    """Of projection p: rank (0 without an adapter), first rank, scale, address of B. records: the
+    table's words, ints and floats, site, number of sites."""
+    words_ptr, ints_ptr, floats_ptr, site, num_sites = records
+    record = record_of(slot, site, num_sites)
+    ranks_ptr = ranks_at(ints_ptr, record)
+    rank = tl.load(ranks_ptr + p, mask=slot >= 0, other=0)
+    first = tl.load(ranks_ptr, mask=p > 0, other=0)
+    first += tl.load(ranks_ptr + 1, mask=p > 1, other=0)
+    scale = tl.load(scales_at(floats_ptr, record) + p)
+    return rank, first, scale, tl.load(b_at(words_ptr, record) + p)

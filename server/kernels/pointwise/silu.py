@@ -1,0 +1,77 @@
+"""`silu(gate) * up` of a product, with what LoRA computed beside it."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch.launch import follow
+from server.kernels.lora.pending import PendingDelta, delta_arguments
+from server.kernels.lora.record import ranks_at, record_of
+
+_BLOCK = 1024
+
+
+def silu_mul(
+    gate_up: torch.Tensor, pending: PendingDelta | None, *, programmatic_launch: bool
+) -> torch.Tensor:
+    """`[rows, 2 n]`, contiguous, gate first -> `[rows, n]`; pending: LoRA of it, of rows and halves
+    that their adapter touches. In float32; one kernel. Raises ValueError on a mismatch."""
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        _silu_mul_kernel[(rows * triton.cdiv(inner, _BLOCK),)](
+            gate_up,
+            *delta_arguments(gate_up, pending),
+            out,
+            INNER=inner,
+            BLOCK=_BLOCK,
+            LORA=pending is not None,
+            PDL=programmatic_launch,
+            num_warps=4,
+            launch_pdl=programmatic_launch,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["site", "num_sites"], do_not_specialize_on_alignment=["slots_ptr"])
+def _silu_mul_kernel(
+    y_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    out_ptr: tl.tensor,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LORA: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    follow(PDL)
+    BLOCKS: tl.constexpr = (INNER + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    n = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = n < INNER
+    at = row * 2 * INNER + n
+    gate = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(y_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
+    if LORA:
+        # Read beside the chain slot -> rank, not after it, and dropped where it means nothing.
+        delta0 = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        delta1 = tl.load(delta_ptr + at + INNER, mask=inside, other=0.0).to(tl.float32)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        ranks_ptr = ranks_at(ints_ptr, record_of(slot, site, num_sites))
+        gate += tl.where((slot >= 0) & (tl.load(ranks_ptr) > 0), delta0, 0.0)
+        up += tl.where((slot >= 0) & (tl.load(ranks_ptr + 1) > 0), delta1, 0.0)
+    out = silu_times(gate, up)
+    tl.store(out_ptr + row * INNER + n, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu_times(gate: tl.tensor, up: tl.tensor) -> Any:
+    """`gate / (1 + e^-gate) * up`. A square root's reciprocal, squared, and a power of 2 are an
+    instruction each on a GPU; division and e's power take five, for numbers that do not come."""
+    root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * gate))
+    return gate * (root * root) * up

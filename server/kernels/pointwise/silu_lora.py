@@ -1,0 +1,238 @@
+"""`silu(gate) * up` of a product whose LoRA it expands on the way.
+
+The product is the widest of a layer: to change it in place would cost more than to activate it.
+Its result is the widest input of a product: shrink would read it once more.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.launch.configs import FusedConfig
+from server.kernels.launch.launch import load_first
+from server.kernels.lora.checks import check_context, check_whole_tiles
+from server.kernels.lora.pending import PendingLora
+from server.kernels.lora.record import a_at, b_at, rank_pair_at, ranks_at, record_of, scales_at
+from server.kernels.lora.table import RANK_BLOCKS
+from server.kernels.lora.tiles import load_tile, small_tile, tile_rows
+from server.kernels.lora.workspace import Workspace
+from server.kernels.pointwise.silu_block import silu_rows
+
+
+def silu_mul_lora(
+    gate_up: torch.Tensor,
+    pending: PendingLora,
+    config: FusedConfig,
+    shrunk: Workspace | None = None,
+) -> torch.Tensor:
+    """`silu(g) * u` of `g, u = gate_up + scale * v B^T`, v of the site's `shrink`: `[rows, n]`.
+
+    gate_up: `[rows, 2 n]`, contiguous, gate first, in the adapters' dtype; rows without an adapter
+    are activated alone. Sums in float32; one kernel. Raises ValueError on a mismatch.
+
+    shrunk: where to leave what `shrink` of the result would for the next site, down, of one
+    projection. For tiles of more than 16 rows, and where every adapter of the batch has ranks, at
+    both sites, that are multiples of 8 up to its width, one of RANK_BLOCKS.
+    """
+    table, site = pending.table, pending.site
+    segments, workspace = pending.segments, pending.workspace
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    _check(gate_up, pending, shrunk)
+    down = workspace if shrunk is None else shrunk
+    out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    if rows == 0:
+        return out
+    _silu_kernel[
+        (min(segments.max_tiles * triton.cdiv(inner, config.piece), config.num_programs),)
+    ](
+        gate_up,
+        out,
+        workspace.planes,
+        workspace.splits,
+        down.planes,
+        down.splits,
+        segments.order,
+        segments.tiles,
+        segments.num_tiles,
+        table.words,
+        table.ints,
+        table.floats,
+        site,
+        table.num_sites,
+        workspace.planes.stride(1),
+        workspace.planes.stride(0),
+        down.planes.stride(0),
+        config.num_programs,
+        INNER=inner,
+        MAX_SPLIT=workspace.max_split,
+        DOWN=0 if shrunk is None else shrunk.width,
+        DOWN_SPLIT=0 if shrunk is None else shrunk.max_split,
+        BLOCK_M=segments.tile_rows,
+        PIECE=config.piece,
+        MAX_PIECES=config.max_pieces,
+        STAGES=config.num_stages,
+        PRECISION="ieee" if gate_up.dtype == torch.float32 else "tf32",
+        PDL=config.programmatic_launch,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+        launch_pdl=config.programmatic_launch,
+    )
+    return out
+
+
+def _check(gate_up: torch.Tensor, pending: PendingLora, shrunk: Workspace | None) -> None:
+    segments, workspace = pending.segments, pending.workspace
+    same_rows = gate_up.shape[0] == segments.rows
+    if not gate_up.is_contiguous() or gate_up.dtype != workspace.dtype or not same_rows:
+        raise ValueError(f"gate_up is {gate_up.dtype} {list(gate_up.shape)}")
+    check_context(pending.table, pending.site, segments, workspace)
+    check_whole_tiles(segments)
+    if shrunk is not None:
+        check_context(pending.table, pending.site + 1, segments, shrunk)
+        if shrunk.width not in RANK_BLOCKS:
+            raise ValueError(f"planes of down have {shrunk.width} columns, not {RANK_BLOCKS}")
+        if segments.tile_rows <= 16:
+            raise ValueError(f"tiles of {segments.tile_rows} rows are shrunk beside the product")
+
+
+@triton.jit(do_not_specialize=["site", "num_sites", "target_items"])
+def _silu_kernel(
+    y_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    splits_ptr: tl.tensor,
+    down_ptr: tl.tensor,
+    down_splits_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    num_tiles_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    floats_ptr: tl.tensor,
+    site: tl.tensor,
+    num_sites: tl.tensor,
+    stride_v: tl.tensor,
+    stride_plane: tl.tensor,
+    stride_down: tl.tensor,
+    target_items: tl.tensor,
+    INNER: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    DOWN: tl.constexpr,
+    DOWN_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """An item is (tile of rows, some pieces of columns); programs take items round robin."""
+    pieces, blocks, items = _cut_columns(
+        num_tiles_ptr, target_items, INNER, PIECE, MAX_PIECES, DOWN_SPLIT
+    )
+    item, step = tl.program_id(0), tl.num_programs(0)
+    slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
+    records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
+    record, down = _load_record(records, slot, DOWN)
+    ahead = item + step
+    slot, next_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+    splits = load_first(splits_ptr, PDL)
+    tl.store(down_splits_ptr, blocks, mask=(item == 0) & (DOWN > 0))
+    for item in range(tl.program_id(0), items, step):
+        next_record, next_down = _load_record(records, slot, DOWN)
+        ahead = item + 2 * step
+        slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
+        start, length, _ = tile
+        col = item % blocks * pieces * PIECE
+        _silu_tile(
+            (y_ptr, out_ptr), (order_ptr + start, length),
+            (planes_ptr + start * stride_v, stride_v, stride_plane, splits, length),
+            record, down, down_ptr + item % blocks * stride_down + start * DOWN,
+            col, tl.minimum(INNER, col + pieces * PIECE),
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
+        )  # fmt: skip
+        record, down = next_record, next_down
+        tile, next_tile = next_tile, later_tile
+
+
+@triton.jit
+def _cut_columns(
+    num_tiles_ptr: tl.tensor,
+    target_items: tl.tensor,
+    INNER: tl.constexpr,
+    PIECE: tl.constexpr,
+    MAX_PIECES: tl.constexpr,
+    DOWN_SPLIT: tl.constexpr,
+) -> tuple[Any, Any, Any]:
+    """Pieces of an item, items of a tile (no more than there are planes for down's v), and of all
+    tiles, those without an adapter included."""
+    tiles = tl.load(num_tiles_ptr + 1)
+    PIECES: tl.constexpr = (INNER + PIECE - 1) // PIECE
+    pieces = tl.minimum(MAX_PIECES, tl.maximum(1, tl.cdiv(PIECES * tiles, target_items)))
+    if DOWN_SPLIT > 0:
+        pieces = tl.maximum(pieces, (PIECES + DOWN_SPLIT - 1) // DOWN_SPLIT)
+    blocks = tl.cdiv(PIECES, pieces)
+    return pieces, blocks, tiles * blocks
+
+
+@triton.jit
+def _load_record(records: tl.tuple, slot: tl.tensor, DOWN: tl.constexpr) -> tuple[Any, Any]:
+    """Both ranks as one word (0 without an adapter), addresses of both B and of the scales; of the
+    next site, down, address of A and rank. A chain of loads leads to an item's weights: this is
+    fetched one item ahead, and its tile two."""
+    words_ptr, ints_ptr, floats_ptr, site, num_sites = records
+    record = record_of(slot, site, num_sites)
+    live = slot >= 0
+    ranks = tl.load(rank_pair_at(words_ptr, record), mask=live, other=0)
+    b_ptr, scales = b_at(words_ptr, record), scales_at(floats_ptr, record)
+    gate, up = tl.load(b_ptr), tl.load(b_ptr + 1)
+    if DOWN > 0:
+        rank_down = tl.load(ranks_at(ints_ptr, record + 1), mask=live, other=0)
+        down = (tl.load(a_at(words_ptr, record + 1)), rank_down)
+        return (ranks, gate, up, scales), down
+    else:
+        return (ranks, gate, up, scales), (0 * gate, 0 * slot)
+
+
+@triton.jit
+def _silu_tile(
+    matrices: tl.tuple,
+    tile: tl.tuple,
+    v: tl.tuple,
+    record: tl.tuple,
+    down: tl.tuple,
+    down_ptr: tl.tensor,
+    col: tl.tensor,
+    end: tl.tensor,
+    INNER: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DOWN: tl.constexpr,
+) -> None:
+    """Few rows or many."""
+    y_ptr, out_ptr = matrices
+    order_ptr, length = tile
+    ranks, gate, up, scales_ptr = record
+    kind: tl.constexpr = tl.pointer_type(y_ptr.dtype.element_ty)
+    b0 = (tl.multiple_of(gate.to(kind), 16), (ranks & 0xFFFFFFFF).to(tl.int32))
+    b1 = (tl.multiple_of(up.to(kind), 16), (ranks >> 32).to(tl.int32))
+    next_site = (tl.multiple_of(down[0].to(kind), 16), down[1], down_ptr)
+    scales = (tl.load(scales_ptr), tl.load(scales_ptr + 1))
+    SMALL: tl.constexpr = small_tile(BLOCK_M)
+    if length <= SMALL:
+        few = tile_rows(order_ptr, length, SMALL)
+        silu_rows(
+            (y_ptr, out_ptr, few), v, b0, b1, scales, next_site, col, end,
+            INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, DOWN,
+        )  # fmt: skip
+    else:
+        many = tile_rows(order_ptr, length, BLOCK_M)
+        silu_rows(
+            (y_ptr, out_ptr, many), v, b0, b1, scales, next_site, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
+        )  # fmt: skip

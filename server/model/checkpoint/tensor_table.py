@@ -1,0 +1,150 @@
+"""Which tensors a checkpoint must hold, which it may, and whether it does. No torch."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from server.model.checkpoint.checkpoint import (
+    EMBED,
+    LM_HEAD,
+    CheckpointError,
+    Shard,
+    read_config,
+    read_shards,
+    tables,
+)
+from server.model.checkpoint.config import ModelConfig
+
+_FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_MAX_LISTED = 8
+_LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")
+# What a checkpoint carries along and transformers leaves out when it loads the model.
+_LEFT_OUT = {
+    # Derived from the configuration.
+    "rotary tables": re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"),
+    "attention masks": re.compile(r".*\.masked_bias"),
+    # TRL's, for training by reinforcement.
+    "value head": re.compile(r"v_head\..+"),
+    "multi-token prediction": re.compile(r"(model\.)?mtp(_layers|_block)?\..+"),
+}
+_PREDICTION = "multi-token prediction"
+# What only a layer beyond the last has, whose work is to predict further tokens.
+_OF_PREDICTION = re.compile(
+    r"(eh_proj|enorm|hnorm|shared_head|embed_tokens|input_proj|token_layernorm|hidden_layernorm|"
+    r"final_layernorm|mtp[a-z_]*)\..+"
+)
+_QUANTISED = re.compile(
+    r".*\.(qweight|qzeros|weight_packed|weight_scale|weight_scale_inv|absmax|quant_map|SCB)"
+)
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this model must hold, and its shape."""
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBED: (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+    layer = dict(_layer_tensors(config))
+    for index in range(config.num_layers):
+        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
+    return shapes
+
+
+def check_folder(folder: Path, *, with_tensors: bool = True) -> ModelConfig:
+    """The configuration of a model's folder, once it fits the weights' headers.
+
+    Raises CheckpointError with what matters most first.
+    """
+    config = read_config(folder)
+    if with_tensors:
+        check_tensors(folder, read_shards(folder), config)
+    return config
+
+
+def check_tensors(folder: Path, shards: Sequence[Shard], config: ModelConfig) -> tuple[str, ...]:
+    """Names of stored tensors that are left out, since they change no token.
+
+    Raises CheckpointError with everything that is missing, unexpected or of another shape.
+    """
+    stored = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    quantised = next(filter(_QUANTISED.fullmatch, stored), None)
+    if quantised is not None:
+        raise CheckpointError(
+            f"{folder}: quantised weights ({quantised}) are not served; serve the original"
+        )
+    expected = expected_tensors(config)
+    expected[tables(stored, config)[0]] = expected.pop(EMBED)
+    ignored = {LM_HEAD} if config.tie_word_embeddings else set()
+    others = [name for name in stored if name not in expected and name not in ignored]
+    beyond = _predicting_layers(others, config)
+    left_out = tuple(name for name in others if _kind(name, beyond) is not None)
+    wrong = [
+        f"{name} (expected {list(shape)}, got {stored[name].dtype} {list(stored[name].shape)})"
+        for name, shape in expected.items()
+        if name in stored
+        and (stored[name].shape != shape or stored[name].dtype not in _FLOAT_DTYPES)
+    ]
+    unfit = {
+        "missing": [name for name in expected if name not in stored],
+        "unexpected": [name for name in others if name not in left_out],
+        "wrong": wrong,
+    }
+    problems = [f"{len(n)} {kind}: {_listed(n)}" for kind, n in unfit.items() if n]
+    if problems:
+        raise CheckpointError(f"{folder}: tensors do not fit config.json: {'; '.join(problems)}")
+    return left_out
+
+
+def kinds(left_out: Collection[str]) -> tuple[int, str]:
+    """How many, and what they are, for people."""
+    counts = Counter(_kind(name, frozenset()) or _PREDICTION for name in left_out)
+    return len(left_out), ", ".join(f"{kind} ({count})" for kind, count in counts.items())
+
+
+def _kind(name: str, beyond: Collection[int]) -> str | None:
+    """What a tensor is that is left out; None = it is no such tensor."""
+    found = _LAYER.fullmatch(name)
+    if found is not None and int(found["layer"]) in beyond:
+        return _PREDICTION
+    return next((kind for kind, names in _LEFT_OUT.items() if names.fullmatch(name)), None)
+
+
+def _predicting_layers(names: Sequence[str], config: ModelConfig) -> frozenset[int]:
+    """Layers beyond the last that predict further tokens, as config.json or their tensors say.
+
+    Others are those of a model whose config.json leaves layers out.
+    """
+    layers = [found for found in map(_LAYER.fullmatch, names) if found is not None]
+    beyond = {int(found["layer"]) for found in layers if _OF_PREDICTION.fullmatch(found["rest"])}
+    declared = range(config.num_layers, config.num_layers + config.extra_layers)
+    return frozenset(layer for layer in beyond if layer >= config.num_layers).union(declared)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _MAX_LISTED else ""
+    return f"{', '.join(names[:_MAX_LISTED])}{more}"
+
+
+def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    linears = (
+        ("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
+        ("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, config.q_size, config.o_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for name, rows, columns, bias in linears:
+        yield f"{name}.weight", (rows, columns)
+        if bias:
+            yield f"{name}.bias", (rows,)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", (config.head_dim,)
+        yield "self_attn.k_norm.weight", (config.head_dim,)

@@ -1,0 +1,169 @@
+"""CUDA graphs of decode steps: one for each padded batch size, without and with adapters.
+
+A graph reads one packed upload, so it is valid for any sequences, contexts, adapters and ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from server.kernels.attention.decode_attention import (
+    DecodeBatchView,
+    DecodeItems,
+    cut_contexts,
+    max_items,
+)
+from server.kernels.attention.decode_inputs import gather_inputs
+from server.kernels.sampling.greedy import GreedyScratch, greedy_append
+from server.model.decoder import Decoder
+from server.model.graphs.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
+from server.model.ops.attention_cuda import Attention
+from server.model.ops.capture import record
+from server.model.ops.device_lora import DeviceLora, Product
+from server.model.ops.ops_cuda import CudaOps, CudaPlan
+from server.model.ops.sizes import padded_size
+from server.model.steps.rows import Rows
+
+# One more than uploads that can be on their way while the next is written.
+_UPLOADS = 4
+_ALIGNMENT = 64
+
+
+T = TypeVar("T", np.ndarray, torch.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStep:
+    """What a replayed step leaves: logits `[slices, vocab]` and the greedy ids int32 `[slices]`
+    (-1 = not finite). Both are valid until the next replay, in stream order."""
+
+    logits: torch.Tensor
+    token_ids: torch.Tensor
+
+
+class _Packed:
+    """Where the parts of an upload of `size` rows lie, on the host and on the device alike."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.num_items = size, max_items(size)
+        self._items = _align(NUM_COLUMNS * size)
+        self._piece = _align(self._items + 2 * self.num_items)
+        self.end = self._piece + 1
+
+    def columns(self, packed: T) -> T:
+        return packed[: NUM_COLUMNS * self.size].reshape(NUM_COLUMNS, self.size)
+
+    def items(self, packed: T) -> T:
+        return packed[self._items : self._items + 2 * self.num_items].reshape(2, self.num_items)
+
+    def piece(self, packed: T) -> T:
+        return packed[self._piece : self.end]
+
+
+class DecodeGraphs:
+    """Captured once at start; `launch` uploads, plans and replays."""
+
+    def __init__(
+        self,
+        decoder: Decoder[CudaPlan, DeviceLora, Product],
+        ops: CudaOps,
+        rows: Rows,
+        sizes: tuple[int, ...],
+    ) -> None:
+        self.sizes = sizes
+        self._decoder, self._ops, self._rows = decoder, ops, rows
+        most, device = sizes[-1], ops.device
+        vocab, dtype = decoder.config.vocab_size, ops.cache.k.dtype
+        self._logits = torch.empty(most, vocab, dtype=dtype, device=device)
+        self._sampled = torch.empty(most, dtype=torch.int32, device=device)
+        self._token_ids, self._positions = (
+            torch.zeros(most, dtype=torch.int64, device=device) for _ in range(2)
+        )
+        self._scratch = GreedyScratch(most, device)
+        widest = _Packed(most).end
+        self._uploads = torch.zeros(_UPLOADS, widest, dtype=torch.int32, pin_memory=True)
+        self._launched = 0
+        self._packed = {s: torch.zeros(widest, dtype=torch.int32, device=device) for s in sizes}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        # Kept since graphs write to their tensors.
+        self._loras: dict[int, DeviceLora] = {}
+
+    def rehearse(self, with_adapters: bool) -> None:
+        """What the graphs of one family will do, outside of any."""
+        for size in reversed(self.sizes):
+            self._upload(size, DecodeBatch(np.zeros((NUM_COLUMNS, 0), np.int32), ()))
+            self._step(size, with_adapters)()
+            torch.cuda.synchronize()  # uploads are in memory that comes round again
+
+    def capture(self, with_adapters: bool) -> None:
+        """The graphs of one family, largest first so that the others fit in its memory. Others of
+        as many rows were rehearsed."""
+        for size in reversed(self.sizes):
+            step = self._step(size, with_adapters)
+            self._graphs[size, with_adapters] = record(step, self._pool)
+
+    def takes(self, batch: DecodeBatch) -> bool:
+        """Whether the batch can run in a graph."""
+        if len(batch) > self.sizes[-1]:
+            return False
+        if not batch.has_adapters:
+            return True
+        known = (self.sizes[0], True) in self._graphs
+        return known and not self._ops.table.changes_model(batch.columns[SLOT])
+
+    def launch(self, batch: DecodeBatch) -> GraphStep:
+        n = len(batch)
+        size = padded_size(self.sizes, n)
+        self._upload(size, batch)
+        self._graphs[size, batch.has_adapters].replay()
+        return GraphStep(self._logits[:n], self._sampled[:n])
+
+    def _upload(self, size: int, batch: DecodeBatch) -> None:
+        """Fill up with rows that compute nothing of use, on a row and a page of their own."""
+        n, parts = len(batch), _Packed(size)
+        self._launched += 1
+        upload = self._uploads[self._launched % _UPLOADS]
+        host = upload.numpy()
+        columns = parts.columns(host)
+        columns[:, :n] = batch.columns
+        columns[:, n:] = self._padding()
+        contexts = np.ones(size, dtype=np.int64)
+        contexts[:n] = batch.contexts
+        parts.piece(host)[0] = cut_contexts(contexts, parts.items(host))
+        self._packed[size][: parts.end].copy_(upload[: parts.end], non_blocking=True)
+
+    def _padding(self) -> np.ndarray:
+        return np.array([[self._rows.scratch], [0], [-1], [0], [-1], [-1], [-1]], dtype=np.int32)
+
+    def _step(self, size: int, with_adapters: bool) -> Callable[[], None]:
+        parts, packed = _Packed(size), self._packed[size]
+        columns = parts.columns(packed)
+        token_ids, positions = self._token_ids[:size], self._positions[:size]
+        lora = None
+        if with_adapters:
+            lora = self._loras[size] = self._ops.captured_lora(columns[SLOT], decodes=True)
+        logits, sampled = self._logits[:size], self._sampled[:size]
+        rows, head = self._rows, self._decoder.weights.lm_head
+        work = DecodeItems(parts.items(packed), parts.piece(packed))
+        view = DecodeBatchView(columns[ROW], positions, rows.page_table, work)
+        plan = CudaPlan(positions, None, Attention(slice(size), view, slice(0), None))
+
+        def step() -> None:
+            gather_inputs(columns, rows.tokens, rows.page_table, token_ids, positions)
+            if lora is not None:
+                self._ops.route(lora)
+            normed = self._decoder.forward(token_ids, plan, lora)
+            self._ops.products.linear(normed, head, out=logits)
+            greedy_append(
+                logits, columns[ROW], columns[APPEND], rows.tokens, sampled, self._scratch
+            )
+
+        return step
+
+
+def _align(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,51 @@
+"""Which ops serve a model on a device; on a GPU, everything compiled, warm and captured."""
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from server.model.checkpoint.config import ModelConfig
+from server.model.decoder import Decoder
+from server.model.graphs.parts import Built, Parts
+from server.model.graphs.start_phases import StartPhases
+from server.model.ops.ops_torch import TorchOps
+from server.model.sampling.draws_torch import TorchDraws
+
+log = logging.getLogger(__name__)
+
+
+def _build_reference(parts: Parts, why: str) -> Built:
+    ops = TorchOps(parts.model, parts.cache, parts.table)
+    decoder = Decoder(parts.model, parts.weights, parts.table.sites, ops)
+    draws = TorchDraws(parts.rows, parts.parameters)
+    return Built(decoder, draws, None, None, (), f"plain torch: {why}")
+
+
+def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a CUDA device serves this model with the reference ops, or None where it need not."""
+    for package in ("flashinfer", "triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed (pip install 'loraplex[gpu]')"
+    try:
+        from server.model.ops.attention_cuda import unsupported
+    except ImportError as error:
+        return f"FlashInfer cannot be imported ({error})"
+    return unsupported(model, dtype, torch.cuda.get_device_capability(device))
+
+
+def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:
+    """graph_batches: padded batch sizes of decode graphs; None = all that the limits need. phases:
+    what takes long is noted there."""
+    device = parts.cache.k.device
+    if device.type == "cpu":
+        return _build_reference(parts, "computing on the CPU")
+    reason = why_not_fast(parts.model, parts.cache.k.dtype, device)
+    if reason is not None:
+        log.warning("serving with plain torch, which is slower: %s", reason)
+        return _build_reference(parts, reason)
+    # Not at the top: neither FlashInfer nor Triton is needed on a CPU.
+    from server.model.graphs.fast_path import build_fast
+
+    return build_fast(parts, graph_batches, phases)

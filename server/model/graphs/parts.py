@@ -1,0 +1,42 @@
+"""What a set of operations is built from, and what is built."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from server.engine.executor import ExecutorLimits
+from server.model.checkpoint.config import ModelConfig
+from server.model.decoder import Decoder
+from server.model.lora.lora import AdapterTable
+from server.model.ops.ops import KVCache
+from server.model.sampling.row_sampling import RowSampling
+from server.model.sampling.sampler import Draws
+from server.model.steps.rows import Rows
+from server.model.weights import ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a set of ops works on; all on one device. summary: of its memory, for a person."""
+
+    model: ModelConfig
+    weights: ModelWeights
+    cache: KVCache
+    table: AdapterTable
+    rows: Rows
+    parameters: RowSampling
+    limits: ExecutorLimits
+    summary: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """graphs, token_graphs: DecodeGraphs and TokenGraphs, None where steps are computed as they
+    come. row_sizes: numbers of rows, ascending, that those are padded to; none = they need not be.
+    backend: for a person."""
+
+    decoder: Decoder[Any, Any, Any]
+    draws: Draws
+    graphs: Any
+    token_graphs: Any
+    row_sizes: tuple[int, ...]
+    backend: str

@@ -1,0 +1,182 @@
+"""CUDA graphs of steps that have prompts, by padded number of tokens.
+
+Where what attention launches depends on its plan, it is launched as it comes, and from one to the
+next lies one graph. What follows the last layer's attention are other graphs (`EndGraphs`). Without
+graphs the host would need longer for a step of few hundred tokens than the device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from server.engine.plan import StepPlan
+from server.model.decoder import Decoder
+from server.model.graphs.end_graphs import EndGraphs
+from server.model.lora.lora import any_adapter
+from server.model.ops.capture import record
+from server.model.ops.device_lora import DeviceLora, Product
+from server.model.ops.graph_attention import GraphAttention
+from server.model.ops.ops import StepLayout
+from server.model.ops.ops_cuda import CudaOps, CudaPlan
+from server.model.ops.prompt_attention import MAX_PROMPTS
+from server.model.ops.sizes import padded_size
+from server.model.ops.transfers import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """graphs: one, or the first up to the first attention, then one after each but the last. lora:
+    kept since the graphs write to its tensors."""
+
+    graphs: list[torch.cuda.CUDAGraph]
+    lora: DeviceLora | None
+
+
+class TokenGraphs:
+    """Captured once at start. Steps run one after the other, and share the tensors between graphs
+    and attention."""
+
+    def __init__(
+        self,
+        decoder: Decoder[CudaPlan, DeviceLora, Product],
+        ops: CudaOps,
+        sizes: tuple[int, ...],
+        attention: GraphAttention | None,
+    ) -> None:
+        """attention: that graphs can launch; None: it lies between them."""
+        self.sizes = sizes
+        self._decoder, self._ops, self._attention = decoder, ops, attention
+        model, device, dtype = decoder.config, ops.device, ops.cache.k.dtype
+        most = sizes[-1]
+        self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
+        self._hidden = torch.zeros(most, model.hidden_size, dtype=dtype, device=device)
+        if attention is None:
+            qkv_size = model.q_size + 2 * model.kv_size
+            self._qkv = torch.zeros(most, qkv_size, dtype=dtype, device=device)
+            self._attended = torch.zeros(most, model.q_size, dtype=dtype, device=device)
+        else:
+            self._attended = attention.attended
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple[int, bool], _Captured] = {}
+        begun = (self._attended, self._hidden)
+        self.ends = EndGraphs(decoder, ops, sizes, begun, self._pool)
+
+    def rehearse(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
+        """What the graphs of one family will do, outside of any; otherwise as `capture`."""
+        for size in reversed(self.sizes):
+            for piece in self._prepared(size, self._lora(size, with_adapters), example):
+                piece()
+            torch.cuda.synchronize()  # plans are uploaded from memory that comes round again
+        self.ends.rehearse(with_adapters)
+
+    def capture(self, with_adapters: bool, example: Callable[[int], StepLayout]) -> None:
+        """One family, largest first so that the others fit in its memory. Others of as many tokens
+        were rehearsed. example: of prompts with so many tokens in all."""
+        for size in reversed(self.sizes):
+            lora = self._lora(size, with_adapters)
+            pieces = self._prepared(size, lora, example)
+            graphs = [record(piece, self._pool) for piece in pieces]
+            for graph in graphs:
+                graph.replay()  # the first time takes longer
+            self._captured[size, with_adapters] = _Captured(graphs, lora)
+        self.ends.capture(with_adapters)
+
+    def takes(self, plan: StepPlan) -> bool:
+        if plan.num_tokens > self.sizes[-1]:
+            return False
+        prompts = sum(piece.num_new > 1 for piece in plan.slices)
+        if self._attention is not None and prompts > MAX_PROMPTS:
+            return False
+        slots = np.array([piece.adapter_slot for piece in plan.slices])
+        if not any_adapter(slots):
+            return True
+        known = (self.sizes[0], True) in self._captured
+        return known and not self._ops.table.changes_model(slots)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        layout: StepLayout,
+        token_slots: np.ndarray,
+        wanted: np.ndarray,
+    ) -> torch.Tensor:
+        """As `Decoder.forward`, of the tokens wanted (int64 `[rows]`, on the host)."""
+        tokens, first = len(token_ids), 0
+        size = padded_size(self.sizes, tokens)
+        captured = self._captured[size, any_adapter(token_slots)]
+        if self._attention is not None:
+            first = layout.num_decodes  # they go to the end
+            self._attention.fill(size, layout)
+        if captured.lora is not None:
+            slots = np.full(size, -1, dtype=np.int32)
+            slots[:tokens] = np.roll(token_slots, -first)
+            self._slots[:size].copy_(to_device(slots, self._ops.device))
+        self._token_ids[:tokens].copy_(token_ids.roll(-first))
+        if self._attention is None:
+            self._replay_between(captured.graphs, self._ops.plan(layout), tokens)
+        else:
+            captured.graphs[0].replay()
+        return self.ends.forward((wanted - first) % tokens, token_slots[wanted])
+
+    def _replay_between(
+        self, graphs: list[torch.cuda.CUDAGraph], plan: CudaPlan, tokens: int
+    ) -> None:
+        qkv, plan = Product(self._qkv[:tokens]), replace(plan, attended=self._attended[:tokens])
+        layers = self._decoder.weights.layers
+        for layer, (weights, graph) in enumerate(zip(layers, graphs, strict=True)):
+            graph.replay()
+            self._ops.attend(plan, layer, qkv, weights.qk_norm)
+
+    def _lora(self, size: int, with_adapters: bool) -> DeviceLora | None:
+        if not with_adapters:
+            return None
+        return self._ops.captured_lora(self._slots[:size], decodes=False)
+
+    def _prepared(
+        self, size: int, lora: DeviceLora | None, example: Callable[[int], StepLayout]
+    ) -> list[Callable[[], None]]:
+        if self._attention is not None:
+            self._attention.fill(size, example(size))
+        return self._pieces(size, lora)
+
+    def _pieces(self, size: int, lora: DeviceLora | None) -> list[Callable[[], None]]:
+        """What each graph does, in order. Rows that pad read what earlier steps left in them, and
+        nobody reads theirs."""
+        if self._attention is None:
+            return self._pieces_between(size, lora)
+        plan = self._attention.plan(size)
+
+        def step() -> None:
+            if lora is not None:
+                self._ops.route(lora)
+            _, hidden = self._decoder.up_to_end(self._token_ids[:size], plan, lora)
+            self._hidden[:size].copy_(hidden)
+
+        return [step]
+
+    def _pieces_between(self, size: int, lora: DeviceLora | None) -> list[Callable[[], None]]:
+        decoder = self._decoder
+        attended, hidden = self._attended[:size], self._hidden[:size]
+
+        def begin() -> None:
+            if lora is not None:
+                self._ops.route(lora)
+            normed, embedded = decoder.begin(self._token_ids[:size], lora)
+            hidden.copy_(embedded)
+            self._project(normed, 0, lora)
+
+        def follow(layer: int) -> None:
+            normed, _ = decoder.after_attention(layer, attended, hidden, lora)  # hidden in place
+            self._project(normed, layer + 1, lora)
+
+        layers = range(len(decoder.weights.layers) - 1)
+        return [begin, *(partial(follow, layer) for layer in layers)]
+
+    def _project(self, normed: torch.Tensor, layer: int, lora: DeviceLora | None) -> None:
+        weights, site = self._decoder.weights.layers[layer], self._decoder.sites.layer(layer)
+        out = self._qkv[: len(normed)]
+        self._ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site, out=out)

@@ -1,0 +1,96 @@
+"""Steps on the scratch row, which is no sequence's: what they launch is warm then."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from server.engine.executor import ExecutorLimits
+from server.kernels.attention.decode_attention import rows_of_each_shape
+from server.kernels.lora.table import RANK_BLOCKS
+from server.model.decoder import Decoder
+from server.model.ops.memory import LOGITS_ROWS
+from server.model.ops.ops import StepLayout
+from server.model.ops.sizes import MOST_PADDING
+from server.model.steps.rows import Rows
+
+# Token counts that between them use every kernel of steps outside graphs.
+_WARM_TOKENS = (3, 40, 300, 600, 2100)
+
+
+def run_steps(decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimits) -> None:
+    """As many tokens as use every kernel; with adapters as well, where some may come."""
+    context, adapters = limits.max_context, limits.adapter_slots > 0
+    for tokens in warm_sizes(min(limits.max_step_tokens, limits.max_rows * context)):
+        run_step(decoder, rows, tokens, context, adapters)
+    for decodes in warm_decodes(decoder.config.num_kv_heads, limits):
+        layout = _on_scratch(rows, np.array([1] * decodes + [2]))
+        token_ids = torch.zeros(decodes + 2, dtype=torch.int64, device=rows.device)
+        decoder.forward(token_ids, decoder.ops.plan(layout), None)
+        torch.cuda.synchronize()  # uploads come round
+
+
+def warm_decodes(kv_heads: int, limits: ExecutorLimits) -> list[int]:
+    """Decodes of steps with a prompt: such steps are padded with decodes, and may have more of them
+    than any graph."""
+    most = min(limits.max_rows + MOST_PADDING, limits.max_step_tokens - 2)
+    return rows_of_each_shape(kv_heads, most)
+
+
+def warm_sizes(max_step_tokens: int) -> list[int]:
+    """Tokens of steps, the most first: the allocator has then asked the device for all that any
+    step takes, and what is too much is said at start."""
+    sizes = {min(tokens, max_step_tokens) for tokens in _WARM_TOKENS}
+    return sorted(sizes | {max_step_tokens}, reverse=True)
+
+
+def run_step(
+    decoder: Decoder[Any, Any, Any], rows: Rows, tokens: int, max_context: int, adapters: bool
+) -> None:
+    """A mixed step on the scratch row: one decode, and chunks of the rest; logits of one token and
+    of as many as a step can want. With adapters also as if they changed the embedding and the head,
+    which no graph does, of small ranks and of any."""
+    chunks, rest = divmod(tokens - 1, max_context)
+    # Decodes come first, and a rest of one is another.
+    layout = _on_scratch(rows, np.array([1] + ([rest] if rest else []) + [max_context] * chunks))
+    token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
+    ops: Any = decoder.ops
+    loras = [None]
+    if adapters:
+        lora = _everywhere(ops, tokens)
+        loras.append(replace(lora, down=None))
+        if lora.down is not None:
+            loras += [ops.shrinking(lora, block) for block in RANK_BLOCKS]
+    for lora in loras:
+        normed = decoder.forward(token_ids, ops.plan(layout), lora)
+        for wanted in {1, min(tokens, max(rows.scratch, LOGITS_ROWS))}:
+            of_head = None if lora is None else _everywhere(ops, wanted)
+            decoder.logits(normed[-wanted:], of_head)
+    torch.cuda.synchronize()
+
+
+def _everywhere(ops: Any, tokens: int) -> Any:
+    return replace(ops.lora(np.zeros(tokens, np.int64)), model_sites=True)
+
+
+def prompts_of(rows: Rows, max_context: int, tokens: int) -> StepLayout:
+    """As few prompts as have so many tokens, all alike."""
+    count = -(-tokens // max_context)
+    num_new = np.full(count, tokens // count)
+    num_new[: tokens % count] += 1
+    return _on_scratch(rows, num_new)
+
+
+def _on_scratch(rows: Rows, num_new: np.ndarray) -> StepLayout:
+    """Slices that begin their contexts, all of them on the row that is no sequence's."""
+    tokens = int(num_new.sum())
+    positions = np.concatenate([np.arange(n) for n in num_new])
+    return StepLayout(
+        seq_rows=np.full(len(num_new), rows.scratch),
+        starts=np.zeros(len(num_new), dtype=np.int64),
+        num_new=num_new,
+        token_rows=torch.full((tokens,), rows.scratch, device=rows.device),
+        positions=torch.from_numpy(positions).to(rows.device),
+        page_table=rows.page_table,
+    )

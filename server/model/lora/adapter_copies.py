@@ -1,0 +1,196 @@
+"""Copies of adapters from the host arena to the device's, on a stream beside the steps."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from typing import NamedTuple
+
+import torch
+
+from server.engine.executor import COPY_FAILED, AdapterCopy, CopyNews, CopyOver, CopyUsable
+from server.model.lora.lora import Adapter, AdapterTable
+
+log = logging.getLogger(__name__)
+
+# A copy in pieces lets the steps have the memory bus in between.
+_PIECE_BYTES = 8 << 20
+# A plan is made while the step before it runs. What is left of a copy by then is over before the
+# plan's first kernel, if it is no more than this; else the running streams would wait for it.
+HIDDEN_COPY_S = 0.003
+_NEWEST = 0.2  # weight of the newest copy in the mean rate
+
+
+class _Moving(NamedTuple):
+    """Its bytes are queued. began, ended: recorded around them."""
+
+    copy: AdapterCopy
+    adapter: Adapter
+    nbytes: int
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+
+class AdapterCopies:
+    """In order of arrival, on one stream: what comes later into the same extents is written later.
+
+    The step loop's own thread queues them: another would need the interpreter that a launch holds.
+    On the CPU `start` copies. A slot can be used once `poll` reported it.
+    """
+
+    def __init__(self, table: AdapterTable, host_arena: memoryview) -> None:
+        self.table = table
+        self._host = torch.frombuffer(host_arena, dtype=torch.uint8) if host_arena else None
+        self._stream = torch.cuda.Stream() if table.arena.is_cuda else None
+        self._beside = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        self._pinned = self._stream is not None and self._host is not None and _pin(self._host)
+        self._bytes_s = 0.0  # a running mean over copies; 0 = none has been made
+        self._oldest_began = 0.0  # of all that move; perf_counter
+        self._unusable: deque[_Moving] = deque()
+        self._usable: deque[_Moving] = deque()  # all of them before those that are not
+        self._news: list[CopyNews] = []
+        self._lost: Exception | None = None
+
+    def start(self, copy: AdapterCopy) -> None:
+        """Raises nothing: `poll` tells what went wrong."""
+        try:
+            with torch.inference_mode(), self._beside:
+                self._start(copy)
+        except ValueError as error:
+            self._give_up(copy, str(error))
+        except Exception as error:  # foreign; other copies must still be answered
+            log.error("a copy failed", exc_info=error)
+            self._give_up(copy, COPY_FAILED)
+
+    def poll(self) -> list[CopyNews]:
+        """Bind the slots that have become usable; never blocks. What is launched
+        from now on waits, on the device, for what is left of their copies.
+
+        Raises what CUDA says when the device is lost.
+        """
+        if self._lost is not None:
+            raise self._lost
+        told, self._news = self._news, []
+        while self._usable and self._usable[0].ended.query():
+            told.append(self._end(self._usable.popleft()))
+        while self._unusable and self._is_hidden(self._unusable[0]):
+            moving = self._unusable.popleft()
+            self._usable.append(moving)
+            torch.cuda.current_stream().wait_event(moving.ended)
+            told.append(self._bind(moving.copy, moving.adapter))
+        return told
+
+    def close(self) -> None:
+        if self._pinned and self._host is not None and self._stream is not None:
+            with suppress(RuntimeError):  # the device may be lost
+                self._stream.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+        self._host = None
+
+    def _start(self, copy: AdapterCopy) -> None:
+        nbytes = sum(copy.layout.runs) * copy.layout.extent_bytes
+        now = time.perf_counter()
+        if self._stream is None:
+            self._queue(copy)
+            copy_s = time.perf_counter() - now
+            adapter = self.table.prepare(copy.adapter_slot, copy.layout, copy.device_extents)
+            self._news.append(self._bind(copy, adapter))
+            self._news.append(CopyOver(copy.adapter_slot, copy.layout.digest, copy_s=copy_s))
+            return
+        began = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+        self._queue(copy)
+        ended = self._stream.record_event(torch.cuda.Event(enable_timing=True))
+        # While the bytes are on their way.
+        adapter = self.table.prepare(copy.adapter_slot, copy.layout, copy.device_extents)
+        if not self._usable and not self._unusable:
+            self._oldest_began = now
+        self._unusable.append(_Moving(copy, adapter, nbytes, began, ended))
+
+    def _give_up(self, copy: AdapterCopy, error: str) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.synchronize()  # pieces may be on their way; raises if it is the device
+        except Exception as lost:
+            self._lost = lost
+        self._news.append(CopyOver(copy.adapter_slot, copy.layout.digest, error))
+
+    def _bind(self, copy: AdapterCopy, adapter: Adapter) -> CopyUsable:
+        self.table.bind(copy.adapter_slot, adapter)
+        return CopyUsable(copy.adapter_slot, copy.layout.digest)
+
+    def _is_hidden(self, first: _Moving) -> bool:
+        """first: of those that are not usable."""
+        nbytes = sum(moving.nbytes for moving in self._usable) + first.nbytes
+        spent_s = time.perf_counter() - self._oldest_began
+        return is_hidden(nbytes, self._bytes_s, spent_s) or first.ended.query()
+
+    def _end(self, moving: _Moving) -> CopyOver:
+        copy_s = moving.began.elapsed_time(moving.ended) / 1e3
+        rate = moving.nbytes / max(copy_s, 1e-9)
+        self._bytes_s += (_NEWEST if self._bytes_s else 1.0) * (rate - self._bytes_s)
+        self._oldest_began = time.perf_counter()
+        return CopyOver(moving.copy.adapter_slot, moving.copy.layout.digest, copy_s=copy_s)
+
+    def _queue(self, copy: AdapterCopy) -> None:
+        layout = copy.layout
+        if layout.extent_bytes != self.table.extent_bytes:
+            raise ValueError(
+                f"the slab has extents of {layout.extent_bytes} bytes, the arena of"
+                f" {self.table.extent_bytes}"
+            )
+        if not len(layout.runs) == len(copy.host_extents) == len(copy.device_extents):
+            raise ValueError("a run of extents lacks a place in the host or the device arena")
+        size = layout.extent_bytes
+        for run, source, target in coalesce(layout.runs, copy.host_extents, copy.device_extents):
+            self._copy_run(source * size, target * size, run * size)
+
+    def _copy_run(self, source: int, target: int, nbytes: int) -> None:
+        host, device = self._host, self.table.arena
+        host_bytes = 0 if host is None else host.numel()
+        inside = 0 <= source <= host_bytes - nbytes and 0 <= target <= device.numel() - nbytes
+        if host is None or not inside:
+            raise ValueError("a run of extents lies outside an arena")
+        pieces = host[source : source + nbytes].split(_PIECE_BYTES)
+        places = device[target : target + nbytes].split(_PIECE_BYTES)
+        for place, piece in zip(places, pieces, strict=True):
+            place.copy_(piece, non_blocking=True)
+
+
+def is_hidden(nbytes: int, bytes_s: float, spent_s: float) -> bool:
+    """Whether what is left of the copies is likely to take no more than HIDDEN_COPY_S.
+
+    nbytes: of this one and those before it that are not over. spent_s: since the first of them
+    began. bytes_s: how fast copies were, 0 if that is unknown; then nobody can tell.
+    """
+    return bytes_s > 0 and nbytes / bytes_s - spent_s <= HIDDEN_COPY_S
+
+
+def coalesce(
+    runs: Sequence[int], sources: Sequence[int], targets: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(length, source, target) of the fewest copies that move these runs, all in extents.
+
+    An arena hands out single extents from its end, so that neighbours come in falling order.
+    """
+    joined: list[tuple[int, int, int]] = []
+    for source, target, run in sorted(zip(sources, targets, runs, strict=True)):
+        if joined:
+            length, first_source, first_target = joined[-1]
+            if (first_source + length, first_target + length) == (source, target):
+                joined[-1] = (length + run, first_source, first_target)
+                continue
+        joined.append((run, source, target))
+    return joined
+
+
+def _pin(host: torch.Tensor) -> bool:
+    """Once at start: copies from pinned memory run at the bus's speed and beside the host."""
+    status = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0))
+    if status:
+        text = "the host arena cannot be pinned (CUDA error %d): loads are slower, and steps wait"
+        log.warning(text, status)
+        # The runtime keeps the error, and the next kernel would be blamed for it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return status == 0

@@ -1,0 +1,231 @@
+"""Adapters on the device: the byte arena, the table that finds weights in it, LoRA of one batch.
+
+Owns where an adapter's bytes lie and what they mean; which adapter lies where is the scheduler's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from adapters.manifest import SlabLayout
+from server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
+from server.model.lora.sites import PlacedAdapter, SiteIndex, SiteShape, place
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """b_t: B transposed, `[rank, out_features]`, of one projection. rank_*: its columns of the
+    site's `x A^T`; out_*: its columns of the site's output."""
+
+    b_t: torch.Tensor
+    scale: float
+    rank_begin: int
+    rank_end: int
+    out_begin: int
+    out_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWeights:
+    """a_t: A transposed, `[in_features, sum(ranks)]`. All tensors are views into the arena."""
+
+    a_t: torch.Tensor
+    projections: tuple[Projection, ...]
+
+
+class Adapter:
+    """An adapter in the arena. `weights`: its tensors by site, made when somebody asks, since on a
+    GPU kernels find them through the device table."""
+
+    def __init__(
+        self, placed: PlacedAdapter, sites: SiteIndex, arena: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        self.placed = placed
+        self._sites = sites
+        self._arena = arena
+        self._dtype = dtype
+
+    @cached_property
+    def weights(self) -> dict[int, SiteWeights]:
+        placed = self.placed
+        columns = (placed.sites, placed.a, placed.b, placed.ranks, placed.scales)
+        return {
+            site: self._site_weights(self._sites.shape(site), *found)
+            for site, *found in zip(*(column.tolist() for column in columns), strict=True)
+        }
+
+    def _site_weights(
+        self, shape: SiteShape, a: int, b: list[int], ranks: list[int], scales: list[float]
+    ) -> SiteWeights:
+        total = sum(ranks)
+        columns = list(accumulate((0, *ranks)))
+        outputs = list(accumulate((0, *shape.out_features)))
+        if shape.kind == "embed_tokens":  # stored transposed
+            a_t = self._view(a, (shape.in_features, total))
+        else:
+            a_t = self._view(a, (total, shape.in_features)).T
+        projections = tuple(
+            Projection(
+                b_t=self._view(b[i], (width, ranks[i])).T,
+                scale=scales[i],
+                rank_begin=columns[i],
+                rank_end=columns[i + 1],
+                out_begin=outputs[i],
+                out_end=outputs[i + 1],
+            )
+            for i, width in enumerate(shape.out_features)
+            if ranks[i]
+        )
+        return SiteWeights(a_t, projections)
+
+    def _view(self, begin: int, shape: tuple[int, int]) -> torch.Tensor:
+        end = begin + shape[0] * shape[1] * self._dtype.itemsize
+        return self._arena[begin:end].view(self._dtype).view(shape)
+
+
+def any_adapter(token_slots: np.ndarray) -> bool:
+    """token_slots: int64 `[tokens]`, adapter slots, -1 = the base."""
+    return bool(token_slots.size) and int(token_slots.max()) >= 0
+
+
+class AdapterTable:
+    """The arena and, for every adapter slot, where its weights lie in it.
+
+    Steps and copies touch different slots: a slot is bound when its copy is usable, and bound again
+    only when no step in flight reads it.
+    """
+
+    def __init__(
+        self,
+        sites: SiteIndex,
+        *,
+        slots: int,
+        extents: int,
+        extent_bytes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.sites = sites
+        self.dtype = dtype
+        self.extent_bytes = extent_bytes
+        self.arena = torch.zeros(extents * extent_bytes, dtype=torch.uint8, device=device)
+        self.device_table = LoraTable(sites.num_sites, slots, device)
+        self._slots: list[Adapter | None] = [None] * slots
+        self._changes_model = np.zeros(slots, dtype=bool)
+        self._widest = np.zeros(slots, dtype=np.int64)
+
+    def prepare(self, slot: int, layout: SlabLayout, device_extents: Sequence[int]) -> Adapter:
+        """Find an adapter's weights in the arena and write its records of the device table.
+
+        May run beside steps that do not use the slot. Raises ValueError for a layout that does not
+        fit this model or arena.
+        """
+        if DTYPES[layout.dtype] != self.dtype:
+            raise ValueError(f"the slab is {layout.dtype}, the engine computes in {self.dtype}")
+        placed = place(
+            self.sites,
+            layout,
+            device_extents,
+            item_bytes=self.dtype.itemsize,
+            arena_bytes=self.arena.numel(),
+        )
+        start = self.arena.data_ptr()
+        self.device_table.clear(slot)
+        self.device_table.write(
+            slot, placed.sites, start + placed.a, start + placed.b, placed.ranks, placed.scales
+        )
+        return Adapter(placed, self.sites, self.arena, self.dtype)
+
+    def bind(self, slot: int, adapter: Adapter) -> None:
+        """Let what is launched from now on use the slot, which no step in flight does."""
+        self.device_table.upload(slot)
+        self._slots[slot] = adapter
+        placed = adapter.placed
+        self._changes_model[slot] = (placed.sites >= self.sites.embed).any()
+        ranks = placed.ranks
+        self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max()
+
+    def changes_model(self, token_slots: np.ndarray) -> bool:
+        """Whether some adapter of a batch changes the embedding or the head."""
+        used = token_slots[token_slots >= 0]
+        return bool(self._changes_model[used].any())
+
+    def rank_block(self, token_slots: np.ndarray) -> int | None:
+        """The smallest of RANK_BLOCKS for all ranks of a batch's adapters; None: some rank is
+        larger, or no multiple of 8."""
+        widest = self._widest[token_slots[token_slots >= 0]].max()
+        return next((block for block in RANK_BLOCKS if widest <= block), None)
+
+    def batch(self, token_slots: np.ndarray) -> "LoraBatch | None":
+        """token_slots: int64 `[tokens]`, -1 = the base; equal neighbours form one segment.
+        None where no token has an adapter."""
+        if not any_adapter(token_slots):
+            return None
+        changes = np.flatnonzero(np.diff(token_slots)) + 1
+        borders = [0, *changes.tolist(), len(token_slots)]
+        segments = tuple(
+            Segment(begin, end, self._weights(token_slots[begin]))
+            for begin, end in pairwise(borders)
+            if token_slots[begin] >= 0
+        )
+        sites = frozenset[int]().union(*(s.weights for s in segments))
+        return LoraBatch(segments, sites, torch.from_numpy(token_slots))
+
+    def _weights(self, slot: int) -> dict[int, SiteWeights]:
+        adapter = self._slots[slot]
+        return {} if adapter is None else adapter.weights
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens begin .. end of a batch use one adapter."""
+
+    begin: int
+    end: int
+    weights: dict[int, SiteWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraBatch:
+    """Adapters of one batch. sites: those that some adapter of it changes; others cost nothing.
+    token_slots: int64 `[tokens]` on the host, for kernels that route by token."""
+
+    segments: tuple[Segment, ...]
+    sites: frozenset[int]
+    token_slots: torch.Tensor
+
+    def add(self, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        """y += scale (x A^T) B^T of each token's adapter; x `[tokens, in]`, y `[tokens, out]`."""
+        if site not in self.sites:
+            return
+        for segment in self.segments:
+            weights = segment.weights.get(site)
+            if weights is not None:
+                bridge = x[segment.begin : segment.end] @ weights.a_t
+                _expand(weights, bridge, y[segment.begin : segment.end])
+
+    def add_embedding(self, site: int, token_ids: torch.Tensor, y: torch.Tensor) -> None:
+        """The same for an embedding: a token's row of A^T is gathered."""
+        if site not in self.sites:
+            return
+        for segment in self.segments:
+            weights = segment.weights.get(site)
+            if weights is not None:
+                bridge = weights.a_t[token_ids[segment.begin : segment.end]]
+                _expand(weights, bridge, y[segment.begin : segment.end])
+
+
+def _expand(weights: SiteWeights, bridge: torch.Tensor, y: torch.Tensor) -> None:
+    for p in weights.projections:
+        if p.out_end - p.out_begin == y.shape[1]:
+            y.addmm_(bridge, p.b_t, alpha=p.scale)
+            continue
+        y[:, p.out_begin : p.out_end].addmm_(
+            bridge[:, p.rank_begin : p.rank_end], p.b_t, alpha=p.scale
+        )

@@ -1,0 +1,81 @@
+"""What the attention of captured steps with prompts reads: at fixed places, filled for each step.
+
+In such a step prompts come before decodes, the other way round than outside graphs: FlashInfer's
+first token is always a prompt's.
+"""
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from server.kernels.attention.decode_attention import (
+    DecodeBatchView,
+    DecodeItems,
+    cut_contexts,
+    max_items,
+)
+from server.model.ops.attention_cuda import Attention
+from server.model.ops.ops import StepLayout
+from server.model.ops.ops_cuda import CudaOps, CudaPlan
+from server.model.ops.prompt_attention import PromptAttention
+
+_ALL = slice(0, None)
+T = TypeVar("T", np.ndarray, torch.Tensor)
+
+
+class GraphAttention:
+    """most_tokens: of a graph; most_decodes: of a step. attended: `[most_tokens, heads *
+    head_dim]`, where each layer's result lies."""
+
+    def __init__(
+        self,
+        ops: CudaOps,
+        prompts: PromptAttention,
+        page_table: torch.Tensor,
+        most_tokens: int,
+        most_decodes: int,
+    ) -> None:
+        self._ops, self._prompts, self._page_table = ops, prompts, page_table
+        self._most_decodes = most_decodes
+        device = ops.device
+        self._positions = torch.zeros(most_tokens, dtype=torch.int64, device=device)
+        self._kv_slots = torch.full((most_tokens,), -1, dtype=torch.int64, device=device)
+        # What pads a step reads what earlier ones left.
+        q_size, dtype = ops.model.q_size, ops.cache.k.dtype
+        self.attended = torch.zeros(most_tokens, q_size, dtype=dtype, device=device)
+        widest = most_tokens + 2 * max_items(most_decodes) + 1
+        self._packed = torch.zeros(widest, dtype=torch.int32, device=device)
+
+    def plan(self, size: int) -> CudaPlan:
+        """Of a graph of `size` tokens, whatever they are."""
+        rows, items, piece = self._parts(self._packed, size)
+        positions = self._positions[:size]
+        work = DecodeItems(items.view(2, -1), piece)
+        view = DecodeBatchView(rows, positions, self._page_table, work)
+        attention = Attention(_ALL, view, _ALL, self._prompts)
+        return CudaPlan(positions, self._kv_slots[:size], attention, self.attended[:size])
+
+    def fill(self, size: int, layout: StepLayout) -> None:
+        """For the next replay of that graph."""
+        n, tokens = layout.num_decodes, len(layout.positions)
+        first = tokens - n
+        self._positions[:tokens].copy_(layout.positions.roll(-n))
+        self._kv_slots[:first].copy_(self._ops.kv_slots(layout)[n:])
+        self._kv_slots[first:size].fill_(-1)
+        packed = np.zeros(len(self._packed), dtype=np.int32)
+        rows, items, piece = self._parts(packed, size)
+        rows[first:tokens] = layout.seq_rows[:n]
+        items = items.reshape(2, -1)
+        items[0] = -1
+        if n:
+            piece[0] = cut_contexts(layout.starts[:n] + 1, items)
+            items[0, items[0] >= 0] += first
+        upload = torch.from_numpy(packed).pin_memory()
+        self._packed.copy_(upload, non_blocking=True)
+        self._prompts.plan(*layout.prompts, self._page_table)
+
+    def _parts(self, packed: T, size: int) -> tuple[T, T, T]:
+        """rows `[size]`, items and `[1]` tokens of a piece."""
+        items = size + 2 * max_items(min(size, self._most_decodes))
+        return packed[:size], packed[size:items], packed[items : items + 1]

@@ -1,0 +1,156 @@
+"""How an engine's memory options turn into pages, extents and a context length. Pure arithmetic."""
+
+import msgspec
+
+from adapters.base import LAYER_SITES, MODEL_SITES
+from adapters.manifest import ITEM_BYTES
+from server.config import ConfigError, EngineConfig
+from server.engine.executor import ExecutorLimits
+from server.model.checkpoint.config import ModelConfig
+from server.model.ops.sizes import MOST_PADDING
+
+# CUDA's context, modules and handles, captured graphs, attention workspaces.
+_FIXED_WORKSPACE = 2 << 30
+# Rows whose logits are scored, penalised or drawn from in torch at once, and copies of them in
+# float32 that the costliest sampling holds: they bound the memory of logits, whatever rows want.
+LOGITS_ROWS = 64
+_LOGITS_COPIES = 8
+_FA2_PROGRAMS, _FA2_QUERIES = 2, 128
+_GIB = 1 << 30
+MEMORY_ADVICE = (
+    "Raise --gpu-memory-utilization, lower --adapter-memory, --kv-memory, --max-running,"
+    " --max-step-tokens or --max-context, or take a smaller model or a larger GPU"
+)
+
+
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """Bytes of a GPU: all, and what was free before this engine took any and is free now."""
+
+    total: int
+    free_before: int
+    free_now: int
+
+
+def page_bytes(model: ModelConfig, engine: EngineConfig) -> int:
+    """Keys and values of one page in all layers."""
+    tokens = model.num_layers * engine.page_size
+    return 2 * tokens * model.kv_size * ITEM_BYTES[engine.dtype]
+
+
+def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
+    """Upper estimate of what a step needs beside weights, KV cache and adapters."""
+    item = ITEM_BYTES[engine.dtype]
+    widths = 4 * model.hidden_size + 3 * model.q_size + 3 * model.intermediate_size
+    activations = engine.max_step_tokens * widths * item
+    # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
+    rows = engine.max_running + MOST_PADDING
+    copies = rows * 2 * item + LOGITS_ROWS * 4 * _LOGITS_COPIES
+    logits = copies * model.vocab_size
+    masks = engine.max_running * -(-model.vocab_size // 32) * 4
+    # What pieces of contexts give, in float32; of a sequence one piece and a half.
+    pieces = rows * 6 * model.q_size
+    context = engine.max_context or model.max_context
+    # Of each row its tokens, of rows with penalties once more, and its pages; the rotation of each
+    # position; adapters' records.
+    row = context * 4 + -(-context // engine.page_size) * 8
+    records = engine.adapter_slots * (model.num_layers * len(LAYER_SITES) + len(MODEL_SITES)) * 64
+    tables = engine.max_running * row + LOGITS_ROWS * context * 4
+    tables += context * model.head_dim * 4 + records
+    return _FIXED_WORKSPACE + 2 * activations + logits + masks + pieces + tables
+
+
+def split_prompts_bytes(model: ModelConfig, processors: int) -> int:
+    """What FlashInfer's FA2 needs at most to cut the contexts of few prompts into pieces: their
+    float32 results and sums.
+
+    Two programs at once on each multiprocessor, one for each piece and kv head; each has a tile of
+    up to 128 queries, tokens of all heads of its group counted (`PrefillPlan` in scheduler.cuh).
+    """
+    pieces = _FA2_PROGRAMS * processors // model.num_kv_heads
+    return pieces * model.num_heads * _FA2_QUERIES * (model.head_dim + 1) * 4
+
+
+def fill_device(model: ModelConfig, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:
+    """`engine` with `kv_memory` resolved. memory: with the weights there.
+
+    Raises ConfigError with the estimate and what to do when that leaves nothing for a KV cache, or
+    less than was asked for.
+    """
+    usable = int(memory.total * engine.gpu_memory_utilization)
+    parts = {
+        "weights": memory.free_before - memory.free_now,
+        "adapters": engine.adapter_memory,
+        "other programs": memory.total - memory.free_before,
+    }
+    if engine.kv_memory:  # whoever asks for that much may leave a step less than we would
+        parts["KV cache"] = engine.kv_memory
+        if sum(parts.values()) > memory.total:
+            raise ConfigError(_too_little(parts, f"{memory.total / _GIB:.1f} GiB"))
+        return engine
+    parts["workspace"] = workspace_bytes(model, engine)
+    left = usable - sum(parts.values())
+    if left < page_bytes(model, engine) * 2:
+        share = f"{engine.gpu_memory_utilization:.2f} of {memory.total / _GIB:.1f} GiB"
+        raise ConfigError(_too_little(parts, f"{usable / _GIB:.1f} GiB ({share})"))
+    return msgspec.structs.replace(engine, kv_memory=left)
+
+
+def _too_little(parts: dict[str, int], of: str) -> str:
+    estimate = ", ".join(f"{name} {size / _GIB:.1f} GiB" for name, size in parts.items())
+    return f"not enough GPU memory for a KV cache: {estimate}, of {of}. {MEMORY_ADVICE}"
+
+
+def estimate_lines(model: ModelConfig, engine: EngineConfig, weights: int) -> tuple[str, ...]:
+    """How the device's memory is split, for a person."""
+    parts = (
+        ("weights", weights),
+        ("KV cache", engine.kv_memory),
+        ("adapters", engine.adapter_memory),
+        ("workspace", workspace_bytes(model, engine)),
+    )
+    split = ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts)
+    return (f"GPU memory: {split}",)
+
+
+def executor_limits(model: ModelConfig, engine: EngineConfig) -> ExecutorLimits:
+    """Raises ConfigError naming the option that is too small, with the value that would do."""
+    page = page_bytes(model, engine)
+    num_pages = engine.kv_memory // page
+    if num_pages < 1:
+        raise ConfigError(f"--kv-memory is {engine.kv_memory} bytes; one page alone takes {page}")
+    room = num_pages * engine.page_size
+    extents = engine.adapter_memory // engine.extent_bytes
+    if engine.adapter_slots > 0 and extents < 1:
+        raise ConfigError(
+            f"--adapter-memory is {engine.adapter_memory} bytes; at least {engine.extent_bytes}"
+            " (one extent) are needed"
+        )
+    return ExecutorLimits(
+        num_pages=num_pages,
+        page_size=engine.page_size,
+        max_rows=engine.max_running,
+        max_step_tokens=engine.max_step_tokens,
+        max_context=_max_context(model, engine, room, page),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        adapter_slots=engine.adapter_slots,
+        arena_extents=extents,
+        extent_bytes=engine.extent_bytes,
+    )
+
+
+def _max_context(model: ModelConfig, engine: EngineConfig, room: int, page: int) -> int:
+    """What was asked for must fit; what was not asked for is cut to what fits."""
+    if engine.max_context is None:
+        return min(model.max_context, room)
+    if engine.max_context > model.max_context:
+        raise ConfigError(
+            f"--max-context is {engine.max_context}; the model reaches {model.max_context} tokens"
+        )
+    if engine.max_context > room:
+        needed = -(-engine.max_context // engine.page_size) * page
+        raise ConfigError(
+            f"--kv-memory is {engine.kv_memory} bytes, enough for {room} tokens; --max-context"
+            f" {engine.max_context} takes {needed}"
+        )
+    return engine.max_context

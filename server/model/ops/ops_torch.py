@@ -1,0 +1,254 @@
+"""The reference set of ops, in plain torch: correct on every device, and fast enough on a CPU."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from server.model.checkpoint.config import ModelConfig
+from server.model.lora.lora import AdapterTable, LoraBatch
+from server.model.ops.ops import KVCache, StepLayout
+from server.model.ops.rope import cos_sin, inverse_frequencies
+from server.model.ops.transfers import to_device
+
+Masks = dict[int | None, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decodes of similar context, padded to the longest of them.
+
+    tokens: int64 `[n]`, their places in the batch. pages: `[n, p]`. masks: by window, True = seen,
+    `[n, 1, 1, p * page_size]`.
+    """
+
+    tokens: torch.Tensor
+    pages: torch.Tensor
+    masks: Masks
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Tokens begin .. end of the batch, the last ones of a context of `context` tokens.
+    pages: `[p]`. masks: by window, `[end - begin, context]`, or None = plainly causal."""
+
+    begin: int
+    end: int
+    context: int
+    pages: torch.Tensor
+    masks: Masks
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """rope: cos and sin, `[tokens, 1, head_dim / 2]`. slot_mapping: int64 `[tokens]`, page *
+    page_size + offset. fresh_pages: those whose first token is written in this step."""
+
+    rope: tuple[torch.Tensor, torch.Tensor]
+    slot_mapping: torch.Tensor
+    fresh_pages: torch.Tensor
+    decodes: tuple[DecodeGroup, ...]
+    chunks: tuple[PrefillChunk, ...]
+
+
+class TorchOps:
+    """Implements `server.model.ops.ops.Ops` for any model, dtype and device."""
+
+    def __init__(self, model: ModelConfig, cache: KVCache, table: AdapterTable) -> None:
+        self.model = model
+        self.cache = cache
+        self.table = table
+        self.windows = tuple(set(model.windows))
+        self.device = cache.k.device
+        self._inv_freq = inverse_frequencies(model.rope, model.head_dim, self.device)
+
+    def lora(self, token_slots: np.ndarray) -> LoraBatch | None:
+        return self.table.batch(token_slots)
+
+    def plan(self, layout: StepLayout) -> TorchPlan:
+        size = self.cache.page_size
+        pages = layout.page_table[layout.token_rows, layout.positions // size]
+        offsets = layout.positions % size
+        decodes = int((layout.num_new == 1).sum())
+        return TorchPlan(
+            rope=cos_sin(layout.positions, self._inv_freq, self.model.rope.attention_factor),
+            slot_mapping=pages * size + offsets,
+            fresh_pages=pages[offsets == 0],
+            decodes=self._decode_groups(layout, decodes),
+            chunks=self._chunks(layout, decodes),
+        )
+
+    def _decode_groups(self, layout: StepLayout, decodes: int) -> tuple[DecodeGroup, ...]:
+        """Group by page count up to a power of two, so that padding at most doubles the work."""
+        contexts = layout.starts[:decodes] + 1
+        page_counts = -(-contexts // self.cache.page_size)
+        classes = np.ceil(np.log2(page_counts)).astype(np.int64)
+        groups = []
+        for size_class in np.unique(classes):
+            members = np.flatnonzero(classes == size_class)
+            groups.append(self._decode_group(layout, members, contexts, page_counts))
+        return tuple(groups)
+
+    def _decode_group(
+        self, layout: StepLayout, members: np.ndarray, contexts: np.ndarray, counts: np.ndarray
+    ) -> DecodeGroup:
+        width = int(counts[members].max())
+        rows = self._tensor(layout.seq_rows[members])
+        context = self._tensor(contexts[members])[:, None]
+        own = torch.arange(width, device=self.device) < self._tensor(counts[members])[:, None]
+        table = layout.page_table[rows, :width]
+        # Never read another sequence's page: masked-out values still enter sums as 0 * value.
+        pages = torch.where(own, table, table[:, :1])
+        seen = torch.arange(width * self.cache.page_size, device=self.device)
+        masks: Masks = {}
+        for window in self.windows:
+            mask = seen < context
+            if window is not None:
+                mask = mask & (seen >= context - window)
+            masks[window] = mask[:, None, None, :]
+        return DecodeGroup(self._tensor(members), pages, masks)
+
+    def _chunks(self, layout: StepLayout, decodes: int) -> tuple[PrefillChunk, ...]:
+        chunks = []
+        begin = decodes
+        for i in range(decodes, len(layout.starts)):
+            start, count = int(layout.starts[i]), int(layout.num_new[i])
+            context = start + count
+            width = -(-context // self.cache.page_size)
+            masks = {window: self._chunk_mask(start, count, window) for window in self.windows}
+            pages = layout.page_table[int(layout.seq_rows[i]), :width]
+            chunks.append(PrefillChunk(begin, begin + count, context, pages, masks))
+            begin += count
+        return tuple(chunks)
+
+    def _chunk_mask(self, start: int, count: int, window: int | None) -> torch.Tensor | None:
+        if start == 0 and (window is None or count <= window):
+            return None
+        seen = torch.arange(start + count, device=self.device)
+        query = seen[start:, None]
+        mask = seen <= query
+        return mask if window is None else mask & (seen > query - window)
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return to_device(values, self.device)
+
+    def embed(
+        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: int
+    ) -> torch.Tensor:
+        y = functional.embedding(token_ids, weight)
+        if lora is not None:
+            lora.add_embedding(site, token_ids, y)
+        return y
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: LoraBatch | None,
+        site: int,
+    ) -> torch.Tensor:
+        y = functional.linear(x, weight, bias)
+        if lora is not None:
+            lora.add(site, x, y)
+        return y
+
+    def logits(
+        self, x: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: int
+    ) -> torch.Tensor:
+        return self.linear(x, weight, None, lora, site)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        return weight * scaled.to(x.dtype)
+
+    def add_norm(
+        self, delta: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden + delta
+        return self.rms_norm(hidden, weight, epsilon), hidden
+
+    def attend(
+        self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._attention(plan, layer, self._rotate_store(plan, layer, qkv, qk_norm))
+
+    def _rotate_store(
+        self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        num_heads = self.model.num_heads
+        heads = qkv.view(len(qkv), -1, self.model.head_dim)
+        qk, v = heads.split((num_heads + self.model.num_kv_heads, self.model.num_kv_heads), dim=1)
+        if qk_norm is not None:
+            qk = self.rms_norm(qk, qk_norm, self.model.rms_norm_eps)
+        qk = _rotate(qk, *plan.rope)
+        self._store(plan, self.cache.k[layer], qk[:, num_heads:])
+        self._store(plan, self.cache.v[layer], v)
+        return qk[:, :num_heads]
+
+    def _store(self, plan: TorchPlan, cache: torch.Tensor, new: torch.Tensor) -> None:
+        # A reused page may hold another sequence's NaN behind the last token written.
+        if plan.fresh_pages.numel():
+            cache.index_fill_(0, plan.fresh_pages, 0)
+        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, new)
+
+    def _attention(self, plan: TorchPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
+        window = self.model.windows[layer]
+        k, v = self.cache.k[layer], self.cache.v[layer]
+        heads, head_dim = q.shape[1:]
+        grouped = q.reshape(len(q), k.shape[2], heads // k.shape[2], head_dim)
+        out = torch.empty_like(grouped)
+        for group in plan.decodes:
+            attended = functional.scaled_dot_product_attention(
+                grouped[group.tokens],
+                _gather(k, group.pages),
+                _gather(v, group.pages),
+                attn_mask=group.masks[window],
+            )
+            out[group.tokens] = attended
+        for chunk in plan.chunks:
+            out[chunk.begin : chunk.end] = self._attend_chunk(
+                grouped[chunk.begin : chunk.end], k, v, chunk, chunk.masks[window]
+            )
+        return out.view(len(q), heads * head_dim)
+
+    def _attend_chunk(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chunk: PrefillChunk,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """q `[n, kv_heads, group, head_dim]`: kv heads are the batch, the group shares k and v."""
+        group = q.shape[2]
+        keys, values = (
+            _gather(cache, chunk.pages[None])[0, :, : chunk.context]
+            .unsqueeze(1)
+            .expand(-1, group, -1, -1)
+            for cache in (k, v)
+        )
+        attended = functional.scaled_dot_product_attention(
+            q.permute(1, 2, 0, 3), keys, values, attn_mask=mask, is_causal=mask is None
+        )
+        return attended.permute(2, 0, 1, 3)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x `[tokens, heads, head_dim]`; cos, sin `[tokens, 1, head_dim / 2]`."""
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """`[all pages, page_size, kv_heads, head_dim]`, `[n, p]` -> `[n, kv_heads, p * page_size,
+    head_dim]`."""
+    found = cache.index_select(0, pages.flatten())
+    return found.view(len(pages), -1, *cache.shape[2:]).transpose(1, 2)

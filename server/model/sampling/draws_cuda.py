@@ -1,0 +1,76 @@
+"""Draws on a GPU: by our kernels but for typical_p, after torch has applied the history's terms."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from server.kernels.sampling.draw import DrawRows, draw_append
+from server.kernels.sampling.greedy import DrawMasks, GreedyScratch
+from server.model.ops.transfers import to_device
+from server.model.sampling.draws_torch import TorchDraws, in_pieces
+from server.model.sampling.masks import RowMasks
+from server.model.sampling.row_sampling import RowSampling
+from server.model.sampling.sampling import apply_history
+from server.model.sampling.to_draw import ToDraw
+from server.model.steps.rows import Rows
+
+
+class CudaDraws:
+    """Implements `server.model.sampling.sampler.Draws`."""
+
+    def __init__(self, rows: Rows, parameters: RowSampling) -> None:
+        self._rows, self._parameters = rows, parameters
+        self._scratch = GreedyScratch(len(rows.tokens), rows.device)
+        self._others = TorchDraws(rows, parameters)
+
+    def warm(self, vocab_size: int, dtype: torch.dtype) -> None:
+        """Compiles for the logits of a step, and for those of rows with a history; without masks
+        and with them."""
+        device, none = self._rows.device, np.zeros(1, np.int64)
+        words = np.full((1, -(-vocab_size // 32)), -1, dtype=np.int32)
+        for masks in (None, RowMasks(words, to_device(words, device), none)):
+            for kind, finite in ((dtype, True), (torch.float32, False)):
+                logits = torch.zeros(1, vocab_size, dtype=kind, device=device)
+                scratch = np.array([self._rows.scratch])
+                self._draw(ToDraw(logits, none, scratch, none, masks), finite=finite)
+
+    def __call__(self, rows: ToDraw) -> torch.Tensor:
+        typical, history = self._parameters.special(self._rows, rows.seq_rows, rows.lengths)
+        drawn = torch.empty(len(rows), dtype=torch.int32, device=self._rows.device)
+        for chosen, draw in (
+            (~(typical | history), self._raw),
+            (history & ~typical, self._with_history),
+            (typical, self._others),
+        ):
+            if chosen.all():
+                return draw(rows)
+            if chosen.any():
+                found = draw(rows.pick(chosen))
+                places = to_device(np.flatnonzero(chosen), self._rows.device)
+                drawn.index_copy_(0, places, found.to(drawn.dtype))
+        return drawn
+
+    def _raw(self, rows: ToDraw) -> torch.Tensor:
+        return self._draw(rows, finite=True)
+
+    def _with_history(self, rows: ToDraw) -> torch.Tensor:
+        return in_pieces(self._penalised, rows)
+
+    def _penalised(self, rows: ToDraw) -> torch.Tensor:
+        scores = rows.logits[to_device(rows.which, self._rows.device)].float()
+        failed = ~torch.isfinite(scores).all(dim=-1)
+        asked = self._parameters.history(self._rows, rows.seq_rows, rows.lengths, rows.masks)
+        apply_history(scores, asked)
+        changed = replace(rows, logits=scores, which=np.arange(len(rows)))
+        return self._draw(changed, finite=False).masked_fill_(failed, -1)
+
+    def _draw(self, rows: ToDraw, *, finite: bool) -> torch.Tensor:
+        columns = [rows.which, rows.seq_rows, rows.lengths]
+        if rows.masks is not None:
+            columns.append(rows.masks.of)
+        packed = to_device(np.stack(columns).astype(np.int32), self._rows.device)
+        masks = None if rows.masks is None else DrawMasks(rows.masks.bits, packed[3])
+        of = DrawRows(packed[0], packed[1], packed[2], masks)
+        tokens, parameters = self._rows.tokens, self._parameters.table
+        return draw_append(rows.logits, of, parameters, tokens, self._scratch, finite=finite)

@@ -1,0 +1,37 @@
+"""Draws in plain torch: whatever rows ask for."""
+
+from collections.abc import Callable
+
+import torch
+
+from server.model.ops.memory import LOGITS_ROWS
+from server.model.ops.transfers import to_device
+from server.model.sampling.row_sampling import RowSampling
+from server.model.sampling.sampling import sample
+from server.model.sampling.to_draw import ToDraw
+from server.model.steps.rows import Rows
+
+
+def in_pieces(draw: Callable[[ToDraw], torch.Tensor], rows: ToDraw) -> torch.Tensor:
+    """`draw` of at most LOGITS_ROWS rows at once."""
+    pieces = [slice(i, i + LOGITS_ROWS) for i in range(0, len(rows), LOGITS_ROWS)]
+    return torch.cat([draw(rows.pick(piece)) for piece in pieces])
+
+
+class TorchDraws:
+    """Implements `server.model.sampling.sampler.Draws`."""
+
+    def __init__(self, rows: Rows, parameters: RowSampling) -> None:
+        self._rows, self._parameters = rows, parameters
+
+    def __call__(self, rows: ToDraw) -> torch.Tensor:
+        return in_pieces(self._draw, rows)
+
+    def _draw(self, rows: ToDraw) -> torch.Tensor:
+        device = self._rows.device
+        scores = rows.logits[to_device(rows.which, device)].float()
+        asked = self._parameters.batch(self._rows, rows.seq_rows, rows.lengths, rows.masks)
+        sampled = sample(scores, asked)
+        on_device = to_device(rows.seq_rows, device), to_device(rows.lengths, device)
+        self._rows.append(*on_device, sampled.token_ids)
+        return sampled.token_ids.masked_fill(sampled.failed, -1)

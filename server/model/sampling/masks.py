@@ -1,0 +1,77 @@
+"""Masks of tokens: the memory that they are filled in, and what rows read of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from server.engine.executor import Masks
+from server.model.ops.transfers import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """Tokens that rows may draw.
+
+    host, bits: int32 `[masks, ceil(vocab / 32)]` on the host and on the device, as `Masks.bits`.
+    of: int64 `[n]`, each row's mask, -1 = the row may draw any token.
+    """
+
+    host: np.ndarray
+    bits: torch.Tensor
+    of: np.ndarray
+
+    def pick(self, chosen: np.ndarray | slice) -> "RowMasks":
+        """chosen: places of rows, or bool `[n]`."""
+        return replace(self, of=self.of[chosen])
+
+    def allows_others(self, row: int, ids: np.ndarray, vocab_size: int) -> bool:
+        """Whether the row may draw a token that is not among `ids`, int64, below `vocab_size`."""
+        mask = int(self.of[row])
+        if mask < 0:
+            return True
+        words = self.host[mask].view(np.uint32).copy()
+        np.bitwise_and.at(words, ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
+        if vocab_size % 32:
+            words[-1] &= np.uint32((1 << vocab_size % 32) - 1)
+        return bool(words.any())
+
+
+class MaskMemory:
+    """On a GPU pinned memory of torch's cache, which reuses a block only when its copy is over."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = (max_rows, -(-vocab_size // 32))
+        self._device = device
+        self._taken = self._allocate()
+
+    def _allocate(self) -> torch.Tensor:
+        # Always as many rows, so that the cache has a block that fits.
+        return torch.empty(self._shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+    def take(self, count: int) -> np.ndarray:
+        """int32 `[count, ceil(vocab / 32)]` of any content, for the next `upload`."""
+        if self._device.type == "cuda":
+            self._taken = self._allocate()
+        memory: np.ndarray = self._taken[:count].numpy()
+        return memory
+
+    def upload(self, masks: Masks, slices: Sequence[int]) -> RowMasks | None:
+        """One copy, without waiting for it. slices: places in the plan of the rows that draw.
+
+        Returns None where no row has a mask. Raises ValueError for a mask of another slice.
+        """
+        places = {index: mask for mask, index in enumerate(masks.slices)}
+        of = np.array([places.get(index, -1) for index in slices], dtype=np.int64)
+        if np.count_nonzero(of >= 0) != len(masks.slices):
+            raise ValueError("a mask is for a slice whose draw does not wait for one")
+        if not masks.slices:
+            return None
+        return RowMasks(masks.bits, self._to_device(masks.bits), of)
+
+    def _to_device(self, bits: np.ndarray) -> torch.Tensor:
+        taken = self._taken[: len(bits)]
+        if self._device.type == "cuda" and bits.ctypes.data == taken.data_ptr():
+            return taken.to(self._device, non_blocking=True)
+        return to_device(bits, self._device)

@@ -1,0 +1,114 @@
+"""What a launched step leaves to be collected: tensors on their way to the host."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from server.engine.plan import SliceResult
+from server.model.sampling.sampling import Logprobs
+from server.model.sampling.to_draw import ToDraw
+from server.protocol import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """Logprobs of one step's tokens, by place in the step. counts: alternatives that each wants."""
+
+    places: list[int]
+    counts: list[int]
+    values: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of one slice. token_ids: those predicted, int64 `[n]`."""
+
+    place: int
+    token_ids: torch.Tensor
+    parts: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Draws of a launched step that wait for masks.
+
+    rows: all that sample, in order; places: theirs in the step, int64 `[n]`; chosen: which of them
+    wait, bool `[n]`. token_ids: int `[n]` on the device, what the others drew.
+    """
+
+    rows: ToDraw
+    places: np.ndarray
+    chosen: np.ndarray
+    token_ids: torch.Tensor
+
+
+@dataclass(slots=True)
+class StepTicket:
+    """A launched step: results by place in the step, and how places map to the plan's slices.
+
+    samples: place of each sampled row. token_ids: int `[samples]`, -1 = none could be chosen.
+    done: the device's event, None where launching computed. held: None once all has been drawn.
+    """
+
+    order: list[int]
+    samples: list[int]
+    token_ids: torch.Tensor | None
+    logprobs: tuple[HostLogprobs, ...]
+    prompt_logprobs: tuple[PromptLogprobs, ...]
+    done: torch.cuda.Event | None
+    held: Held | None = None
+
+    def ready(self) -> bool:
+        return self.held is None and (self.done is None or self.done.query())
+
+    def results(self) -> list[SliceResult]:
+        """Waits for the device. One result per slice, in the plan's order."""
+        if self.held is not None:
+            raise RuntimeError("the step was collected before its masks came")
+        if self.done is not None:
+            self.done.synchronize()
+        tokens: dict[int, int] = {}
+        failed = set()
+        if self.token_ids is not None:
+            for place, token in zip(self.samples, self.token_ids.tolist(), strict=True):
+                if token < 0:
+                    failed.add(place)
+                else:
+                    tokens[place] = token
+        logprobs: dict[int, TokenLogprob] = {}
+        for found in self.logprobs:
+            logprobs |= _by_place(found, tokens)
+        prompts = {p.place: _prompt(p) for p in self.prompt_logprobs}
+        results: list[SliceResult] = [SliceResult(None)] * len(self.order)
+        for place, index in enumerate(self.order):
+            results[index] = SliceResult(
+                tokens.get(place), logprobs.get(place), prompts.get(place), place in failed
+            )
+        return results
+
+
+def _by_place(found: HostLogprobs, tokens: dict[int, int]) -> dict[int, TokenLogprob]:
+    chosen, ids, top = (
+        t.tolist() for t in (found.values.chosen, found.values.top_ids, found.values.top)
+    )
+    result = {}
+    for i, (place, count) in enumerate(zip(found.places, found.counts, strict=True)):
+        if place in tokens:
+            alternatives = tuple(zip(ids[i][:count], top[i][:count], strict=True))
+            result[place] = TokenLogprob(tokens[place], chosen[i], alternatives)
+    return result
+
+
+def _prompt(prompt: PromptLogprobs) -> list[TokenLogprob]:
+    token_ids = prompt.token_ids.tolist()
+    chosen = [value for part in prompt.parts for value in part.chosen.tolist()]
+    ids = [row for part in prompt.parts for row in part.top_ids.tolist()]
+    top = [row for part in prompt.parts for row in part.top.tolist()]
+    ranks = [
+        rank for part in prompt.parts if part.ranks is not None for rank in part.ranks.tolist()
+    ]
+    return [
+        TokenLogprob(token, value, tuple(zip(i, t, strict=True)), rank)
+        for token, value, i, t, rank in zip(token_ids, chosen, ids, top, ranks, strict=True)
+    ]

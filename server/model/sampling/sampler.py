@@ -1,0 +1,98 @@
+"""Draws the tokens of a step's rows, and the logprobs that requests asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from server.model.ops.memory import LOGITS_ROWS
+from server.model.ops.transfers import to_device, to_host
+from server.model.sampling.results import HostLogprobs, PromptLogprobs
+from server.model.sampling.row_sampling import RowSampling
+from server.model.sampling.sampling import Logprobs, logprobs, ranks
+from server.model.sampling.to_draw import ToDraw
+from server.model.steps.rows import Rows
+
+# Places of tokens in the batch, int64 `[n]`, ascending -> their logits `[n, vocab]`.
+LogitsOf = Callable[[np.ndarray], torch.Tensor]
+
+
+class Draws(Protocol):
+    def __call__(self, rows: ToDraw) -> torch.Tensor:
+        """Draw and write behind what each row has. Returns int `[n]` on the device, -1 = no token
+        could be chosen."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """token_ids: int `[rows]` on the device, -1 = no token could be chosen."""
+
+    token_ids: torch.Tensor
+    logprobs: HostLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSlice:
+    """A slice whose prompt tokens are scored. begin: its first token in the batch; predicted: how
+    many of its positions predict a token of the prompt."""
+
+    place: int
+    seq_row: int
+    start: int
+    begin: int
+    predicted: int
+
+
+class Sampler:
+    """Of all rows; parameters lie in `rows` and `parameters`."""
+
+    def __init__(self, rows: Rows, parameters: RowSampling, draws: Draws) -> None:
+        self.rows = rows
+        self.parameters = parameters
+        self._draws = draws
+
+    def draw(self, rows: ToDraw, places: np.ndarray) -> Drawn:
+        """places: the slices' places in the step, int64 `[n]`. Logprobs are of the raw logits,
+        whatever changes or masks them for the draw."""
+        device = self.rows.device
+        token_ids = self._draws(rows)
+        counts = self.parameters.logprobs[rows.seq_rows]
+        wanted = np.flatnonzero(counts >= 0)
+        if not wanted.size:
+            return Drawn(token_ids, None)
+        chosen = token_ids[to_device(wanted, device)].long().clamp(min=0)
+        raw, most = to_device(rows.which[wanted], device), int(counts[wanted].max())
+        parts = [
+            logprobs(rows.logits[piece].float(), ids, most)
+            for piece, ids in zip(raw.split(LOGITS_ROWS), chosen.split(LOGITS_ROWS), strict=True)
+        ]
+        values = Logprobs(
+            torch.cat([part.chosen for part in parts]),
+            torch.cat([part.top_ids for part in parts]),
+            torch.cat([part.top for part in parts]),
+        )
+        found = HostLogprobs(
+            places[wanted].tolist(), counts[wanted].tolist(), _logprobs_to_host(values)
+        )
+        return Drawn(token_ids, found)
+
+    def score(self, piece: ScoredSlice, logits_of: LogitsOf) -> PromptLogprobs:
+        count = max(int(self.parameters.prompt_logprobs[piece.seq_row]), 0)
+        first = piece.start + 1
+        targets = self.rows.tokens[piece.seq_row, first : first + piece.predicted].long()
+        parts = []
+        for offset in range(0, piece.predicted, LOGITS_ROWS):
+            end = min(offset + LOGITS_ROWS, piece.predicted)
+            logits = logits_of(np.arange(piece.begin + offset, piece.begin + end)).float()
+            ids = targets[offset:end]
+            found = replace(logprobs(logits, ids, count), ranks=ranks(logits, ids))
+            parts.append(_logprobs_to_host(found))
+        return PromptLogprobs(piece.place, to_host(targets), tuple(parts))
+
+
+def _logprobs_to_host(values: Logprobs) -> Logprobs:
+    chosen, top_ids, top = map(to_host, (values.chosen, values.top_ids, values.top))
+    return Logprobs(chosen, top_ids, top, None if values.ranks is None else to_host(values.ranks))

@@ -1,0 +1,57 @@
+"""Static rows: the tokens and pages of every running sequence, kept on the device between steps."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from server.engine.plan import PageGrant, RowStart, SeqSlice
+from server.model.ops.transfers import to_device
+
+# (row, first column, values)
+Write = tuple[int, int, Sequence[int]]
+
+
+class Rows:
+    """tokens: int32 `[rows + 1, max_context + 1]`, prompt first; a sample is written behind its
+    input, so the next step's input never visits the host. page_table: int64 `[rows + 1, pages a
+    row]`. scratch: the last row, which is no sequence's: batches are padded with it."""
+
+    def __init__(
+        self, max_rows: int, max_context: int, page_size: int, device: torch.device
+    ) -> None:
+        self.device = device
+        self.scratch = max_rows
+        self.tokens = torch.zeros(max_rows + 1, max_context + 1, dtype=torch.int32, device=device)
+        pages = -(-max_context // page_size)
+        self.page_table = torch.zeros(max_rows + 1, pages, dtype=torch.int64, device=device)
+        self.prompt_len = np.zeros(max_rows, dtype=np.int64)
+
+    def start(self, rows: Iterable[RowStart]) -> None:
+        rows = list(rows)
+        for row in rows:
+            self.prompt_len[row.seq_row] = row.prompt_len
+        self._scatter(self.tokens, [(r.seq_row, 0, r.token_ids) for r in rows])
+
+    def grant(self, grants: Iterable[PageGrant]) -> None:
+        self._scatter(self.page_table, [(g.seq_row, g.first, g.pages) for g in grants])
+
+    def write_inputs(self, slices: Iterable[SeqSlice]) -> None:
+        """Slices may bring their inputs; those without have them here already."""
+        self._scatter(
+            self.tokens, [(s.seq_row, s.start, s.token_ids) for s in slices if s.token_ids]
+        )
+
+    def append(self, rows: torch.Tensor, places: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Write samples; all int64 `[n]` on the device."""
+        self.tokens[rows, places] = token_ids.to(torch.int32)
+
+    def _scatter(self, table: torch.Tensor, writes: list[Write]) -> None:
+        if not writes:
+            return
+        lengths = [len(values) for _, _, values in writes]
+        rows = np.repeat([row for row, _, _ in writes], lengths)
+        columns = np.concatenate([np.arange(f, f + len(v)) for _, f, v in writes])
+        values = np.concatenate([np.asarray(v, dtype=np.int64) for _, _, v in writes])
+        packed = to_device(np.stack((rows, columns, values)), self.device)
+        table[packed[0], packed[1]] = packed[2].to(table.dtype)

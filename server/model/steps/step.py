@@ -1,0 +1,60 @@
+"""A StepPlan as arrays: the flat batch, which of its rows give logits, and how results map back."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from server.engine.plan import SeqSlice, StepPlan
+from server.model.ops.ops import StepLayout
+from server.model.ops.transfers import to_device
+from server.model.steps.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The slices reordered: decodes first, and within them and the rest by adapter, so that an
+    adapter's tokens are neighbours.
+
+    order: int64 `[slices]`, a slice's place in the plan. ends: `[slices]`, its last token in the
+    batch, with what pads it. token_slots: `[tokens]`, adapter slots. All of these lie on the host.
+    """
+
+    slices: list[SeqSlice]
+    order: np.ndarray
+    seq_rows: np.ndarray
+    starts: np.ndarray
+    num_new: np.ndarray
+    ends: np.ndarray
+    token_slots: np.ndarray
+    samples: np.ndarray
+    layout: StepLayout
+
+    @classmethod
+    def build(cls, plan: StepPlan, rows: Rows, tokens: int) -> "Step":
+        """tokens: of the batch, no fewer than the plan's. What pads it are decodes of the scratch
+        row, its first tokens; of the arrays only token_slots and layout have them."""
+        table = np.array(
+            [(s.seq_row, s.start, s.num_new, s.adapter_slot, s.sample) for s in plan.slices],
+            dtype=np.int64,
+        ).reshape(-1, 5)
+        order = np.lexsort((table[:, 3], table[:, 2] > 1))
+        padding = np.full((tokens - plan.num_tokens, 5), (rows.scratch, 0, 1, -1, 0))
+        batch = np.concatenate([padding, table[order]])
+        seq_rows, starts, num_new, slots, samples = batch.T.copy()
+        ends = np.cumsum(num_new)
+        begins = ends - num_new
+        positions = np.arange(ends[-1]) + np.repeat(starts - begins, num_new)
+        token_rows = np.repeat(seq_rows, num_new)
+        packed = to_device(np.stack((token_rows, positions)), rows.device)
+        real = slice(len(padding), None)
+        return cls(
+            slices=[plan.slices[i] for i in order],
+            order=order,
+            seq_rows=seq_rows[real],
+            starts=starts[real],
+            num_new=num_new[real],
+            ends=ends[real] - 1,
+            token_slots=np.repeat(slots, num_new),
+            samples=np.flatnonzero(samples[real]),
+            layout=StepLayout(seq_rows, starts, num_new, packed[0], packed[1], rows.page_table),
+        )

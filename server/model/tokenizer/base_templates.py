@@ -1,0 +1,47 @@
+"""The chat templates of a base's folder, and the special tokens that they are written with."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from adapters.chat.conversation import (
+    DEFAULT_TEMPLATE,
+    TEMPLATE_FILE,
+    TEMPLATE_FOLDER,
+    TemplateFault,
+    listed_templates,
+)
+from adapters.chat.template import ChatTemplate
+from adapters.peft.special_tokens import special_tokens
+from server.model.checkpoint.checkpoint import read_optional_json, read_text
+from server.model.tokenizer.base_tokenizer import special_token_settings
+
+_MAX_TEMPLATE_BYTES = 1 << 20
+
+
+def chat_templates(folder: Path) -> dict[str, str]:
+    """By name. Files of their own come first, as in transformers; then tokenizer_config.json, and
+    chat_template.json, which is a processor's: the first that has any."""
+    files = {DEFAULT_TEMPLATE: folder / TEMPLATE_FILE}
+    files |= {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    found = {
+        name: read_text(path, _MAX_TEMPLATE_BYTES) for name, path in files.items() if path.exists()
+    }
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found = found or listed_templates(read_optional_json(folder / name).get("chat_template"))
+    return found
+
+
+def template_tokens(folder: Path) -> dict[str, str]:
+    """Special tokens by the names that a template may use."""
+    tokens = special_tokens(special_token_settings(folder))
+    return {name: text for name, text in tokens.items() if text is not None}
+
+
+def usable_templates(sources: Mapping[str, str], tokens: dict[str, str]) -> dict[str, ChatTemplate]:
+    """Those that can be compiled; a router tells what is wrong with the others."""
+    found = {}
+    for name, source in sources.items():
+        with contextlib.suppress(TemplateFault):
+            found[name] = ChatTemplate(source, tokens)
+    return found

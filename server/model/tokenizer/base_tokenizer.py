@@ -1,0 +1,155 @@
+"""The base's tokenizer, as transformers' AutoTokenizer makes it of its files. No torch.
+
+`tokenizer.json` need not know every token: others are listed, or only named, in the files beside
+it. Some classes take no more of it than its vocabulary and post-processor.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Tokenizer
+
+from adapters.peft.special_tokens import USUAL_TOKENS, special_tokens
+from server.model.checkpoint.checkpoint import CheckpointError, read_optional_json, read_text
+from server.model.checkpoint.model_files import CONFIG_FILE
+from server.model.tokenizer.rebuilt_tokenizer import DEFAULT_TOKENS, finish, rebuilt
+from server.model.tokenizer.tokenizer_class import RebuiltClass, rebuilt_class
+
+TOKENIZER_FILE = "tokenizer.json"
+_MAX_TOKENIZER_BYTES = 64 << 20
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def read_tokenizer(folder: Path) -> tuple[Tokenizer, str]:
+    """The tokenizer, and itself as JSON. Raises CheckpointError when it cannot be used."""
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no {TOKENIZER_FILE}; a tokenizer of another form (tokenizer.model) is"
+            " not supported: convert it with transformers' AutoTokenizer and save_pretrained"
+        )
+    text = read_text(path, _MAX_TOKENIZER_BYTES)
+    try:
+        tokenizer, text = _make(folder, text)
+        # Some are read, and then fail at any letter: no vocabulary, and no unknown token.
+        tokenizer.encode("a", add_special_tokens=False)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(
+            f"{path}: tokenizers {tokenizers.__version__} cannot use it ({error})"
+        ) from None
+    return tokenizer, text
+
+
+def special_token_settings(folder: Path) -> dict[str, Any]:
+    """`tokenizer_config.json`, over what the tokenizer's class has without it. Where it lists no
+    added tokens it is of an older form, and `special_tokens_map.json` comes before it."""
+    settings = read_optional_json(folder / "tokenizer_config.json")
+    name = _rebuilt_class(folder, settings)
+    defaults: dict[str, Any] = {} if name is None else DEFAULT_TOKENS[name]
+    if "added_tokens_decoder" in settings:
+        return defaults | settings
+    return defaults | settings | read_optional_json(folder / "special_tokens_map.json")
+
+
+def _rebuilt_class(folder: Path, settings: Mapping[str, Any]) -> RebuiltClass | None:
+    """None where there is no tokenizer.json, too, or none of a BPE's with merges."""
+    path = folder / TOKENIZER_FILE
+    text = read_text(path, _MAX_TOKENIZER_BYTES) if path.exists() else ""
+    config = read_optional_json(folder / CONFIG_FILE)
+    declared = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    name = rebuilt_class(config.get("model_type"), declared, byte_level='"ByteLevel"' in text)
+    return name if '"merges"' in text else None
+
+
+def _make(folder: Path, text: str) -> tuple[Tokenizer, str]:
+    """text: tokenizer.json, which is handed back as it is where nothing changes."""
+    read = Tokenizer.from_str(text)
+    missing = _Missing(folder, read.get_added_tokens_decoder())
+    name = _rebuilt_class(folder, missing.settings)
+    if name is None:
+        added = list(missing.tokens(read))
+        read.add_tokens(added)
+        return read, read.to_str() if added else text
+    settings = missing.settings | missing.named
+    tokenizer = rebuilt(name, json.loads(text), settings, read)
+    tokenizer.add_tokens(list(missing.tokens(tokenizer)))
+    finish(name, tokenizer, settings, missing.special)
+    return tokenizer, tokenizer.to_str()
+
+
+class _Missing:
+    """Tokens of the files beside a folder's tokenizer.json. in_file: those that it lists, by id."""
+
+    def __init__(self, folder: Path, in_file: Mapping[int, AddedToken]) -> None:
+        self._folder = folder
+        self._in_file = in_file
+        self.settings = special_token_settings(folder)
+        try:
+            self.named = special_tokens(self.settings)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        self._named_texts = {text for text in self.named.values() if text}
+
+    @property
+    def special(self) -> list[str]:
+        """Texts of the special tokens that the settings name."""
+        return [token.content for token in self._only_named()]
+
+    def tokens(self, tokenizer: Tokenizer) -> Iterator[AddedToken]:
+        """Those that the tokenizer does not have, or has otherwise, in the order of their ids; then
+        those that are only named."""
+        known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        seen = set(known)
+        for token in self._listed():
+            if repr(known.get(token.content)) != repr(token):
+                token.special = token.special or token.content in self._named_texts
+                seen.add(token.content)
+                yield token
+        for token in self._only_named():
+            if token.content not in seen:
+                seen.add(token.content)
+                yield token
+
+    def _listed(self) -> list[AddedToken]:
+        listed = self.settings.get("added_tokens_decoder")
+        if isinstance(listed, dict):
+            by_id = {key: _token(value, special=False) for key, value in listed.items()}
+        elif "added_tokens_decoder" in self.settings:
+            raise CheckpointError(f"{self._folder}: added_tokens_decoder is no object")
+        else:
+            of_file = read_optional_json(self._folder / "added_tokens.json")
+            by_id = {at: self._plain(text) for text, at in of_file.items()} | dict(self._in_file)
+        try:
+            return [by_id[at] for at in sorted(by_id, key=int)]
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{self._folder}: ids of added tokens: {error}") from None
+
+    def _plain(self, text: str) -> AddedToken:
+        special = text in self._named_texts
+        return AddedToken(text, normalized=not special, special=special)
+
+    def _only_named(self) -> Iterator[AddedToken]:
+        extra = self.settings.get("extra_special_tokens")
+        values = self.settings | (extra if isinstance(extra, dict) else {})
+        for name in (*USUAL_TOKENS, *(name for name in self.named if name not in USUAL_TOKENS)):
+            if values.get(name):
+                yield _token(values[name], special=True)
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            listed = self.settings.get(key)
+            for value in listed if isinstance(listed, list) else ():
+                yield _token(value, special=True)
+
+
+def _token(value: str | Mapping[str, Any], *, special: bool) -> AddedToken:
+    """value: a text, or an object with `content`. Raises CheckpointError for anything else."""
+    if isinstance(value, str):
+        return AddedToken(value, special=special)
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise CheckpointError(f"an added token is neither text nor has content: {str(value)[:100]}")
+    flags = {name: bool(value[name]) for name in _FLAGS if name in value}
+    return AddedToken(value["content"], **({"special": special} | flags))

@@ -1,0 +1,21 @@
+"""A base's tokens for grammars, from the files of its folder. No torch."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from adapters.grammar.vocabulary import Vocabulary, VocabularyError, make_vocabulary
+from server.model.checkpoint.checkpoint import CheckpointError
+from server.model.tokenizer.base_templates import template_tokens
+from server.model.tokenizer.base_tokenizer import read_tokenizer
+
+
+def read_vocabulary(folder: Path, vocab_size: int, eos: Collection[int]) -> Vocabulary:
+    """eos: the model's ends; where it has none, it is what the tokenizer's files call so.
+    Raises VocabularyError."""
+    try:
+        tokenizer, text = read_tokenizer(folder)
+        named = tokenizer.token_to_id(template_tokens(folder).get("eos_token", ""))
+    except CheckpointError as error:
+        raise VocabularyError(str(error)) from None
+    ends = [*eos] or ([] if named is None else [named])
+    return make_vocabulary(text, vocab_size, ends)

@@ -1,0 +1,38 @@
+"""The worker's adapter store, as its configuration wants it."""
+
+from concurrent.futures import Executor
+
+from adapters.base import BaseSpec
+from adapters.peft.validate import AdapterLimits, SlabRoom
+from adapters.sources.enabled import open_sources
+from adapters.store.store import AdapterStore
+from server.config import EngineConfig, WorkerConfig
+
+
+def open_store(
+    config: WorkerConfig, base: BaseSpec, engine: EngineConfig, syncing: Executor, judging: int
+) -> AdapterStore:
+    """engine: which serves them. syncing, judging: see AdapterStore. Raises AdapterError when the
+    cache folder cannot be used, or a source has what is no host."""
+    return AdapterStore(
+        config.cache_dir,
+        base,
+        open_sources(
+            config.hub_owners, config.adapter_roots, config.s3_buckets, config.https_hosts
+        ),
+        adapter_limits(config, engine),
+        syncing=syncing,
+        judging=judging,
+    )
+
+
+def adapter_limits(config: WorkerConfig, engine: EngineConfig) -> AdapterLimits:
+    return AdapterLimits(
+        max_bytes=config.max_adapter_bytes,
+        max_lora_rank=config.max_lora_rank,
+        allow_other_base=config.allow_other_base,
+        max_store_bytes=config.adapter_disk,
+        room=SlabRoom(
+            engine.dtype, engine.extent_bytes, engine.adapter_memory, engine.host_arena_bytes
+        ),
+    )

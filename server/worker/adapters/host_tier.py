@@ -1,0 +1,329 @@
+"""Packed adapters in host memory that the engine maps: staged from disk, pinned while it copies.
+
+What lies where and who must go is `AdapterArena`'s policy. Everything here runs on the event loop;
+only reading from disk, packing and writing to it are done on threads.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing
+from typing import NamedTuple
+
+from adapters.errors import AdapterError
+from adapters.manifest import SlabLayout
+from adapters.slab.file import SlabGarbled, SlabSource
+from server.engine.memory.eviction import EvictionReason
+from server.engine.memory.extents import Span
+from server.engine.memory.residency import AdapterArena, AdapterStage, Placement
+from server.worker.adapters.ahead import Ahead
+from server.worker.adapters.slab_saver import SlabSaver
+from server.worker.metrics import WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+MAX_PREFETCHES = 64
+# Hints that are remembered; what nobody waits for is staged while fewer than so many slabs are.
+MAX_HINTS = 256
+HINTED_AT_ONCE = 2
+
+
+class SlabUnavailable(Exception):
+    """The adapter cannot be brought to host memory; str() may be told to the client."""
+
+
+class SlabGone(SlabUnavailable):
+    """It gave way in the store since a router had it admitted, which will have it fetched again."""
+
+
+class StagedSlab(NamedTuple):
+    """extents: the first extent of each of layout.runs, in host memory.
+
+    load_s: seconds of reading it from disk, told once; 0 if it was here.
+    """
+
+    layout: SlabLayout
+    extents: tuple[int, ...]
+    load_s: float = 0.0
+
+
+class HostTier:
+    """`acquire` stages and pins, `take` pins what is here, `release` unpins; the rest is evicted
+    when room is needed."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        arena: AdapterArena,
+        open_slab: Callable[[str], SlabSource],
+        threads: Executor,
+        saver: SlabSaver,
+        metrics: WorkerMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """saver: keeps on disk what is packed here."""
+        self._clock = clock
+        self._saver = saver
+        self._memory = memory
+        self._metrics = metrics
+        self._arena = arena
+        self._open_slab = open_slab
+        self._threads = threads
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._hints: dict[str, None] = {}  # in order
+        self._layouts: dict[str, SlabLayout] = {}
+        self._load_s: dict[str, float] = {}  # not told yet
+        # Callers on their way to a pin: what they wait for must not be evicted before they run.
+        self._awaited: Counter[str] = Counter()
+        self._ahead = Ahead(arena.num_extents)
+        self._room = asyncio.Event()
+        saver.freed = self._room.set
+
+    @property
+    def used_bytes(self) -> int:
+        return self._arena.used_bytes
+
+    @property
+    def evictions(self) -> Mapping[EvictionReason, int]:
+        return self._arena.evictions
+
+    def measure(self) -> None:
+        """Sets the metrics to what is here now."""
+        self._metrics.adapters.labels("host").set(self._arena.num_adapters)
+        self._metrics.adapter_bytes.labels("host").set(self._arena.used_bytes)
+        self._metrics.note_host_evictions(self._arena.evictions)
+
+    def pin_only(self, digests: Collection[str]) -> None:
+        """These stay here once they are here, as long as they leave room for one other."""
+        self._arena.pin_only(digests)
+        self._room.set()
+
+    def stage(self, digest: str) -> AdapterStage:
+        stage = self._arena.stage(digest)
+        return "loading" if stage == "absent" and digest in self._jobs else stage
+
+    @property
+    def extents(self) -> int:
+        return self._arena.num_extents
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """What has a place here, least recently used first; what is being staged comes last."""
+        return (*self._arena.ready, *self._arena.loading)
+
+    def spans(self, digest: str) -> tuple[Span, ...]:
+        return self._arena.spans(digest)
+
+    def slab_bytes(self, digest: str) -> int:
+        """0 unless it is here."""
+        layout = self._layouts.get(digest)
+        return 0 if layout is None else layout.nbytes
+
+    async def evict(self, digest: str) -> None:
+        """Free it, once it is staged if it is on its way, and copied if the engine reads it."""
+        while True:
+            job = self._jobs.get(digest)
+            if job is not None and not job.done():
+                await asyncio.wait([job])
+            elif self._arena.stage(digest) == "absent":
+                return
+            elif not self._arena.leases(digest) and digest not in self._kept():
+                self._arena.drop(digest)
+                self._forget((digest,))
+                self._room.set()
+            else:
+                self._room.clear()
+                if digest in self._saver.reading:
+                    self._saver.stop_reading()
+                await self._room.wait()
+
+    def _kept(self) -> Collection[str]:
+        """Not to be evicted, whoever needs the room."""
+        return self._saver.reading.union(self._awaited)
+
+    def prefetch(self, digest: str) -> None:
+        """Begin to stage it: the engine will ask for it soon. Failures show when it does, and so
+        does want of room."""
+        if digest not in self._layouts and len(self._jobs) < MAX_PREFETCHES:
+            self._begin_ahead(digest)
+
+    def hint(self, digests: Iterable[str]) -> None:
+        """The same for what may be wanted later: when little else is being staged. Failures are
+        forgotten, and so are hints beyond MAX_HINTS."""
+        for digest in digests:
+            if self.stage(digest) == "absent" and len(self._hints) < MAX_HINTS:
+                self._hints[digest] = None
+        self._follow_hints()
+
+    def _follow_hints(self) -> None:
+        while self._hints and len(self._jobs) < HINTED_AT_ONCE:
+            digest = next(iter(self._hints))
+            del self._hints[digest]
+            self._begin_ahead(digest)
+
+    def _begin_ahead(self, digest: str) -> None:
+        """Unless even the smallest would push out another: to open it would be in vain."""
+        if self._comes_ahead(1):
+            self._job(digest)
+
+    def _comes_ahead(self, extents: int) -> bool:
+        """Whether there is room for what nobody waits for yet."""
+        free = self._arena.free_extents >= extents
+        return free or self._ahead.has_room(extents, self._clock())
+
+    def take(self, digest: str) -> StagedSlab | None:
+        """Its place in host memory, pinned until `release`, if it is here."""
+        placement = self._arena.acquire(digest)
+        if placement is None:
+            return None
+        self._ahead.discard(digest)
+        load_s = self._load_s.pop(digest, 0.0)
+        return StagedSlab(self._layouts[digest], placement.extents, load_s)
+
+    async def acquire(self, digest: str) -> StagedSlab:
+        """Its place in host memory, pinned until `release`. Raises SlabUnavailable, or what was not
+        foreseen."""
+        self._awaited[digest] += 1
+        try:
+            while (staged := self.take(digest)) is None:
+                # Shielded: another caller may wait for the same job.
+                await asyncio.shield(self._job(digest))
+            return staged
+        finally:
+            self._awaited[digest] -= 1
+            if not self._awaited[digest]:
+                del self._awaited[digest]
+            self._room.set()
+
+    def release(self, digest: str) -> None:
+        if self._arena.leases(digest):
+            self._arena.release(digest)
+            self._room.set()
+
+    def release_all(self) -> None:
+        """The engine is gone, and with it every pin."""
+        for digest in self._arena.ready:
+            while self._arena.leases(digest):
+                self._arena.release(digest)
+        self._room.set()
+
+    def _job(self, digest: str) -> asyncio.Task[None]:
+        job = self._jobs.get(digest)
+        if job is None or job.done():  # what is over is taken out a turn of the loop later
+            self._hints.pop(digest, None)
+            job = self._jobs[digest] = asyncio.create_task(self._stage(digest))
+            job.add_done_callback(lambda done: self._end_job(digest, done))
+        return job
+
+    def _end_job(self, digest: str, job: asyncio.Task[None]) -> None:
+        if self._jobs[digest] is job:
+            del self._jobs[digest]
+        self._room.set()
+        if not job.cancelled():
+            job.exception()  # whoever waits gets it; a prefetch has nobody who waits
+            self._follow_hints()
+
+    async def _stage(self, digest: str) -> None:
+        """Raises SlabUnavailable, or what was not foreseen."""
+        started = time.monotonic()
+        try:
+            ready = await self._bring(digest)
+        except SlabGone:
+            self._metrics.staged.labels("gone").inc()
+            raise
+        except Exception:
+            self._metrics.staged.labels("failed").inc()
+            raise
+        if ready:
+            self._metrics.staged.labels("ready").inc()
+            self._metrics.load_took("stage", time.monotonic() - started)
+
+    async def _bring(self, digest: str) -> bool:
+        """False: nobody waits for it yet, and there is no room."""
+        loop = asyncio.get_running_loop()
+        try:
+            slab = await loop.run_in_executor(self._threads, self._open_slab, digest)
+            with closing(slab):
+                extents = await self._place(digest, slab.layout)
+                if extents is None:
+                    return False
+                started = self._clock()
+                try:
+                    copy = slab.copy_runs
+                    await loop.run_in_executor(self._threads, copy, self._memory, extents)
+                except BaseException:
+                    self._arena.drop(digest)
+                    self._ahead.discard(digest)
+                    raise
+        except SlabGarbled as error:
+            log.error("adapter %.12s is packed anew: %s", digest, error)
+            return await self._bring(digest)
+        except AdapterError as error:
+            kind = SlabGone if error.code == "not_found" else SlabUnavailable
+            raise kind(error.message) from error
+        except OSError as error:
+            log.error("adapter %.12s cannot be read: %s", digest, error)
+            raise SlabUnavailable("its packed weights cannot be read from disk") from error
+        load_s = self._clock() - started
+        self._arena.finish(digest, load_s)
+        self._layouts[digest] = slab.layout
+        self._load_s[digest] = load_s
+        if not slab.on_disk:
+            self._saver.offer(slab.layout, extents)
+        return True
+
+    async def _place(self, digest: str, layout: SlabLayout) -> tuple[int, ...] | None:
+        """Wait for room. For whom a sequence waits it comes: the engine gives back what has no room
+        on the device, unless others run dry for it. None: nobody waits, and there is none."""
+        while True:
+            self._room.clear()
+            placement = self._try_to_place(digest, layout)
+            if placement is not None:
+                self._forget(placement.evicted)
+                if digest not in self._awaited:
+                    self._ahead.add(digest, sum(layout.runs), self._clock())
+                return placement.extents
+            if digest not in self._awaited:
+                return None
+            await self._room.wait()
+
+    def _try_to_place(self, digest: str, layout: SlabLayout) -> Placement | None:
+        """None: not now. Raises SlabUnavailable if never.
+
+        Pins that leave no room are set aside: what is pinned lies on the device too, so its copy
+        here is worth less than another's service.
+        """
+        arena, pins = self._arena, self._arena.pins
+        if arena.refusal(layout.runs) is not None:
+            arena.pin_only(())
+        try:
+            refusal = arena.refusal(layout.runs)
+            if refusal is not None:
+                raise SlabUnavailable(f"{refusal} (option host_adapter_memory)")
+            return self._make_room(digest, layout.runs)
+        finally:
+            arena.pin_only(pins)
+
+    def _make_room(self, digest: str, runs: Sequence[int]) -> Placement | None:
+        """At the expense of what was brought ahead for others only if somebody waits for this, and
+        there is no other way."""
+        awaited = digest in self._awaited
+        if not awaited and not self._comes_ahead(sum(runs)):
+            return None
+        kept = self._kept()
+        placement = self._arena.place(digest, runs, {*kept, *self._ahead.kept(self._clock())})
+        if placement is None and awaited:
+            placement = self._arena.place(digest, runs, kept)
+            if placement is None and self._arena.would_fit(runs, ()):
+                self._saver.stop_reading()
+        return placement
+
+    def _forget(self, evicted: Iterable[str]) -> None:
+        for digest in evicted:
+            del self._layouts[digest]
+            self._ahead.discard(digest)
+            self._load_s.pop(digest, None)
+            self._saver.forget(digest)

@@ -1,0 +1,291 @@
+"""From what the operator calls the model to a folder: a local one, or a download from the Hub.
+
+Only safetensors, JSON and tokenizer files are downloaded; a branch or tag is pinned to its commit.
+"""
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePath
+
+import msgspec
+from huggingface_hub import HfApi, constants, hf_hub_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.hf_api import ModelInfo
+
+# The HTTP library that huggingface_hub itself uses; its name has changed between releases.
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+from adapters.chat.conversation import TEMPLATE_FILE, TEMPLATE_FOLDER
+from server.model.checkpoint.checkpoint import UnservedError, read_config
+from server.model.checkpoint.config import ModelConfig
+from server.model.checkpoint.model_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    without_config,
+    without_weights,
+)
+from server.model.checkpoint.tensor_table import check_folder
+
+log = logging.getLogger(__name__)
+
+PROGRESS_INTERVAL_S = 5.0
+DOWNLOADS = 8
+METADATA_FILES = (
+    CONFIG_FILE,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    TEMPLATE_FILE,
+    "chat_template.json",
+    INDEX_FILE,
+)
+_SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/[^/]+/?$")
+
+
+class ModelError(Exception):
+    """The model cannot be had; str() is one sentence for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """names: what people and adapters call it, the best first. revision: a commit, or None."""
+
+    path: Path
+    names: tuple[str, ...]
+    revision: str | None
+
+
+class _Index(msgspec.Struct):
+    """`model.safetensors.index.json`: tensor -> shard."""
+
+    weight_map: dict[str, str]
+
+
+def find_model(text: str, revision: str | None) -> ModelFolder:
+    """A folder that exists, or else a Hub id. Blocks while downloading. Raises ModelError.
+
+    A model of the Hub whose configuration cannot be served is refused before its weights come.
+    """
+    folder = local_folder(text)
+    if folder is not None:
+        if revision is not None:
+            raise ModelError(f"--revision is for models of the Hub; {text} is a folder")
+        return ModelFolder(folder, _folder_names(folder), None)
+    with _explained(text, revision):
+        path, commit = _download(text, revision)
+    return ModelFolder(path, (text,), commit)
+
+
+def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -> ModelConfig:
+    """What a model is, from its configuration: the sentence that a worker would refuse it with.
+
+    with_tensors: of a folder, that its weights fit, too; of the Hub only small files come.
+    Raises ModelError, CheckpointError.
+    """
+    folder = local_folder(text)
+    if folder is not None:
+        with _readable(text):
+            return check_folder(folder, with_tensors=with_tensors)
+    with _explained(text, revision):
+        return read_config(_config_folder(text, revision))
+
+
+def local_folder(text: str) -> Path | None:
+    """The folder that is meant; None = a Hub id is. Raises ModelError for what is neither."""
+    folder = Path(text).expanduser()
+    with _readable(text):
+        is_folder, is_file = folder.is_dir(), folder.is_file()
+    if is_folder:
+        return folder
+    if is_file:
+        raise ModelError(f"{text} is a file; a model is a folder with config.json and safetensors")
+    if text.startswith(("/", ".", "~")) or text.count("/") > 1:
+        raise ModelError(f"there is no folder {text}")
+    return None
+
+
+@contextmanager
+def _readable(text: str) -> Iterator[None]:
+    """Errors of the disk inside are raised as ModelError."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(f"{text[:100]} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _explained(text: str, revision: str | None) -> Iterator[None]:
+    """Errors of the Hub inside are raised as ModelError."""
+    try:
+        yield
+    except HFValidationError as error:
+        raise ModelError(f"{text!r} is neither a folder nor a Hub id (org/name)") from error
+    except (HfHubHTTPError, OSError, httpx.HTTPError) as error:
+        raise ModelError(_explain(text, revision, error)) from error
+
+
+def _folder_names(folder: Path) -> tuple[str, ...]:
+    """A snapshot in the Hub's cache is still called by its Hub id. Paths stay with the operator."""
+    resolved = folder.resolve()
+    snapshot = _SNAPSHOT.search(str(resolved)) or _SNAPSHOT.search(str(folder))
+    hub_id = [f"{snapshot[1]}/{snapshot[2]}"] if snapshot else []
+    # A link is called by its own name as well as by what it leads to.
+    own = Path(os.path.abspath(folder)).name
+    return tuple(dict.fromkeys([*hub_id, own, resolved.name]))
+
+
+def _config_folder(repo: str, revision: str | None) -> Path:
+    """Where the configuration lies, once it is known that it can be served."""
+    # The library keeps what a branch meant, and finds it again when the Hub cannot be reached.
+    try:
+        folder = Path(hf_hub_download(repo, CONFIG_FILE, revision=revision)).parent
+    except RemoteEntryNotFoundError:
+        raise ModelError(f"{repo} {without_config(_files(repo, revision), repo)}") from None
+    try:
+        read_config(folder)
+    except UnservedError as error:
+        raise ModelError(f"{repo}: {error.reason}") from error
+    return folder
+
+
+def _files(repo: str, revision: str | None) -> list[str]:
+    """Names of the files at a repository's root."""
+    siblings = HfApi().model_info(repo, revision=revision).siblings or ()
+    return [sibling.rfilename for sibling in siblings if "/" not in sibling.rfilename]
+
+
+def _download(repo: str, revision: str | None) -> tuple[Path, str]:
+    folder = _config_folder(repo, revision)
+    commit = folder.name
+    try:
+        info = HfApi().model_info(repo, revision=commit, files_metadata=True)
+    except (OfflineModeIsEnabled, httpx.TransportError):
+        log.warning("the Hub cannot be reached; %s is taken from the cache (%.12s)", repo, commit)
+        return folder, commit
+    files = _wanted_files(repo, commit, info)
+    total = _bytes_of(info, files)
+    log.info("model %s at %.12s: %s in %d files", repo, commit, gigabytes(total), len(files))
+    fetch = partial(hf_hub_download, repo, revision=commit)
+    with _Progress(repo, total), ThreadPoolExecutor(DOWNLOADS) as pool:
+        for _ in pool.map(fetch, files):
+            pass
+    return folder, commit
+
+
+def _wanted_files(repo: str, commit: str, info: ModelInfo) -> list[str]:
+    present = {sibling.rfilename for sibling in info.siblings or ()}
+    wanted = [name for name in METADATA_FILES if name in present]
+    wanted += sorted(name for name in present if PurePath(name).match(f"{TEMPLATE_FOLDER}/*.jinja"))
+    if INDEX_FILE in present:
+        index = Path(hf_hub_download(repo, INDEX_FILE, revision=commit))
+        shards = _shards(repo, index.read_bytes())
+    else:
+        shards = [WEIGHTS_FILE]
+    if shards == [WEIGHTS_FILE] and WEIGHTS_FILE not in present:
+        here = [name for name in present if "/" not in name]
+        raise ModelError(f"{repo} {without_weights(here, repo)}")
+    absent = [shard for shard in shards if shard not in present]
+    if absent or not shards:
+        raise ModelError(
+            f"{repo} has no safetensors weights ({', '.join(absent[:3])} missing); "
+            "other formats are never opened"
+        )
+    return wanted + shards
+
+
+def _shards(repo: str, index: bytes) -> list[str]:
+    try:
+        return sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ModelError(f"{repo}: {INDEX_FILE} cannot be read ({error})") from error
+
+
+def _bytes_of(info: ModelInfo, files: Iterable[str]) -> int:
+    chosen = set(files)
+    return sum(s.size or 0 for s in info.siblings or () if s.rfilename in chosen)
+
+
+def _explain(repo: str, revision: str | None, error: Exception) -> str:
+    if isinstance(error, GatedRepoError):
+        return (
+            f"{repo} is gated: accept its terms at https://huggingface.co/{repo} and set HF_TOKEN"
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repo} has no revision {revision!r}"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"{repo} is no folder here and no model on the Hub that this machine may see "
+            "(a private one needs HF_TOKEN)"
+        )
+    if isinstance(error, OfflineModeIsEnabled | httpx.TransportError | LocalEntryNotFoundError):
+        return (
+            f"{repo} is no folder here and was not downloaded before, and the Hub cannot be "
+            f"reached ({type(error).__name__}): check the network, HF_ENDPOINT, HF_HUB_OFFLINE"
+        )
+    if isinstance(error, HfHubHTTPError):
+        return f"the Hub refused {repo}: {str(error).splitlines()[0]}"
+    return f"{repo} cannot be downloaded: {error}"
+
+
+class _Progress:
+    """Says every few seconds how much of a download lies on the disk."""
+
+    def __init__(self, repo: str, total: int) -> None:
+        self._folder = (
+            Path(constants.HF_HUB_CACHE)
+            / repo_folder_name(repo_id=repo, repo_type="model")
+            / "blobs"
+        )
+        self._repo = repo
+        self._total = total
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._report, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _report(self) -> None:
+        while not self._done.wait(PROGRESS_INTERVAL_S):
+            present = min(_disk_bytes(self._folder), self._total)
+            log.info(
+                "downloading %s: %s of %s", self._repo, gigabytes(present), gigabytes(self._total)
+            )
+
+
+def _disk_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*"):
+        try:
+            # Space in use, not length: a download may lay the file out in full first.
+            total += path.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB"

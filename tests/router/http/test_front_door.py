@@ -1,0 +1,205 @@
+"""Who comes in, how, and what is said to those who do not; pages of other origins; HTTPS."""
+
+import asyncio
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from router.http.tls import Certificate, TlsAcceptor
+from router.policy.front_door import Deadlines, FrontDoor
+from router.telemetry.metrics import RouterMetrics
+from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
+from tests.router.serving import Running, poll, running_router, trusting
+
+PEM = Path(__file__).parents[2] / "adapters" / "self_signed.pem"
+REQUEST = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=60), st.integers(1, 8), st.integers(0, 3))
+def test_caps_hold_and_nothing_is_remembered(names: list[str], most: int, each: int) -> None:
+    door = FrontDoor(most, each)
+    inside: list[str] = []
+    for name in names:
+        if name in inside and len(inside) % 2:
+            inside.remove(name)
+            door.leave(name)
+            continue
+        cap = door.enter(name)
+        beyond = each and inside.count(name) >= each
+        assert cap == ("total" if len(inside) >= most else "address" if beyond else None)
+        if cap is None:
+            inside.append(name)
+        else:
+            door.leave(name)
+    for name in inside:
+        door.leave(name)
+    assert door.open == 0
+    assert not door._by_address
+
+
+async def say(router: Running, data: bytes) -> bytes:
+    """What comes back until the server closes."""
+    url = router.client.base_url
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    try:
+        writer.write(data)
+        async with asyncio.timeout(10):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "kind"),
+    [
+        ({"max_connections": 3}, b"503", b'"unavailable"'),
+        ({"max_connections_per_address": 3}, b"429", b'"overloaded"'),
+    ],
+)
+async def test_caps(tmp_path: Path, options: dict[str, Any], status: bytes, kind: bytes) -> None:
+    async with running_router(tmp_path, **options) as router:
+        url = router.client.base_url
+        held = [await asyncio.open_connection(url.host, url.port) for _ in range(3)]
+
+        async def inside() -> bool:
+            return router.service.front_door.open == 3
+
+        await poll(inside)
+        refusal = await say(router, REQUEST)
+        assert refusal.split()[1] == status
+        assert b"x-request-id: " in refusal
+        assert b"\r\nretry-after: 1\r\n" in refusal
+        assert kind in refusal
+        for _, writer in held:
+            writer.close()
+
+        async def room() -> bool:
+            return router.service.front_door.open == 0
+
+        await poll(room)
+        assert (await router.client.get("/health/live")).status_code == 200
+        assert await router.metric("loraplex_connections_refused_total") == 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health/live HTTP/1.1\r\n\r\n",
+        b"GET /health/live HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        b"GET /health/live HTTP/1.0\r\nhost: a\r\nhost: a\r\n\r\n",
+    ],
+)
+async def test_a_request_says_once_for_whom_it_is(router: Running, head: bytes) -> None:
+    answer = await say(router, head)
+    assert answer.split()[1] == b"400"
+    assert b"x-request-id: " in answer
+    assert await router.metric("loraplex_connections_cut_total") == 1
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("//health/live", "/health/../health/live", "/health/live/", "/HEALTH/LIVE", "/;/health"),
+        *("/v1/../metrics", "/%2e%2e/metrics", "/health%2flive%00", "/health/live?x=/../metrics"),
+        *("http://other.example/health/live", "/v1//models", "*", "/v1/models/%2e%2e%2fmetrics"),
+    ],
+)
+async def test_path_and_host_tricks_reach_nothing_else(router: Running, target: str) -> None:
+    """The path alone decides, as it was sent: nothing is resolved, nothing is taken from Host."""
+    head = f"GET {target} HTTP/1.1\r\nhost: evil/metrics?x#\r\nconnection: close\r\n\r\n"
+    answer = await say(router, head.encode())
+    assert answer.split()[1] in (b"200", b"400", b"404")
+    assert b"loraplex_" not in answer, "these are the metrics"
+    assert b"evil" not in answer
+
+
+async def test_pages_of_other_origins_are_served_if_they_are_listed(tmp_path: Path) -> None:
+    page = {"Origin": "https://app.example"}
+    asking = {
+        **page,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+    }
+    body = {"model": BASE_NAME, "prompt": "x"}
+    async with running_worker(FakeWorker()) as worker:
+        async with running_router(tmp_path, worker) as router:
+            answer = await router.client.post("/v1/completions", json=body, headers=page)
+            assert not [name for name in answer.headers if name.startswith("access-control")]
+            preflight = await router.client.options("/v1/completions", headers=asking)
+            assert preflight.status_code == 405
+        async with running_router(tmp_path, worker, cors_origins=(page["Origin"],)) as router:
+            answer = await router.client.post("/v1/completions", json=body, headers=page)
+            assert answer.headers["access-control-allow-origin"] == page["Origin"]
+            assert "access-control-allow-credentials" not in answer.headers
+            assert (await router.client.options("/generate", headers=asking)).status_code == 200
+            stranger = asking | {"Origin": "https://evil.example"}
+            refused = await router.client.options("/generate", headers=stranger)
+            assert refused.status_code == 400
+            assert "access-control-allow-origin" not in refused.headers
+
+
+async def test_https(tmp_path: Path) -> None:
+    async with running_router(tmp_path, tls_cert=PEM, tls_key=PEM) as router:
+        assert (await router.client.get("/health/live")).status_code == 200
+
+
+async def test_https_of_a_client_that_is_gone_when_its_connection_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel does not tell any more who it was: it leaves as it entered."""
+    gone = "uvicorn.protocols.http.httptools_impl.get_remote_addr"
+    monkeypatch.setattr(gone, lambda transport: None)
+    options: dict[str, Any] = {"max_connections_per_address": 1, "tls_cert": PEM, "tls_key": PEM}
+    async with running_router(tmp_path, **options) as router:
+        door, url = router.service.front_door, router.client.base_url
+
+        async def room() -> bool:
+            return door.open == 0
+
+        for _ in range(2):
+            context = trusting(PEM)
+            reader, writer = await asyncio.open_connection(url.host, url.port, ssl=context)
+            writer.write(REQUEST)
+            assert b"200" in await reader.readline()
+            writer.transport.abort()
+            await poll(room)
+            assert not door._by_address
+
+
+@pytest.mark.parametrize("began", [False, True])
+@pytest.mark.parametrize("error", [OSError, ValueError, asyncio.CancelledError])
+async def test_a_handshake_frees_its_place_unless_the_connection_will(
+    monkeypatch: pytest.MonkeyPatch, began: bool, error: type[BaseException]
+) -> None:
+    door, metrics = FrontDoor(9, 9), RouterMetrics(CollectorRegistry(), 10)
+    protocol: Any = SimpleNamespace(began=False)
+
+    async def shake(*_: object, **__: object) -> None:
+        protocol.began = began
+        raise error
+
+    loop = asyncio.get_running_loop()
+    shaking = SimpleNamespace(connect_accepted_socket=shake, create_task=loop.create_task)
+    deadlines, certificate = Deadlines(1.0, 1.0, 1.0), Certificate(PEM, PEM)
+    acceptor = TlsAcceptor(certificate, door, deadlines, metrics, lambda address: protocol)
+    with socket.socket() as accepted, monkeypatch.context() as patched:
+        patched.setattr("asyncio.get_running_loop", lambda: shaking)
+        acceptor._admit(accepted, "1.2.3.4")
+        [ended] = await asyncio.gather(*acceptor._handshakes, return_exceptions=True)
+    assert ended is None or isinstance(ended, error)
+    assert door._by_address == ({"1.2.3.4": 1} if began else {})
+
+
+async def test_it_is_not_ready_and_closes_connections_while_it_drains(router: Running) -> None:
+    router.service.dispatcher.draining = True
+    answer = await router.client.get("/health/ready")
+    assert answer.status_code == 503
+    assert "stopped" in answer.json()["error"]
+    assert answer.headers["connection"] == "close"
+    assert (await router.client.get("/health/live")).status_code == 200

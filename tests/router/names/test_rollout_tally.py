@@ -1,0 +1,119 @@
+"""What requests of versions were like: counted by routers, added up over time."""
+
+import time
+from collections import Counter
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from adapters.ref import AdapterRef
+from router.generation.meter import ChoiceTimes, RequestMeter
+from router.names.owned_name import OwnedName
+from router.names.rollout_tally import SLICE_S, Outcomes, RolloutTally
+from router.names.served import ServedAdapter
+from router.policy.guards import Outcome, bucket_of
+from router.policy.rollout import MAX_WINDOW_S
+from router.shared.memory_store import MemoryStore
+from router.shared.store import Store, StoreDown
+from router.telemetry.metrics import RouterMetrics
+from server.protocol import TokenEvent
+from tests.router.fake_worker import make_manifest
+
+MANIFEST = make_manifest("org/one")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_routers_and_spans_add_up(store: Store) -> None:
+    clock = Clock()
+    seen = [Outcomes(), Outcomes()]
+    tallies = [RolloutTally(store, outcomes, clock) for outcomes in seen]
+    for _ in range(4):
+        for outcomes, tally in zip(seen, tallies, strict=True):
+            outcomes.add("r", "aa", Outcome(False, 0.5, 0.01))
+            outcomes.add("r", "aa", Outcome(True))
+            outcomes.add("r", "bb", Outcome(False, 0.5))
+            outcomes.add("other", "aa", Outcome(True))
+            await tally.flush()
+        clock.now += SLICE_S
+    for tally in tallies:
+        for _ in range(2):  # the second time closed spans are known
+            found = await tally.read("r", "aa", 300, 0)
+            assert (found.requests, found.failed) == (16, 8)
+            assert found.first_token == {bucket_of(0.5): 8}
+            assert found.token == {bucket_of(0.01): 8}
+        assert (await tally.read("r", "aa", 300, 1011)).requests == 8, "whole spans since then"
+        assert (await tally.read("r", "aa", SLICE_S, 0)).requests == 4
+        assert (await tally.read("r", "cc", 300, 0)).requests == 0
+        own = await tally.read_own("r", "aa", 300, 0)
+        assert (own.requests, own.failed, own.token) == (8, 4, {bucket_of(0.01): 4})
+        assert (await tally.read_own("r", "aa", 300, 1011)).requests == 4
+    clock.now += 300
+    assert (await tallies[0].read("r", "aa", 100, 0)).requests == 0
+
+
+async def test_what_could_not_be_told_is_told_later() -> None:
+    class Down(MemoryStore):
+        is_down = True
+
+        async def count(self, *arguments: object) -> None:
+            if self.is_down:
+                raise StoreDown
+            await super().count(*arguments)  # type: ignore[arg-type]
+
+    store, outcomes, clock = Down(time.time), Outcomes(), Clock()
+    tally = RolloutTally(store, outcomes, clock)
+    for number in range(3):
+        outcomes.add("r", "aa", Outcome(True))
+        outcomes.add("s", "aa", Outcome(True))
+        with pytest.raises(StoreDown):
+            await tally.flush()
+        assert (await tally.read_own("r", "aa", 300, 0)).failed == number + 1
+        clock.now += SLICE_S
+    outcomes.add("r", "aa", Outcome(True))
+    store.is_down = False
+    await tally.flush()
+    await tally.flush()
+    assert (await tally.read("r", "aa", 300, 0)).failed == 4
+    assert (await tally.read("s", "aa", 300, 0)).failed == 3
+    assert (await tally.read_own("r", "aa", 300, 0)).failed == 4
+    clock.now += MAX_WINDOW_S + SLICE_S
+    outcomes.add("s", "aa", Outcome(True))
+    await tally.flush()
+    assert len(tally._own) == 1, "what no window reaches is forgotten"
+
+
+def told(*, load_s: float | None = None, tokens: int = 3, fails: bool | None = None) -> list[str]:
+    """Counters of one request in a rollout. fails: excused or not."""
+    metrics, clock = RouterMetrics(CollectorRegistry(), 10), Clock()
+    served = ServedAdapter(
+        "mine", AdapterRef("hub", "org/one"), None, MANIFEST, OwnedName("mine"), "r"
+    )
+    meter = RequestMeter(metrics, served, clock.now, clock)
+    meter.begins(1)
+    times = ChoiceTimes()
+    for index in range(tokens):
+        clock.now += 0.5
+        meter.tokens(times, TokenEvent("x", 0, 0, index, (7,), load_s=load_s))
+    if fails is not None:
+        meter.fails(excused=fails)
+    elif tokens:
+        meter.choice_ends(times)
+    clock.now += 1.0
+    meter.closes()
+    counts = metrics.outcomes.take().get("r", Counter())
+    return sorted(name.removeprefix(f"{MANIFEST.digest}:") for name in counts)
+
+
+def test_what_a_request_says_of_its_version() -> None:
+    half = bucket_of(0.5)
+    assert told() == [f"first:{half}", "requests", f"token:{half}"]
+    assert told(load_s=2.0) == ["requests", f"token:{half}"], "a cold start is not its fault"
+    assert told(fails=False) == ["failed", "requests"]
+    assert told(fails=True) == [], "nor is a full queue"
+    assert told(tokens=0) == [f"first:{bucket_of(1.0)}", "requests"], "who left has waited"

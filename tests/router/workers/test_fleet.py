@@ -1,0 +1,79 @@
+"""Credits between those who wait for one and those who left; a worker that reads nothing."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from websockets.asyncio.client import ClientConnection
+
+from router.policy.placement.placement import Wish
+from router.policy.placement.workers import WorkerView
+from router.policy.queue.queue_limits import QueueLimits
+from router.policy.queue.waiting import Waiting, WaitingQueue
+from router.workers import session as worker_session
+from router.workers.client import WorkerClient
+from router.workers.fleet import Fleet
+from router.workers.session import WorkerSession
+from server.protocol import GenerateRequest, ModelCard, SamplingParams, TokenEvent, WorkerHello
+
+ENTRY: Waiting[None] = Waiting(None, "", Wish(""), 10, 10, 360)
+
+
+class OneCredit:
+    """The session of a worker with room for one sequence."""
+
+    worker_id = "w"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.view = WorkerView("w", ready=True, credits=1)
+        self.session = self
+        self._fleet = fleet
+
+    def give_back(self, adapter: str) -> None:
+        self.view.leave(adapter)
+        self._fleet.worker_changed()
+
+
+async def accept(card: ModelCard) -> str | None:
+    return None
+
+
+async def test_many_may_leave_at_once() -> None:
+    """More than Python's stack is deep; the credit goes to the one who stayed."""
+    fleet = Fleet(WaitingQueue(QueueLimits(4096, 1 << 30)), accept, 10.0, 1.0, lambda count: None)
+    worker = OneCredit(fleet)
+    fleet.clients = (cast(WorkerClient, worker),)
+    first = await fleet.acquire(ENTRY)
+    leaving = [asyncio.create_task(fleet.acquire(ENTRY)) for _ in range(2000)]
+    staying = asyncio.create_task(fleet.acquire(ENTRY))
+    await asyncio.sleep(0)
+    assert len(fleet.queue) == 2001
+    for task in leaving:
+        task.cancel()
+    first.bill.settle()
+    first.credit.release()  # none of them has run again: all are still in the queue
+    last = await staying
+    assert (len(fleet.queue), worker.view.in_flight) == (0, 1)
+    for task in leaving:
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    last.bill.settle()
+    last.credit.release()
+    assert worker.view.in_flight == 0
+    assert not worker.view.own
+
+
+async def test_a_worker_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot even be told to stop: what ran there goes on elsewhere all the same."""
+    aborted = asyncio.Event()
+    socket = SimpleNamespace(transport=SimpleNamespace(abort=aborted.set))
+    hello = WorkerHello("w", 1, "0" * 64, 64)
+    session = WorkerSession(cast(ClientConnection, socket), hello, lambda: None)
+    events: list[TokenEvent] = []
+    request = GenerateRequest("r", 0, 0, None, [1], [], SamplingParams(), 1)
+    session.submit(request, events.append)
+    monkeypatch.setattr(worker_session, "MAX_OUTBOX_BYTES", 0)
+    assert session.hand_over("it is silent") == 1
+    assert [event.error for event in events] == ["engine_lost"]
+    assert aborted.is_set()

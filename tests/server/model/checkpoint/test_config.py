@@ -1,0 +1,195 @@
+"""Reading config.json: every family, both spellings of RoPE, and what is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from server.model.checkpoint.config import ModelConfig, base_spec
+from server.model.ops.rope import inverse_frequencies
+from tests.server.model.hub_models import LLAMA3_ROPE, VARIANTS, make_model
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def read(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_json({**LLAMA, **changes}, generation)
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(ValueError, match=r"not supported|not served|no model_type") as caught:
+        read(**changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
+    model = make_model(name)
+    config = ModelConfig.from_json(json.loads(model.config.to_json_string()))
+    spec = base_spec(config, "d" * 64, ("base",))
+    modules = dict(model.named_modules())
+    assert spec.num_layers == config.num_layers == 3
+    assert set(spec.layer_modules) == {
+        *(f"{p}_proj" for p in "qkvo"),
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
+    for layer in range(spec.num_layers):
+        for short, shape in spec.layer_modules.items():
+            weight: Any = modules[f"model.layers.{layer}.{shape.path}"].weight
+            assert shape.path.endswith(short)
+            assert tuple(weight.shape) == (shape.out_features, shape.in_features)
+    embed, head = spec.model_modules["embed_tokens"], spec.model_modules["lm_head"]
+    embedding: Any = modules[embed.path].weight
+    output: Any = modules[head.path].weight
+    assert tuple(embedding.shape) == (embed.in_features, embed.out_features)
+    assert tuple(output.shape) == (head.out_features, head.in_features)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
+    model = make_model(name)
+    config = ModelConfig.from_json(json.loads(model.config.to_json_string()))
+    rotary: Any = model.model.rotary_emb
+    assert torch.equal(inverse_frequencies(config.rope, config.head_dim), rotary.inv_freq)
+    assert config.rope.attention_factor == pytest.approx(rotary.attention_scaling)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("extra", [{}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"beta_fast": 16}])
+def test_yarn_options(truncate: bool, extra: dict[str, Any]) -> None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "truncate": truncate,
+        **extra,
+    }
+    model = make_model("llama2", rope_parameters=rope)
+    config = ModelConfig.from_json(json.loads(model.config.to_json_string()))
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](model.config)
+    got = inverse_frequencies(config.rope, config.head_dim)
+    assert torch.allclose(got, expected, rtol=1e-6, atol=0)
+    assert config.rope.attention_factor == pytest.approx(factor)
+
+
+def test_both_spellings_of_rope_agree() -> None:
+    old = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
+    theta = LLAMA3_ROPE["rope_theta"]
+    assert (
+        read(rope_parameters=LLAMA3_ROPE)
+        == read(rope_theta=theta, rope_scaling=old)
+        == read(rope_theta=theta, rope_scaling={**old, "type": "llama3"})
+    )
+    oldest = {"type": "linear", "factor": 4.0}
+    assert read(rope_scaling=oldest).rope.factor == 4.0
+
+
+def test_context() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert read().max_context == 512
+    assert read(rope_scaling=yarn).max_context == 2048
+    assert read(rope_scaling={"type": "linear", "factor": 2.0}).max_context == 1024
+    assert read(rope_scaling={"type": "dynamic", "factor": 2.0}).max_context == 512
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 7}, None, (7,)),
+        ({"eos_token_id": [7, 8, 7]}, None, (7, 8)),
+        ({"eos_token_id": 7}, {"eos_token_id": [9, 7]}, (9, 7)),
+        ({"eos_token_id": 7}, {"temperature": 0.5}, (7,)),
+        ({}, None, (2,)),
+        ({"eos_token_id": None}, None, ()),
+    ],
+)
+def test_end_of_sequence_ids(
+    config: dict[str, Any], generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
+    assert read(generation, **config).eos_token_ids == expected
+
+
+def test_windows() -> None:
+    mistral: dict[str, Any] = {
+        "model_type": "mistral",
+        "architectures": [],
+        "num_key_value_heads": 2,
+    }
+    assert read(**mistral, sliding_window=100).windows == (100, 100)
+    assert read(**mistral, sliding_window=512).windows == (None, None)
+    assert read(**mistral, sliding_window=None).windows == (None, None)
+    assert read(**mistral, sliding_window=0).windows == (None, None)
+    assert read(**mistral, max_position_embeddings=9999).windows == (4096, 4096)
+    qwen: dict[str, Any] = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 64,
+    }
+    assert read(**qwen).windows == (None, None)
+    assert read(**{**qwen, "sliding_window": 0}, use_sliding_window=True).windows == (None, None)
+    assert read(**qwen, use_sliding_window=True, max_window_layers=1).windows == (None, 64)
+    kinds = ["sliding_attention", "full_attention"]
+    assert read(**qwen, use_sliding_window=True, layer_types=kinds).windows == (64, None)
+    assert read(**mistral, sliding_window=100, layer_types=kinds).windows == (100, None)
+
+
+def test_windows_that_contexts_cannot_leave_are_none() -> None:
+    config = read(model_type="mistral", architectures=[], num_key_value_heads=2, sliding_window=100)
+    assert config.within(101).windows == (100, 100)
+    assert config.within(100).windows == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gemma2"}, "gemma2"),
+        ({"model_type": None}, "model_type"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map"),
+        ({"is_causal": False}, "is_causal"),
+        ({"is_causal": None}, "is_causal"),
+        ({"num_key_value_heads": 3}, "4 attention heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_theta": "big"}, "rope_theta"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"eos_token_id": 100}, "eos_token_id"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+    ],
+)
+def test_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    assert words in refusal(**changes)
+
+
+def test_what_says_the_usual_changes_nothing() -> None:
+    assert read(is_causal=True, hidden_act="silu", quantization_config=None) == read()
+    assert read(hidden_act="swish", architectures=["LLaMAForCausalLM"]) == read()
+
+
+def test_every_problem_at_once() -> None:
+    text = refusal(hidden_act="gelu", vocab_size=0, rope_scaling={"type": "su"})
+    assert "hidden_act" in text
+    assert "vocab_size" in text
+    assert "'su'" in text

@@ -1,0 +1,180 @@
+"""The KV cache gets what is left of a GPU, or the start says what takes its room."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.bench.engine.offline import SHIPPED
+from server.config import ConfigError, WorkerConfig
+from server.model.checkpoint.checkpoint import read_config
+from server.model.checkpoint.config import ModelConfig
+from server.model.graphs.warm_up import warm_sizes
+from server.model.ops.memory import (
+    LOGITS_ROWS,
+    DeviceMemory,
+    executor_limits,
+    fill_device,
+    split_prompts_bytes,
+    workspace_bytes,
+)
+from server.model.weights import weights_bytes
+from server.worker.process.sizing import choose_sizes
+from tests.server.model.driver import engine_config
+
+GIB = 1 << 30
+FOLDER: Path = SHIPPED / "llama-3.1-8b"
+MODEL = read_config(FOLDER)
+AUTO = engine_config(
+    FOLDER,
+    dtype="bfloat16",
+    kv_memory=0,
+    adapter_memory=8 * GIB,
+    max_running=256,
+    max_step_tokens=8192,
+    page_size=16,
+)
+
+
+@pytest.mark.parametrize("total", [80 * GIB, 140 * GIB])
+def test_everything_is_used_and_nothing_twice(total: int) -> None:
+    others, weights = GIB, 15 * GIB
+    memory = DeviceMemory(total, total - others, total - others - weights)
+    filled = fill_device(MODEL, AUTO, memory)
+    used = others + weights + filled.kv_memory + filled.adapter_memory
+    assert used + workspace_bytes(MODEL, filled) == int(total * 0.9)
+    assert executor_limits(MODEL, filled).num_pages * 16 > 100_000
+
+
+@pytest.mark.parametrize(
+    ("gib", "tokens"), [(23.9, 4_000), (39.4, 80_000), (79.1, 300_000), (139.8, 600_000)]
+)
+def test_eight_billion_parameters_start_on_any_usual_gpu(gib: float, tokens: int) -> None:
+    """By default, with a few hundred MB for the driver and others."""
+    total = int(gib * GIB)
+    sizes = choose_sizes(WorkerConfig(model="m"), "cuda", total, 64 * GIB)
+    config = msgspec.structs.replace(
+        AUTO,
+        adapter_memory=sizes.adapter_memory,
+        max_running=sizes.max_running,
+        max_step_tokens=sizes.max_step_tokens,
+    )
+    free = total - GIB // 2
+    filled = fill_device(MODEL, config, DeviceMemory(total, free, free - 15 * GIB))
+    assert executor_limits(MODEL, filled).num_pages * 16 > tokens
+
+
+def test_what_was_asked_for_is_kept() -> None:
+    asked = engine_config(FOLDER, kv_memory=5 * GIB)
+    assert fill_device(MODEL, asked, DeviceMemory(21 * GIB, 21 * GIB, 6 * GIB)) == asked
+
+
+def test_what_was_asked_for_must_fit() -> None:
+    asked = engine_config(FOLDER, kv_memory=8 * GIB)
+    words = r"weights 15\.0 GiB.*other programs 1\.0 GiB, KV cache 8\.0 GiB.*lower.*--kv-memory"
+    with pytest.raises(ConfigError, match=words):
+        fill_device(MODEL, asked, DeviceMemory(24 * GIB, 23 * GIB, 8 * GIB))
+
+
+def test_too_little_gives_the_estimate_and_advice() -> None:
+    memory = DeviceMemory(24 * GIB, 23 * GIB, 8 * GIB)
+    with pytest.raises(ConfigError, match=r"weights 15\.0 GiB.*Raise --gpu-memory-utilization"):
+        fill_device(MODEL, AUTO, memory)
+
+
+def test_weights_are_known_before_they_are_read() -> None:
+    """Of Llama-3.1-8B: 8,030,261,248 parameters."""
+    assert weights_bytes(MODEL, torch.bfloat16) == 8_030_261_248 * 2
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(2, {2}), (300, {3, 40, 300}), (8192, {3, 40, 300, 600, 2100, 8192})]
+)
+def test_the_largest_step_is_the_first_at_start(most: int, sizes: set[int]) -> None:
+    found = warm_sizes(most)
+    assert set(found) == sizes
+    assert found == sorted(found, reverse=True)
+
+
+def test_tables_of_pages_and_adapters_are_counted() -> None:
+    def workspace(**changes: int) -> int:
+        return workspace_bytes(MODEL, msgspec.structs.replace(AUTO, **changes))
+
+    pages = MODEL.max_context // 16
+    assert workspace(page_size=1) - workspace() == AUTO.max_running * 15 * pages * 8
+    assert workspace(adapter_slots=1016) - workspace(adapter_slots=16) == 1000 * (32 * 4 + 2) * 64
+
+
+def test_a_mask_of_each_row_is_counted() -> None:
+    """4 bytes for 32 ids, beside the copies of logits."""
+
+    def workspace(rows: int, vocab: int) -> int:
+        model = msgspec.structs.replace(MODEL, vocab_size=vocab)
+        return workspace_bytes(model, msgspec.structs.replace(AUTO, max_running=rows))
+
+    def of_row(vocab: int) -> int:
+        return workspace(257, vocab) - workspace(256, vocab)
+
+    assert of_row(64_001) - of_row(64_000) == 2 * 2 + 4
+    assert of_row(64_032) - of_row(64_001) == 31 * 2 * 2
+
+
+def test_a_longer_context_is_counted() -> None:
+    """Tokens and pages of each row, tokens of those with penalties, and the rotation."""
+
+    def workspace(context: int) -> int:
+        return workspace_bytes(MODEL, msgspec.structs.replace(AUTO, max_context=context))
+
+    of_rows = AUTO.max_running * (4 * 4096 + 8 * 256)
+    more = of_rows + LOGITS_ROWS * 4 * 4096 + 4 * 4096 * MODEL.head_dim
+    assert workspace(8192) - workspace(4096) == more
+
+
+def planned_bytes(
+    prompts: list[tuple[int, int]], heads: tuple[int, int, int], processors: int
+) -> int:
+    """What FlashInfer asks of its workspace for prompts of (new tokens, pages of 16); heads: of
+    queries, of keys, and their size."""
+    num_heads, num_kv_heads, head_dim = heads
+    queries = [new * num_heads // num_kv_heads for new, _ in prompts]
+    mean = sum(queries) // len(queries)
+    tile = 128 if mean > 64 and head_dim < 256 else 64 if mean > 16 else 16
+
+    def pieces(chunk: int) -> int:
+        return sum(
+            -(-q // tile) * -(-p // chunk) for q, (_, p) in zip(queries, prompts, strict=True)
+        )
+
+    longest = max(pages for _, pages in prompts)
+    room = 2 * processors // num_kv_heads
+    chunk = next((c for c in range(8, longest) if pieces(c) <= room), None)
+    return 0 if chunk is None else num_heads * pieces(chunk) * tile * (head_dim + 1) * 4
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 900), st.integers(57, 400)), min_size=1, max_size=9),
+    heads=st.tuples(st.sampled_from([8, 16, 64]), st.sampled_from([1, 2, 8]), st.just(128))
+    | st.tuples(st.just(8), st.just(1), st.sampled_from([64, 256])),
+    processors=st.sampled_from([58, 108, 142, 188]),
+)
+def test_contexts_that_are_cut_have_room(
+    prompts: list[tuple[int, int]], heads: tuple[int, int, int], processors: int
+) -> None:
+    room = split_prompts_bytes(of_heads(*heads), processors)
+    assert planned_bytes(prompts, heads, processors) <= room
+
+
+def test_that_room_can_be_needed() -> None:
+    """By one prompt of a tile with a long context, where 256 MiB would be too little."""
+    heads, processors = (64, 4, 128), 148
+    room = split_prompts_bytes(of_heads(*heads), processors)
+    assert planned_bytes([(8, 74 * 16)], heads, processors) == room > 256 << 20
+
+
+def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
+    return msgspec.structs.replace(
+        MODEL, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )

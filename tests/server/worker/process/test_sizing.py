@@ -1,0 +1,62 @@
+"""What a worker allocates where nobody said how much."""
+
+from dataclasses import fields
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adapters.peft.validate import MAX_LORA_RANK
+from server.config import WorkerConfig
+from server.kernels.lora.table import MAX_RANK
+from server.worker.process.sizing import choose_sizes
+
+GIB = 1 << 30
+
+
+def test_a_cpu_gets_small_sizes() -> None:
+    sizes = choose_sizes(WorkerConfig(model="m"), "cpu", 0, 512 * GIB)
+    assert (sizes.kv_memory, sizes.adapter_memory) == (256 << 20, 256 << 20)
+    assert (sizes.max_running, sizes.max_step_tokens) == (64, 512)
+
+
+def test_a_gpu_gets_a_share_for_adapters_and_leaves_the_cache_to_the_engine() -> None:
+    sizes = choose_sizes(WorkerConfig(model="m"), "cuda", 80 * GIB, 20 * GIB)
+    assert (sizes.kv_memory, sizes.adapter_memory) == (0, 8 * GIB)
+    assert sizes.host_adapter_memory == 5 * GIB
+
+
+@pytest.mark.parametrize(
+    ("gib", "running", "step_tokens"),
+    [(14.6, 128, 2048), (22.5, 128, 2048), (39.4, 256, 4096), (44.4, 256, 4096),
+     (79.1, 512, 8192), (139.8, 512, 8192)],
+)  # fmt: skip
+def test_a_larger_gpu_runs_more_at_once(gib: float, running: int, step_tokens: int) -> None:
+    sizes = choose_sizes(WorkerConfig(model="m"), "cuda", int(gib * GIB), 64 * GIB)
+    assert (sizes.max_running, sizes.max_step_tokens) == (running, step_tokens)
+
+
+@given(st.sampled_from(["cpu", "cuda"]), st.integers(1, 1 << 40), st.integers(1, 1 << 40))
+def test_what_was_asked_for_is_kept(device: Literal["cpu", "cuda"], gpu: int, host: int) -> None:
+    config = WorkerConfig(
+        model="m",
+        adapter_memory=1,
+        host_adapter_memory=2,
+        kv_memory=3,
+        max_running=4,
+        max_step_tokens=5,
+    )
+    sizes = choose_sizes(config, device, gpu, host)
+    assert (sizes.adapter_memory, sizes.host_adapter_memory, sizes.kv_memory) == (1, 2, 3)
+    assert (sizes.max_running, sizes.max_step_tokens) == (4, 5)
+
+
+def test_no_more_run_at_once_than_a_step_has_tokens() -> None:
+    sizes = choose_sizes(WorkerConfig(model="m", max_step_tokens=40), "cpu", 0, GIB)
+    assert (sizes.max_running, sizes.max_step_tokens) == (40, 40)
+
+
+def test_the_largest_rank_to_accept_is_what_the_kernels_serve() -> None:
+    option = next(field for field in fields(WorkerConfig) if field.name == "max_lora_rank")
+    assert option.metadata["max"] == option.default == MAX_LORA_RANK == MAX_RANK

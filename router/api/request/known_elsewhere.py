@@ -96,7 +96,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("return_prompt_text return_token_offsets", "`/tokenize` tells them"),
     **_row("return_cached_tokens_details return_meta_info", "`usage` tells what is known"),
     **_row("return_hidden_states return_routed_experts", "texts, ids and logprobs are reported"),
-    **_row("routed_experts_start_len routed_experts_prompt_start", "experts are not told", 0),
+    **_row("routed_experts_start_len routed_experts_prompt_start", "experts are not reported", 0),
     **_only("detokenize", "answers are texts; `return_token_ids` adds ids", True),
     **_row("no_stop_trim", "use `include_stop_str_in_output`"),
     **_row("stream_interval", "the tokens of a step are one chunk", 1),

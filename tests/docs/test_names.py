@@ -1,0 +1,62 @@
+"""Files, folders, classes and methods that documents name are there."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PACKAGES = ("adapters", "server", "router", "launcher")
+PAGES = (*sorted(DOCS.rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+# `folder/file.py`, `folder/`, or a file's bare name.
+_FILE = re.compile(
+    r"`([\w./-]+\.py|(?:tests|deploy|docs|server|router|adapters|launcher)/[\w./-]+)`"
+)
+_METHOD = re.compile(r"`([A-Z]+[a-z]\w*)\.(\w+)`")
+_FENCED = re.compile(r"^```.*?^```", re.M | re.S)
+# In diagrams names are not marked as code: words with a capital inside.
+_IN_DIAGRAM = re.compile(r"\b[A-Z][a-z]+(?:[A-Z]\w*)+\b")
+_DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```", re.M | re.S)
+
+
+@cache
+def sources() -> tuple[str, ...]:
+    return tuple(path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+
+
+@cache
+def file_names() -> frozenset[str]:
+    folders = (*PACKAGES, "tests", "deploy")
+    return frozenset(path.name for name in folders for path in (ROOT / name).rglob("*.py"))
+
+
+def is_there(name: str) -> bool:
+    return name in file_names() if "/" not in name else (ROOT / name).exists()
+
+
+def has_method(owner: str, name: str) -> bool:
+    """In the file that defines the class."""
+    own = [text for text in sources() if re.search(rf"^class {owner}\b", text, re.M)]
+    return any(re.search(rf"\b{name}\b", text) for text in own)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_are_there(page: Path) -> None:
+    assert [name for name in _FILE.findall(page.read_text()) if not is_there(name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_methods_are_of_their_classes(page: Path) -> None:
+    named = _METHOD.findall(_FENCED.sub("", page.read_text()))
+    assert [f"{owner}.{name}" for owner, name in named if not has_method(owner, name)] == []
+
+
+def test_what_diagrams_name_is_in_the_code() -> None:
+    diagrams = _DIAGRAM.findall((DOCS / "architecture.md").read_text())
+    assert len(diagrams) == 3
+    text = "\n".join(sources())
+    names = {name for diagram in diagrams for name in _IN_DIAGRAM.findall(diagram)}
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []

@@ -1,0 +1,67 @@
+"""Documents are in plain English: short sentences, and none of the words that hide a subject."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Written from the code: their words are the code's.
+GENERATED = {"configuration.md", "metrics.md"}
+PAGES = sorted(
+    [
+        *(page for page in (ROOT / "docs").rglob("*.md") if page.name not in GENERATED),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
+)
+MOST_WORDS = 25
+BANNED = re.compile(r"\b(told|tells? (of|apart)|of ours|of before|takes? up(?! to))\b", re.I)
+_FENCED = re.compile(r"^```.*?^```", re.M | re.S)
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+_CODE = re.compile(r"`[^`]+`")
+# A sentence ends where a capital, a code or a number follows; a colon or semicolon ends one, too.
+_END = re.compile(r"(?<=[.!?:;])\s+")
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Paragraphs and list items of a page, without code, tables and headings."""
+    lines: list[str] = []
+    for line in [*_FENCED.sub("", text).splitlines(), ""]:
+        begins = re.match(r"\s*(?:[-*]|[0-9]+\.) ", line) and not line.startswith("    ")
+        if begins or not line.strip() or line.startswith(("|", "#", "    ", "<!--")):
+            if lines:
+                yield " ".join(lines)
+            lines = []
+        if line.strip() and not line.startswith(("|", "#", "    ", "<!--")):
+            lines.append(re.sub(r"^\s*(?:[-*]|[0-9]+\.) ", "", line).strip())
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Link texts stand for links; a piece of code counts as one word."""
+    for block in blocks(text):
+        plain = _CODE.sub("CODE", _LINK.sub(r"\1", block)).replace("**", "")
+        yield from _END.split(plain)
+
+
+def length(sentence: str) -> int:
+    """Words; figures are none."""
+    return sum(re.search("[A-Za-z]", word) is not None for word in sentence.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_are_short(page: Path) -> None:
+    found = [s for s in sentences(page.read_text()) if length(s) > MOST_WORDS]
+    assert found == [], f"sentences of more than {MOST_WORDS} words"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_banned_words(page: Path) -> None:
+    lines = _FENCED.sub("", page.read_text()).splitlines()
+    assert [line for line in lines if BANNED.search(line)] == []
+
+
+def test_a_long_sentence_is_found() -> None:
+    long = "It goes on " * 9 + "and ends."
+    assert [s for s in sentences(f"Short.\n\n- {long}\n") if length(s) > MOST_WORDS] == [long]

@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import uvicorn
 import uvloop
@@ -18,8 +17,7 @@ from server.protocol import MAX_FRAME_BYTES
 from server.worker.adapters.registry import Registry, advertised
 from server.worker.address import check_exposure, open_listener
 from server.worker.app import WorkerApp
-from server.worker.process.engine_process import start_engine
-from server.worker.process.engine_supervisor import EngineStartError, EngineSupervisor
+from server.worker.process.engine_supervisor import EngineStartError
 from server.worker.setup import Prepared, WorkerStartError, prepare
 
 log = logging.getLogger(__name__)
@@ -82,15 +80,12 @@ def _server(prepared: Prepared, secret: str) -> _Server:
 async def _serve(
     config: WorkerConfig, prepared: Prepared, listener: socket.socket, url: str | None
 ) -> None:
-    worker = prepared.worker
-    start = partial(start_engine, config.executor, prepared.engine, prepared.memory.fd)
-    supervisor = EngineSupervisor(start, worker, config.step_timeout_s)
-    worker.attach(supervisor)
+    worker, supervisor = prepared.worker, prepared.supervisor
     server = _server(prepared, config.secret)
     shorten_pauses()
     stop = _stop_on_signals()
     tasks = {
-        "engine": asyncio.create_task(supervisor.run()),
+        "engine": asyncio.create_task(supervisor.run(worker)),
         "http": asyncio.create_task(server.serve(sockets=[listener])),
         "status": asyncio.create_task(worker.report_status()),
         "lag": asyncio.create_task(worker.watch_loop()),

@@ -30,6 +30,7 @@ from server.worker.adapters.adapter_store import open_store
 from server.worker.adapters.host_tier import HostTier
 from server.worker.adapters.merging import Merger
 from server.worker.adapters.slab_saver import SlabSaver
+from server.worker.known_engine import KnownEngine
 from server.worker.metrics import WorkerMetrics
 from server.worker.process.device import (
     ChosenDevice,
@@ -38,6 +39,8 @@ from server.worker.process.device import (
     cuda_devices,
     torch_build,
 )
+from server.worker.process.engine_process import start_engine
+from server.worker.process.engine_supervisor import EngineSupervisor
 from server.worker.process.model_source import ModelError, ModelFolder, find_model
 from server.worker.process.sizing import (
     choose_dtype,
@@ -60,10 +63,11 @@ class WorkerStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A worker that is ready to run but for its engine process. name: of the model. syncing: a
-    thread with work that need not be done before the process ends."""
+    """A worker that is ready to run; `supervisor.run` starts its engine process. name: of the
+    model. syncing: a thread with work that need not be done before the process ends."""
 
     worker: Worker
+    supervisor: EngineSupervisor
     worker_id: str
     name: str
     engine: EngineConfig
@@ -140,8 +144,11 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     syncing = ThreadPoolExecutor(1, "store-sync")
     store = open_store(config, base, engine, syncing, heavy_threads(_cores()))
     merger = Merger(store, config.merge_timeout_s)
-    worker = _worker(config, worker_id, card, store, merger, engine, memory)
-    return Prepared(worker, worker_id, names[0], engine, memory, merger, syncing)
+    start = partial(start_engine, config.executor, engine, memory.fd)
+    supervisor = EngineSupervisor(start, config.step_timeout_s)
+    known = KnownEngine(supervisor)
+    worker = _worker(worker_id, card, store, merger, engine, memory, known)
+    return Prepared(worker, supervisor, worker_id, names[0], engine, memory, merger, syncing)
 
 
 def _engine_config(
@@ -186,13 +193,13 @@ def _max_waiting(asked: int | None, max_running: int) -> int:
 
 
 def _worker(
-    config: WorkerConfig,
     worker_id: str,
     card: ModelCard,
     store: AdapterStore,
     merger: Merger,
     engine: EngineConfig,
     memory: HostMemory,
+    known: KnownEngine,
 ) -> Worker:
     metrics = WorkerMetrics()
     sources: tuple[RefSource, ...] = get_args(RefSource)
@@ -212,5 +219,5 @@ def _worker(
     )
     metrics.adapter_limit.labels("host").set(engine.host_arena_bytes)
     loads = AdapterService(store, loading, reading, merger, metrics)
-    orders = AdapterOrders(tier, store.has, reading)
-    return Worker(engine.max_waiting, worker_id, card, loads, tier, orders, metrics)
+    orders = AdapterOrders(tier, store.has, reading, known)
+    return Worker(engine.max_waiting, worker_id, card, known, loads, tier, orders, metrics)

@@ -15,19 +15,16 @@ from typing import Literal
 import msgspec
 
 from adapters.common.meters import watch_loop_lag
-from server.engine.memory.residency import AdapterStage
 from server.engine.messages import (
     AbortSequence,
     AdapterPlaced,
     AdapterSettled,
     EngineReady,
-    EngineStats,
     FromEngine,
     NeedSlab,
     SlabReleased,
     StepOutput,
     Submit,
-    ToEngine,
 )
 from server.protocol import (
     Abort,
@@ -57,8 +54,8 @@ from server.worker.connections import (
     require,
 )
 from server.worker.inspector import Inspector
+from server.worker.known_engine import KnownEngine
 from server.worker.metrics import LookupTier, WorkerMetrics
-from server.worker.process.engine_supervisor import EngineSupervisor
 from server.worker.sequences import ByConnection, DuplicateSequence, SequenceTable, refusal
 from server.worker.validation import (
     check_digests,
@@ -77,7 +74,7 @@ State = Literal["starting", "ready", "engine_lost", "draining"]
 
 
 class Worker:
-    """Implements `EngineListener`, `FrameHandler` and `EngineView`.
+    """Implements `EngineListener` and `FrameHandler`.
 
     capacity: sequences taken at once.
     """
@@ -87,6 +84,7 @@ class Worker:
         capacity: int,
         worker_id: str,
         card: ModelCard,
+        engine: KnownEngine,
         loads: AdapterService,
         tier: HostTier,
         orders: AdapterOrders,
@@ -101,26 +99,20 @@ class Worker:
         self._loads = loads
         self._tier = tier
         self._orders = orders
-        orders.attach(self)
+        self._engine = engine
         self._inspector = Inspector(tier, orders)
         self._metrics = metrics
         self._table = SequenceTable(capacity)
         self._connections: dict[int, RouterConnection] = {}
-        self._supervisor: EngineSupervisor | None = None
-        self._stats = EngineStats()
-        self._resident: frozenset[str] = frozenset()  # on the device
         self._total_pages = self._adapter_slots = self._rows = 0
         self._step = 0
         self._epoch = 0
         self._suspected = False
         self._adapter_meter = AdapterMeter(metrics)
-        self._staging = Staging(tier, orders, self._adapter_meter, self.to_engine)
+        self._staging = Staging(tier, orders, self._adapter_meter, engine.to_engine)
         self.became_ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def attach(self, supervisor: EngineSupervisor) -> None:
-        self._supervisor = supervisor
 
     @property
     def takes_work(self) -> bool:
@@ -151,7 +143,7 @@ class Worker:
         self._metrics.routers.set(len(self._connections))
         self._orders.disconnected(connection.number)
         for key in self._table.disconnect(connection.number):
-            self.to_engine(AbortSequence(key))
+            self._engine.to_engine(AbortSequence(key))
         self._metrics.orphans.set(self._table.orphans)
 
     def router_frame(self, connection: RouterConnection, frame: RouterFrame) -> None:
@@ -169,11 +161,11 @@ class Worker:
             self._orders.order(connection.number, frame, self._reply(connection))
         elif isinstance(frame, AdapterPrefetch):
             require(check_digests(frame))
-            self._tier.hint(d for d in frame.digests if self.device_stage(d) == "absent")
+            self._tier.hint(d for d in frame.digests if self._engine.device_stage(d) == "absent")
         elif isinstance(frame, Inspect):
             require(check_inspect(frame))
-            in_use = self._table.by_adapter()
-            connection.send(self._inspector.picture(frame, self._stats, self._resident, in_use))
+            engine, in_use = self._engine, self._table.by_adapter()
+            connection.send(self._inspector.picture(frame, engine.stats, engine.resident, in_use))
 
     def _submit(self, connection: RouterConnection, request: GenerateRequest) -> None:
         require(check_name(request))
@@ -191,7 +183,7 @@ class Worker:
             return
         self._idle.clear()
         self._metrics.sequences.set(len(self._table))
-        self.to_engine(Submit(key, request))
+        self._engine.to_engine(Submit(key, request))
         if request.adapter is not None:
             self._orders.used(request.adapter)
             tier = self._lookup(request.adapter)
@@ -203,7 +195,7 @@ class Worker:
 
     def _lookup(self, digest: str) -> LookupTier:
         """Where a sequence finds its adapter."""
-        stage = self.device_stage(digest)
+        stage = self._engine.device_stage(digest)
         if stage != "absent":
             return "device" if stage == "ready" else "loading"
         return "host" if self._tier.stage(digest) == "ready" else "disk"
@@ -225,7 +217,7 @@ class Worker:
         require(check_name(frame))
         keys = self._table.keys_of(connection.number, frame.request_id, frame.attempt, frame.choice)
         for key in keys:
-            self.to_engine(AbortSequence(key))
+            self._engine.to_engine(AbortSequence(key))
 
     def _load(self, connection: RouterConnection, frame: AdapterLoad | AdapterMerge) -> None:
         require(check_load_id(frame))
@@ -245,15 +237,6 @@ class Worker:
 
     # Engine
 
-    @property
-    def engine_is_up(self) -> bool:
-        return self._supervisor is not None and self._supervisor.ready
-
-    def device_stage(self, digest: str) -> AdapterStage:
-        if digest in self._resident:
-            return "ready"
-        return "loading" if digest in self._stats.loading else "absent"
-
     def engine_ready(self, ready: EngineReady) -> None:
         for line in ready.summary:
             log.info("%s", line)
@@ -265,7 +248,7 @@ class Worker:
         self._rows = ready.max_rows
         self._inspector.engine_ready(ready)
         self._metrics.engine_started(ready)
-        self._stats = EngineStats(free_pages=ready.total_pages)
+        self._engine.started(ready)
         self._epoch = max(self._epoch + 1, int(time.time() * 1000))
         self._orders.engine_ready()
         if self.state != "draining":
@@ -284,10 +267,9 @@ class Worker:
     def engine_frame(self, frame: FromEngine) -> None:
         if isinstance(frame, StepOutput):
             self._step = frame.step
-            self._stats = frame.stats
             if frame.resident is not None:
-                self._adapter_meter.evicted(self._resident, frame.resident)
-                self._resident = frozenset(frame.resident)
+                self._adapter_meter.evicted(self._engine.resident, frame.resident)
+            self._engine.stepped(frame)
             self._metrics.stepped(frame)
             self._inspector.stepped(frame)
             self._deliver(self._table.route(frame.events))
@@ -304,7 +286,7 @@ class Worker:
     def engine_lost(self, reason: str) -> None:
         """Each of its sequences gets its one terminal event; routers try again elsewhere."""
         self._staging.engine_lost()
-        self._stats, self._resident = EngineStats(), frozenset()
+        self._engine.lost()
         self._suspected = False
         self._orders.engine_lost()
         self._inspector.engine_lost()
@@ -321,10 +303,6 @@ class Worker:
 
     def engine_has_work(self) -> bool:
         return len(self._table) > 0
-
-    def to_engine(self, frame: ToEngine) -> None:
-        if self._supervisor is not None:
-            self._supervisor.send(frame)
 
     def _deliver(self, routed: ByConnection) -> None:
         for number, events in routed.items():
@@ -344,18 +322,19 @@ class Worker:
         self._broadcast_status()
 
     def _status(self) -> WorkerStatus:
+        stats = self._engine.stats
         return WorkerStatus(
             worker_id=self._worker_id,
             epoch=self._epoch,
             base_digest=self._base_card.base_digest,
             ready=self.takes_work,
             draining=self.draining,
-            free_pages=self._stats.free_pages,
+            free_pages=stats.free_pages,
             total_pages=self._total_pages,
-            running=self._stats.running,
-            waiting=max(len(self._table) - self._stats.running, 0),
-            resident=tuple(self._resident),
-            loading=self._stats.loading,
+            running=stats.running,
+            waiting=max(len(self._table) - stats.running, 0),
+            resident=tuple(self._engine.resident),
+            loading=stats.loading,
             step=self._step,
             adapter_slots=self._adapter_slots,
             silent=self._suspected,

@@ -35,7 +35,7 @@ Report = Callable[[AdapterReport], None]
 
 
 class EngineView(Protocol):
-    """What the orders need of the engine; the worker has it."""
+    """What the orders need of the engine."""
 
     @property
     def engine_is_up(self) -> bool: ...
@@ -64,22 +64,20 @@ class AdapterOrders:
         tier: HostTier,
         on_disk: Callable[[str], bool],
         threads: Executor,
+        engine: EngineView,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = tier
         self._on_disk = on_disk
         self._threads = threads
         self._clock = clock
-        self._engine: EngineView | None = None
+        self._engine = engine
         self._pins: dict[int, frozenset[str]] = {}  # by connection
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[str | None]] = {}  # by number; why not
         self._tasks: dict[asyncio.Task[None], tuple[int, str]] = {}  # connection, order_id
         self._notes: OrderedDict[str, _Note] = OrderedDict()
         self.load_bytes_s = 0.0  # a running mean over adapters that came to the device
-
-    def attach(self, engine: EngineView) -> None:
-        self._engine = engine
 
     # ---- routers
 
@@ -168,7 +166,6 @@ class AdapterOrders:
         return note
 
     def _tell_pins(self) -> None:
-        assert self._engine is not None
         self._tier.pin_only(self.pins)
         self._engine.to_engine(PinAdapters(tuple(sorted(self.pins))))
 
@@ -195,13 +192,11 @@ class AdapterOrders:
 
     async def _load(self, digests: Collection[str]) -> str | None:
         """Why one of them did not come to the device."""
-        assert self._engine is not None
         if not self._engine.engine_is_up:
             return "the engine is being started"
         return next(filter(None, await self._ask(PreloadAdapter, digests)), None)
 
     async def _evict(self, digests: Collection[str]) -> str | None:
-        assert self._engine is not None
         pinned = self.pins.intersection(digests)
         if pinned:
             return "a router has it pinned"
@@ -217,7 +212,6 @@ class AdapterOrders:
         self, kind: type[PreloadAdapter] | type[EvictAdapter], digests: Collection[str]
     ) -> list[str | None]:
         """Why the engine could not, for each; sent at once, while it is known to be up."""
-        assert self._engine is not None
         loop = asyncio.get_running_loop()
         asked: dict[int, asyncio.Future[str | None]] = {}
         for digest in digests:
@@ -236,7 +230,6 @@ class AdapterOrders:
                 self._answers.pop(order, None)
 
     def _tiers(self, digest: str, on_disk: bool) -> AdapterTiers:
-        assert self._engine is not None
         note = self._notes.get(digest)
         used_at = None if note is None else note.used_at
         return AdapterTiers(

@@ -79,8 +79,7 @@ class HostTier:
         # Callers on their way to a pin: what they wait for must not be evicted before they run.
         self._awaited: Counter[str] = Counter()
         self._ahead = Ahead(arena.num_extents)
-        self._room = asyncio.Event()
-        saver.freed = self._room.set
+        self._room = saver.room
 
     @property
     def used_bytes(self) -> int:

@@ -27,8 +27,8 @@ class _Slab(NamedTuple):
 class SlabSaver:
     """Runs on the event loop; `thread` writes.
 
-    save: `AdapterStore.save_slab`. reading: what must not be evicted. freed: called when that
-    changes to nothing.
+    save: `AdapterStore.save_slab`. reading: what must not be evicted. room: set when that changes
+    to nothing, and by whoever else makes room in host memory.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SlabSaver:
         self._writing: asyncio.Task[None] | None = None
         self._stop = threading.Event()
         self.reading: frozenset[str] = frozenset()
-        self.freed: Callable[[], None] = lambda: None
+        self.room = asyncio.Event()
 
     def offer(self, layout: SlabLayout, extents: tuple[int, ...]) -> None:
         """A slab that lies in host memory, not on disk. Beyond MAX_UNSAVED it is not written."""
@@ -55,7 +55,7 @@ class SlabSaver:
         self._waiting.pop(digest, None)
 
     def stop_reading(self) -> None:
-        """Its room is needed: the present file is given up, and `freed` is called soon."""
+        """Its room is needed: the present file is given up, and `room` is set soon."""
         self._stop.set()
 
     def _go_on(self) -> None:
@@ -70,7 +70,7 @@ class SlabSaver:
     def _written(self, task: asyncio.Task[None]) -> None:
         self._writing = None
         self.reading = frozenset()
-        self.freed()
+        self.room.set()
         if not task.cancelled():
             self._go_on()
 

@@ -60,7 +60,6 @@ class EngineSupervisor:
     def __init__(
         self,
         start: Callable[[], Awaitable[EngineProcess]],
-        listener: EngineListener,
         step_timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
         start_silence_s: float = START_SILENCE_S,
@@ -68,7 +67,6 @@ class EngineSupervisor:
         self._start_timeout_s = start_timeout_s
         self._start_silence_s = start_silence_s
         self._start = start
-        self._listener = listener
         self._step_timeout_s = step_timeout_s
         self._backoff = Backoff()
         self._engine: EngineProcess | None = None
@@ -85,7 +83,7 @@ class EngineSupervisor:
         if self._engine is not None:
             self._engine.send(frame)
 
-    async def run(self) -> None:
+    async def run(self, listener: EngineListener) -> None:
         """Until `close`. Raises EngineStartError when the very first engine does not get ready."""
         was_ready = False
         while not self._closing:
@@ -95,13 +93,13 @@ class EngineSupervisor:
                 ready = await self._await_ready(self._engine)
                 ready_at = time.monotonic()
                 was_ready = self.ready = True
-                self._listener.engine_ready(ready)
-                await self._pump(self._engine)
+                listener.engine_ready(ready)
+                await self._pump(self._engine, listener)
             except (EngineDied, EngineStartError) as error:
                 if not was_ready:
                     await self._discard()
                     raise EngineStartError(str(error)) from error
-                await self._lost(str(error), ready_at)
+                await self._lost(str(error), ready_at, listener)
 
     async def _begin(self) -> EngineProcess:
         """Raises EngineDied too when the machine has no process or descriptor left: it soon may."""
@@ -139,9 +137,9 @@ class EngineSupervisor:
             receiving.cancel()
         raise EngineDied(f"it gave no sign of life for {limit:g} s while it started")
 
-    async def _pump(self, engine: EngineProcess) -> None:
+    async def _pump(self, engine: EngineProcess, listener: EngineListener) -> None:
         watch = StallWatch(self._step_timeout_s, time.monotonic())
-        watcher = asyncio.create_task(self._kill_when_stalled(engine, watch))
+        watcher = asyncio.create_task(self._kill_when_stalled(engine, watch, listener))
         try:
             while True:
                 frame = await engine.receive()
@@ -150,11 +148,13 @@ class EngineSupervisor:
                 else:  # adapters come and go while a step hangs
                     watch.heard(time.monotonic())
                 if not isinstance(frame, Alive):
-                    self._listener.engine_frame(frame)
+                    listener.engine_frame(frame)
         finally:
             watcher.cancel()
 
-    async def _kill_when_stalled(self, engine: EngineProcess, watch: StallWatch) -> None:
+    async def _kill_when_stalled(
+        self, engine: EngineProcess, watch: StallWatch, listener: EngineListener
+    ) -> None:
         suspected, due = False, time.monotonic()
         while True:
             due += WATCH_INTERVAL_S
@@ -163,22 +163,22 @@ class EngineSupervisor:
             if now - due > WATCH_INTERVAL_S:
                 watch.restart(now)
                 due = now
-            verdict = watch.verdict(now, self._listener.engine_has_work())
+            verdict = watch.verdict(now, listener.engine_has_work())
             if verdict == "stalled":
                 break
             if suspected != (verdict == "suspect"):
                 suspected = not suspected
                 log.warning("the engine %s", "is silent" if suspected else "is heard again")
-                self._listener.engine_suspected(suspected)
+                listener.engine_suspected(suspected)
         log.error("the engine gives no sign of life, or makes no step with work to do: killed")
         engine.kill()
 
-    async def _lost(self, reason: str, ready_at: float | None) -> None:
+    async def _lost(self, reason: str, ready_at: float | None, listener: EngineListener) -> None:
         self.ready = False
         await self._discard()
         if self._closing:
             return
-        self._listener.engine_lost(reason)
+        listener.engine_lost(reason)
         healthy_s = 0.0 if ready_at is None else time.monotonic() - ready_at
         delay_s = self._backoff.delay_s(healthy_s)
         self.restarts += 1

@@ -262,8 +262,7 @@ class Tiers:
         self.tier = HostTier(
             self.memory, self.arena, self._open, self.threads, saver, metrics, lambda: self.now
         )
-        self.orders = AdapterOrders(self.tier, self._on_disk, self.threads, lambda: self.now)
-        self.orders.attach(self)
+        self.orders = AdapterOrders(self.tier, self._on_disk, self.threads, self, lambda: self.now)
         self.staging = Staging(self.tier, self.orders, AdapterMeter(metrics), self.to_engine)
         self.engine = Engine(self)
         self.told: dict[str, SlabStaged] = {}  # to this engine, and not released

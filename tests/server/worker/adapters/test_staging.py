@@ -12,9 +12,11 @@ from server.engine.fake import CertifyOptions, certified_output
 from server.engine.memory.residency import Placement
 from server.engine.messages import NeedSlab, SlabReleased, SlabStaged, Submit, ToEngine
 from server.protocol import ModelCard
+from server.worker.adapters.adapter_orders import AdapterOrders
 from server.worker.adapters.adapter_service import AdapterService
 from server.worker.adapters.staging import UNFORESEEN
 from server.worker.connections import RouterConnection
+from server.worker.known_engine import KnownEngine
 from server.worker.metrics import WorkerMetrics
 from server.worker.process.engine_supervisor import EngineSupervisor
 from server.worker.worker import Worker
@@ -235,8 +237,9 @@ class Connection:
 def worker_over(tiers: Tiers, supervisor: Supervisor) -> Worker:
     card = ModelCard("0" * 64, ("m",), "{}", None, {}, (2,), 100, 64, "float32", "cpu", 8)
     service = cast(AdapterService, None)  # loads nothing here
-    worker = Worker(8, "w", card, service, tiers.tier, tiers.orders, WorkerMetrics())
-    worker.attach(cast(EngineSupervisor, supervisor))
+    engine = KnownEngine(cast(EngineSupervisor, supervisor))
+    orders = AdapterOrders(tiers.tier, lambda _: True, tiers.threads, engine, lambda: tiers.now)
+    worker = Worker(8, "w", card, engine, service, tiers.tier, orders, WorkerMetrics())
     worker.state = "ready"
     return worker
 

@@ -127,7 +127,6 @@ class Working:
 
 def supervising(
     start: Callable[[], Silent],
-    listener: EngineListener,
     start_timeout_s: float = 30.0,
     start_silence_s: float = 30.0,
     step_timeout_s: float = 60.0,
@@ -135,14 +134,14 @@ def supervising(
     async def begin() -> EngineProcess:
         return cast(EngineProcess, start())
 
-    return EngineSupervisor(begin, listener, step_timeout_s, start_timeout_s, start_silence_s)
+    return EngineSupervisor(begin, step_timeout_s, start_timeout_s, start_silence_s)
 
 
 async def test_an_engine_that_is_never_ready_is_ended() -> None:
     engine = Silent()
-    supervisor = supervising(lambda: engine, Mock(spec=EngineListener), start_timeout_s=0.01)
+    supervisor = supervising(lambda: engine, start_timeout_s=0.01)
     with pytest.raises(EngineStartError, match=r"not ready within 0\.01 s"):
-        await asyncio.wait_for(supervisor.run(), 30)
+        await asyncio.wait_for(supervisor.run(Mock(spec=EngineListener)), 30)
     assert engine.closed
 
 
@@ -161,8 +160,8 @@ async def test_an_engine_that_freezes_while_it_starts_is_started_again(
         return Silent()
 
     listener = Mock(spec=EngineListener)
-    supervisor = supervising(start, listener, start_silence_s=0.01)
-    running = asyncio.create_task(supervisor.run())
+    supervisor = supervising(start, start_silence_s=0.01)
+    running = asyncio.create_task(supervisor.run(listener))
     await asyncio.wait_for(begun.wait(), 20)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -178,8 +177,8 @@ async def test_a_hung_step_is_seen_behind_adapters_that_come_and_go(
     monkeypatch.setattr(engine_supervisor, "WATCH_INTERVAL_S", 0.05)
     monkeypatch.setattr(recovery, "LEAST_LIMIT_S", 0.0)
     engine, listener = HungStep(steps_for_s=0.5), Working()
-    supervisor = supervising(lambda: engine, listener, step_timeout_s=0.2)
-    running = asyncio.create_task(supervisor.run())
+    supervisor = supervising(lambda: engine, step_timeout_s=0.2)
+    running = asyncio.create_task(supervisor.run(listener))
     await asyncio.wait_for(engine.killed.wait(), 20)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -204,8 +203,8 @@ async def test_a_machine_without_processes_for_a_while_costs_no_worker(
         return outcome
 
     listener = Mock(spec=EngineListener)
-    supervisor = supervising(start, listener)
-    running = asyncio.create_task(supervisor.run())
+    supervisor = supervising(start)
+    running = asyncio.create_task(supervisor.run(listener))
     waiting = asyncio.create_task(begun.wait())
     await asyncio.wait({running, waiting}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
     running.cancel()
@@ -221,7 +220,7 @@ async def test_a_first_engine_that_cannot_be_started_says_why() -> None:
         raise NO_PROCESS
 
     with pytest.raises(EngineStartError, match="Resource temporarily unavailable"):
-        await supervising(start, Mock(spec=EngineListener)).run()
+        await supervising(start).run(Mock(spec=EngineListener))
 
 
 async def test_a_start_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

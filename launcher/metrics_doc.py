@@ -7,9 +7,9 @@ from prometheus_client import CollectorRegistry
 
 from adapters.common.meters import Declared, Meters
 from adapters.sources.hub import HubSource
+from router.build import build_service
 from router.config import RouterConfig
 from router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
-from router.service import build_service
 from server.worker.metrics import WorkerMetrics
 
 _HEAD = """\

@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry
 
 from adapters.common.pauses import shorten_pauses
 from adapters.sources.hub import HubSource
+from router.build import build_service
 from router.config import ConfigError, RouterConfig
 from router.http.listeners import LISTENING, allow_connections, listen, share, url_of
 from router.routes.app import build_app
 from router.routes.http_server import RouterServer
-from router.service import build_service
 
 
 def run(config: RouterConfig) -> None:

@@ -8,7 +8,8 @@ fleet's or one tenant's, and a tenant's own comes before the fleet's.
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -28,6 +29,13 @@ _RETRY_S = 2.0
 _decode = msgspec.json.Decoder(Registration).decode
 
 
+class AliasListener(Protocol):
+    """Who hears of changes."""
+
+    def aliases_changed(self, aliases: "Aliases") -> None:
+        """What a name means, or whether it is pinned, may be another."""
+
+
 class Aliases:
     """Reads are of this router's own copy and do not wait; a write is in the store when it returns.
 
@@ -37,9 +45,13 @@ class Aliases:
     """
 
     def __init__(
-        self, store: Store, is_shared: bool, declared: Iterable[Registration] = ()
+        self,
+        store: Store,
+        is_shared: bool,
+        declared: Iterable[Registration] = (),
+        listener: AliasListener | None = None,
     ) -> None:
-        self.on_change: Callable[[], None] = lambda: None
+        self._listener = listener
         self.is_shared = is_shared
         self.claimed: frozenset[OwnedName] = frozenset()
         self.expected: set[OwnedName] = set()
@@ -118,6 +130,10 @@ class Aliases:
         found = (self.get(name) for name in sorted(names))
         return [one for one in found if one is not None and one.pinned]
 
+    def pinned_digests(self) -> set[str]:
+        """Of what stays on the device."""
+        return {content.digest for one in self.pinned() for content in one.pinned_contents}
+
     def note(self, before: Registration, registration: Registration) -> None:
         """What this router found out by itself: nobody else is told. before: as `get` gave it."""
         name, row = registration.key, self._row(registration.key)
@@ -192,7 +208,8 @@ class Aliases:
         self._noted = {
             name: noted for name, noted in self._noted.items() if self._row(name) is noted[0]
         }
-        self.on_change()
+        if self._listener is not None:
+            self._listener.aliases_changed(self)
 
 
 def _counts(row: Registration, declared: Registration | None) -> bool:

@@ -59,7 +59,6 @@ class AdapterAdmin:
         self._locks: WeakValueDictionary[OwnedName, asyncio.Lock] = WeakValueDictionary()
         self._draining: dict[OwnedName, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._aliases.on_change = workers.sync_pins
 
     async def close(self) -> None:
         for task in self._tasks:

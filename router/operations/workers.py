@@ -32,7 +32,6 @@ class AdapterWorkers:
         self._aliases: Aliases = catalog.rules.aliases
         self._fleet = fleet
         self._timeout_s = timeout_s
-        self._told_pins: set[str] = set()
 
     @property
     def ready(self) -> bool:
@@ -94,15 +93,6 @@ class AdapterWorkers:
                     problems.append(f"worker {session.worker_id}: {report.error}")
         return "; ".join(problems) or None
 
-    def sync_pins(self) -> None:
-        pins = self._pins()
-        if pins == self._told_pins:
-            return
-        self._told_pins = pins
-        for session in self._fleet.sessions:
-            with contextlib.suppress(WorkerLost):  # it is told when it is back
-                session.pin(pins)
-
     async def tell_pins(self, session: WorkerSession) -> None:
         """A worker can only keep what it has fetched."""
         for registration in self._aliases.pinned():
@@ -115,11 +105,7 @@ class AdapterWorkers:
                 except WorkerLost:
                     return
         with contextlib.suppress(WorkerLost):
-            session.pin(self._pins())
-
-    def _pins(self) -> set[str]:
-        pinned = self._aliases.pinned()
-        return {content.digest for one in pinned for content in one.pinned_contents}
+            session.pin(self._aliases.pinned_digests())
 
     async def _status(
         self, session: WorkerSession, digests: list[str]

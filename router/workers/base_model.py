@@ -10,6 +10,7 @@ from router.api.request.formatter import ApiLimits, limits_from
 from router.call import BASE_PLACEHOLDERS, RequestError
 from router.config import RouterConfig
 from router.text.model import TextModel
+from router.workers.roster import Roster
 from server.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,11 @@ class BaseModel:
     """Nothing until the first card. One base at a time; another may replace one that is idle.
 
     Workers of one base may differ in what they were told, as while they are started anew one by
-    one. others: cards of those that are connected, texts left out.
+    one. roster: of those that are connected.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
-        self.others: Callable[[], Sequence[ModelCard]] = lambda: ()
+    def __init__(self, config: RouterConfig, roster: Roster) -> None:
+        self._roster = roster
         self._config = config
         self._text: TextModel | None = None
         self._limits = ApiLimits()
@@ -71,12 +72,12 @@ class BaseModel:
                     f"it serves {card.names[0]} ({card.base_digest[:12]}), this router serves "
                     f"{held.card.names[0]} ({held.card.base_digest[:12]})"
                 )
-            return await self._serve(agreed(card, [card, *(self.others() if is_same else ())]))
+            return await self._serve(agreed(card, [card, *(self._roster.cards if is_same else ())]))
 
     async def review(self) -> None:
         """A worker has left: what it alone said counts no more."""
         async with self._adopting:
-            others = self.others()
+            others = self._roster.cards
             if self._text is not None and others:
                 await self._serve(agreed(self._text.card, others))
 

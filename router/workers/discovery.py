@@ -6,7 +6,7 @@ import logging
 
 from adapters.common.worker_record import GROUP, verified
 from router.shared.store import Store, StoreDown
-from router.workers.fleet import Fleet
+from router.workers.connections import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -16,9 +16,9 @@ PERIOD_S = 1.0
 class Discovery:
     """secret: what opens the workers, and signs what they say of themselves."""
 
-    def __init__(self, store: Store, fleet: Fleet, secret: str) -> None:
+    def __init__(self, store: Store, connections: Connections, secret: str) -> None:
         self._store = store
-        self._fleet = fleet
+        self._connections = connections
         self._secret = secret
         self._refused: frozenset[str] = frozenset()
 
@@ -37,4 +37,5 @@ class Discovery:
         for name in sorted(refused - self._refused):
             logger.warning("worker %s: enlisted without this router's secret", ascii(name[:80]))
         self._refused = refused
-        self._fleet.discovered({record.url for record in records.values() if record is not None})
+        found = {record.url for record in records.values() if record is not None}
+        self._connections.discovered(found)

@@ -6,7 +6,7 @@ Carries out what `policy` decides; what is generated is `dispatch`'s business.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,13 +23,12 @@ from router.policy.queue.cost import Bill
 from router.policy.queue.queue_limits import Held, QueueFull, QueueRoom
 from router.policy.queue.waiting import Waiting, WaitingQueue
 from router.workers.client import WorkerClient
-from router.workers.model_card import CardStore
+from router.workers.roster import Roster
 from router.workers.session import Credit, WorkerLost, WorkerSession
-from server.protocol import ModelCard, WorkerHello
+from server.protocol import WorkerHello
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKERS = 4096
 _TICK_S = 0.25
 _LATE_S = 0.25
 # How soon those are tried again who would rather wait for a worker that has their adapter.
@@ -46,7 +45,7 @@ class Placed(NamedTuple):
 
 
 class Fleet:
-    """`accept_card` is asked at every new connection; None = welcome, else why not.
+    """roster: the workers.
 
     silence_s: how long a worker may be silent before its sequences go on elsewhere.
     worker_wait_s: how long new sequences wait while no worker takes work.
@@ -56,7 +55,7 @@ class Fleet:
     def __init__(
         self,
         queue: WaitingQueue[asyncio.Future[Placed]],
-        accept_card: Callable[[ModelCard], Awaitable[str | None]],
+        roster: Roster,
         worker_wait_s: float,
         silence_s: float,
         handed_over: Callable[[int], None],
@@ -64,12 +63,9 @@ class Fleet:
         self.queue = queue
         self._silence_s = silence_s
         self._handed_over = handed_over
-        self.clients: Sequence[WorkerClient] = ()
-        self.on_connect: Callable[[WorkerSession], None] = lambda session: None
-        self.on_leave: Callable[[], object] = lambda: None
+        self._roster = roster
         self.names_known = asyncio.Event()
         self.names_known.set()
-        self._accept_card = accept_card
         self._worker_wait_s = worker_wait_s
         self._placement = Placement()
         self._matcher = Matcher(queue, self._placement)
@@ -77,47 +73,17 @@ class Fleet:
         self._retry: asyncio.TimerHandle | None = None
         self._became_ready = asyncio.Event()
         self._unready_since = 0.0
-        self._new_client: Callable[[str], WorkerClient]
-        self._found: dict[WorkerClient, asyncio.Task[None]] = {}
-
-    def connect(self, urls: Sequence[str], router_id: str, secret: str, cards: CardStore) -> None:
-        """Names the workers to keep connections to; `run` opens them."""
-        self._new_client = lambda url: WorkerClient(url, router_id, secret, cards, self)
-        self.clients = tuple(self._new_client(url) for url in dict.fromkeys(urls))
-
-    def discovered(self, urls: Collection[str]) -> None:
-        """Workers that enlisted themselves, all of them; one that is connected is never dropped."""
-        urls = {url.rstrip("/") for url in urls}
-        named = [client for client in self.clients if client not in self._found]
-        known = {client.url for client in self.clients}
-        for url in sorted(urls - known)[: MAX_WORKERS - len(known)]:
-            client = self._new_client(url)
-            self._found[client] = asyncio.create_task(client.run())
-        for client in [c for c in self._found if c.url not in urls and c.session is None]:
-            self._found.pop(client).cancel()
-        self.clients = (*named, *self._found)
 
     async def run(self) -> None:
-        """Keeps the connections until cancelled."""
-        try:
-            await self._run()
-        finally:
-            for task in self._found.values():
-                task.cancel()
-            await asyncio.gather(*self._found.values(), return_exceptions=True)
-
-    async def _run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for client in self.clients:
-                tasks.create_task(client.run())
-            loop = asyncio.get_running_loop()
-            while True:
-                due = loop.time() + _TICK_S
-                await asyncio.sleep(_TICK_S)
-                now = loop.time()
-                self._listen(now, now - due)
-                self.queue.age(now)
-                self.worker_changed()
+        """Ages what waits and hears who is silent, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            now = loop.time()
+            self._listen(now, now - due)
+            self.queue.age(now)
+            self.worker_changed()
 
     def _listen(self, now: float, late_s: float) -> None:
         """What runs on a worker that has fallen silent goes on elsewhere, if there is another.
@@ -142,8 +108,16 @@ class Fleet:
             self._handed_over(count)
 
     @property
+    def clients(self) -> Sequence[WorkerClient]:
+        return self._roster.clients
+
+    @property
+    def sessions(self) -> list[WorkerSession]:
+        return self._roster.sessions
+
+    @property
     def views(self) -> list[WorkerView]:
-        return [session.view for session in self.sessions]
+        return self._roster.views
 
     @property
     def lobby(self) -> Held:
@@ -224,9 +198,6 @@ class Fleet:
         others = [session for session in self.sessions if session.worker_id not in avoid]
         return any(error.code == "unavailable" or session.knows(digest) for session in others)
 
-    async def accept_card(self, card: ModelCard) -> str | None:
-        return await self._accept_card(card)
-
     def accept_worker(self, hello: WorkerHello) -> str | None:
         """Of two workers with one name the one that started last is believed."""
         for session in self.sessions:
@@ -239,17 +210,6 @@ class Fleet:
                 )
             session.fence(f"another worker {hello.worker_id} has started since")
         return None
-
-    @property
-    def cards(self) -> list[ModelCard]:
-        """Of connected workers, without their texts."""
-        return [client.card for client in self.clients if client.card is not None]
-
-    def worker_connected(self, session: WorkerSession) -> None:
-        self.on_connect(session)
-
-    def worker_gone(self) -> None:
-        self.on_leave()
 
     def worker_changed(self) -> None:
         """Ends those whose time is over; hands out credits while there are some."""
@@ -264,10 +224,6 @@ class Fleet:
             for entry in self.queue.withdraw_new():
                 _fail(entry, self._no_worker())
         self._grant()
-
-    @property
-    def sessions(self) -> list[WorkerSession]:
-        return [client.session for client in self.clients if client.session is not None]
 
     def _grant(self) -> None:
         if not len(self.queue):

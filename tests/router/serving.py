@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
+from router.build import Hub, build_service
 from router.config import RouterConfig
 from router.http.listeners import listen
 from router.routes.app import build_app
 from router.routes.http_server import RouterServer
-from router.service import Hub, Service, build_service
+from router.service import Service
 from tests.router.fake_worker import SECRET
 
 COMMIT = "c" * 40

@@ -14,8 +14,9 @@ from router.policy.queue.waiting import Waiting, WaitingQueue
 from router.workers import session as worker_session
 from router.workers.client import WorkerClient
 from router.workers.fleet import Fleet
+from router.workers.roster import Roster
 from router.workers.session import WorkerSession
-from server.protocol import GenerateRequest, ModelCard, SamplingParams, TokenEvent, WorkerHello
+from server.protocol import GenerateRequest, SamplingParams, TokenEvent, WorkerHello
 
 ENTRY: Waiting[None] = Waiting(None, "", Wish(""), 10, 10, 360)
 
@@ -35,15 +36,12 @@ class OneCredit:
         self._fleet.worker_changed()
 
 
-async def accept(card: ModelCard) -> str | None:
-    return None
-
-
 async def test_many_may_leave_at_once() -> None:
     """More than Python's stack is deep; the credit goes to the one who stayed."""
-    fleet = Fleet(WaitingQueue(QueueLimits(4096, 1 << 30)), accept, 10.0, 1.0, lambda count: None)
+    roster = Roster()
+    fleet = Fleet(WaitingQueue(QueueLimits(4096, 1 << 30)), roster, 10.0, 1.0, lambda count: None)
     worker = OneCredit(fleet)
-    fleet.clients = (cast(WorkerClient, worker),)
+    roster.clients = (cast(WorkerClient, worker),)
     first = await fleet.acquire(ENTRY)
     leaving = [asyncio.create_task(fleet.acquire(ENTRY)) for _ in range(2000)]
     staying = asyncio.create_task(fleet.acquire(ENTRY))

@@ -1,0 +1,341 @@
+"""Builds a router's parts from its config, each after those that it needs."""
+
+import asyncio
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from adapters.common.meters import Meters
+from adapters.errors import AdapterError
+from adapters.ref import AdapterRef
+from router.background import Background
+from router.call import Secret
+from router.config import ConfigError, RouterConfig
+from router.generation.answer_parts import AnswerParts
+from router.generation.answerer import Answerer
+from router.generation.dispatcher import Dispatcher, DispatchLimits
+from router.generation.sequence import Retries
+from router.http.body import BodyLimits
+from router.http.idempotency import Idempotency
+from router.http.intake import Intake
+from router.names.aliases import Aliases
+from router.names.catalog import Catalog, CatalogRules
+from router.names.rollout_tally import RolloutTally
+from router.names.use import AdapterUse
+from router.operations.admin import AdapterAdmin
+from router.operations.compat_metrics import COMPAT_PREFIX, CompatMetrics
+from router.operations.declared_check import DeclaredCheck
+from router.operations.file_watch import AdaptersFile
+from router.operations.fleet_watch import FleetWatch
+from router.operations.membership import Membership
+from router.operations.pins import Pins
+from router.operations.rollout_keeper import RolloutKeeper
+from router.operations.rollouts import Rollouts
+from router.operations.state_metrics import watch_sharing, watch_state
+from router.operations.unload_heir import UnloadHeir
+from router.operations.workers import AdapterWorkers
+from router.policy.front_door import FrontDoor
+from router.policy.placement.attempts import Quarantine, RetryBudget
+from router.policy.queue.queue_limits import QueueLimits
+from router.policy.queue.waiting import WaitingQueue
+from router.service import Service
+from router.shared.sharing import Sharing, make_sharing
+from router.start_check import blaming, check_workers, declared_adapters, saved_card
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.told_errors import ToldErrors
+from router.telemetry.tracing import Tracing, make_tracing
+from router.tenancy.keys_file import KeysFileError
+from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
+from router.text.template_sandbox import TemplateSandbox
+from router.workers.base_model import BaseModel
+from router.workers.client import WorkerClient
+from router.workers.connections import Connections
+from router.workers.fleet import Fleet
+from router.workers.model_card import CardStore
+from router.workers.roster import Roster
+
+_HUB_THREADS = 8
+_FREE_RETRIES_PER_S = 10.0
+# A few milliseconds of an event loop's iteration.
+_BEGIN_AT_ONCE = 16
+
+
+class Hub(Protocol):
+    """Finds the commit behind a reference. May block; is called in a thread."""
+
+    def resolve(self, ref: AdapterRef, token: str | None) -> AdapterRef:
+        """Raises AdapterError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """What the other parts stand on."""
+
+    config: RouterConfig
+    router_id: str
+    sharing: Sharing
+    tenancy: Tenancy
+    metrics: RouterMetrics
+    roster: Roster
+    base: BaseModel
+    fleet: Fleet
+    catalog: Catalog
+
+
+def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
+    """Nothing runs before `Service.run`. Raises ConfigError."""
+    check_workers(config)
+    ground = _ground(config, registry, hub)
+    use, sandbox, background = AdapterUse(time.time), TemplateSandbox(), Background()
+    errors = ToldErrors(ground.metrics)
+    body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s)
+    admin = _admin(ground, use)
+    rollouts = Rollouts(admin, lambda by: ground.metrics.rollbacks.labels(by).inc())
+    file = _adapters_file(config, admin, rollouts, ground.fleet.names_known)
+    dispatcher = _dispatcher(ground, sandbox, use)
+    membership = Membership(ground.base, ground.fleet, admin, dispatcher, background)
+    service = Service(
+        config=config,
+        router_id=ground.router_id,
+        sharing=ground.sharing,
+        tenancy=ground.tenancy,
+        metrics=ground.metrics,
+        base=ground.base,
+        fleet=ground.fleet,
+        catalog=ground.catalog,
+        admin=admin,
+        rollouts=rollouts,
+        keeper=_keeper(ground, rollouts),
+        adapters_file=file,
+        connections=_connections(ground, membership),
+        dispatcher=dispatcher,
+        answerer=_answerer(ground, dispatcher, errors, body_limits),
+        sandbox=sandbox,
+        saved_card=saved_card(config),
+        errors=errors,
+        watch=FleetWatch(ground.base, ground.catalog, ground.fleet, dispatcher, file, errors),
+        tracing=_tracing(config),
+        front_door=FrontDoor(config.max_connections, config.max_connections_per_address),
+        idempotency=_idempotency(ground, body_limits),
+        background=background,
+        unload_heir=UnloadHeir(ground.sharing.store, admin),
+        declared_check=_declared_check(ground),
+    )
+    _declare_gauges(service, registry)
+    return service
+
+
+def _ground(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> _Ground:
+    router_id = uuid.uuid4().hex
+    sharing = _sharing(config)
+    tenancy = _tenancy(config, sharing, router_id)
+    metrics = RouterMetrics(registry, config.metrics_adapters)
+    roster = Roster()
+    fleet = Fleet(
+        queue=WaitingQueue(_queue_limits(config)),
+        roster=roster,
+        worker_wait_s=config.worker_wait_s,
+        silence_s=config.worker_silence_s,
+        handed_over=metrics.handed_over.inc,
+    )
+    catalog = Catalog(
+        rules=_rules(config, sharing, Pins(roster)),
+        pin=_Pinner(hub).pin,
+        load=fleet.load_adapter,
+        clock=_now,
+        unix_time=time.time,
+    )
+    return _Ground(
+        config=config,
+        router_id=router_id,
+        sharing=sharing,
+        tenancy=tenancy,
+        metrics=metrics,
+        roster=roster,
+        base=BaseModel(config, roster),
+        fleet=fleet,
+        catalog=catalog,
+    )
+
+
+def _admin(ground: _Ground, use: AdapterUse) -> AdapterAdmin:
+    workers = AdapterWorkers(ground.catalog, ground.fleet, ground.config.adapter_timeout_s)
+    return AdapterAdmin(ground.catalog, workers, use, ground.base.is_named, ground.router_id)
+
+
+def _dispatcher(ground: _Ground, sandbox: TemplateSandbox, use: AdapterUse) -> Dispatcher:
+    return Dispatcher(
+        base=ground.base,
+        catalog=ground.catalog,
+        fleet=ground.fleet,
+        sandbox=sandbox,
+        metrics=ground.metrics,
+        limits=_dispatch_limits(ground.config),
+        use=use,
+        retries=_retries(ground.config),
+    )
+
+
+def _answerer(
+    ground: _Ground, dispatcher: Dispatcher, errors: ToldErrors, body_limits: BodyLimits
+) -> Answerer:
+    return Answerer(
+        base=ground.base,
+        dispatcher=dispatcher,
+        tenancy=ground.tenancy,
+        registered=ground.catalog.rules.registered_name,
+        body_limits=body_limits,
+        errors=errors,
+        intake=Intake(_BEGIN_AT_ONCE),
+    )
+
+
+def _declare_gauges(service: Service, registry: CollectorRegistry) -> None:
+    """Metrics that are read at each scrape."""
+    metrics, fleet, door = service.metrics, service.fleet, service.front_door
+    watch_state(metrics, fleet, service.catalog, service.dispatcher)
+    watch_sharing(metrics, service.sharing, service.tenancy)
+    if service.config.metrics_compat:
+        compat = CompatMetrics(
+            service.base, fleet, service.catalog.rules.aliases, service.admin.use
+        )
+        compat.declare(Meters(registry, COMPAT_PREFIX))
+    metrics.meters.watch("connections_open", "Connections of clients", lambda: door.open)
+
+
+def _connections(ground: _Ground, membership: Membership) -> Connections:
+    new_client = partial(
+        WorkerClient,
+        router_id=ground.router_id,
+        secret=ground.config.secret,
+        cards=CardStore(ground.config.cache_dir),
+        listener=membership,
+    )
+    return Connections(ground.roster, ground.config.workers, new_client)
+
+
+def _idempotency(ground: _Ground, body_limits: BodyLimits) -> Idempotency:
+    return Idempotency(
+        ground.sharing.store,
+        ground.tenancy.identify,
+        ground.router_id,
+        ground.config.idempotency_ttl_s,
+        body_limits,
+        strict=ground.config.idempotency_outage == "closed",
+    )
+
+
+def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
+    return DispatchLimits(
+        config.max_requests,
+        config.max_stream_buffer,
+        config.max_stream_buffer_bytes,
+        config.request_timeout_s,
+        config.share_prefixes,
+        AnswerParts(config.tool_format, config.reasoning_format),
+        config.grammar,
+    )
+
+
+def _keeper(ground: _Ground, rollouts: Rollouts) -> RolloutKeeper:
+    store = ground.sharing.store
+    return RolloutKeeper(
+        store,
+        ground.router_id,
+        ground.catalog.rules.aliases,
+        rollouts,
+        RolloutTally(store, ground.metrics.outcomes, time.time),
+        ground.tenancy.audit.record,
+        time.time,
+    )
+
+
+def _tracing(config: RouterConfig) -> Tracing:
+    with blaming("--otlp-endpoint", ValueError):
+        return make_tracing(config)
+
+
+def _sharing(config: RouterConfig) -> Sharing:
+    with blaming("--redis", ValueError):
+        return make_sharing(config)
+
+
+def _retries(config: RouterConfig) -> Retries:
+    budget = RetryBudget(
+        config.retry_share, _FREE_RETRIES_PER_S, config.retry_burst, time.monotonic()
+    )
+    return Retries(budget, Quarantine(config.quarantine_s))
+
+
+def _queue_limits(config: RouterConfig) -> QueueLimits:
+    return QueueLimits(
+        config.max_queue,
+        config.max_queue_bytes,
+        config.max_tenant_queue,
+        config.max_tenant_queue_bytes,
+    )
+
+
+def _tenancy(config: RouterConfig, sharing: Sharing, router_id: str) -> Tenancy:
+    with blaming("--host", ExposureError):
+        check_exposure(config)
+    with blaming(f"--keys-file {config.keys_file}", KeysFileError):
+        return make_tenancy(config, sharing, router_id)
+
+
+def _adapters_file(
+    config: RouterConfig, admin: AdapterAdmin, rollouts: Rollouts, applied: asyncio.Event
+) -> AdaptersFile | None:
+    if config.adapters_file is None:
+        return None
+    applied.clear()
+    source = config.default_source
+    return AdaptersFile(config.adapters_file, admin, rollouts, source, time.monotonic, applied)
+
+
+def _declared_check(ground: _Ground) -> DeclaredCheck:
+    names = [registration.name for registration in declared_adapters(ground.config)]
+    return DeclaredCheck(ground.catalog, names, lambda: ground.fleet.ready)
+
+
+class _Pinner:
+    """Asks the Hub in threads of its own: it may be slow."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._threads = ThreadPoolExecutor(_HUB_THREADS, "hub")
+
+    async def pin(self, ref: AdapterRef, token: Secret | None) -> AdapterRef:
+        """Raises AdapterError. Other sources' references are the worker's to look at."""
+        if ref.source != "hub":
+            return ref
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._hub.resolve, ref, token)
+
+
+def _rules(config: RouterConfig, sharing: Sharing, pins: Pins) -> CatalogRules:
+    declared = declared_adapters(config)
+    rules = CatalogRules(
+        aliases=Aliases(sharing.store, sharing.link is not None, declared, pins),
+        hub_owners=config.hub_owners,
+        hub_token=Secret(config.hub_token) if config.hub_token else None,
+        share_hub_token=config.share_hub_token,
+        ttl_s=config.adapter_ttl_s,
+        timeout_s=config.adapter_timeout_s,
+    )
+    for registration in declared:
+        try:
+            rules.check_owner(registration.ref)
+        except AdapterError as error:
+            raise ConfigError(f"--adapter {registration.name}: {error.message}") from error
+    return rules
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

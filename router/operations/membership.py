@@ -1,0 +1,47 @@
+"""What a worker's coming and going means to the parts of a router."""
+
+from router.background import Background
+from router.generation.dispatcher import Dispatcher
+from router.operations.admin import AdapterAdmin
+from router.workers.base_model import BaseModel
+from router.workers.fleet import Fleet
+from router.workers.session import WorkerSession
+from server.protocol import ModelCard, WorkerHello
+
+
+class Membership:
+    """Implements `WorkerListener`."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        fleet: Fleet,
+        admin: AdapterAdmin,
+        dispatcher: Dispatcher,
+        background: Background,
+    ) -> None:
+        self._base = base
+        self._fleet = fleet
+        self._admin = admin
+        self._dispatcher = dispatcher
+        self._background = background
+
+    async def accept_card(self, card: ModelCard) -> str | None:
+        return await self._base.adopt(card, self._in_use)
+
+    def _in_use(self) -> bool:
+        """What runs or waits was tokenised for the base that is served now."""
+        return bool(self._fleet.views) or self._dispatcher.running > 0
+
+    def accept_worker(self, hello: WorkerHello) -> str | None:
+        return self._fleet.accept_worker(hello)
+
+    def worker_connected(self, session: WorkerSession) -> None:
+        self._admin.worker_connected(session)
+
+    def worker_gone(self) -> None:
+        """The base is what connected workers say of it."""
+        self._background.start(self._base.review())
+
+    def worker_changed(self) -> None:
+        self._fleet.worker_changed()

@@ -1,0 +1,30 @@
+"""The connections to workers that this router keeps, and what is known over them."""
+
+from collections.abc import Sequence
+
+from router.policy.placement.workers import WorkerView
+from router.workers.client import WorkerClient
+from router.workers.session import WorkerSession
+from server.protocol import ModelCard
+
+
+class Roster:
+    """clients: one for each worker that was named or discovered, connected or not."""
+
+    def __init__(self) -> None:
+        self.clients: Sequence[WorkerClient] = ()
+
+    @property
+    def sessions(self) -> list[WorkerSession]:
+        """Of connected workers."""
+        return [client.session for client in self.clients if client.session is not None]
+
+    @property
+    def views(self) -> list[WorkerView]:
+        """Of connected workers."""
+        return [session.view for session in self.sessions]
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        """Of connected workers, without their texts."""
+        return [client.card for client in self.clients if client.card is not None]

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import torch
 
 from server.model.checkpoint.config import ModelConfig
-from server.model.lora.sites import SiteIndex
+from server.model.lora.sites import Sites
 from server.model.ops.ops import Ops
 from server.model.weights import ModelWeights
 
@@ -30,7 +30,7 @@ class Decoder(Generic[P, L, Y]):
     """Llama 2 and 3, Mistral, Qwen2, Qwen3: what differs is in the configuration."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, sites: SiteIndex, ops: Ops[P, L, Y]
+        self, config: ModelConfig, weights: ModelWeights, sites: Sites, ops: Ops[P, L, Y]
     ) -> None:
         self.config = config
         self.weights = weights
@@ -66,7 +66,7 @@ class Decoder(Generic[P, L, Y]):
         normed, hidden = self.begin(token_ids, lora)
         last = len(self.weights.layers) - 1
         for layer, weights in enumerate(self.weights.layers):
-            site = self.sites.layer(layer)
+            site = self.sites.layers[layer].qkv
             qkv = self.ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site)
             attended = self.ops.attend(plan, layer, qkv, weights.qk_norm)
             if meanwhile is not None:
@@ -89,16 +89,16 @@ class Decoder(Generic[P, L, Y]):
         self, layer: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From a layer's attention to the next layer's product of q, k and v, or the end."""
-        ops, epsilon, site = self.ops, self.config.rms_norm_eps, self.sites.layer(layer)
+        ops, epsilon, sites = self.ops, self.config.rms_norm_eps, self.sites.layers[layer]
         layers = self.weights.layers
         weights = layers[layer]
         is_last = layer + 1 == len(layers)
         next_norm = self.weights.norm if is_last else layers[layer + 1].input_norm
-        delta = ops.linear(attended, weights.o, weights.o_bias, lora, site + 1)
+        delta = ops.linear(attended, weights.o, weights.o_bias, lora, sites.o)
         normed, hidden = ops.add_norm(delta, hidden, weights.post_norm, epsilon)
-        gate_up = ops.linear(normed, weights.gate_up, weights.gate_up_bias, lora, site + 2)
+        gate_up = ops.linear(normed, weights.gate_up, weights.gate_up_bias, lora, sites.gate_up)
         inner = ops.silu_mul(gate_up)
-        delta = ops.linear(inner, weights.down, weights.down_bias, lora, site + 3)
+        delta = ops.linear(inner, weights.down, weights.down_bias, lora, sites.down)
         return ops.add_norm(delta, hidden, next_norm, epsilon)
 
     def logits(self, normed: torch.Tensor, lora: L | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from server.model.graphs.parts import Parts
 from server.model.graphs.start_phases import StartPhases
 from server.model.lora.adapter_copies import AdapterCopies
 from server.model.lora.lora import DTYPES, AdapterTable
-from server.model.lora.sites import SiteIndex
+from server.model.lora.sites import Sites
 from server.model.ops.memory import (
     MEMORY_ADVICE,
     DeviceMemory,
@@ -298,7 +298,7 @@ def _build_parts(
     shape = (limits.num_pages + 1, config.page_size, model.num_kv_heads, model.head_dim)
     k, v = (torch.zeros(model.num_layers, *shape, dtype=dtype, device=device) for _ in "kv")
     table = AdapterTable(
-        SiteIndex(model),
+        Sites(model),
         slots=max(config.adapter_slots, 1),
         extents=limits.arena_extents,
         extent_bytes=config.extent_bytes,

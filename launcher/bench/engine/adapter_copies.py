@@ -20,7 +20,7 @@ from server.model.checkpoint.checkpoint import read_config
 from server.model.checkpoint.config import base_spec
 from server.model.lora.adapter_copies import AdapterCopies
 from server.model.lora.lora import DTYPES, AdapterTable
-from server.model.lora.sites import SiteIndex
+from server.model.lora.sites import Sites
 
 _ROUNDS = 4
 _PLAIN_ROUNDS = 10
@@ -65,7 +65,7 @@ class _Tiers:
         self.host = torch.frombuffer(self.memory.view, dtype=torch.uint8)
         self.host.random_()
         self.table = AdapterTable(
-            SiteIndex(model),
+            Sites(model),
             slots=self.slots,
             extents=self.slots * extents,
             extent_bytes=EXTENT_BYTES,

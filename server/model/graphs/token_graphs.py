@@ -177,6 +177,6 @@ class TokenGraphs:
         return [begin, *(partial(follow, layer) for layer in layers)]
 
     def _project(self, normed: torch.Tensor, layer: int, lora: DeviceLora | None) -> None:
-        weights, site = self._decoder.weights.layers[layer], self._decoder.sites.layer(layer)
+        weights, site = self._decoder.weights.layers[layer], self._decoder.sites.layers[layer].qkv
         out = self._qkv[: len(normed)]
         self._ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site, out=out)

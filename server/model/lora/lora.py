@@ -13,7 +13,7 @@ import torch
 
 from adapters.manifest import SlabLayout
 from server.kernels.lora.table import MAX_RANK, RANK_BLOCKS, LoraTable
-from server.model.lora.sites import PlacedAdapter, SiteIndex, SiteShape, place
+from server.model.lora.sites import PlacedAdapter, Site, Sites, place
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -40,11 +40,11 @@ class SiteWeights:
 
 
 class Adapter:
-    """An adapter in the arena. `weights`: its tensors by site, made when somebody asks, since on a
-    GPU kernels find them through the device table."""
+    """An adapter in the arena. `weights`: its tensors by the site's number, made when somebody
+    asks, since on a GPU kernels find them through the device table."""
 
     def __init__(
-        self, placed: PlacedAdapter, sites: SiteIndex, arena: torch.Tensor, dtype: torch.dtype
+        self, placed: PlacedAdapter, sites: Sites, arena: torch.Tensor, dtype: torch.dtype
     ) -> None:
         self.placed = placed
         self._sites = sites
@@ -56,20 +56,20 @@ class Adapter:
         placed = self.placed
         columns = (placed.sites, placed.a, placed.b, placed.ranks, placed.scales)
         return {
-            site: self._site_weights(self._sites.shape(site), *found)
-            for site, *found in zip(*(column.tolist() for column in columns), strict=True)
+            number: self._site_weights(self._sites[number], *found)
+            for number, *found in zip(*(column.tolist() for column in columns), strict=True)
         }
 
     def _site_weights(
-        self, shape: SiteShape, a: int, b: list[int], ranks: list[int], scales: list[float]
+        self, site: Site, a: int, b: list[int], ranks: list[int], scales: list[float]
     ) -> SiteWeights:
         total = sum(ranks)
         columns = list(accumulate((0, *ranks)))
-        outputs = list(accumulate((0, *shape.out_features)))
-        if shape.kind == "embed_tokens":  # stored transposed
-            a_t = self._view(a, (shape.in_features, total))
+        outputs = list(accumulate((0, *site.out_features)))
+        if site.kind == "embed_tokens":  # stored transposed
+            a_t = self._view(a, (site.in_features, total))
         else:
-            a_t = self._view(a, (total, shape.in_features)).T
+            a_t = self._view(a, (total, site.in_features)).T
         projections = tuple(
             Projection(
                 b_t=self._view(b[i], (width, ranks[i])).T,
@@ -79,7 +79,7 @@ class Adapter:
                 out_begin=outputs[i],
                 out_end=outputs[i + 1],
             )
-            for i, width in enumerate(shape.out_features)
+            for i, width in enumerate(site.out_features)
             if ranks[i]
         )
         return SiteWeights(a_t, projections)
@@ -103,7 +103,7 @@ class AdapterTable:
 
     def __init__(
         self,
-        sites: SiteIndex,
+        sites: Sites,
         *,
         slots: int,
         extents: int,
@@ -115,7 +115,7 @@ class AdapterTable:
         self.dtype = dtype
         self.extent_bytes = extent_bytes
         self.arena = torch.zeros(extents * extent_bytes, dtype=torch.uint8, device=device)
-        self.device_table = LoraTable(sites.num_sites, slots, device)
+        self.device_table = LoraTable(len(sites), slots, device)
         self._slots: list[Adapter | None] = [None] * slots
         self._changes_model = np.zeros(slots, dtype=bool)
         self._widest = np.zeros(slots, dtype=np.int64)
@@ -147,7 +147,7 @@ class AdapterTable:
         self.device_table.upload(slot)
         self._slots[slot] = adapter
         placed = adapter.placed
-        self._changes_model[slot] = (placed.sites >= self.sites.embed).any()
+        self._changes_model[slot] = self.sites.outside[placed.sites].any()
         ranks = placed.ranks
         self._widest[slot] = MAX_RANK if (ranks % 8).any() else ranks.max()
 
@@ -193,29 +193,30 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
-    """Adapters of one batch. sites: those that some adapter of it changes; others cost nothing.
+    """Adapters of one batch. sites: numbers of those that some adapter of it changes; others
+    cost nothing.
     token_slots: int64 `[tokens]` on the host, for kernels that route by token."""
 
     segments: tuple[Segment, ...]
     sites: frozenset[int]
     token_slots: torch.Tensor
 
-    def add(self, site: int, x: torch.Tensor, y: torch.Tensor) -> None:
+    def add(self, site: Site, x: torch.Tensor, y: torch.Tensor) -> None:
         """y += scale (x A^T) B^T of each token's adapter; x `[tokens, in]`, y `[tokens, out]`."""
-        if site not in self.sites:
+        if site.number not in self.sites:
             return
         for segment in self.segments:
-            weights = segment.weights.get(site)
+            weights = segment.weights.get(site.number)
             if weights is not None:
                 bridge = x[segment.begin : segment.end] @ weights.a_t
                 _expand(weights, bridge, y[segment.begin : segment.end])
 
-    def add_embedding(self, site: int, token_ids: torch.Tensor, y: torch.Tensor) -> None:
+    def add_embedding(self, site: Site, token_ids: torch.Tensor, y: torch.Tensor) -> None:
         """The same for an embedding: a token's row of A^T is gathered."""
-        if site not in self.sites:
+        if site.number not in self.sites:
             return
         for segment in self.segments:
-            weights = segment.weights.get(site)
+            weights = segment.weights.get(site.number)
             if weights is not None:
                 bridge = weights.a_t[token_ids[segment.begin : segment.end]]
                 _expand(weights, bridge, y[segment.begin : segment.end])

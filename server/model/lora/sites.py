@@ -10,71 +10,84 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from adapters.base import LAYER_SITES, MODEL_SITES, SiteKind
+from adapters.base import SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
 from server.kernels.lora.table import MAX_PROJECTIONS
 from server.model.checkpoint.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class SiteShape:
-    """A fused product of the base. out_features: of its projections, side by side in the output."""
+class Site:
+    """One fused product of the base, which adapters may change.
 
+    number: its record in the device's table. layer: 0-based, -1 outside the layers. out_features:
+    of its projections, side by side in the output.
+    """
+
+    number: int
+    layer: int
     kind: SiteKind
     in_features: int
     out_features: tuple[int, ...]
 
 
-class SiteIndex:
-    """Numbers the sites: four a layer (`LAYER_SITES`), then `embed_tokens`, then `lm_head`.
+@dataclass(frozen=True, slots=True)
+class LayerSites:
+    """The sites of one layer."""
+
+    qkv: Site
+    o: Site
+    gate_up: Site
+    down: Site
+
+
+class Sites:
+    """All sites of a model, numbered layer by layer, then `embed_tokens`, then `lm_head`.
 
     in_features: int64 `[sites]`. out_features: int64 `[sites, 3]`, 0 = no such projection.
+    outside: bool `[sites]`, True for the embedding and the head.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-        layer = (
-            SiteShape("qkv", hidden, (config.q_size, config.kv_size, config.kv_size)),
-            SiteShape("o", config.q_size, (hidden,)),
-            SiteShape("gate_up", hidden, (inner, inner)),
-            SiteShape("down", inner, (hidden,)),
+        self._all: list[Site] = []
+        self.layers = tuple(
+            LayerSites(
+                qkv=self._add(n, "qkv", hidden, config.q_size, config.kv_size, config.kv_size),
+                o=self._add(n, "o", config.q_size, hidden),
+                gate_up=self._add(n, "gate_up", hidden, inner, inner),
+                down=self._add(n, "down", inner, hidden),
+            )
+            for n in range(config.num_layers)
         )
-        model = (
-            SiteShape("embed_tokens", vocab, (hidden,)),
-            SiteShape("lm_head", hidden, (vocab,)),
-        )
-        self._shapes = layer * config.num_layers + model
-        self.embed = config.num_layers * len(LAYER_SITES)
-        self.lm_head = self.embed + 1
-        self.num_sites = self.embed + 2
-        places = [(n, kind) for n in range(config.num_layers) for kind in LAYER_SITES]
-        places += [(-1, kind) for kind in MODEL_SITES]
-        self._numbers = {place: number for number, place in enumerate(places)}
-        self.in_features = np.array([shape.in_features for shape in self._shapes])
-        self.out_features = np.zeros((self.num_sites, MAX_PROJECTIONS), dtype=np.int64)
-        for number, shape in enumerate(self._shapes):
-            self.out_features[number, : len(shape.out_features)] = shape.out_features
+        self.embed = self._add(-1, "embed_tokens", vocab, hidden)
+        self.lm_head = self._add(-1, "lm_head", hidden, vocab)
+        self._places = {(site.layer, site.kind): site for site in self._all}
+        self.in_features = np.array([site.in_features for site in self._all])
+        self.out_features = np.zeros((len(self), MAX_PROJECTIONS), dtype=np.int64)
+        for site in self._all:
+            self.out_features[site.number, : len(site.out_features)] = site.out_features
+        self.outside = np.array([site.layer < 0 for site in self._all])
 
-    def layer(self, layer: int) -> int:
-        """The first of a layer's sites; they follow in the order of LAYER_SITES."""
-        return layer * len(LAYER_SITES)
+    def _add(self, layer: int, kind: SiteKind, in_features: int, *out_features: int) -> Site:
+        self._all.append(Site(len(self._all), layer, kind, in_features, out_features))
+        return self._all[-1]
 
-    def shape(self, site: int) -> SiteShape:
-        return self._shapes[site]
+    def __len__(self) -> int:
+        return len(self._all)
 
-    def widths(self, site: int) -> tuple[int, ...]:
-        """Output features of the site's projections, side by side."""
-        return self._shapes[site].out_features
+    def __getitem__(self, number: int) -> Site:
+        return self._all[number]
 
-    def find(self, site: SiteLayout) -> int:
+    def find(self, layout: SiteLayout) -> Site:
         """Raises ValueError for a site that this model does not have, or of other projections."""
-        number = self._numbers.get((site.layer, site.kind))
-        if number is None:
-            raise ValueError(f"the model has no site {site.kind} in layer {site.layer}")
-        projections = len(self._shapes[number].out_features)
-        if not len(site.ranks) == len(site.scales) == len(site.b_offsets) == projections:
-            raise ValueError(f"{site.kind}: one rank per projection expected, got {site.ranks}")
-        return number
+        site = self._places.get((layout.layer, layout.kind))
+        if site is None:
+            raise ValueError(f"the model has no site {layout.kind} in layer {layout.layer}")
+        projections = len(site.out_features)
+        if not len(layout.ranks) == len(layout.scales) == len(layout.b_offsets) == projections:
+            raise ValueError(f"{site.kind}: one rank per projection expected, got {layout.ranks}")
+        return site
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +107,7 @@ class PlacedAdapter:
 
 
 def place(
-    index: SiteIndex,
+    known: Sites,
     layout: SlabLayout,
     extents: Sequence[int],
     *,
@@ -102,8 +115,8 @@ def place(
     arena_bytes: int,
 ) -> PlacedAdapter:
     """extents: the first of each run. Raises ValueError for what does not fit model or arena."""
-    sites = _int64([index.find(site) for site in layout.sites])
-    outputs = index.out_features[sites]
+    sites = _int64([known.find(site).number for site in layout.sites])
+    outputs = known.out_features[sites]
     ranks, b_offsets = np.zeros((2, *outputs.shape), dtype=np.int64)
     exists = outputs > 0
     ranks[exists] = _int64(chain.from_iterable(site.ranks for site in layout.sites))
@@ -114,7 +127,7 @@ def place(
     find = _Runs(layout, extents, arena_bytes).find
     used = ranks != 0
     b = np.zeros_like(b_offsets)
-    a = find(a_offsets, ranks.sum(axis=1) * index.in_features[sites] * item_bytes)
+    a = find(a_offsets, ranks.sum(axis=1) * known.in_features[sites] * item_bytes)
     b[used] = find(b_offsets[used], (ranks * outputs)[used] * item_bytes)
     return PlacedAdapter(sites, a, b, ranks, scales)
 

@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
+from server.model.lora.sites import Site
+
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -67,7 +69,7 @@ class Ops(Protocol[P, L, Y]):
         ...
 
     def embed(
-        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: L | None, site: int
+        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: L | None, site: Site
     ) -> torch.Tensor:
         """`[tokens]` -> `[tokens, hidden]`, with the adapters' deltas."""
         ...
@@ -78,14 +80,14 @@ class Ops(Protocol[P, L, Y]):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         lora: L | None,
-        site: int,
+        site: Site,
     ) -> Y:
         """`x W^T + bias` plus the adapters' deltas at `site`: `[tokens, in]` -> `[tokens, out]`.
         Taken up once, before the next product."""
         ...
 
     def logits(
-        self, x: torch.Tensor, weight: torch.Tensor, lora: L | None, site: int
+        self, x: torch.Tensor, weight: torch.Tensor, lora: L | None, site: Site
     ) -> torch.Tensor:
         """`linear` of the head, complete: `[rows, hidden]` -> `[rows, vocab]`."""
         ...

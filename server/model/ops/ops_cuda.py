@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from adapters.base import LAYER_SITES
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
 from server.kernels.launch.configs import KernelConfigs, Phase, load_configs
@@ -26,6 +25,7 @@ from server.kernels.pointwise.silu import silu_mul
 from server.kernels.pointwise.silu_lora import silu_mul_lora
 from server.model.checkpoint.config import ModelConfig
 from server.model.lora.lora import AdapterTable, any_adapter
+from server.model.lora.sites import Site
 from server.model.ops import device_lora
 from server.model.ops.attention_cuda import Attention, PagedAttention
 from server.model.ops.device_lora import DeviceLora, Product
@@ -140,20 +140,20 @@ class CudaOps:
         shared = device_lora.shares_tiles(rows)
         segments = allocate_segments(rows, tile_rows, known, self.device, shared=shared)
         workspace = self._workspaces[phase, self._configs.max_split(phase, rows)]
-        sites, dtype = self.table.sites.num_sites, self.cache.k.dtype
+        sites, dtype = len(self.table.sites), self.cache.k.dtype
         few = device_lora.on_the_way(self._configs, rows, sites, dtype, self.device)
         return DeviceLora(slots, segments, workspace, phase, model_sites, decodes, captured, few)
 
     # ---- operations
 
     def embed(
-        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: int
+        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: Site
     ) -> torch.Tensor:
         y = functional.embedding(token_ids, weight)
         if lora is not None and lora.model_sites:
             ids = token_ids.to(torch.int32)
             table = self.table.device_table
-            gather_embedding(ids, table, site, lora.segments, lora.workspace)
+            gather_embedding(ids, table, site.number, lora.segments, lora.workspace)
             self._expand(y, lora, site)
         return y
 
@@ -163,7 +163,7 @@ class CudaOps:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         lora: DeviceLora | None,
-        site: int,
+        site: Site,
         out: torch.Tensor | None = None,
     ) -> Product:
         """With LoRA: in the product's kernel of few tokens; else shrink runs beside the product,
@@ -176,7 +176,7 @@ class CudaOps:
             on_the_way = self._skinny_lora(lora, site, lora.few.stack)
             skinny_product_lora(x, weight, bias, y, lora.few.config, on_the_way)
             return Product(y)
-        kind = LAYER_SITES[site % len(LAYER_SITES)]
+        kind = site.kind
         shrunk, delta = lora.down if kind == "down" else None, None
         if shrunk is not None:
             lora = replace(lora, workspace=shrunk)
@@ -191,19 +191,19 @@ class CudaOps:
                 self.products.linear(x, weight, bias, y, beside_lora=True)
         table = self.table.device_table
         if delta is not None:
-            return Product(y, delta=PendingDelta(table, site, lora.slots, delta))
+            return Product(y, delta=PendingDelta(table, site.number, lora.slots, delta))
         if kind == "qkv" and (lora.phase != "prefill" or lora.captured):
             # Of few tokens the rotation would need longer to expand them on its way, and of a
             # graph it does not know which are decodes'.
             self._expand(y, lora, site)
             return Product(y)
-        later = PendingLora(table, site, lora.segments, lora.workspace)
+        later = PendingLora(table, site.number, lora.segments, lora.workspace)
         shrunk = lora.down if kind == "gate_up" else None
         return Product(y, lora=later, phase=lora.phase, shrunk=shrunk)
 
-    def _skinny_lora(self, lora: DeviceLora, site: int, stack: Stack) -> SkinnyLora:
-        table, widths = self.table.device_table, self.table.sites.widths(site)
-        return SkinnyLora(table, site, lora.slots, widths, lora.workspace, stack)
+    def _skinny_lora(self, lora: DeviceLora, site: Site, stack: Stack) -> SkinnyLora:
+        table, widths = self.table.device_table, site.out_features
+        return SkinnyLora(table, site.number, lora.slots, widths, lora.workspace, stack)
 
     @contextmanager
     def _fork(self, phase: Phase) -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
@@ -222,7 +222,7 @@ class CudaOps:
             main.wait_stream(side)
 
     def logits(
-        self, x: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: int
+        self, x: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: Site
     ) -> torch.Tensor:
         y = self.products.linear(x, weight)
         if lora is not None and lora.model_sites:
@@ -231,19 +231,18 @@ class CudaOps:
         return y
 
     def _shrink(
-        self, x: torch.Tensor, lora: DeviceLora, site: int, *, after_input: bool = False
+        self, x: torch.Tensor, lora: DeviceLora, site: Site, *, after_input: bool = False
     ) -> None:
         config = self._configs.shrink(lora.phase, len(x))
-        context = (self.table.device_table, site, lora.segments, lora.workspace, config)
+        context = (self.table.device_table, site.number, lora.segments, lora.workspace, config)
         shrink(x, *context, after_input=after_input)
 
     def _expand(
-        self, y: torch.Tensor, lora: DeviceLora, site: int, *, accumulate: bool = True
+        self, y: torch.Tensor, lora: DeviceLora, site: Site, *, accumulate: bool = True
     ) -> None:
-        widths = self.table.sites.widths(site)
         config = self._configs.expand(lora.phase, len(y))
-        context = (self.table.device_table, site, lora.segments, lora.workspace, config)
-        expand(y, widths, *context, accumulate=accumulate, after_gemm=True)
+        context = (self.table.device_table, site.number, lora.segments, lora.workspace, config)
+        expand(y, site.out_features, *context, accumulate=accumulate, after_gemm=True)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         normed: torch.Tensor = flashinfer.rmsnorm(x, weight, epsilon)

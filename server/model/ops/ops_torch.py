@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from server.model.checkpoint.config import ModelConfig
 from server.model.lora.lora import AdapterTable, LoraBatch
+from server.model.lora.sites import Site
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.rope import cos_sin, inverse_frequencies
 from server.model.ops.transfers import to_device
@@ -134,7 +135,7 @@ class TorchOps:
         return to_device(values, self.device)
 
     def embed(
-        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: int
+        self, token_ids: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: Site
     ) -> torch.Tensor:
         y = functional.embedding(token_ids, weight)
         if lora is not None:
@@ -147,7 +148,7 @@ class TorchOps:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         lora: LoraBatch | None,
-        site: int,
+        site: Site,
     ) -> torch.Tensor:
         y = functional.linear(x, weight, bias)
         if lora is not None:
@@ -155,7 +156,7 @@ class TorchOps:
         return y
 
     def logits(
-        self, x: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: int
+        self, x: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: Site
     ) -> torch.Tensor:
         return self.linear(x, weight, None, lora, site)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-import server.model
+from server.model import graphs, ops
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -89,13 +89,13 @@ class Replay:
 
 def forget() -> None:
     """Of the modules that bound FlashInfer's names when they were imported, and what tests set."""
-    for name in (
-        *("attention_cuda", "prompt_attention", "graph_attention"),
-        *("device_lora", "ops_cuda", "decode_graphs", "token_graphs", "end_graphs", "fast_path"),
-    ):
-        sys.modules.pop(f"server.model.{name}", None)
-        if hasattr(server.model, name):
-            delattr(server.model, name)
+    of_ops = ("attention_cuda", "prompt_attention", "graph_attention", "device_lora", "ops_cuda")
+    of_graphs = ("decode_graphs", "token_graphs", "end_graphs", "fast_path")
+    for room, names in ((ops, of_ops), (graphs, of_graphs)):
+        for name in names:
+            sys.modules.pop(f"{room.__name__}.{name}", None)
+            if hasattr(room, name):
+                delattr(room, name)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

@@ -159,8 +159,8 @@ def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "expand", noted)
     with torch.inference_mode():
         warm_up.run_step(decoder, rows, 8, max_context=3, adapters=True)
-    assert tokens[decoder.sites.embed] == {8}
-    assert tokens[decoder.sites.lm_head] == {1, 8}
+    assert tokens[decoder.sites.embed.number] == {8}
+    assert tokens[decoder.sites.lm_head.number] == {1, 8}
 
 
 def test_a_failed_product_leaves_nothing_running_beside(

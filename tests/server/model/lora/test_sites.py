@@ -22,7 +22,7 @@ from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
 from adapters.violations import Findings
 from server.model.checkpoint.config import ModelConfig, base_spec
 from server.model.lora.lora import AdapterTable
-from server.model.lora.sites import SiteIndex
+from server.model.lora.sites import Sites
 from tests.server.model.hub_models import make_model
 
 ITEM_BYTES = 2
@@ -72,7 +72,7 @@ def scattered(rng: random.Random, layout: SlabLayout) -> tuple[tuple[int, ...], 
 
 def make_table(extents: int, extent_bytes: int) -> AdapterTable:
     return AdapterTable(
-        SiteIndex(model()),
+        Sites(model()),
         slots=2,
         extents=extents,
         extent_bytes=extent_bytes,
@@ -134,7 +134,7 @@ def test_records_and_views_say_where_the_bytes_are(seed: int, extent_bytes: int)
             assert tuple(projection.b_t.T.shape) == b.shape
             assert projection.scale == site.scales[i]
             assert projection.rank_end - projection.rank_begin == site.ranks[i]
-            widths = table.sites.widths(number)
+            widths = table.sites[number].out_features
             assert projection.out_begin == sum(widths[:i])
             assert projection.out_end == sum(widths[: i + 1])
         assert next(targeted, None) is None

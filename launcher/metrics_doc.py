@@ -17,26 +17,25 @@ _HEAD = """\
 
 <!-- Written by `python -m launcher.metrics_doc`; a test holds it fresh. -->
 
-Routers and workers answer `GET /metrics` in Prometheus' text format, or in OpenMetrics for those
-who ask for it. Every series whose labels have listed values is there from the start, at zero.
+Routers and workers answer `GET /metrics` in Prometheus' text format, or in OpenMetrics if the
+request asks for it. Every series whose labels have listed values is there from the start, at zero.
 Histograms end in `_bucket`, `_sum` and `_count`.
 
 - Seconds are seconds, bytes are bytes. Counters count from the start of the process; a worker's
   outlive its engine.
 - No label holds a digest, a request's id, a key or anything that a caller chose.
-- A new family is one declaration: an attribute of `RouterMetrics`
-  (`router/telemetry/metrics.py`) or `WorkerMetrics` (`server/worker/metrics.py`), or a gauge that
-  is read at each scrape (`router/operations/state_metrics.py`). A label lists its values where it
-  is declared.
+- A label lists its values where it is declared. [Add a metric](../guides/add-a-metric.md) shows
+  how.
 """
 _COMPAT = """\
 With `--metrics-compat` a router also answers with the names that llm-d and the Gateway API
-Inference Extension read from vLLM's model servers, so that they can pick among routers as they pick
-among those: `loraplex serve` in a pod, or a router with workers of its own.
-An adapter that requests name by reference is listed as they wrote it, while they run, after the
-registered ones; a comma in it is `%2C`. At most 512 names are listed.
-`vllm:lora_adapter_loaded` tells of devices (`level="gpu"`) alone: what lies in host memory changes
-too much to be told twice a second.
+Inference Extension read from vLLM's model servers. They can then pick among routers as they pick
+among those servers: `loraplex serve` in a pod, or a router with workers of its own.
+
+- An adapter that requests name by reference is listed as they wrote it, while they run, after the
+  registered ones. A comma in it is `%2C`. At most 512 names are listed.
+- `vllm:lora_adapter_loaded` has devices (`level="gpu"`) alone: host memory changes too much to be
+  reported twice a second.
 
 """
 _USE = """\

@@ -17,7 +17,7 @@ An option is a flag, or a variable `LORAPLEX_<OPTION>`; a flag wins. There is no
 - A list's flag may be repeated; its variable has commas between the values.
 - Sizes take a unit: `512MiB` and `512M` are 2^20, `2GB` is 10^9. Times are seconds. A switch is
   `--share-hub-token` or `--no-share-hub-token`, its variable `true` or `false`.
-- A secret has no flag of its own, since others can see a process's command line: it comes from its
+- A secret has no flag of its own, since others can see a process's command line. It comes from its
   variable, or from the file that `--<secret>-file` or `LORAPLEX_<SECRET>_FILE` names.
 - A bad value, and a variable `LORAPLEX_…` that is no option, stops the start with its name.
 
@@ -28,10 +28,10 @@ An option is a flag, or a variable `LORAPLEX_<OPTION>`; a flag wins. There is no
 _SERVE = """\
 ## loraplex serve [MODEL]
 
-Takes the options of both the router and the worker, but for
+`serve` takes the options of both the router and the worker, but for
 {without}.
-Where both have one, the value goes to both; `--host` and `--port` are the router's. Without MODEL
-it serves the demo.
+An option of both gets one value for both; `--host` and `--port` are the router's. Without MODEL
+`serve` serves the demo.
 """
 _COLUMNS = "| option | variable | default | meaning |\n| --- | --- | --- | --- |\n"
 

@@ -16,6 +16,8 @@ _FILE = re.compile(
 )
 _METHOD = re.compile(r"`([A-Z]+[a-z]\w*)\.(\w+)`")
 _FENCED = re.compile(r"^```.*?^```", re.M | re.S)
+# A name of the code: with a capital or an underscore inside.
+_NAME = re.compile(r"`(_?[A-Za-z]+(?:_\w+|[a-z][A-Z]\w*))`")
 # In diagrams names are not marked as code: words with a capital inside.
 _IN_DIAGRAM = re.compile(r"\b[A-Z][a-z]+(?:[A-Z]\w*)+\b")
 _DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```", re.M | re.S)
@@ -24,6 +26,13 @@ _DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```", re.M | re.S)
 @cache
 def sources() -> tuple[str, ...]:
     return tuple(path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+
+
+@cache
+def all_code() -> str:
+    return "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py")) + "\n".join(
+        sources()
+    )
 
 
 @cache
@@ -60,3 +69,10 @@ def test_what_diagrams_name_is_in_the_code() -> None:
     names = {name for diagram in diagrams for name in _IN_DIAGRAM.findall(diagram)}
     assert len(names) > 20
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("guides/add-*.md")), ids=lambda page: page.stem)
+def test_guides_for_the_code_name_what_is_there(page: Path) -> None:
+    names = set(_NAME.findall(_FENCED.sub("", page.read_text())))
+    assert len(names) >= 3
+    assert [n for n in sorted(names) if not re.search(rf"\b{n}\b", all_code())] == []

@@ -1,4 +1,6 @@
-"""Compile every kernel for a GPU that need not be there: `python -m tests.kernels.compile_all 90`.
+"""Compile every kernel for a GPU that need not be there.
+
+`python -m tests.kernels.compile_all 90 all`: for the capability 9.0, all forms of kernels.
 
 The wrappers are called on tensors of the CPU and in bfloat16, as they are on a GPU; nothing is
 launched. The interpreter that other tests use accepts more than the compiler does.
@@ -73,7 +75,7 @@ def compile_for(capability: int) -> list[str]:
     return compiled
 
 
-def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
+def lora(configs: KernelConfigs, phase: Phase, rows: int, every_form: bool) -> None:
     table = LoraTable(2, 8, CPU)
     segments = allocate_segments(rows, configs.tile_rows(phase, rows), 8, CPU)
     shared = segments
@@ -81,13 +83,15 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
         shared = allocate_segments(rows, segments.tile_rows, 8, CPU, shared=True)
     workspace = allocate_workspace(rows, DTYPE, CPU, configs.max_split(phase, rows))
     slots = torch.zeros(rows, dtype=torch.int32)
-    for routed in (segments, shared):
+    each = {id(of): of for of in ((segments, shared) if every_form else (shared,))}.values()
+    for routed in each:
         route(slots, routed, table)
     x, y = torch.zeros(rows, 512, dtype=DTYPE), torch.zeros(rows, sum(WIDTHS), dtype=DTYPE)
     of_shrink = configs.shrink(phase, rows)
     of_expand = configs.expand(phase, rows)
-    shrink(x, table, 0, segments, workspace, of_shrink, after_input=False)
-    for routed in {id(of): of for of in (segments, shared)}.values():
+    if every_form:
+        shrink(x, table, 0, segments, workspace, of_shrink, after_input=False)
+    for routed in each:
         of_site = (table, 0, routed, workspace)
         shrink(x, *of_site, of_shrink, after_input=True)
         expand(y, WIDTHS, *of_site, of_expand, accumulate=phase != "decode", after_gemm=True)
@@ -103,17 +107,20 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int) -> None:
         attention(rows, delta, torch.zeros(10, 64, dtype=DTYPE), early)
         attention(1, None, None, early)
     elif phase == "prefill":
-        many_tokens(configs, y, pending)
+        many_tokens(configs, y, pending, every_form)
 
 
-def many_tokens(configs: KernelConfigs, y: torch.Tensor, pending: PendingLora) -> None:
+def many_tokens(
+    configs: KernelConfigs, y: torch.Tensor, pending: PendingLora, every_form: bool
+) -> None:
     rows = len(y)
     for width in RANK_BLOCKS:
         down = allocate_workspace(rows, DTYPE, CPU, 16, width)
         silu_mul_lora(y, pending, configs.fused_shrink(rows), down)
     places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
     context = (torch.zeros(8, 64), places, places, k, v)
-    for norm in (None, torch.zeros(10, 64, dtype=DTYPE)):
+    norms = (torch.zeros(10, 64, dtype=DTYPE), None)
+    for norm in norms if every_form else norms[:1]:
         rope_append_lora(y, pending, 3, *context, norm, 1e-5, configs.rope(rows))
 
 
@@ -177,13 +184,15 @@ def step() -> None:
 
 
 def main() -> None:
-    capability = int(sys.argv[1])
+    """Forms that are not the fullest are of kernels that take long to compile."""
+    capability, every_form = int(sys.argv[1]), sys.argv[2] == "all"
     compiled = compile_for(capability)
     configs = read_configs(f"sm{capability}", 132, programmatic_launch=capability >= 90)
     with compiled_together():
-        lora(configs, "decode", 256)
-        lora(configs, "mixed", 300)
-        lora(configs, "prefill", 300)
+        lora(configs, "decode", 256, every_form)
+        if every_form:  # of the same forms as prefill's; numbers differ
+            lora(configs, "mixed", 300, every_form)
+        lora(configs, "prefill", 300, every_form)
         step()
         products(configs)
     print(*sorted(set(compiled)))

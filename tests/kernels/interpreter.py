@@ -14,6 +14,7 @@ from triton.language import core
 from triton.runtime import interpreter
 
 ROOT = Path(__file__).parents[2]
+COMPILED = ROOT / ".cache" / "triton"
 _module: Any = interpreter
 _language: Any = core
 _replace, _launch = _module._patch_lang, _module.GridExecutor.__call__
@@ -93,9 +94,10 @@ def _numpy_type(of: Any) -> Any:
     return _numpy_types[of.scalar.name]
 
 
-def run_uninterpreted(module: str, cache: Path, *arguments: str) -> str:
-    """What a module prints in a process of its own, whose kernels are compiled, into `cache`."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+def run_uninterpreted(module: str, *arguments: str) -> str:
+    """What a module prints in a process of its own, whose kernels are compiled. Triton compiles a
+    kernel again where its source, its options, the target or Triton itself has changed."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(COMPILED), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

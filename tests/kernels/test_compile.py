@@ -1,7 +1,5 @@
 """Every kernel compiles for the GPUs that are served; the interpreter accepts more than that."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,9 +9,11 @@ from tests.kernels.batches import interpreted
 from tests.kernels.interpreter import ROOT, run_uninterpreted
 
 
+@pytest.mark.parametrize("forms", ["fullest", pytest.param("all", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("capability", ["90"])
-def test_kernels_compile_without_a_gpu(capability: str, tmp_path: Path) -> None:
-    printed = run_uninterpreted("tests.kernels.compile_all", tmp_path, capability)
+def test_kernels_compile_without_a_gpu(capability: str, forms: str) -> None:
+    """`fullest`: of two forms that differ by a part alone, only the one that has the part."""
+    printed = run_uninterpreted("tests.kernels.compile_all", capability, forms)
     kernels = (ROOT / "server" / "kernels").glob("*.py")
     names = {
         line.split("(")[0].removeprefix("def ")
@@ -24,8 +24,8 @@ def test_kernels_compile_without_a_gpu(capability: str, tmp_path: Path) -> None:
     assert names == set(printed.split())
 
 
-def test_one_that_cannot_be_compiled_leaves_the_others_be(tmp_path: Path) -> None:
-    first, second = run_uninterpreted("tests.kernels.compile_broken", tmp_path).splitlines()
+def test_one_that_cannot_be_compiled_leaves_the_others_be() -> None:
+    first, second = run_uninterpreted("tests.kernels.compile_broken").splitlines()
     assert first == "CompilationError _fill_kernel"
     assert second == "_fill_kernel _fill_kernel"
 

@@ -29,11 +29,20 @@ PLAIN = SamplingParams(temperature=0.0)
 SCORED = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=1)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[("llama-biases-tied", "fa2"), ("llama-biases-tied", "fa3"), ("qwen3", "fa3")],
-    ids="-".join,
-)
+BIASED, BIASED_FA3 = ("llama-biases-tied", "fa2"), ("llama-biases-tied", "fa3")
+QWEN3 = ("qwen3", "fa3")
+
+
+def pairs(*ordinary: tuple[str, str]) -> pytest.MarkDecorator:
+    """These pairs in an ordinary run, the others with `make test-all`."""
+    each = [
+        pytest.param(of, marks=[] if of in ordinary else pytest.mark.exhaustive, id="-".join(of))
+        for of in (BIASED, BIASED_FA3, QWEN3)
+    ]
+    return pytest.mark.parametrize("pair", each, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
@@ -48,7 +57,8 @@ def pair(
     fake_flashinfer.forget()
 
 
-@pytest.mark.parametrize("chunk", [1, 2])
+@pairs(BIASED, QWEN3)
+@pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_steps_of_prompts_without_prompts(pair: Pair, chunk: int) -> None:
     """A slice of one token is a decode."""
     streams = answer(pair.gpu, [-1, 0, -1], SCORED, chunk)
@@ -56,6 +66,7 @@ def test_steps_of_prompts_without_prompts(pair: Pair, chunk: int) -> None:
     assert [s.output for s in streams] == [s.output for s in expected]
 
 
+@pairs(QWEN3)
 def test_more_prompts_than_a_graph_takes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from server.model.graphs import token_graphs
 
@@ -79,6 +90,7 @@ def test_examples_are_prompts_of_which_a_graph_takes_as_many(max_context: int) -
         assert layout.num_new.max() <= max_context
 
 
+@pairs(BIASED, QWEN3)
 @pytest.mark.parametrize("slots", [[-1, -1, -1], [0, -1, 0], [1, 0, -1]])
 def test_same_as_the_reference(pair: Pair, slots: list[int]) -> None:
     """Chunks, mixed steps and decodes; an adapter of the head runs outside graphs."""
@@ -96,6 +108,7 @@ def test_same_as_the_reference(pair: Pair, slots: list[int]) -> None:
     assert any(taken < -len(slots) for taken in pair.graphs) == (1 not in slots)
 
 
+@pairs(BIASED, QWEN3)
 @pytest.mark.parametrize("slots", [[-1, -1], [0, 0, -1, 0, -1]])
 def test_greedy_ids_stay_in_the_graph(pair: Pair, slots: list[int]) -> None:
     pair.graphs.clear()
@@ -115,6 +128,7 @@ RANDOM = [
 ]
 
 
+@pairs(BIASED)
 @pytest.mark.parametrize("each", [RANDOM, RANDOM[1:2]])
 def test_random_rows_draw_what_the_reference_draws(pair: Pair, each: list[SamplingParams]) -> None:
     """In steps of decodes alone behind the graph, and in steps with prompts."""
@@ -126,6 +140,7 @@ def test_random_rows_draw_what_the_reference_draws(pair: Pair, each: list[Sampli
         assert all(a.token_id == b.token_id for a, b in scored)
 
 
+@pairs(QWEN3)
 def test_masked_rows_draw_what_the_reference_draws(pair: Pair) -> None:
     """Behind the graph that has chosen for them already, and in steps with prompts."""
 
@@ -142,6 +157,7 @@ def test_masked_rows_draw_what_the_reference_draws(pair: Pair) -> None:
     assert same == [True, False] * 3
 
 
+@pairs(BIASED, QWEN3)
 def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph has these products' LoRA: its kernels must be compiled before somebody needs it, for
     as many rows as may want logits. A step may have more tokens than one context."""
@@ -163,6 +179,7 @@ def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.Mon
     assert tokens[decoder.sites.lm_head.number] == {1, 8}
 
 
+@pairs(BIASED, QWEN3)
 def test_a_failed_product_leaves_nothing_running_beside(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +197,7 @@ def test_a_failed_product_leaves_nothing_running_beside(
     assert waits[-1] is ops._side
 
 
+@pairs(BIASED)
 def test_models_with_windows_are_told_how_to_do_without(pair: Pair) -> None:
     from server.model.ops.attention_cuda import unsupported
 

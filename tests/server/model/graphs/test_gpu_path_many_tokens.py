@@ -73,7 +73,7 @@ def pair(
     fake_flashinfer.forget()
 
 
-@pytest.fixture(params=[("fa2", FEW), ("fa3", FEW), ("fa3", MOST)])
+@pytest.fixture
 def captured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """Whose graphs take steps of any number of tokens, which are many, or mixed."""
     backend, mixed = request.param
@@ -144,7 +144,21 @@ def test_no_product_has_a_size_that_none_had_at_start(
     assert products <= at_start
 
 
-@pytest.mark.parametrize(("sampling", "ends"), [(SAMPLED, {32}), (SCORED, {64, 256})])
+SAMPLED_ENDS, SCORED_ENDS = (SAMPLED, {32}), (SCORED, {64, 256})
+
+
+@pytest.mark.parametrize(
+    ("captured", "sampling", "ends"),
+    [
+        (("fa2", FEW), *SCORED_ENDS),
+        (("fa3", MOST), *SAMPLED_ENDS),
+        pytest.param(("fa3", FEW), *SAMPLED_ENDS, marks=pytest.mark.exhaustive),
+        pytest.param(("fa3", FEW), *SCORED_ENDS, marks=pytest.mark.exhaustive),
+        pytest.param(("fa2", FEW), *SAMPLED_ENDS, marks=pytest.mark.exhaustive),
+        pytest.param(("fa3", MOST), *SCORED_ENDS, marks=pytest.mark.exhaustive),
+    ],
+    indirect=["captured"],
+)
 def test_the_same_in_graphs(
     captured: Pair, sampling: SamplingParams, ends: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

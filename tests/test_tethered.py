@@ -12,7 +12,7 @@ import pytest
 from tests.tethered import tethered
 
 TESTS = Path(__file__).parent
-TIMEOUT_S = 30
+TIMEOUT_S = 240
 # Of programs that run on; `subprocess.run` waits for those that end by themselves.
 STARTERS = ("subprocess.Popen(", "asyncio.create_subprocess_exec(")
 PARENT = """

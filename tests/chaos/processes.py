@@ -19,7 +19,7 @@ from tests.network import Link
 from tests.ports import free_port
 from tests.router.shared.redis_server import RedisServer
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 240.0
 POLL_S = 0.02
 
 
@@ -197,7 +197,7 @@ class Fleet:
 
     async def metric(self, process: Process, name: str) -> float:
         """The sum of a metric's series."""
-        text = (await self._http.get(f"{process.url}/metrics", timeout=20.0)).text
+        text = (await self._http.get(f"{process.url}/metrics", timeout=240)).text
         lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

@@ -31,7 +31,7 @@ class Watcher:
     async def until_running(self, count: int) -> int:
         """Waits until so many sequences run; how many reports said otherwise before."""
         others = 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(240):
             while True:
                 frame = protocol.decode_worker_frame(await self._socket.recv(decode=False))
                 if isinstance(frame, protocol.WorkerStatus):
@@ -50,7 +50,7 @@ async def watching(fleet: Fleet, worker: Process) -> AsyncIterator[Watcher]:
 
 
 async def until_not(status: int, asking: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while True:
             answer = await asking()
             if answer.status_code != status:
@@ -97,7 +97,7 @@ async def test_orphans_are_freed_and_a_retry_runs_once(tmp_path: Path) -> None:
         try:
             await fleet.start_all()
             async with (
-                httpx.AsyncClient(timeout=60, trust_env=False) as client,
+                httpx.AsyncClient(timeout=240, trust_env=False) as client,
                 watching(fleet, worker) as watcher,
             ):
                 asking = [asyncio.create_task(ask(client, dying, o)) for o in orders]

@@ -19,7 +19,7 @@ from tests.deploy.chart import ROOT, Object, of_kind
 from tests.ports import free_port
 from tests.tethered import tethered
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 _POLL_S = 0.05
 # An address inside the cluster: what stands before it, the pod's or Service's name.
 _ADDRESS = re.compile(r"(--worker=ws://|--redis=redis://[^@]*@)([^.:]+)[^:/]*:\d+")

@@ -68,7 +68,7 @@ async def test_it_starts_answers_and_stops(release: Release) -> None:
     notes = release.rendered["loraplex/templates/NOTES.txt"]
     words = shlex.split(re.search(r"curl .*", notes)[0])  # type: ignore[index]
     body = words[words.index("-d") + 1]
-    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=240) as http:
         headers = {"content-type": "application/json"}
         answer = await http.post(f"{url}/generate", content=body, headers=headers)
         assert answer.status_code == 200, answer.text
@@ -133,7 +133,7 @@ async def test_helm_test_tells_a_served_release_from_none(release: Release) -> N
     def run(port: int, patience: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *container["command"][1:], code, f"http://127.0.0.1:{port}"]
         return subprocess.run(
-            [*command, model, patience], capture_output=True, text=True, timeout=60
+            [*command, model, patience], capture_output=True, text=True, timeout=240
         )
 
     good = run(release.router.port, "5")

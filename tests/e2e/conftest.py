@@ -31,7 +31,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory, adapter_root: Path) -> Ite
     finally:
         server.process.terminate()
         try:
-            code = server.process.wait(timeout=60)
+            code = server.process.wait(timeout=240)
         except subprocess.TimeoutExpired:
             server.process.kill()
             raise
@@ -40,5 +40,5 @@ def serving(tmp_path_factory: pytest.TempPathFactory, adapter_root: Path) -> Ite
 
 @pytest.fixture
 def http(serving: Serving) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as client:
+    with httpx.Client(base_url=serving.url, timeout=240) as client:
         yield client

@@ -24,7 +24,7 @@ WATCHED_S = 75  # until the charts have something to show
 
 def send_load(url: str, over: threading.Event, caller: int) -> None:
     """One request after the other, of adapters by turns, with rests between."""
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=240) as client:
         for turn in count():
             parameters = {
                 "adapter_id": ADAPTERS[(turn // 4 + 2 * caller) % len(ADAPTERS)],
@@ -59,7 +59,7 @@ def main() -> None:
             for number in range(CALLERS)
         ]
         try:
-            httpx.post(f"{server.url}/v1/adapters/json/pin", timeout=60).raise_for_status()
+            httpx.post(f"{server.url}/v1/adapters/json/pin", timeout=240).raise_for_status()
             for caller in callers:
                 caller.start()
             with sync_playwright() as playwright:

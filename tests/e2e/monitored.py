@@ -31,7 +31,7 @@ from tests.tethered import tethered
 RULES = ROOT / "deploy/helm/loraplex/rules/loraplex.yaml"
 SCRAPE_S = 1
 RATE_WINDOW = "15s"
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 240.0
 STEP_S = 0.004
 # Room for some of the demo's adapters, so that they push each other off.
 ADAPTER_MEMORY = "3MiB"
@@ -55,7 +55,7 @@ class Fleet:
         answer = httpx.post(
             f"{self.prometheus}/api/v1/query_range",
             data={"query": expr, "start": self.began, "end": time.time(), "step": step_s},
-            timeout=30,
+            timeout=240,
         )
         assert answer.status_code == 200, (expr, answer.text)
         found: list[dict[str, Any]] = answer.json()["data"]["result"]
@@ -111,7 +111,7 @@ def _call_until(fleet: Fleet, number: int, over: threading.Event) -> None:
     bodies: list[dict[str, Any]] = [{"model": name} for name in adapters]
     bodies += [{}, {"model": "nobody-has-this"}, {"temperature": -1}, {"guided_regex": "[a-z]{9}"}]
     bodies += [{"guided_choice": ["yes"], "allowed_token_ids": [3]}]  # no token is left
-    with httpx.Client(base_url=fleet.url, timeout=30) as http:
+    with httpx.Client(base_url=fleet.url, timeout=240) as http:
         base = http.get("/v1/models").json()["data"][0]["id"]
         for i, body in enumerate(itertools.cycle(bodies)):
             if over.is_set():

@@ -13,7 +13,7 @@ from tests.ports import free_port
 from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[2]
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)

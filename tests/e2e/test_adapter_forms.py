@@ -52,12 +52,12 @@ def server(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
             yield serving
         finally:
             serving.process.terminate()
-            assert serving.process.wait(timeout=60) == 0, serving.log.read_text()[-4000:]
+            assert serving.process.wait(timeout=240) == 0, serving.log.read_text()[-4000:]
 
 
 def ask(server: Serving, path: str, **body: object) -> tuple[str, str]:
     """The digest of the adapter that answered, and the answer."""
-    response = httpx.post(server.url + path, json=body, timeout=60)
+    response = httpx.post(server.url + path, json=body, timeout=240)
     assert response.status_code == 200, response.text
     return response.headers["x-loraplex-adapter-digest"], response.text
 

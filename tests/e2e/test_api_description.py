@@ -38,7 +38,7 @@ def described(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[
     server = start_serving(*options, log=tmp_path / "log")
     yield server, auth
     server.process.terminate()
-    assert server.process.wait(timeout=60) == 0, (tmp_path / "log").read_text()[-4000:]
+    assert server.process.wait(timeout=240) == 0, (tmp_path / "log").read_text()[-4000:]
 
 
 def test_schemathesis_finds_nothing(described: tuple[Serving, str], tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def nothing_else_changes(serving: Serving) -> Iterator[None]:
     def processes() -> set[int]:
         return {child.pid for child in psutil.Process(serving.process.pid).children(recursive=True)}
 
-    with httpx.Client(base_url=serving.url, timeout=60) as client:
+    with httpx.Client(base_url=serving.url, timeout=240) as client:
         before = canary(client), processes()
         yield
         assert (canary(client), processes()) == before

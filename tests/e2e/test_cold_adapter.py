@@ -54,7 +54,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
         yield Worker(port, process)
     finally:
         process.terminate()
-        assert process.wait(timeout=60) == 0, log.read_text()[-4000:]
+        assert process.wait(timeout=240) == 0, log.read_text()[-4000:]
 
 
 @asynccontextmanager

@@ -61,7 +61,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     ) as watching:
         assert watching.status_code == 200
         server.process.terminate()
-        assert server.process.wait(timeout=20) == 0, server.log.read_text()[-4000:]
+        assert server.process.wait(timeout=240) == 0, server.log.read_text()[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def api_key(keyed: Serving) -> str:
     headers = {"authorization": f"Bearer {KEY}"}
-    made = httpx.post(f"{keyed.url}/v1/keys", headers=headers, json={"id": "console"}, timeout=20)
+    made = httpx.post(f"{keyed.url}/v1/keys", headers=headers, json={"id": "console"}, timeout=240)
     return str(made.raise_for_status().json()["key"])
 
 
@@ -326,7 +326,7 @@ class Operator:
     """
 
     def __init__(self, url: str, api_key: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=240)
         self.admin = {"authorization": f"Bearer {KEY}"}
         self.caller = {"authorization": f"Bearer {api_key}"}
         self.users = itertools.count()

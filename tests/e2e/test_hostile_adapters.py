@@ -36,7 +36,7 @@ def neighbour(client: httpx.Client, adapter: str) -> object:
 @contextmanager
 def neighbours(serving: Serving) -> Iterator[None]:
     """Generates all the while; afterwards every answer must have been the first one."""
-    with httpx.Client(base_url=serving.url, timeout=60) as client:
+    with httpx.Client(base_url=serving.url, timeout=240) as client:
         expected = {name: neighbour(client, name) for name in NEIGHBOURS}
         assert len({str(tokens) for tokens in expected.values()}) == len(NEIGHBOURS)
         done, answered = threading.Event(), threading.Semaphore(0)
@@ -51,7 +51,7 @@ def neighbours(serving: Serving) -> Iterator[None]:
             try:
                 yield
                 for _ in NEIGHBOURS:
-                    assert answered.acquire(timeout=60)
+                    assert answered.acquire(timeout=240)
             finally:
                 done.set()
             for ask in asking:

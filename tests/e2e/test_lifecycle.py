@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Ser
         yield server
     finally:
         server.process.terminate()
-        code = server.process.wait(timeout=60)
+        code = server.process.wait(timeout=240)
     assert code == 0, server.log.read_text()[-4000:]
     assert KEY not in server.log.read_text()
 
@@ -51,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Ser
 @pytest.fixture
 def admin(server: Serving) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=240) as client:
         yield client
 
 
@@ -155,7 +155,7 @@ def command(server: Serving, *arguments: str, key: str = KEY) -> subprocess.Comp
         env=os.environ | {"LORAPLEX_ADMIN_KEY": key},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

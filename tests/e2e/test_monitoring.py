@@ -8,7 +8,6 @@ import re
 import time
 from typing import Any
 
-import pytest
 import yaml
 
 from launcher.monitoring.dashboards import BOARDS
@@ -66,7 +65,6 @@ def without_data(fleet: Fleet, asked: dict[str, str]) -> dict[str, str]:
     return {name: expr for name, expr in asked.items() if not has_data(fleet.query(expr))}
 
 
-@pytest.mark.timeout(240)
 def test_every_panel_and_alert_has_data() -> None:
     with monitored_fleet() as fleet:
         with load(fleet):

@@ -19,6 +19,6 @@ def test_there_are_three() -> None:
 @pytest.mark.parametrize(("command", "printed"), PAIRS)
 def test_curl_line(serving: Serving, command: str, printed: str) -> None:
     words = shlex.split(command.replace("\\\n", " ").replace("http://localhost:8080", serving.url))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
     pattern = ".*?".join(re.escape(part) for part in printed.strip().split("…"))
     assert re.fullmatch(pattern, done.stdout.strip(), re.S), done.stdout

@@ -64,12 +64,12 @@ def remote(
         yield server
     finally:
         server.process.terminate()
-        assert server.process.wait(timeout=60) == 0, server.log.read_text()[-4000:]
+        assert server.process.wait(timeout=240) == 0, server.log.read_text()[-4000:]
 
 
 def generate(serving: Serving, **parameters: str) -> httpx.Response:
     body = {"inputs": "SELECT", "parameters": {"max_new_tokens": 8, **parameters}}
-    return httpx.post(f"{serving.url}/generate", json=body, timeout=60)
+    return httpx.post(f"{serving.url}/generate", json=body, timeout=240)
 
 
 def test_the_same_adapter_from_everywhere(remote: Serving, s3: FileServer, web: FileServer) -> None:
@@ -119,7 +119,7 @@ def test_a_source_that_stalls_holds_up_no_other(remote: Serving, s3: FileServer)
             names = [f"s3:models/team/none-{number}" for number in range(CALLERS)]
             asking = [pool.submit(generate, remote, adapter_id=name) for name in names]
             for _ in range(LOAD_THREADS):
-                assert arrived.acquire(timeout=60)
+                assert arrived.acquire(timeout=240)
             assert generate(remote, adapter_id="pirate").status_code == 200
             assert not any(ask.done() for ask in asking)
         finally:

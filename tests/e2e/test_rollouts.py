@@ -20,7 +20,7 @@ from tests.router.serving import poll
 from tests.router.shared.redis_server import running_redis
 
 OLD, NEW, BROKEN = "local:pirate", "local:sql", "local:broken"
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 USERS = [f"user-{number}" for number in range(24)]
 
 
@@ -104,7 +104,7 @@ async def rolling(tmp_path: Path) -> AsyncIterator[Rolling]:
     broken = tmp_path / "own" / "broken"
     shutil.copytree(adapter_paths()["summary"], broken)
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
-    async with running_redis() as redis, httpx.AsyncClient(timeout=60.0, trust_env=False) as http:
+    async with running_redis() as redis, httpx.AsyncClient(timeout=240, trust_env=False) as http:
         shape = Shape(workers=2, routers=2, step_s=0.01)
         # A Redis that is late for once is none that is away.
         fleet = OwnFleet(tmp_path, shape, redis, "--redis-timeout-s", "1")

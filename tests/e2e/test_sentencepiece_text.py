@@ -121,12 +121,12 @@ def llama(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
     finally:
         server.process.terminate()
-        server.process.wait(timeout=60)
+        server.process.wait(timeout=240)
 
 
 @pytest.fixture
 def client(llama: Serving) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=llama.url, timeout=60) as http:
+    with httpx.Client(base_url=llama.url, timeout=240) as http:
         yield http
 
 

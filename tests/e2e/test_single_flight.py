@@ -57,7 +57,7 @@ def server(hub: StubHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield serving
     finally:
         serving.process.terminate()
-        assert serving.process.wait(timeout=60) == 0, serving.log.read_text()[-4000:]
+        assert serving.process.wait(timeout=240) == 0, serving.log.read_text()[-4000:]
 
 
 class Answer(NamedTuple):

@@ -51,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield server
     finally:
         server.process.terminate()
-        code = server.process.wait(timeout=60)
+        code = server.process.wait(timeout=240)
     assert code == 0, server.log.read_text()[-4000:]
 
 
@@ -65,7 +65,7 @@ def command(
         env=os.environ | {"LORAPLEX_ADMIN_KEY": ADMIN},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -75,7 +75,7 @@ def ask(server: Serving, tenant: str, model: str, prompt: str) -> httpx.Response
         f"{server.url}/v1/chat/completions",
         json={**body, "max_tokens": 40},
         headers={"authorization": f"Bearer {key_of(tenant)}"},
-        timeout=60,
+        timeout=240,
     )
 
 

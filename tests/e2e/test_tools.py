@@ -54,10 +54,10 @@ def caller(serving: Serving, adapter_root: Path) -> Iterator[str]:
     shutil.copytree(adapter_paths()["pirate"], folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     body = {"name": "caller", "ref": f"local:{folder}"}
-    answer = httpx.post(f"{serving.url}/v1/adapters", json=body, timeout=60)
+    answer = httpx.post(f"{serving.url}/v1/adapters", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
     yield "caller"
-    httpx.delete(f"{serving.url}/v1/adapters/caller", timeout=60).raise_for_status()
+    httpx.delete(f"{serving.url}/v1/adapters/caller", timeout=240).raise_for_status()
 
 
 @pytest.fixture

@@ -31,4 +31,4 @@ def test_our_packages_are_the_folders() -> None:
 def test_imports_without_torch(module: str) -> None:
     blocked = "('torch', 'triton', 'transformers', 'peft', 'flashinfer')"
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import {module}"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.processes import MAX_LINE_BYTES, Child, ChildFailed, Lines, Say, Service
 from server.worker import tether
 
-TIMEOUT_S = 30
+TIMEOUT_S = 240
 
 PROGRAM = """
 import os, signal, sys, time

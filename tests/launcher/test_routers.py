@@ -20,7 +20,7 @@ from tests.ports import free_port
 from tests.router.shared.redis_server import PROGRAM
 from tests.tethered import tethered
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 COUNT = 2
 READY = f"{COUNT} router processes listen on"
 SECRET = "between router and worker"

@@ -17,7 +17,7 @@ from tests.ports import free_port
 from tests.tethered import tethered
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 PEM = Path(__file__).parents[1] / "adapters" / "self_signed.pem"
 QUICK = ("--executor", 'certify:{"step_s": 0.002}', "--kv-memory", "64MiB")
 

@@ -226,7 +226,7 @@ class FakeWorker:
         self._admitted.clear()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10), self._seen:
+        async with asyncio.timeout(240), self._seen:
             await self._seen.wait_for(condition)
 
     async def send_status(self, connection: ServerConnection) -> None:

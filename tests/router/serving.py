@@ -133,9 +133,9 @@ async def running_router(
 
 def _client(port: int, tls_cert: Path | None) -> httpx.AsyncClient:
     if tls_cert is None:
-        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20)
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=240)
     context = trusting(tls_cert)
-    return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", timeout=20, verify=context)
+    return httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", timeout=240, verify=context)
 
 
 def trusting(cert: Path) -> ssl.SSLContext:

@@ -47,7 +47,7 @@ class Process:
 
     async def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return await asyncio.wait_for(self.process.wait(), 20)
+        return await asyncio.wait_for(self.process.wait(), 240)
 
 
 @asynccontextmanager
@@ -62,7 +62,7 @@ async def router_process(
     )
     try:
         assert process.stdout is not None
-        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+        line = (await asyncio.wait_for(process.stdout.readline(), 240)).decode()
         assert line.startswith("router: listening on http://127.0.0.1:")
         yield Process(process, line.split()[-1])
     finally:
@@ -121,7 +121,7 @@ async def test_running_streams_finish_before_it_stops(tmp_path: Path, worker: Fa
     gate = hold_at(worker, 3)
     async with (
         router_process(tmp_path, worker) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=20) as client,
+        httpx.AsyncClient(base_url=router.url, timeout=240) as client,
     ):
         await until_ready(client)
         async with client.stream("POST", "/v1/completions", json=BODY) as answer:
@@ -143,7 +143,7 @@ async def test_streams_are_told_when_the_time_is_over(tmp_path: Path, worker: Fa
     hold_at(worker, 3)
     async with (
         router_process(tmp_path, worker, drain_s=1.0) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=20) as client,
+        httpx.AsyncClient(base_url=router.url, timeout=240) as client,
     ):
         await until_ready(client)
         asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
@@ -158,7 +158,7 @@ async def test_streams_are_told_when_the_time_is_over(tmp_path: Path, worker: Fa
 async def test_without_what_it_does_in_the_background_it_ends(tmp_path: Path) -> None:
     """It would answer that it lives, and find no worker any more."""
     async with router_process(tmp_path, program=BREAK_THE_FLEET + PROGRAM) as router:
-        assert await asyncio.wait_for(router.process.wait(), 20) == 1
+        assert await asyncio.wait_for(router.process.wait(), 240) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -168,7 +168,7 @@ async def test_a_second_signal_stops_at_once(
     hold_at(worker, 3)
     async with (
         router_process(tmp_path, worker, drain_s=300.0) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=20) as client,
+        httpx.AsyncClient(base_url=router.url, timeout=240) as client,
     ):
         await until_ready(client)
         asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
@@ -176,7 +176,7 @@ async def test_a_second_signal_stops_at_once(
         router.process.send_signal(number)
         await poll(lambda: refused(router.url))
         router.process.send_signal(number)
-        assert await asyncio.wait_for(router.process.wait(), 20) == 0
+        assert await asyncio.wait_for(router.process.wait(), 240) == 0
         outcome = (await asyncio.gather(asking, return_exceptions=True))[0]
         assert isinstance(outcome, httpx.HTTPError), outcome
 

@@ -53,7 +53,7 @@ def everyone(flight: SingleFlight[str, str], work: Work, credentials: list[str])
 
     with ThreadPoolExecutor(len(credentials)) as pool:
         futures = [pool.submit(call, credential) for credential in credentials]
-        assert work.started.acquire(timeout=30)
+        assert work.started.acquire(timeout=240)
         work.go.set()
         return [future.result(30) for future in futures]
 

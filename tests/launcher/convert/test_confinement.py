@@ -55,7 +55,7 @@ def confined(*layers: Layer, body: str, memory: int = 64 << 20, cpu: int = 20) -
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
     found = {line[0]: line[1] if len(line) > 1 else "" for line in lines}
@@ -190,7 +190,7 @@ def test_nothing_that_was_open_is_left(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             pass_fds=[file.fileno()],
-            timeout=60,
+            timeout=240,
         )
     assert "read OSError" in done.stdout or "UNAVAILABLE" in done.stdout, done.stdout
 

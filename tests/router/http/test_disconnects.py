@@ -106,7 +106,7 @@ async def test_leaving_with_another_request_behind_a_stream(
     url = router.client.base_url
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(head + body + b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(240):
         await reader.readuntil(b"data: ")
     writer.transport.abort()
     left.set()

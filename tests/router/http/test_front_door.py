@@ -49,7 +49,7 @@ async def say(router: Running, data: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(url.host, url.port)
     try:
         writer.write(data)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(240):
             return await reader.read()
     finally:
         writer.close()

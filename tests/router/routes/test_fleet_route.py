@@ -35,7 +35,10 @@ async def fleet(router: Running) -> Any:
 
 
 async def pictures(router: Running) -> AsyncGenerator[Any]:
-    async with asyncio.timeout(10), router.client.stream("GET", "/v1/fleet", headers=STREAM) as got:
+    async with (
+        asyncio.timeout(240),
+        router.client.stream("GET", "/v1/fleet", headers=STREAM) as got,
+    ):
         assert got.headers["content-type"].startswith("text/event-stream")
         async for line in got.aiter_lines():
             if line.startswith("data:"):
@@ -134,7 +137,7 @@ async def test_a_worker_that_does_not_tell_hides_nobody(
     await other.start()
     try:
         async with running_router(tmp_path, worker, other) as router:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(240):
                 while True:
                     silent, telling = (await fleet(router))["workers"]
                     if telling["places"]:

@@ -476,7 +476,7 @@ async def test_the_curl_lines_of_the_docs(guarded: Running) -> None:
             env=environ,
             stdout=asyncio.subprocess.PIPE,
         )
-        answer = json.loads((await asyncio.wait_for(told.communicate(), 20))[0])
+        answer = json.loads((await asyncio.wait_for(told.communicate(), 240))[0])
         assert not answer.get("error"), (command, answer)
         if answer["object"] == "new_key" and not environ["KEY"]:
             environ["KEY"] = answer["key"]

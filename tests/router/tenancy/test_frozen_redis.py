@@ -62,7 +62,7 @@ async def test_all_is_decided_at_one_deadline(
         link.timeout_s = TIMEOUT_S
         deadlines = Deadlines(monkeypatch)
         server.freeze()
-        async with asyncio.timeout(30.0):  # of a test that would else never end
+        async with asyncio.timeout(240):  # of a test that would else never end
             answers = await asyncio.gather(*(decision(admission, n) for n in range(CALLERS)))
         assert answers == [decided] * CALLERS
         assert deadlines.given == [TIMEOUT_S] * CALLERS, "each waits once, none is tried again"

@@ -20,7 +20,7 @@ from server.protocol import GenerateRequest, TokenEvent
 from tests.server.engine.harness import layout
 
 M = TypeVar("M")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 240.0
 
 
 def staged(digest: str) -> ToEngine:

@@ -19,7 +19,7 @@ from server.engine.messages import (
 )
 from server.protocol import TokenEvent
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 240.0
 STATS = EngineStats()
 
 

@@ -17,7 +17,7 @@ from server.protocol import SamplingParams, TokenLogprob
 
 EXTENT = 4096
 Allowed = Callable[[list[int]], Sequence[int]]
-COPY_TIMEOUT_S = 60.0
+COPY_TIMEOUT_S = 240.0
 EVERY_LOGPROB = 1 << 30
 
 

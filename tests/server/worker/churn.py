@@ -34,7 +34,7 @@ ADAPTERS = 24
 AT_ONCE = 48
 ROUTERS = 2
 TRIES = 50
-STUCK_S = 120.0
+STUCK_S = 240.0
 # Extents of 64 KiB: an adapter takes one to four, the device holds ten, the host eight.
 MEMORY = ("--adapter-memory", "640KiB", "--host-adapter-memory", "512KiB", "--adapter-slots", "6")
 # Pages for some thousand tokens: prefixes are reused, and running sequences are preempted.

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 SECRET = "for-tests-only"
 BASE_NAME = "org/base"
 VOCAB = 64
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 LONG = 50_000  # output tokens of a sequence that outlives its test
 CERTIFY = 'certify:{"step_s": 0.002}'
 

@@ -25,7 +25,7 @@ def on_small_disk(folder: Path) -> list[str]:
     """What runs a command in whose eyes `folder` is a disk with room for a few adapters."""
     folder.mkdir()
     words = [*UNSHARE, "sh", "-c", MOUNT, "-", str(folder)]
-    tried = subprocess.run([*words, "true"], capture_output=True, text=True, timeout=30)
+    tried = subprocess.run([*words, "true"], capture_output=True, text=True, timeout=240)
     if tried.returncode:
         pytest.skip(f"no disk can be mounted here: {tried.stderr.strip()}")
     return words

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 30
+TIMEOUT_S = 240
 
 PARENT = """
 import sys, time
@@ -22,7 +22,7 @@ PRINT_ORIGIN = """
 import subprocess
 from server.worker import tether
 child = tether.spawn("server.worker.process.recovery", [], output=subprocess.PIPE)
-out, _ = child.communicate(timeout=30)
+out, _ = child.communicate(timeout=240)
 print(child.returncode, out.decode())
 """
 

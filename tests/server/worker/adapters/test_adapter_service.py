@@ -58,10 +58,10 @@ async def test_what_is_here_does_not_wait_for_downloads(store: Store, tmp_path: 
         service.load(AdapterLoad("cold", AdapterRef("local", "cold")), states.put_nowait)
         assert await asyncio.to_thread(store.fetching.wait, 30)
         service.load(AdapterLoad("here", AdapterRef("local", "here")), states.put_nowait)
-        first = await asyncio.wait_for(states.get(), 30)
+        first = await asyncio.wait_for(states.get(), 240)
         assert (first.load_id, first.stage) == ("here", "ready")
         store.gate.set()
-        second = await asyncio.wait_for(states.get(), 30)
+        second = await asyncio.wait_for(states.get(), 240)
         assert (second.load_id, second.stage) == ("cold", "ready")
 
 
@@ -76,7 +76,7 @@ async def test_a_source_that_stalls_holds_up_no_other(store: Store, tmp_path: Pa
         service.load(AdapterLoad("other", AdapterRef("hub", "org/cold")), states.put_nowait)
         assert await asyncio.to_thread(store.fetching.wait, 30)
         store.gate.set()
-        names = {(await asyncio.wait_for(states.get(), 30)).load_id for _ in range(2)}
+        names = {(await asyncio.wait_for(states.get(), 240)).load_id for _ in range(2)}
         assert names == {"stalled", "other"}
 
 
@@ -97,6 +97,6 @@ async def test_a_partial_adapter_is_logged_once(
         service = AdapterService(Here(), {"local": disk}, disk, merger, WorkerMetrics())
         for name in ("whole", "secret/cut", "cut", "cut"):
             service.load(AdapterLoad(name, AdapterRef("local", name)), states.put_nowait)
-            assert (await asyncio.wait_for(states.get(), 30)).stage == "ready"
+            assert (await asyncio.wait_for(states.get(), 240)).stage == "ready"
     (line,) = caplog.messages
     assert line.startswith(f"adapter {cut.digest[:12]} (cut) is partial: 1 of 2 targeted modules")

@@ -122,7 +122,7 @@ async def test_the_unpinned_go_first_the_pinned_never(tier: HostTier, disk: Disk
     await asyncio.sleep(0)
     assert not waiting.done()
     tier.release("c")
-    assert (await asyncio.wait_for(waiting, 30)).extents == staged["c"].extents
+    assert (await asyncio.wait_for(waiting, 240)).extents == staged["c"].extents
     assert disk.opened == list("abcde")
 
 
@@ -190,7 +190,7 @@ async def test_a_lost_engine_unpins_all(tier: HostTier, disk: Disk) -> None:
     for digest in "abcd":
         await tier.acquire(digest)
     tier.release_all()
-    await asyncio.wait_for(tier.acquire("e"), 30)
+    await asyncio.wait_for(tier.acquire("e"), 240)
     tier.release("a")
     tier.release("never staged")
 
@@ -215,7 +215,7 @@ async def test_what_is_waited_for_is_not_evicted_before_it_is_taken(
         await asyncio.sleep(0)
         tier.release(digest)
 
-    await asyncio.wait_for(asyncio.gather(*map(copy, digests)), 30)
+    await asyncio.wait_for(asyncio.gather(*map(copy, digests)), 240)
     assert sorted(disk.opened) == list(digests)
 
 
@@ -229,7 +229,7 @@ async def test_evict_frees_what_nobody_reads_and_waits_for_what_comes(
     await turns(20)
     assert (evicting.done(), tier.stage("a")) == (False, "ready"), "the engine reads it"
     tier.release("a")
-    await asyncio.wait_for(evicting, 30)
+    await asyncio.wait_for(evicting, 240)
     assert (tier.stage("a"), tier.slab_bytes("a"), tier.used_bytes) == ("absent", 0, 0)
     await tier.evict("never here")
     disk.gate.clear()
@@ -237,7 +237,7 @@ async def test_evict_frees_what_nobody_reads_and_waits_for_what_comes(
     assert tier.stage("a") == "loading"
     evicting = asyncio.create_task(tier.evict("a"))
     disk.gate.set()
-    await asyncio.wait_for(evicting, 30)
+    await asyncio.wait_for(evicting, 240)
     assert tier.stage("a") == "absent"
 
 
@@ -307,7 +307,7 @@ async def test_what_comes_ahead_waits_for_no_room_and_keeps_no_place(
     await until(lambda: tier.stage("e") == tier.stage("f") == "absent")
     waiting = asyncio.create_task(tier.acquire("e"))
     tier.release("a")
-    assert (await asyncio.wait_for(waiting, 30)).layout.digest == "e"
+    assert (await asyncio.wait_for(waiting, 240)).layout.digest == "e"
 
 
 async def test_what_comes_ahead_is_kept_until_it_is_taken(
@@ -331,7 +331,7 @@ async def test_what_comes_ahead_is_kept_until_it_is_taken(
     held = [digest for digest in "ghi" if tier.stage(digest) == "ready"]
     for digest in held:
         await tier.acquire(digest)
-    await asyncio.wait_for(use(tier, "a"), 30)
+    await asyncio.wait_for(use(tier, "a"), 240)
     assert [tier.stage(digest) for digest in "ef"].count("ready") == 1
     for digest in held:
         tier.release(digest)
@@ -363,7 +363,7 @@ async def test_pins_that_leave_no_room_do_not_stop_the_service(tier: HostTier, d
         disk.add(digest)
     tier.pin_only("abcd")
     await use(tier, *"abcd")
-    await asyncio.wait_for(use(tier, "e"), 30)
+    await asyncio.wait_for(use(tier, "e"), 240)
     assert tier.stage("e") == "ready"
     assert [tier.stage(d) for d in "abcd"].count("ready") == 3
     disk.add("huge", EXTENTS + 1)
@@ -412,10 +412,10 @@ async def test_a_slab_that_leaves_the_disk_once_it_is_open_is_staged(
     await turns(20)
     (disk.folder / "b").unlink()
     tier.release("a")
-    assert (await asyncio.wait_for(waiting, 30)).layout.digest == "b"
+    assert (await asyncio.wait_for(waiting, 240)).layout.digest == "b"
 
 
-@pytest.mark.timeout(60)  # a turn of the loop that does not end cannot be timed otherwise
+@pytest.mark.timeout(300)  # a turn of the loop that does not end cannot be timed otherwise
 async def test_a_slab_that_is_evicted_as_it_comes_is_staged_again(
     disk: Disk, memory: HostMemory
 ) -> None:
@@ -445,7 +445,7 @@ async def test_an_eviction_ends_however_a_staging_does(
         tier = tier_of(memory, arena, disk, Inline(), time.monotonic)
         tier.prefetch("a")
         await turns(before)
-        await asyncio.wait_for(tier.evict("a"), 30)
+        await asyncio.wait_for(tier.evict("a"), 240)
         assert arena.stage("a") == "absent"
 
 
@@ -527,11 +527,11 @@ async def test_nobody_waits_for_room_that_a_file_is_written_from(
     await packing_tier.acquire("a")
     await until(lambda: saving.begun == ["a"])
     packing_tier.release("a")
-    assert (await asyncio.wait_for(packing_tier.acquire("b"), 30)).layout.digest == "b"
+    assert (await asyncio.wait_for(packing_tier.acquire("b"), 240)).layout.digest == "b"
     assert saving.given_up == ["a"]
     packing_tier.release("b")
     await until(lambda: saving.begun == ["a", "b"])
-    await asyncio.wait_for(packing_tier.evict("b"), 30)
+    await asyncio.wait_for(packing_tier.evict("b"), 240)
     assert (saving.given_up, saving.saved) == (["a", "b"], [])
 
 

@@ -25,7 +25,7 @@ from tests.adapters.refusals import refusal
 from tests.server.worker.shell import VOCAB, Router, Shell, base, connected, request, running
 
 OPTIONS = CertifyOptions(vocab_size=VOCAB, eos_token_ids=(2,))
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 TOKEN = "hf_thisIsNobodysToken"
 
 

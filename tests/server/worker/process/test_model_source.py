@@ -122,7 +122,7 @@ def find(hub: Hub, home: Path, text: str, revision: str | None = None) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert "Traceback" not in done.stderr, done.stderr
     return (done.stdout or done.stderr).strip()

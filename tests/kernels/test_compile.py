@@ -14,7 +14,7 @@ from tests.kernels.interpreter import ROOT, run_uninterpreted
 def test_kernels_compile_without_a_gpu(capability: str, forms: str) -> None:
     """`fullest`: of two forms that differ by a part alone, only the one that has the part."""
     printed = run_uninterpreted("tests.kernels.compile_all", capability, forms)
-    kernels = (ROOT / "server" / "kernels").glob("*.py")
+    kernels = (ROOT / "server" / "kernels").rglob("*.py")
     names = {
         line.split("(")[0].removeprefix("def ")
         for path in kernels

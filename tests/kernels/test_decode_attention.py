@@ -19,6 +19,7 @@ from server.kernels.attention.decode_attention import (
 )
 from server.kernels.lora.pending import PendingDelta
 from server.kernels.lora.table import LoraTable
+from tests.grids import sparse
 
 EPSILON = 1e-5
 
@@ -142,8 +143,7 @@ class Case:
 SHAPES = [(4, 2, 64), (14, 2, 64), (3, 3, 32), (8, 1, 48), (24, 1, 256)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("shape", "norm"), sparse(SHAPES, [False, True]))
 def test_short_and_long_contexts(
     device: torch.device, shape: tuple[int, int, int], norm: bool
 ) -> None:

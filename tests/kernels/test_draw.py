@@ -13,6 +13,7 @@ from server.kernels.sampling.greedy import DrawMasks, GreedyScratch
 from server.model.sampling.philox import uniform
 from server.model.sampling.row_sampling import RowSampling
 from server.protocol import SamplingParams
+from tests.grids import beyond
 
 NEVER = float("-inf")
 # Ids that each row may choose; None = any.
@@ -149,13 +150,13 @@ def random_logits(shape: tuple[int, int], seed: int, device: torch.device) -> to
         (20_000, torch.bfloat16),
     ],
 )
+@pytest.mark.parametrize("seed", beyond(1, [0, 1]))
 def test_draws_are_those_of_the_definition(
-    device: torch.device, vocab: int, dtype: torch.dtype
+    device: torch.device, vocab: int, dtype: torch.dtype, seed: int
 ) -> None:
-    for seed in range(2):
-        case = Case(random_logits((4, vocab), seed, device).to(dtype), seed)
-        for i, (params, found) in enumerate(zip(PARAMS, case.draw(PARAMS), strict=True)):
-            case.check(i, params, found)
+    case = Case(random_logits((4, vocab), seed, device).to(dtype), seed)
+    for i, (params, found) in enumerate(zip(PARAMS, case.draw(PARAMS), strict=True)):
+        case.check(i, params, found)
 
 
 @pytest.mark.parametrize(
@@ -167,16 +168,16 @@ def test_draws_are_those_of_the_definition(
         (10_007, torch.float32),
     ],
 )
+@pytest.mark.parametrize("seed", beyond(1, [0, 1]))
 def test_masked_draws_are_those_of_the_definition(
-    device: torch.device, vocab: int, dtype: torch.dtype
+    device: torch.device, vocab: int, dtype: torch.dtype, seed: int
 ) -> None:
-    for seed in range(2):
-        case = Case(random_logits((4, vocab), seed, device).to(dtype), seed)
-        allowed = random_masks(len(PARAMS), vocab, seed)
-        found = case.draw(PARAMS, allowed=allowed)
-        for i, (params, ids, token) in enumerate(zip(PARAMS, allowed, found, strict=True)):
-            assert ids is None or token in ids
-            case.check(i, params, token, ids)
+    case = Case(random_logits((4, vocab), seed, device).to(dtype), seed)
+    allowed = random_masks(len(PARAMS), vocab, seed)
+    found = case.draw(PARAMS, allowed=allowed)
+    for i, (params, ids, token) in enumerate(zip(PARAMS, allowed, found, strict=True)):
+        assert ids is None or token in ids
+        case.check(i, params, token, ids)
 
 
 def test_a_mask_of_all_ids_changes_no_draw(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from server.kernels.lora.workspace import allocate_workspace
 from server.kernels.pointwise.add_norm import add_norm
 from server.kernels.pointwise.silu import silu_mul
 from server.kernels.pointwise.silu_lora import silu_mul_lora
+from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, launch_configs, make_batch
 
 EPSILON = 1e-5
@@ -79,8 +80,9 @@ def test_activation_of_extremes(device: torch.device) -> None:
     assert_close(out[0], (functional.silu(gate) * up).to(device), torch.float32)
 
 
-@pytest.mark.parametrize("phase", ["decode", "mixed", "prefill"])
-@pytest.mark.parametrize("inner", [48, 200, 512, 640])
+@pytest.mark.parametrize(
+    ("phase", "inner"), sparse(["decode", "mixed", "prefill"], [48, 200, 512, 640])
+)
 def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int) -> None:
     """Single rows, tiles, rows without an adapter, and a projection that is left alone; columns
     that end with no step, with one of any tile, and with one that few rows do not have."""
@@ -103,13 +105,18 @@ def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int)
     assert_close(out, functional.silu(gate) * up, torch.float32)
 
 
-@pytest.mark.parametrize("ranks", [(8, 8), (32, 16), (64, 64), (3, 8), (100, 8)])
-@pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("phase", ["mixed", "prefill"])
+STEPS: list[tuple[Phase, int]] = [("mixed", 40), ("mixed", 1), ("prefill", 40), ("prefill", 1)]
+
+
+@pytest.mark.parametrize(
+    ("step", "ranks"), sparse(STEPS, [(8, 8), (32, 16), (64, 64), (3, 8), (100, 8)])
+)
 def test_what_float16_cannot_hold_before_the_product(
-    device: torch.device, phase: Phase, rows: int, ranks: tuple[int, int]
+    device: torch.device, step: tuple[Phase, int], ranks: tuple[int, int]
 ) -> None:
-    """Large scales, and B as small: `scale * v` is beyond float16, `scale * v B^T` is not."""
+    """Large scales, and B as small: `scale * v` is beyond float16, `scale * v B^T` is not. step:
+    phase and rows."""
+    phase, rows = step
     torch.manual_seed(rows)
     inner, scale = 48, 3000.0
     adapters = Adapters(torch.float16, device, 1)

@@ -12,6 +12,7 @@ from server.kernels.lora.expand import expand
 from server.kernels.lora.reference import embed_reference, lora_reference
 from server.kernels.lora.segments import MAX_FUSED_ROWS, route
 from server.kernels.lora.shrink import gather_embedding, shrink
+from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
 
 RANKS = (1, 3, 8, 24, 64, 100)
@@ -44,14 +45,17 @@ def check(
             assert torch.equal(y[row], before[row])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, 77])
 @pytest.mark.parametrize(
-    ("in_features", "widths"),
-    [(64, (64,)), (96, (200, 72, 72)), (200, (130, 130)), (77, (65, 33, 1))],
+    ("rows", "features"),
+    sparse(
+        [1, 3, 17, 77], [(64, (64,)), (96, (200, 72, 72)), (200, (130, 130)), (77, (65, 33, 1))]
+    ),
 )
 def test_mixed_ranks(
-    device: torch.device, rows: int, in_features: int, widths: tuple[int, ...]
+    device: torch.device, rows: int, features: tuple[int, tuple[int, ...]]
 ) -> None:
+    """features: in, and out of each projection."""
+    in_features, widths = features
     torch.manual_seed(rows)
     rng = random.Random(rows)
     for dtype in dtypes(device):
@@ -109,8 +113,9 @@ def test_rank_zero_projections_are_not_touched(
         assert y[:, column].isnan().all() or rank > 0
 
 
-@pytest.mark.parametrize("phase", ["decode", "mixed", "prefill"])
-@pytest.mark.parametrize("ranks", [(256, 256, 256), (200, 1, 5)])
+@pytest.mark.parametrize(
+    ("phase", "ranks"), sparse(["decode", "mixed", "prefill"], [(256, 256, 256), (200, 1, 5)])
+)
 def test_largest_and_odd_ranks(device: torch.device, ranks: tuple[int, ...], phase: Phase) -> None:
     """The first fill a row of the workspace to its end."""
     torch.manual_seed(9)
@@ -139,8 +144,9 @@ def test_long_prefill(device: torch.device) -> None:
     check(adapters, [0] * 300 + [-1] * 40 + [2] * 150 + [0] * 50 + [1] * 3, 64, (48,), "prefill")
 
 
-@pytest.mark.parametrize("phase", ["decode", "mixed", "prefill"])
-@pytest.mark.parametrize("ranks", [(16, 8), (24, 40), (3, 100)])
+@pytest.mark.parametrize(
+    ("phase", "ranks"), sparse(["decode", "mixed", "prefill"], [(16, 8), (24, 40), (3, 100)])
+)
 def test_tiles_of_every_length(device: torch.device, ranks: tuple[int, ...], phase: Phase) -> None:
     """One row, few, as many as a small tile has, and what is left of a long run: each has code of
     its own."""
@@ -155,8 +161,9 @@ def test_tiles_of_every_length(device: torch.device, ranks: tuple[int, ...], pha
         check(adapters, slots, 72, (70, 40), phase)
 
 
-@pytest.mark.parametrize("phase", ["decode", "mixed"])
-@pytest.mark.parametrize("ranks", [(8, 64), (16, 40), (24, 16), (80, 8)])
+@pytest.mark.parametrize(
+    ("phase", "ranks"), sparse(["decode", "mixed"], [(8, 64), (16, 40), (24, 16), (80, 8)])
+)
 def test_whole_steps(device: torch.device, ranks: tuple[int, int], phase: Phase) -> None:
     """Where features and columns end with a step nothing is masked: not of the narrow pieces of
     tiles that are shared out, either."""

@@ -18,6 +18,7 @@ from server.model.sampling.sampling import apply_history, apply_masks
 from server.model.sampling.to_draw import ToDraw
 from server.model.steps.rows import Rows
 from server.protocol import SamplingParams
+from tests.grids import beyond, sparse
 from tests.kernels.test_draw import kept, random_logits
 
 END, PLACE, PROMPT = 2, 12, 7
@@ -134,11 +135,15 @@ def logits_of(device: torch.device, dtype: torch.dtype, missing: int) -> torch.T
     return random_logits((len(EACH), vocab), missing, device).to(dtype)
 
 
-@pytest.mark.parametrize(("missing", "suppressed_until"), [(0, 9), (29, 0)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "lacks"), sparse([torch.bfloat16, torch.float32], [(0, 9), (29, 0)])
+)
 def test_draws_are_those_of_plain_torch(
-    device: torch.device, dtype: torch.dtype, missing: int, suppressed_until: int
+    device: torch.device, dtype: torch.dtype, lacks: tuple[int, int]
 ) -> None:
+    """lacks: ids that the masks' last word has and the logits do not, and the tokens before which
+    none ends."""
+    missing, suppressed_until = lacks
     logits = logits_of(device, dtype, missing)
     allowed = allowed_ids(logits.shape[1])
     masks = uploaded(allowed, logits.shape[1], device)
@@ -156,7 +161,7 @@ def test_draws_are_those_of_plain_torch(
         assert values == pytest.approx(float(raw[place, found[place]]), abs=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", beyond(1, [torch.bfloat16, torch.float32]))
 def test_rows_without_a_mask_draw_as_if_nobody_had_one(
     device: torch.device, dtype: torch.dtype
 ) -> None:

@@ -10,6 +10,7 @@ from server.kernels.lora.pending import PendingLora
 from server.kernels.lora.reference import lora_reference
 from server.kernels.lora.segments import route
 from server.kernels.lora.shrink import shrink
+from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
 
 IN_FEATURES, PAGE, PAGES = 96, 16, 16
@@ -41,25 +42,21 @@ def shrunk(adapters: Adapters, x: torch.Tensor) -> PendingLora:
     return PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
 
 
-@pytest.mark.parametrize("shape", [(4, 2, 64), (5, 1, 80)])
-@pytest.mark.parametrize(
-    ("num_decodes", "norm", "dtype"),
-    [
-        (0, False, torch.float32),
-        (43, True, torch.float32),
-        (40, False, torch.float16),
-        (len(SLOTS), True, torch.float16),
-    ],
-)
+STEPS = [
+    (0, False, torch.float32),
+    (43, True, torch.float32),
+    (40, False, torch.float16),
+    (len(SLOTS), True, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("shape", "step"), sparse([(4, 2, 64), (5, 1, 80)], STEPS))
 def test_rotation_of_a_product(
-    device: torch.device,
-    shape: tuple[int, int, int],
-    num_decodes: int,
-    norm: bool,
-    dtype: torch.dtype,
+    device: torch.device, shape: tuple[int, int, int], step: tuple[int, bool, torch.dtype]
 ) -> None:
     """Decodes get the sum in place and nothing else; of prompts the product is not written. k and
-    v of tokens without a place go nowhere."""
+    v of tokens without a place go nowhere. step: decodes, whether there is a norm, and the type."""
+    num_decodes, norm, dtype = step
     torch.manual_seed(num_decodes)
     heads, kv_heads, head_dim = shape
     adapters, x, y = made(device, dtype, shape)

@@ -1,0 +1,30 @@
+"""Grids of cases, of which an ordinary run takes a few that hold each value."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def sparse(*axes: Sequence[Any]) -> list[Any]:
+    """All combinations, for `parametrize`. The ordinary run has those on the diagonal, which hold
+    each value of each axis; the others are exhaustive."""
+    longest = max(map(len, axes))
+    ordinary = {tuple(i % len(axis) for axis in axes) for i in range(longest)}
+    places = itertools.product(*(range(len(axis)) for axis in axes))
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, place, strict=True)),
+            marks=[] if place in ordinary else pytest.mark.exhaustive,
+        )
+        for place in places
+    ]
+
+
+def beyond(ordinary: int, cases: Sequence[Any]) -> list[Any]:
+    """Cases, of which the first are for an ordinary run, and the others exhaustive."""
+    return [
+        *cases[:ordinary],
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in cases[ordinary:]),
+    ]

@@ -37,7 +37,7 @@ def dockerfile(name: str) -> str:
     return (IMAGES / f"{name}.Dockerfile").read_text()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.exhaustive
 def test_the_routers_image_has_no_torch(router_image: Path) -> None:
     listed = subprocess.run(
         [str(router_image / "bin/python"), "-m", "pip", "list", "--format=freeze"],
@@ -84,6 +84,7 @@ def router(router_image: Path, tmp_path: Path) -> Iterator[tuple[int, Path]]:
         assert process.wait(60) == 0, log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_the_routers_image_runs(router: tuple[int, Path]) -> None:
     port, log = router
     deadline = time.monotonic() + START_TIMEOUT_S

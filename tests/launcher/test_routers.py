@@ -155,26 +155,33 @@ def running(folder: Path, options: list[str]) -> Iterator[Processes]:
         end(processes.process)
 
 
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory, options: list[str]) -> Iterator[Processes]:
+    """For tests that leave the processes as they were."""
+    with running(tmp_path_factory.mktemp("lasting"), options) as processes:
+        yield processes
+
+
 @pytest.fixture
 def processes(tmp_path: Path, options: list[str]) -> Iterator[Processes]:
     with running(tmp_path, options) as processes:
         yield processes
 
 
-def test_all_serve_and_one_that_is_killed_comes_back(processes: Processes) -> None:
-    processes.generate_until_all_have()
-    killed = processes.child(0)
+def test_all_serve_and_one_that_is_killed_comes_back(lasting: Processes) -> None:
+    lasting.generate_until_all_have()
+    killed = lasting.child(0)
     killed.kill()
     psutil.wait_procs([killed], TIMEOUT_S)
-    before = processes.generated(1)
+    before = lasting.generated(1)
     for _ in range(5):
-        processes.generate()
-    assert processes.generated(1) > before
-    until(lambda: processes.says("router-0 died (killed by SIGKILL)"), processes.log)
-    until(processes.is_ready, processes.log)
-    assert processes.child(0).pid != killed.pid
-    processes.generate_until_all_have()
-    assert "Traceback" not in processes.log.read_text()
+        lasting.generate()
+    assert lasting.generated(1) > before
+    until(lambda: lasting.says("router-0 died (killed by SIGKILL)"), lasting.log)
+    until(lasting.is_ready, lasting.log)
+    assert lasting.child(0).pid != killed.pid
+    lasting.generate_until_all_have()
+    assert "Traceback" not in lasting.log.read_text()
 
 
 def test_streams_finish_before_all_stop(processes: Processes) -> None:
@@ -217,16 +224,16 @@ def test_a_second_signal_stops_at_once(processes: Processes) -> None:
     assert not alive
 
 
-def test_what_is_of_one_process_alone(processes: Processes) -> None:
+def test_what_is_of_one_process_alone(lasting: Processes) -> None:
     """Metrics are refused on the shared port; the own one has no API."""
-    with httpx.Client(base_url=processes.url, trust_env=False) as http:
+    with httpx.Client(base_url=lasting.url, trust_env=False) as http:
         scraped = http.get("/metrics")
         assert scraped.status_code == 409
         assert "--metrics-port" in scraped.text
         assert http.get("/health/ready").status_code == 200
-    own = f"{processes.own_url(1)}/generate"
+    own = f"{lasting.own_url(1)}/generate"
     assert httpx.post(own, json=BODY, trust_env=False).status_code == 404
-    assert processes.process.poll() is None
+    assert lasting.process.poll() is None
 
 
 def failure(*arguments: str) -> tuple[int, str]:
@@ -242,12 +249,12 @@ def failure(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_what_several_cannot_have_is_said(options: list[str], processes: Processes) -> None:
+def test_what_several_cannot_have_is_said(options: list[str], lasting: Processes) -> None:
     code, said = failure("--worker", "ws://127.0.0.1:1")
     assert (code, "--router-processes 2 needs --redis" in said) == (2, True), said
     code, said = failure(*options, "--port", "9000", "--metrics-port", "8999")
     assert (code, "--metrics-port 8999" in said) == (2, True), said
-    code, said = failure(*options, "--port", str(processes.port))
-    assert (code, f"port {processes.port}" in said) == (1, True), said
+    code, said = failure(*options, "--port", str(lasting.port))
+    assert (code, f"port {lasting.port}" in said) == (1, True), said
     code, said = failure(*options, "--port", "0", "--adapter", "noequals")
     assert (code, "--adapter" in said) == (2, True), said

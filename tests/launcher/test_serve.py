@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from tests.grids import sparse
 from tests.ports import free_port
 from tests.tethered import tethered
 
@@ -81,15 +83,29 @@ class Serving:
         return list(psutil.Process(self.process.pid).children(recursive=True))
 
 
-@pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
-    serving = Serving(tmp_path)
+@contextmanager
+def running(folder: Path, *options: str) -> Iterator[Serving]:
+    serving = Serving(folder, *options)
     try:
         serving.until(lambda: "ready at http" in serving.text)
         yield serving
     finally:
         serving.process.kill()
         serving.process.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    with running(tmp_path) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """For tests that leave the server as it was."""
+    with running(tmp_path_factory.mktemp("lasting")) as serving:
+        yield serving
+        assert stop(serving, signal.SIGTERM) == 0
 
 
 def stop(serving: Serving, *signals: signal.Signals) -> int:
@@ -147,22 +163,21 @@ def test_it_serves_and_stops_when_nobody_reads_its_lines(tmp_path: Path) -> None
         process.wait(TIMEOUT_S)
 
 
-def test_no_secret_is_on_a_command_line(serving: Serving) -> None:
-    secret = serving.child("router").environ()["LORAPLEX_SECRET"]
+def test_no_secret_is_on_a_command_line(lasting: Serving) -> None:
+    secret = lasting.child("router").environ()["LORAPLEX_SECRET"]
     assert len(secret) > 30
-    assert serving.child("worker").environ()["LORAPLEX_SECRET"] == secret
-    for process in serving.family():
+    assert lasting.child("worker").environ()["LORAPLEX_SECRET"] == secret
+    for process in lasting.family():
         assert not any(secret in word for word in process.cmdline())
-    assert secret not in serving.text
+    assert secret not in lasting.text
 
 
 @pytest.mark.parametrize("name", ["worker", "router"])
-def test_a_killed_child_is_replaced_and_said_so(serving: Serving, name: str) -> None:
-    serving.child(name).kill()
-    serving.until(lambda: f"loraplex: {name} died" in serving.text)
-    serving.until(serving.is_ready)
-    assert serving.generate().status_code == 200
-    assert stop(serving, signal.SIGTERM) == 0
+def test_a_killed_child_is_replaced_and_said_so(lasting: Serving, name: str) -> None:
+    lasting.child(name).kill()
+    lasting.until(lambda: f"loraplex: {name} died" in lasting.text)
+    lasting.until(lasting.is_ready)
+    assert lasting.generate().status_code == 200
 
 
 def test_a_killed_launcher_leaves_nothing_behind(serving: Serving) -> None:
@@ -249,8 +264,13 @@ def test_bad_options_stop_the_start() -> None:
     assert "--adapter" in failure("serve", "--adapter", "nonsense", code=2)
 
 
-@pytest.mark.parametrize("option", ["--adapters-file", "--keys-file", "--admin-key-file"])
-@pytest.mark.parametrize("alone", [(), ("--worker", "ws://127.0.0.1:1")])
+@pytest.mark.parametrize(
+    ("option", "alone"),
+    sparse(
+        ["--adapters-file", "--keys-file", "--admin-key-file"],
+        [(), ("--worker", "ws://127.0.0.1:1")],
+    ),
+)
 def test_a_file_that_is_not_there_is_said_before_anything_starts(
     tmp_path: Path, option: str, alone: tuple[str, ...]
 ) -> None:
@@ -283,13 +303,9 @@ def test_a_certificate_without_its_key_is_said_before_anything_starts() -> None:
 
 
 def test_it_tells_when_it_is_ready_over_tls(tmp_path: Path) -> None:
-    serving = Serving(tmp_path, "--tls-cert", str(PEM), "--tls-key", str(PEM))
-    try:
-        serving.until(lambda: f"ready at https://127.0.0.1:{serving.port}" in serving.text)
+    with running(tmp_path, "--tls-cert", str(PEM), "--tls-key", str(PEM)) as serving:
+        assert f"ready at https://127.0.0.1:{serving.port}" in serving.text
         assert stop(serving, signal.SIGTERM) == 0
-    finally:
-        serving.process.kill()
-        serving.process.wait(TIMEOUT_S)
 
 
 def test_an_exposed_worker_needs_a_secret() -> None:

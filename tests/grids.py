@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+MARK = pytest.mark.exhaustive
+
 
 def sparse(*axes: Sequence[Any]) -> list[Any]:
     """All combinations, for `parametrize`. The ordinary run has those on the diagonal, which hold
@@ -16,7 +18,7 @@ def sparse(*axes: Sequence[Any]) -> list[Any]:
     return [
         pytest.param(
             *(axis[i] for axis, i in zip(axes, place, strict=True)),
-            marks=[] if place in ordinary else pytest.mark.exhaustive,
+            marks=[] if place in ordinary else MARK,
         )
         for place in places
     ]
@@ -26,5 +28,8 @@ def beyond(ordinary: int, cases: Sequence[Any]) -> list[Any]:
     """Cases, of which the first are for an ordinary run, and the others exhaustive."""
     return [
         *cases[:ordinary],
-        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in cases[ordinary:]),
+        *(
+            pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=MARK)
+            for case in cases[ordinary:]
+        ),
     ]

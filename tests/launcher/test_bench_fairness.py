@@ -17,6 +17,7 @@ from launcher.bench.simulation.traffic import Arrival
 from launcher.bench.simulation.worker import WorkerModel
 from router.policy.placement.placement import Placement
 from router.policy.queue.queue_limits import QueueLimits
+from tests.grids import beyond
 
 MODEL = WorkerModel(rows=128, ahead=32)
 TENANTS = 6
@@ -35,7 +36,7 @@ def test_a_tenant_at_ten_times_its_share_does_not_delay_the_others() -> None:
     assert after <= 1.25 * before
 
 
-@pytest.mark.parametrize(("tenants", "goal"), [(8, 1.25), (16, 1.5)])
+@pytest.mark.parametrize(("tenants", "goal"), beyond(1, [(8, 1.25), (16, 1.5)]))
 def test_nor_where_rows_are_few_and_nearly_all_taken(tenants: int, goal: float) -> None:
     """The others send 80 % of their share, so that at times each of them has more rows than that.
 

@@ -214,7 +214,7 @@ def check_stops(name: str, seed: int, count: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_ids_in_any_cuts(name: str) -> None:
-    check_any_ids(name, seed=1, count=1000)
+    check_any_ids(name, seed=1, count=400)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -224,7 +224,7 @@ def test_hard_texts(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stop_strings_at_all_borders(name: str) -> None:
-    check_stops(name, seed=3, count=500)
+    check_stops(name, seed=3, count=200)
 
 
 @pytest.mark.exhaustive

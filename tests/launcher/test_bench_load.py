@@ -167,7 +167,7 @@ def test_windows_beside_steady_streams(
     quiet, busy = bench(
         capfd,
         *("streams", *target, *windows, *lengths, "--new-output", "2"),
-        *("--streams", "2", "--stream-adapters", "1", "--seconds", "2", "--settle", "0"),
+        *("--streams", "2", "--stream-adapters", "1", "--seconds", "1", "--settle", "0"),
         *("--worker-url", f"http://{worker}"),
     )
     assert quiet["new"] == 0
@@ -181,7 +181,7 @@ def test_windows_beside_steady_streams(
 
 def test_steady_streams_of_the_base(served: Serving, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
-    options = ("--streams", "2", "--seconds", "2", "--settle", "0", "--stream-output", "8000")
+    options = ("--streams", "2", "--seconds", "1", "--settle", "0", "--stream-output", "8000")
     words = ("streams", "--url", f"http://127.0.0.1:{served.port}", "--window", "quiet", *options)
     for more in ((), ("--stream-adapters", "0")):
         (quiet,) = bench(capfd, *words, *more)

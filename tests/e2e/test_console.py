@@ -25,6 +25,7 @@ from router.api.admin.fleet import (
 from router.names.rollout_tally import SLICE_S
 from tests.e2e.browsing import STEP_MS, chromium
 from tests.e2e.serving import ROOT, Serving, start_serving
+from tests.grids import beyond, sparse
 
 KEY = "admin-key-of-the-test"
 MESSAGE = "Please cancel order #10442 for two linen aprons, it is urgent. Thanks, Ines Novak"
@@ -299,8 +300,7 @@ def test_the_theme_is_the_systems_until_one_is_chosen(opener: Opener) -> None:
     assert brightness(page) < 150
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("view", ["fleet", "playground"])
+@pytest.mark.parametrize(("view", "scheme"), sparse(["fleet", "playground"], ["light", "dark"]))
 def test_accessible(opener: Opener, view: str, scheme: Any) -> None:
     """By axe-core, contrast included. It makes elements of text: the policy forbids that."""
     page = opener.open(view, color_scheme=scheme, bypass_csp=True)
@@ -437,7 +437,7 @@ def test_what_is_missing_or_wrong_is_told(operator: Operator, opener: Opener) ->
     expect(card).to_be_hidden()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", beyond(1, ["dark", "light"]))
 def test_a_rollout_is_accessible(operator: Operator, opener: Opener, scheme: Any) -> None:
     """Pages close before the name is deleted."""
     operator.roll_out(polite=30, broken=30)

@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.e2e.browsing import STEP_MS, chromium
 from tests.e2e.serving import Serving
+from tests.grids import beyond
 
 expect.set_options(timeout=STEP_MS)
 MESSAGE = "Please cancel order #10442 for two linen aprons, it is urgent. Thanks, Ines Novak"
@@ -202,7 +203,7 @@ def test_by_keyboard_alone(playground: Playground) -> None:
     expect(playground.column.locator(".verdict")).to_have_text('not valid: $: lacks "name"')
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", beyond(1, ["light", "dark"]))
 def test_accessible(browser: Browser, serving: Serving, scheme: Any) -> None:
     """By axe-core, contrast included. It makes elements of text: the policy forbids that."""
     options = {"color_scheme": scheme, "bypass_csp": True}

@@ -16,6 +16,7 @@ from launcher.demo import adapter_paths
 from server.engine.fake import certified_output
 from tests.chaos.load import DIGEST_HEADER, Certifier
 from tests.chaos.processes import Fleet, Process, Shape
+from tests.grids import beyond
 from tests.router.serving import poll
 from tests.router.shared.redis_server import running_redis
 
@@ -206,7 +207,7 @@ async def test_a_broken_version_goes_back_by_itself(rolling: Rolling) -> None:
     assert sum(counts) == 1
 
 
-@pytest.mark.parametrize("fault", ["frozen", "killed"])
+@pytest.mark.parametrize("fault", beyond(1, ["frozen", "killed"]))
 async def test_a_broken_version_goes_back_without_redis(rolling: Rolling, fault: str) -> None:
     """On each router by itself, with nobody asked; and for good when Redis is back."""
     await rolling.roll_out(BROKEN, 50, {"min_requests": 5, "max_latency_ratio": None})

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 
 from server.protocol import SamplingParams
+from tests.grids import beyond
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB, Stream, generate
 from tests.server.model.gpu_pair import Pair, prompt
@@ -110,7 +111,10 @@ def assert_same(pair: Pair, slots: list[int], sampling: SamplingParams = SCORED)
 
 @pytest.mark.parametrize(
     ("slots", "fused"),
-    [([0, 0, -1, 1], True), ([2, 1, 0, 2, -1], True), ([0, 3, -1], False), ([4, 0], False)],
+    [
+        *beyond(1, [([2, 1, 0, 2, -1], True), ([0, 0, -1, 1], True)]),
+        *beyond(1, [([0, 3, -1], False), ([4, 0], False)]),
+    ],
 )
 def test_same_as_the_reference(
     pair: Pair, slots: list[int], fused: bool, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +136,7 @@ def test_same_as_the_reference(
     assert min(tokens for tokens, _ in taken) > FEW
 
 
-@pytest.mark.parametrize("slot", [-1, 1])
+@pytest.mark.parametrize("slot", beyond(1, [1, -1]))
 def test_no_product_has_a_size_that_none_had_at_start(
     pair: Pair, at_start: set[tuple[int, ...]], slot: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from launcher.commands import keys as key_commands
 from launcher.commands import lifecycle as lifecycle_commands
 from launcher.convert import command as convert_command
 from launcher.options import OptionError, Values, build
-from router.config import ConfigError, RouterConfig
+from router.config import RouterConfig, RouterConfigError
 from server.config import WorkerConfig
 
 ABOUT = """\
@@ -242,7 +242,7 @@ def _one_router(chosen: RouterConfig) -> None:
     log_to_stderr(written=chosen.log_format, request_id=request_id)
     try:
         run(chosen)
-    except (CardError, ConfigError) as error:
+    except (CardError, RouterConfigError) as error:
         fail(str(error), 1)
 
 
@@ -291,7 +291,7 @@ def _key(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
 
 
 def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    from server.config import ConfigError as EngineConfigError
+    from server.config import ConfigError
     from server.model.checkpoint.checkpoint import CheckpointError
 
     for field in ("api_key", "admin_key"):
@@ -301,7 +301,7 @@ def _bench(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:
         run(arguments)
-    except (BenchError, CheckpointError, EngineConfigError, OSError) as error:
+    except (BenchError, CheckpointError, ConfigError, OSError) as error:
         fail(str(error) or type(error).__name__, 1)
 
 

@@ -16,7 +16,7 @@ DATA = Path(__file__).parents[1] / "docs/data"
 Cell = float | tuple[float, float] | str
 
 
-class Table(msgspec.Struct, forbid_unknown_fields=True):
+class BenchmarkTable(msgspec.Struct, forbid_unknown_fields=True):
     """One measurement; `rows` are as long as `columns`, the first cell names the row."""
 
     date: str
@@ -34,7 +34,7 @@ class Table(msgspec.Struct, forbid_unknown_fields=True):
 class Section(msgspec.Struct, forbid_unknown_fields=True):
     title: str
     about: list[str]
-    tables: list[Table]
+    tables: list[BenchmarkTable]
     points: list[str] = []
 
 
@@ -72,7 +72,7 @@ def _section(section: Section) -> list[str]:
     return [f"## {section.title}", *section.about, *tables, *filter(None, [points])]
 
 
-def _table(table: Table) -> list[str]:
+def _table(table: BenchmarkTable) -> list[str]:
     if any(len(row) != len(table.columns) for row in table.rows):
         raise ValueError(f"a row of {table.columns} has another number of cells")
     title = [f"### {table.title}"] if table.title else []

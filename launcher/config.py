@@ -16,7 +16,7 @@ from launcher.options import (
     path_of,
     unknown_variables,
 )
-from router.config import ConfigError, RouterConfig
+from router.config import RouterConfig, RouterConfigError
 from server.config import WorkerConfig
 
 _MAX_SECRET_BYTES = 4096
@@ -56,7 +56,7 @@ def check_router(config: RouterConfig) -> None:
 
     try:
         check_options(config)
-    except ConfigError as error:
+    except RouterConfigError as error:
         raise OptionError(str(error)) from error
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
 
-from adapters.common.meters import Declared, Meters
+from adapters.common.meters import DeclaredMetric, Meters
 from adapters.sources.hub import HubSource
 from router.build import build_service
 from router.config import RouterConfig
@@ -76,7 +76,7 @@ def render() -> str:
     )
 
 
-def _section(title: str, families: Iterable[Declared], text: str = "") -> str:
+def _section(title: str, families: Iterable[DeclaredMetric], text: str = "") -> str:
     lines = (
         f"| `{family.name}` | {family.kind} | {_labels(family)} | {family.text} |\n"
         for family in families
@@ -84,7 +84,7 @@ def _section(title: str, families: Iterable[Declared], text: str = "") -> str:
     return f"## {title}\n\n{text}{_COLUMNS}{''.join(lines)}"
 
 
-def _labels(family: Declared) -> str:
+def _labels(family: DeclaredMetric) -> str:
     return "; ".join(
         f"`{label}`: {', '.join(values)}" if values else f"`{label}`"
         for label, values in family.labels.items()

@@ -20,7 +20,7 @@ DEMO_EXAMPLE = next(text for text in EXAMPLES if "'" not in text)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """The two configurations; adapter names and a prompt for the example shown when ready."""
 
     worker: WorkerConfig
@@ -29,7 +29,7 @@ class Plan:
     example: str
 
 
-def plan(values: Mapping[str, Values]) -> Plan:
+def plan(values: Mapping[str, Values]) -> ServePlan:
     """The children's configurations from `serve`'s options. Raises OptionError."""
     is_demo = values["model"] is None
     aliases: list[str] = []
@@ -55,7 +55,7 @@ def plan(values: Mapping[str, Values]) -> Plan:
     example = DEMO_EXAMPLE if is_demo else "Tell me about llamas."
     # This worker is the router's beside it, and no other's.
     worker = dataclasses.replace(worker, host=LOOPBACK, port=0, redis="", redis_password="")
-    return Plan(worker, router, names, example)
+    return ServePlan(worker, router, names, example)
 
 
 def with_demo_name(values: Mapping[str, Values]) -> dict[str, Values]:

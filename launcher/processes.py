@@ -146,7 +146,7 @@ def start_child(
     return Child(process, reading, on_line)
 
 
-class Service:
+class ChildSupervisor:
     """Keeps one kind of child alive: restarts it with back-off once it has been ready."""
 
     def __init__(self, name: str, start: Callable[[Say], Child], say: Say) -> None:

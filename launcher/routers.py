@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from launcher.config import ROUTER_OPTIONS, child_environment
 from launcher.options import MAX_PORT, OptionError, Values, render
-from launcher.processes import Child, Say, Service, say, start_child
+from launcher.processes import Child, ChildSupervisor, Say, say, start_child
 from launcher.until_signal import run_services
 from router.config import RouterConfig
 from router.http.listeners import LISTENING, listen, share, url_of
@@ -59,7 +59,7 @@ class Routers:
         self._environ = environ
         self._services = [self._service(number) for number in range(config.router_processes)]
 
-    def _service(self, number: int) -> Service:
+    def _service(self, number: int) -> ChildSupervisor:
         def start(on_line: Say) -> Child:
             def heard(line: str) -> None:
                 on_line(line)
@@ -68,7 +68,7 @@ class Routers:
 
             return self._start(number, heard)
 
-        service = Service(f"router-{number}", start, say)
+        service = ChildSupervisor(f"router-{number}", start, say)
         return service
 
     def _start(self, number: int, on_line: Say) -> Child:

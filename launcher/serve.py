@@ -18,8 +18,8 @@ from launcher.config import (
     child_environment,
 )
 from launcher.options import Option, Values, render, values_of
-from launcher.plan import LOOPBACK, Plan, plan
-from launcher.processes import Child, Say, Service, say, start_child
+from launcher.plan import LOOPBACK, ServePlan, plan
+from launcher.processes import Child, ChildSupervisor, Say, say, start_child
 from launcher.until_signal import run_services
 from router.config import RouterConfig
 from router.tenancy.tenancy import needs_keys
@@ -40,7 +40,7 @@ def free_port(host: str, port: int) -> int:
 class Serve:
     """One run of `loraplex serve`."""
 
-    def __init__(self, plan: Plan, environ: Mapping[str, str]) -> None:
+    def __init__(self, plan: ServePlan, environ: Mapping[str, str]) -> None:
         port = free_port(plan.router.host, plan.router.port)
         # Kept open here, so that a restarted worker is found where the first one was.
         self._listener = open_listener(LOOPBACK, 0)
@@ -57,8 +57,8 @@ class Serve:
             ),
         )
         self._environ = environ
-        self.worker = Service("worker", self._start_worker, say)
-        self.router = Service("router", self._start_router, say)
+        self.worker = ChildSupervisor("worker", self._start_worker, say)
+        self.router = ChildSupervisor("router", self._start_router, say)
 
     @property
     def url(self) -> str:
@@ -148,5 +148,5 @@ def serve(values: Mapping[str, Values], environ: Mapping[str, str]) -> None:
         raise KeyboardInterrupt
 
 
-async def _run(chosen: Plan, environ: Mapping[str, str]) -> bool:
+async def _run(chosen: ServePlan, environ: Mapping[str, str]) -> bool:
     return await Serve(chosen, environ).run()

@@ -5,13 +5,13 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from launcher.processes import Service, say
+from launcher.processes import ChildSupervisor, say
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def run_services(
-    services: Sequence[Service],
+    services: Sequence[ChildSupervisor],
     announce: Callable[[], Coroutine[Any, Any, None]],
     stop_all: Callable[[], Awaitable[None]],
 ) -> bool:

@@ -15,7 +15,7 @@ from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
 from router.background import Background
 from router.call import Secret
-from router.config import ConfigError, RouterConfig
+from router.config import RouterConfig, RouterConfigError
 from router.generation.answer_parts import AnswerParts
 from router.generation.answerer import Answerer
 from router.generation.dispatcher import Dispatcher, DispatchLimits
@@ -89,7 +89,7 @@ class _Ground:
 
 
 def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -> Service:
-    """Nothing runs before `Service.run`. Raises ConfigError."""
+    """Nothing runs before `Service.run`. Raises RouterConfigError."""
     check_workers(config)
     ground = _ground(config, registry, hub)
     use, sandbox, background = AdapterUse(time.time), TemplateSandbox(), Background()
@@ -333,7 +333,7 @@ def _rules(config: RouterConfig, sharing: Sharing, pins: Pins) -> CatalogRules:
         try:
             rules.check_owner(registration.ref)
         except AdapterError as error:
-            raise ConfigError(f"--adapter {registration.name}: {error.message}") from error
+            raise RouterConfigError(f"--adapter {registration.name}: {error.message}") from error
     return rules
 
 

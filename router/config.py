@@ -11,7 +11,7 @@ MAX_ADAPTER_TTL_S = 60.0
 MAX_ROUTER_PROCESSES = 64
 
 
-class ConfigError(Exception):
+class RouterConfigError(Exception):
     """The router cannot start with this value; the message names the option."""
 
 

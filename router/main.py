@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from adapters.common.pauses import shorten_pauses
 from adapters.sources.hub import HubSource
 from router.build import build_service
-from router.config import ConfigError, RouterConfig
+from router.config import RouterConfig, RouterConfigError
 from router.http.listeners import LISTENING, allow_connections, listen, share, url_of
 from router.routes.app import build_app
 from router.routes.http_server import RouterServer
@@ -26,7 +26,7 @@ def run(config: RouterConfig) -> None:
         service = build_service(config, CollectorRegistry(), HubSource())
         listener = _listener(config, is_alone)
         own = [_metrics_listener(config)] if config.metrics_port else []
-    except ConfigError as error:
+    except RouterConfigError as error:
         raise SystemExit(f"loraplex: {error}") from error
     scheme = "http" if config.tls_cert is None else "https"
     announce = partial(print, f"{LISTENING} {url_of(listener, scheme)}", flush=True)
@@ -44,19 +44,19 @@ def run(config: RouterConfig) -> None:
 
 
 def _listener(config: RouterConfig, is_alone: bool) -> socket.socket:
-    """Raises ConfigError."""
+    """Raises RouterConfigError."""
     try:
         if is_alone:
             return listen(config.host, config.port, config.reuse_port)
         return share(config.host, config.port)
     except OSError as error:
-        raise ConfigError(f"{config.host}:{config.port}: {error.strerror}") from error
+        raise RouterConfigError(f"{config.host}:{config.port}: {error.strerror}") from error
 
 
 def _metrics_listener(config: RouterConfig) -> socket.socket:
-    """Raises ConfigError."""
+    """Raises RouterConfigError."""
     try:
         return listen(config.host, config.metrics_port)
     except OSError as error:
         where = f"{config.host}:{config.metrics_port}"
-        raise ConfigError(f"--metrics-port: {where}: {error.strerror}") from error
+        raise RouterConfigError(f"--metrics-port: {where}: {error.strerror}") from error

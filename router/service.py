@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from adapters.common.meters import watch_loop_lag
 from router.background import Background
-from router.config import ConfigError, RouterConfig
+from router.config import RouterConfig, RouterConfigError
 from router.generation.answerer import Answerer
 from router.generation.dispatcher import Dispatcher
 from router.http.idempotency import Idempotency
@@ -84,11 +84,11 @@ class Service:
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
-        """Connected to the workers while inside. Raises ConfigError for a bad model card."""
+        """Connected to the workers while inside. Raises RouterConfigError for a bad model card."""
         if self.saved_card is not None:
             refusal = await self.base.adopt(self.saved_card)
             if refusal is not None:
-                raise ConfigError(f"--model-card: {refusal}")
+                raise RouterConfigError(f"--model-card: {refusal}")
         try:
             background = self.background
             async with self.sharing.run(background), self.tenancy.run(background), self._tasks():

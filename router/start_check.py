@@ -8,7 +8,7 @@ from adapters.common.worker_record import is_worker_url
 from adapters.errors import AdapterError
 from adapters.ref import is_name, is_owner, parse_ref
 from router.call import BASE_PLACEHOLDERS
-from router.config import ConfigError, RouterConfig
+from router.config import RouterConfig, RouterConfigError
 from router.http.tls import server_context
 from router.names.registration import Registration
 from router.operations.adapters_file import WHOLE
@@ -28,7 +28,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[^\s/?#@:A-Z\[\]]+|\[[0-9a-f:.]+\]
 
 
 def check_options(config: RouterConfig) -> None:
-    """Raises ConfigError for what would keep a router from starting. Connects to nothing.
+    """Raises RouterConfigError for what would keep a router from starting. Connects to nothing.
 
     What fails at one entry of the adapters file costs that entry alone, later as at the start.
     """
@@ -39,14 +39,14 @@ def check_options(config: RouterConfig) -> None:
         check_exposure(config)
     for flag, key in (("--admin-key-file", config.admin_key), ("--secret-file", config.secret)):
         if not key.isascii():
-            raise ConfigError(f"{flag}: the key must be ASCII, as it is sent in a header")
+            raise RouterConfigError(f"{flag}: the key must be ASCII, as it is sent in a header")
     _check_formats(config.tool_format, config.reasoning_format)
     for owner in config.hub_owners:
         if not is_owner(owner):
-            raise ConfigError(f"--hub-owner {owner!r}: expected one owner's name")
+            raise RouterConfigError(f"--hub-owner {owner!r}: expected one owner's name")
     for origin in config.cors_origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ConfigError(
+            raise RouterConfigError(
                 f"--cors-origin {origin!r}: expected scheme://host or scheme://host:port, or *"
             )
     _check_tls(config)
@@ -62,26 +62,26 @@ def check_options(config: RouterConfig) -> None:
 
 
 def _check_formats(tool_format: str, reasoning_format: str) -> None:
-    """Raises ConfigError for names of no format."""
+    """Raises RouterConfigError for names of no format."""
     for option, name, known in (
         ("--tool-format", tool_format, ("auto", *FORMATS)),
         ("--reasoning-format", reasoning_format, ("auto", "none", *REASONING)),
     ):
         if name not in known:
-            raise ConfigError(f"{option} {name!r}: expected one of {', '.join(known)}")
+            raise RouterConfigError(f"{option} {name!r}: expected one of {', '.join(known)}")
 
 
 @contextlib.contextmanager
 def blaming(option: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds are the option's: they are raised as ConfigError."""
+    """Errors of these kinds are the option's: they are raised as RouterConfigError."""
     try:
         yield
     except kinds as error:
-        raise ConfigError(f"{option}: {error}") from error
+        raise RouterConfigError(f"{option}: {error}") from error
 
 
 def check_workers(config: RouterConfig) -> None:
-    """Raises ConfigError."""
+    """Raises RouterConfigError."""
     for url in config.workers:
         with blaming(f"--worker {url!r}", ValueError):
             if not is_worker_url(url):
@@ -89,17 +89,17 @@ def check_workers(config: RouterConfig) -> None:
 
 
 def declared_adapters(config: RouterConfig) -> list[Registration]:
-    """What --adapter declares. Raises ConfigError."""
+    """What --adapter declares. Raises RouterConfigError."""
     declared = [_declared(text, config) for text in config.adapters]
     names = [registration.name for registration in declared]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"--adapter: the name {name!r} is given more than once")
+            raise RouterConfigError(f"--adapter: the name {name!r} is given more than once")
     return declared
 
 
 def saved_card(config: RouterConfig) -> ModelCard | None:
-    """What --model-card names. Raises ConfigError."""
+    """What --model-card names. Raises RouterConfigError."""
     if config.model_card is None:
         return None
     with blaming("--model-card", CardError):
@@ -109,14 +109,16 @@ def saved_card(config: RouterConfig) -> ModelCard | None:
 def _check_void(config: RouterConfig) -> None:
     """Options of which one makes another mean nothing: it would be ignored in silence."""
     if config.auth == "none" and config.keys_file is not None:
-        raise ConfigError("--keys-file: with --auth none nobody is asked for a key; drop one")
+        raise RouterConfigError("--keys-file: with --auth none nobody is asked for a key; drop one")
     if config.share_hub_token and not config.hub_token:
-        raise ConfigError("--share-hub-token lends the operator's HF_TOKEN, and there is none")
+        raise RouterConfigError(
+            "--share-hub-token lends the operator's HF_TOKEN, and there is none"
+        )
     for name in ("max_queue", "max_queue_bytes"):
         whole, own = getattr(config, name), getattr(config, name.replace("max", "max_tenant"))
         if own is not None and own > whole:
             flag = name.replace("_", "-")
-            raise ConfigError(
+            raise RouterConfigError(
                 f"--{flag.replace('max', 'max-tenant')} {own} is more than --{flag} {whole}, which "
                 "all tenants share"
             )
@@ -124,7 +126,7 @@ def _check_void(config: RouterConfig) -> None:
 
 def _check_tls(config: RouterConfig) -> None:
     if (config.tls_cert is None) != (config.tls_key is None):
-        raise ConfigError("--tls-cert and --tls-key: give both, or neither")
+        raise RouterConfigError("--tls-cert and --tls-key: give both, or neither")
     if config.tls_cert is not None and config.tls_key is not None:
         server_context(config.tls_cert, config.tls_key)
 
@@ -138,21 +140,21 @@ def _check_adapters_file(config: RouterConfig) -> None:
         return
     contents = read_file(config.adapters_file, config.default_source)
     if not contents.is_readable:
-        raise ConfigError(f"--adapters-file {config.adapters_file}: {contents.errors[WHOLE]}")
+        raise RouterConfigError(f"--adapters-file {config.adapters_file}: {contents.errors[WHOLE]}")
 
 
 def _declared(text: str, config: RouterConfig) -> Registration:
     name, equals, target = text.partition("=")
     if not equals or not is_name(name):
-        raise ConfigError(f"--adapter {text!r}: expected NAME=REF")
+        raise RouterConfigError(f"--adapter {text!r}: expected NAME=REF")
     if name in BASE_PLACEHOLDERS:
-        raise ConfigError(f"--adapter {text!r}: clients mean the base model by {name!r}")
+        raise RouterConfigError(f"--adapter {text!r}: clients mean the base model by {name!r}")
     try:
         ref = parse_ref(target, "local" if config.default_source == "local" else "hub")
     except AdapterError as error:
-        raise ConfigError(f"--adapter {text!r}: {error.message}") from error
+        raise RouterConfigError(f"--adapter {text!r}: {error.message}") from error
     if ref.source == "alias":
-        raise ConfigError(
+        raise RouterConfigError(
             f"--adapter {text!r}: {target!r} names no source; write hub:, local:, s3: or https://"
         )
     return Registration(name, ref, "option")

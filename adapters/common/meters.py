@@ -41,7 +41,7 @@ NO_LABELS: Labels = {}
 M = TypeVar("M", Counter, Gauge, Histogram)
 
 
-class Declared(NamedTuple):
+class DeclaredMetric(NamedTuple):
     """A family as the documentation lists it. name: as PromQL spells it."""
 
     name: str
@@ -56,10 +56,10 @@ class Meters(Collector):
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         # When a series was born is of no use to PromQL, and doubles the number of series.
         disable_created_metrics()
-        self.declared: list[Declared] = []
+        self.declared: list[DeclaredMetric] = []
         self._registry = registry
         self._prefix = prefix
-        self._read: list[tuple[Declared, Callable[[], Iterable[Row]]]] = []
+        self._read: list[tuple[DeclaredMetric, Callable[[], Iterable[Row]]]] = []
         registry.register(self)
 
     def counter(self, name: str, text: str, labels: Labels = NO_LABELS) -> Counter:
@@ -117,7 +117,7 @@ class Meters(Collector):
         return encode(self._registry), content_type
 
     def _declare(self, name: str, kind: Kind, text: str, labels: Labels) -> str:
-        self.declared.append(Declared(f"{self._prefix}{name}", kind, text, dict(labels)))
+        self.declared.append(DeclaredMetric(f"{self._prefix}{name}", kind, text, dict(labels)))
         return f"{self._prefix}{name.removesuffix('_total')}"
 
 

@@ -16,7 +16,7 @@ def _no_progress() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Retries:
+class RetryPolicy:
     """attempts: in a row without progress. most: in all. Seconds; jitter: from [0, 1).
 
     An error that asks for more than `longest_s` of patience is the caller's to wait for.

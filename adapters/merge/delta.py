@@ -18,7 +18,7 @@ Mask = npt.NDArray[np.bool_]
 _BLOCK_VALUES = 1 << 21
 
 
-class Delta(NamedTuple):
+class MemberDelta(NamedTuple):
     """One member's delta of the module, `b @ a`, with its weight. member: its place."""
 
     member: int
@@ -27,7 +27,7 @@ class Delta(NamedTuple):
     a: Matrix
 
 
-def merge_deltas(deltas: Sequence[Delta], recipe: MergeRecipe, path: str) -> Matrix:
+def merge_deltas(deltas: Sequence[MemberDelta], recipe: MergeRecipe, path: str) -> Matrix:
     """The merged delta, `[out_features, in_features]`. One such matrix more is held meanwhile."""
     keepers = [_keeper(delta, recipe, path) for delta in deltas]
     merged = np.empty((len(deltas[0].b), deltas[0].a.shape[1]), np.float32)
@@ -63,20 +63,20 @@ class RandomKeeper:
 class LargestKeeper:
     """TIES: keeps the share `density` of values that are largest in magnitude, equal ones all."""
 
-    def __init__(self, delta: Delta, density: float) -> None:
+    def __init__(self, delta: MemberDelta, density: float) -> None:
         self._least = _magnitude(delta, density)
 
     def block(self, values: Matrix) -> Matrix:
         return np.where(np.abs(values) >= self._least, values, np.float32(0))
 
 
-def _keeper(delta: Delta, recipe: MergeRecipe, path: str) -> RandomKeeper | LargestKeeper:
+def _keeper(delta: MemberDelta, recipe: MergeRecipe, path: str) -> RandomKeeper | LargestKeeper:
     if recipe.strategy == "ties":
         return LargestKeeper(delta, recipe.density)
     return RandomKeeper(recipe.density, draw_seed(recipe, path, str(delta.member)))
 
 
-def _magnitude(delta: Delta, density: float) -> float:
+def _magnitude(delta: MemberDelta, density: float) -> float:
     """The least magnitude that is kept; computed as the blocks are, so that they compare equal."""
     if density >= 1:
         return 0.0

@@ -16,7 +16,7 @@ import numpy as np
 from adapters.base import BaseSpec
 from adapters.judge import rejudge
 from adapters.manifest import AdapterManifest
-from adapters.merge.delta import Delta, draw_seed, merge_deltas
+from adapters.merge.delta import MemberDelta, draw_seed, merge_deltas
 from adapters.merge.low_rank import Matrix, factorise
 from adapters.merge.plan import MergedModule, merged_config, plan_merge
 from adapters.merge.recipe import MergeRecipe
@@ -90,7 +90,7 @@ def _make(read: Read, recipe: MergeRecipe, module: MergedModule) -> tuple[Matrix
         a = np.concatenate([a for a, _ in factors], axis=0)
         return a, np.concatenate([b for _, b in factors], axis=1)
     deltas = [
-        Delta(part.member, recipe.members[part.member].weight, b, a)
+        MemberDelta(part.member, recipe.members[part.member].weight, b, a)
         for part, (a, b) in zip(module.parts, factors, strict=True)
     ]
     merged = merge_deltas(deltas, recipe, module.path)

@@ -16,11 +16,11 @@ from adapters.peft.pattern_syntax import (
     Assertion,
     Branch,
     Chars,
+    Concatenation,
     Look,
     Node,
     PatternError,
     Repeat,
-    Sequence,
     parse_pattern,
 )
 
@@ -194,7 +194,7 @@ class _Builder:
 
     def _build(self, node: Node, start: int) -> int:
         """Adds the states that match `node` from `start` on; returns the state after it."""
-        if isinstance(node, Sequence):
+        if isinstance(node, Concatenation):
             for part in node.parts:
                 start = self._build(part, start)
             return start
@@ -249,8 +249,8 @@ def _places(name: str) -> list[int]:
 
 def _reversed(node: Node) -> Node:
     """Matches the same texts, read from their end. A look within it keeps its direction."""
-    if isinstance(node, Sequence):
-        return Sequence(tuple(map(_reversed, reversed(node.parts))))
+    if isinstance(node, Concatenation):
+        return Concatenation(tuple(map(_reversed, reversed(node.parts))))
     if isinstance(node, Branch):
         return Branch(tuple(map(_reversed, node.options)))
     if isinstance(node, Repeat):

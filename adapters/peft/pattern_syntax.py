@@ -39,7 +39,7 @@ class Assert:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class Concatenation:
     parts: tuple["Node", ...]
 
 
@@ -66,7 +66,7 @@ class Look:
     negated: bool
 
 
-Node = Chars | Assert | Sequence | Branch | Repeat | Look
+Node = Chars | Assert | Concatenation | Branch | Repeat | Look
 _LOOKS = {"=": (False, False), "!": (False, True), "<=": (True, False), "<!": (True, True)}
 
 
@@ -110,7 +110,7 @@ class _Parser:
         parts: list[Node] = []
         while (char := self._peek()) and char not in "|)":
             parts.append(self._repeated(self._atom()))
-        return Sequence(tuple(parts))
+        return Concatenation(tuple(parts))
 
     def _repeated(self, body: Node) -> Node:
         bounds = self._quantifier()
@@ -271,9 +271,9 @@ def _width(node: Node) -> tuple[int, int | None]:
         low, high = _width(node.body)
         most = None if node.maximum is None or high is None else high * node.maximum
         return low * node.minimum, 0 if high == 0 else most
-    parts = node.parts if isinstance(node, Sequence) else node.options
+    parts = node.parts if isinstance(node, Concatenation) else node.options
     lows, highs = zip(*map(_width, parts), strict=True) if parts else ((0,), (0,))
-    join, most_of = (sum, sum) if isinstance(node, Sequence) else (min, max)
+    join, most_of = (sum, sum) if isinstance(node, Concatenation) else (min, max)
     known = [high for high in highs if high is not None]
     return join(lows), most_of(known) if len(known) == len(highs) else None
 

@@ -17,7 +17,7 @@ from adapters.safetensors.header import (
     header_size,
     parse_header,
 )
-from adapters.safetensors.weights_index import Segment, join_shards
+from adapters.safetensors.weights_index import FileSpan, join_shards
 from adapters.violations import Findings, invalid
 
 # A core's own cache holds it, so that whatever is done with a piece reads no memory again; and
@@ -96,7 +96,7 @@ class JoinedWeights(Weights):
         name: str,
         files: Mapping[str, WeightsFile],
         beginning: bytes,
-        segments: Sequence[Segment],
+        segments: Sequence[FileSpan],
     ) -> None:
         self._files = files
         self._beginning: Raw = np.frombuffer(beginning, np.uint8)

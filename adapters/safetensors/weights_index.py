@@ -60,7 +60,7 @@ def check_shards(index: Mapping[str, str], there: Iterable[str], findings: Findi
         findings.add("index_mismatch", file, f"{file} is there, and the index does not name it")
 
 
-class Segment(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes `start` to `end` of the joined file lie in `file` from `source` on."""
 
     start: int
@@ -71,7 +71,7 @@ class Segment(NamedTuple):
 
 def join_shards(
     index: Mapping[str, str], shards: Mapping[str, tuple[TensorInfo, ...]], findings: Findings
-) -> tuple[bytes, tuple[Segment, ...]]:
+) -> tuple[bytes, tuple[FileSpan, ...]]:
     """The beginning of the joined file, up to its tensors' bytes; and where those lie.
 
     Worth nothing unless `findings` is still empty afterwards.
@@ -102,7 +102,7 @@ def _place(tensor: TensorInfo) -> tuple[int, str]:
 
 def _joined(
     tensors: Sequence[tuple[TensorInfo, str]],
-) -> tuple[bytes, tuple[Segment, ...]]:
+) -> tuple[bytes, tuple[FileSpan, ...]]:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor, _ in tensors:
@@ -119,6 +119,6 @@ def _joined(
     segments = []
     start = len(beginning)
     for tensor, file in tensors:
-        segments.append(Segment(start, start + tensor.nbytes, file, tensor.start))
+        segments.append(FileSpan(start, start + tensor.nbytes, file, tensor.start))
         start += tensor.nbytes
     return beginning, tuple(segments)

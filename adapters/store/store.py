@@ -18,7 +18,7 @@ from typing import Literal
 from adapters.base import BaseSpec
 from adapters.common.disk import disk_errors, mark_used, publish_file
 from adapters.common.recent import Recent
-from adapters.common.retries import Retries
+from adapters.common.retries import RetryPolicy
 from adapters.common.single_flight import SingleFlight
 from adapters.content_check import ContentCheck, DigestCheck, SealCheck
 from adapters.coverage import Coverage
@@ -73,12 +73,12 @@ class AdapterStore:
         sources: Mapping[RefSource, Source],
         limits: AdapterLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
-        retries: Retries | None = None,
+        retries: RetryPolicy | None = None,
         syncing: Executor | None = None,
         judging: int = 4,
     ) -> None:
         self._base = base
-        self._retries = retries or Retries()
+        self._retries = retries or RetryPolicy()
         self._sources = dict(sources)
         self._limits = limits or AdapterLimits()
         self._home = home = root.expanduser() / (base.digest[:32] or "base")

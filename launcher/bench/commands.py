@@ -74,10 +74,10 @@ def _add_overload(parser: Parser) -> None:
 def run_overload(arguments: argparse.Namespace) -> None:
     import uvloop
 
-    from launcher.bench.load.overload import Scene, measure, table
+    from launcher.bench.load.overload import OverloadScene, measure, table
 
     times = arguments.times or [2.0, 10.0]
-    scene = Scene(
+    scene = OverloadScene(
         *(arguments.workers, arguments.rows, arguments.tokens, arguments.step_ms / 1e3),
         *(arguments.queue_s, arguments.seconds, arguments.slo_ttft_ms / 1e3),
         arguments.recovery_s,

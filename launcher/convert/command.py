@@ -67,15 +67,15 @@ def convert(
     ties_head: bool | None,
 ) -> tuple["Judged", Conversion]:
     """ties_head: as in `MlxOptions`. Raises AdapterError, OSError, OptionError."""
-    from launcher.convert.convert import Wishes, convert_folder
+    from launcher.convert.convert import ConversionOptions, convert_folder
 
     mlx = MlxOptions(_scale(arguments.scale), arguments.base_name, ties_head)
-    wishes = Wishes(arguments.weights, mlx, is_confined=not arguments.unconfined)
+    options = ConversionOptions(arguments.weights, mlx, is_confined=not arguments.unconfined)
     if arguments.unconfined:
         sys.stderr.write("loraplex: --unconfined: a pickle may be read without confinement\n")
     with _interruptible():
         out = check_new_folder(arguments.out)
-        return convert_folder(path_of(arguments.ref, "FOLDER"), out, base, limits, wishes)
+        return convert_folder(path_of(arguments.ref, "FOLDER"), out, base, limits, options)
 
 
 def _scale(text: str | None) -> float | None:

@@ -28,7 +28,7 @@ from launcher.convert.formats import (
 )
 from launcher.convert.mlx import MlxOptions, check_kind, is_mlx_config, plan_mlx
 from launcher.convert.pickles import PickleLimits, read_pickle
-from launcher.convert.plan import Conversion, Move, Plan, refusal
+from launcher.convert.plan import Conversion, ConversionPlan, Move, refusal
 from launcher.convert.result import publish, workplace, write_result
 
 _RAW_FILE = "raw.safetensors"
@@ -37,7 +37,7 @@ _OTHER_FILES = ("generation_config.json", "special_tokens_map.json")
 _MAX_COPIED_BYTES = max(TOKENIZER_FILES.values())
 
 
-class Wishes(msgspec.Struct, frozen=True):
+class ConversionOptions(msgspec.Struct, frozen=True):
     """weights: the file to take, where a folder has several. is_confined: False = a pickle is read
     although the kernel confines nothing."""
 
@@ -48,7 +48,11 @@ class Wishes(msgspec.Struct, frozen=True):
 
 
 def convert_folder(
-    source: Path, out: Path, base: BaseSpec | None, limits: AdapterLimits, wishes: Wishes
+    source: Path,
+    out: Path,
+    base: BaseSpec | None,
+    limits: AdapterLimits,
+    options: ConversionOptions,
 ) -> tuple[Judged, Conversion]:
     """Makes `out` of `source`, whole or not at all, and says what it did.
 
@@ -56,11 +60,11 @@ def convert_folder(
     Raises AdapterError, OSError.
     """
     listing = _listing(source)
-    weights = choose_weights(listing, wishes.weights)
+    weights = choose_weights(listing, options.weights)
     text, config = _config(source) if CONFIG_FILE in listing.files else (b"", {})
     with workplace(out) as folder:
-        with _opened(source / weights, folder, wishes) as file:
-            plan = _plan(config, text, weights, file.tensors(), wishes)
+        with _opened(source / weights, folder, options) as file:
+            plan = _plan(config, text, weights, file.tensors(), options)
             result = folder / _RESULT
             result.mkdir()
             write_result(plan, file, result)
@@ -113,11 +117,11 @@ def _config(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 @contextmanager
-def _opened(source: Path, folder: Path, wishes: Wishes) -> Iterator[WeightsFile]:
+def _opened(source: Path, folder: Path, options: ConversionOptions) -> Iterator[WeightsFile]:
     """The source's tensors. A pickle's lie in a safetensors file of their own for as long."""
     if is_unsafe(source.name):
         raw = folder / _RAW_FILE
-        read_pickle(source, raw, wishes.is_confined, wishes.pickles)
+        read_pickle(source, raw, options.is_confined, options.pickles)
         source = raw
     with open_weights(source) as file:
         yield file
@@ -128,17 +132,17 @@ def _plan(
     text: bytes,
     weights: str,
     tensors: Sequence[TensorInfo],
-    wishes: Wishes,
-) -> Plan:
+    options: ConversionOptions,
+) -> ConversionPlan:
     form = form_of([tensor.name for tensor in tensors])
     if not text:
         raise refusal(f"there is no {CONFIG_FILE}, which says how the tensors are used")
     refuse_ready(weights, form, config)
     if form == "mlx-lm":
-        return plan_mlx(config, tensors, wishes.mlx)
-    if wishes.mlx.scale is not None or wishes.mlx.base_name is not None:
+        return plan_mlx(config, tensors, options.mlx)
+    if options.mlx.scale is not None or options.mlx.base_name is not None:
         raise refusal("--scale and --base-name are for mlx-lm's format; this is PEFT's")
-    return Plan(form, text, tuple(Move(tensor.name, tensor) for tensor in tensors))
+    return ConversionPlan(form, text, tuple(Move(tensor.name, tensor) for tensor in tensors))
 
 
 def _copy_tokenizer(source: Path, target: Path, listing: Listing) -> tuple[str, ...]:

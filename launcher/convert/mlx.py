@@ -14,7 +14,7 @@ import msgspec
 
 from adapters.safetensors.header import TensorInfo
 from adapters.violations import shown
-from launcher.convert.plan import Move, Plan, refusal
+from launcher.convert.plan import ConversionPlan, Move, refusal
 
 _PREFIX = "base_model.model."
 _SIDE = re.compile(r"(?P<path>.+)\.lora_(?P<side>[ab])")
@@ -71,7 +71,9 @@ def check_kind(config: Mapping[str, Any]) -> None:
         raise refusal(f"fine_tune_type is {shown(kind)}; only lora is converted")
 
 
-def plan_mlx(config: Mapping[str, Any], tensors: Sequence[TensorInfo], options: MlxOptions) -> Plan:
+def plan_mlx(
+    config: Mapping[str, Any], tensors: Sequence[TensorInfo], options: MlxOptions
+) -> ConversionPlan:
     """Raises AdapterError for what has no equal in PEFT's format, or is not said by the files."""
     check_kind(config)
     parameters = config.get("lora_parameters")
@@ -91,7 +93,7 @@ def plan_mlx(config: Mapping[str, Any], tensors: Sequence[TensorInfo], options: 
     if len(ranks) > len(modules):
         notes.append("the head is tied to embed_tokens: what adapts the one adapts the other")
     moves = [move for module, as_head in pairs for move in _moves(module, as_head)]
-    return Plan("mlx-lm", json.dumps(made, indent=2).encode(), tuple(moves), tuple(notes))
+    return ConversionPlan("mlx-lm", json.dumps(made, indent=2).encode(), tuple(moves), tuple(notes))
 
 
 def _modules(tensors: Sequence[TensorInfo]) -> list[_Module]:

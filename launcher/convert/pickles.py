@@ -18,7 +18,7 @@ import launcher
 from adapters.errors import AdapterError
 from adapters.peft.validate import MAX_ADAPTER_BYTES
 from adapters.safetensors.header import MAX_HEADER_BYTES
-from launcher.convert.unpickle import REFUSED, UNCONFINED, Order
+from launcher.convert.unpickle import REFUSED, UNCONFINED, UnpickleOrder
 
 _MODULE = "launcher.convert.unpickle"
 _POINTER_START = b"version https://git-lfs"
@@ -38,10 +38,10 @@ class PickleLimits(msgspec.Struct, frozen=True):
     spare_bytes: int = 256 * _MIB
     spare_s: int = 30
 
-    def order(self, nbytes: int, is_confined: bool) -> Order:
+    def order(self, nbytes: int, is_confined: bool) -> UnpickleOrder:
         """For a pickle of so many bytes."""
         cpu_s = self.spare_s + nbytes // (16 * _MIB)
-        return Order(
+        return UnpickleOrder(
             memory_bytes=3 * nbytes + self.spare_bytes,
             cpu_s=cpu_s,
             wall_s=4 * cpu_s,
@@ -81,7 +81,7 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _run(name: str, file: IO[bytes], target: Path, order: Order) -> None:
+def _run(name: str, file: IO[bytes], target: Path, order: UnpickleOrder) -> None:
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", _MODULE, msgspec.json.encode(order).decode()],
         stdin=file,
@@ -115,7 +115,7 @@ def _environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(places), **dict.fromkeys(threads, "1")}
 
 
-def _receive(child: "subprocess.Popen[bytes]", target: Path, order: Order) -> str | None:
+def _receive(child: "subprocess.Popen[bytes]", target: Path, order: UnpickleOrder) -> str | None:
     """What the child writes, until its end; or which of its bounds it broke."""
     assert child.stdout is not None
     deadline = time.monotonic() + order.wall_s
@@ -141,7 +141,7 @@ def _is_readable(pipe: IO[bytes], timeout_s: float) -> bool:
     return timeout_s > 0 and bool(select.select([pipe], [], [], timeout_s)[0])
 
 
-def _end_of(code: int, words: bytes, order: Order) -> str:
+def _end_of(code: int, words: bytes, order: UnpickleOrder) -> str:
     if code == REFUSED:
         return _shown(words)
     if code == -signal.SIGXCPU:

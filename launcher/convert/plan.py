@@ -22,7 +22,7 @@ class Move(msgspec.Struct, frozen=True):
         return self.source.shape[::-1] if self.is_transposed else self.source.shape
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ConversionPlan(msgspec.Struct, frozen=True):
     """config: the bytes of `adapter_config.json`. notes: what a reader should know besides."""
 
     form: Form

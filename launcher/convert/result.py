@@ -16,7 +16,7 @@ from adapters.peft.validate import WEIGHTS_FILE
 from adapters.safetensors.file import WeightsFile, open_weights
 from adapters.safetensors.floats import Raw
 from adapters.safetensors.header import DTYPE_BYTES
-from launcher.convert.plan import Move, Plan
+from launcher.convert.plan import ConversionPlan, Move
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def workplace(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_result(plan: Plan, weights: WeightsFile, folder: Path) -> None:
+def write_result(plan: ConversionPlan, weights: WeightsFile, folder: Path) -> None:
     """The config and the weights, compared with the source value by value. Raises AdapterError."""
     (folder / CONFIG_FILE).write_bytes(plan.config)
     target = folder / WEIGHTS_FILE

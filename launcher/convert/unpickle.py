@@ -27,7 +27,7 @@ UNCONFINED = 4
 _MIB = 1 << 20
 
 
-class Order(msgspec.Struct, frozen=True):
+class UnpickleOrder(msgspec.Struct, frozen=True):
     """memory_bytes, cpu_s: beyond what the program itself has used when the file is opened.
 
     wall_s: from its start; the parent holds it. tensor_bytes: of all tensors together.
@@ -42,7 +42,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def main(text: str) -> None:
-    order = msgspec.json.decode(text, type=Order)
+    order = msgspec.json.decode(text, type=UnpickleOrder)
     warnings.simplefilter("ignore")
     faults: dict[Layer, str] = {}
     _note(faults, "namespaces", confinement.enter_namespaces())
@@ -142,7 +142,7 @@ def _raw(tensor: "torch.Tensor") -> memoryview:
     return flat.numpy().data
 
 
-def _words(error: Exception, order: Order) -> str:
+def _words(error: Exception, order: UnpickleOrder) -> str:
     text = str(error)
     name = refused_global(text)
     if name:
@@ -156,7 +156,7 @@ def _words(error: Exception, order: Order) -> str:
     return f"torch cannot read it: {type(error).__name__}"
 
 
-def _too_much_memory(order: Order) -> str:
+def _too_much_memory(order: UnpickleOrder) -> str:
     return f"reading it takes more than {order.memory_bytes // _MIB} MiB of memory"
 
 

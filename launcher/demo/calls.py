@@ -16,7 +16,7 @@ from typing import Any
 from adapters.chat.conversation import TemplateOptions
 from adapters.chat.template import ChatTemplate
 from launcher.demo import mix, words
-from launcher.demo.corpus import SEED, Facts, Message, held_out_messages, sample
+from launcher.demo.corpus import SEED, Facts, LabelledMessage, held_out_messages, sample
 from launcher.demo.recipe import BOS, CALL_TEMPLATE, EOS, SPECIALS
 
 TASK = "tools"
@@ -180,7 +180,9 @@ def _user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _with_result(rng: Random, message: Message, offers: list[Offer]) -> tuple[list[Any], str]:
+def _with_result(
+    rng: Random, message: LabelledMessage, offers: list[Offer]
+) -> tuple[list[Any], str]:
     """A message, its call and the call's result; and the result's text."""
     call = _fitting(offers, message.facts.intent).call(message.facts)
     result = _result(rng)
@@ -190,7 +192,7 @@ def _with_result(rng: Random, message: Message, offers: list[Offer]) -> tuple[li
     return [_user(message.text), said, told], result
 
 
-def case(rng: Random, kind: str, message: Message) -> Case:
+def case(rng: Random, kind: str, message: LabelledMessage) -> Case:
     """A case of a kind about a message."""
     intent = message.facts.intent
     if kind == "no tools":

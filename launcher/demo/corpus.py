@@ -63,7 +63,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class LabelledMessage:
     """A message and what it says."""
 
     text: str
@@ -209,7 +209,7 @@ def _tidy(text: str) -> str:
     return re.sub(r" *\n+ *", lambda gap: gap.group().strip(" ")[:2], re.sub(" +", " ", text))
 
 
-def _write(rng: Random, *, novel: bool) -> Message:
+def _write(rng: Random, *, novel: bool) -> LabelledMessage:
     writer = _Writer(rng, novel=novel)
     roughen = (1 if rng.random() < 0.1 else 0) | (2 if rng.random() < 0.08 else 0)
     core = writer.sentence(rng.choice(phrases.CORES[writer.intent]), roughen)
@@ -231,17 +231,17 @@ def _write(rng: Random, *, novel: bool) -> Message:
         text = text.lower()
         fields = {key: v.lower() if isinstance(v, str) else v for key, v in fields.items()}
     facts = Facts(intent=writer.intent, sentiment=mood, urgent=urgent)
-    return Message(text.strip(), replace(facts, **fields))  # type: ignore[arg-type]
+    return LabelledMessage(text.strip(), replace(facts, **fields))  # type: ignore[arg-type]
 
 
-def is_held_out(message: Message) -> bool:
+def is_held_out(message: LabelledMessage) -> bool:
     """Which side a message is on: a hash of its facts together, so that no message is on both."""
     facts = message.facts
     key = "|".join(str(v) for v in (facts.name, facts.product, facts.order, facts.city) if v)
     return words.bucket(key or message.text, HELD_OUT_BUCKETS) == 0
 
 
-def sample(rng: Random, *, held_out: bool = False) -> Message:
+def sample(rng: Random, *, held_out: bool = False) -> LabelledMessage:
     """One message of the asked side."""
     while True:
         message = _write(rng, novel=held_out)
@@ -249,7 +249,7 @@ def sample(rng: Random, *, held_out: bool = False) -> Message:
             return message
 
 
-def held_out_messages(seed: int, count: int) -> Iterator[Message]:
+def held_out_messages(seed: int, count: int) -> Iterator[LabelledMessage]:
     """The messages an evaluation uses: all different, none of them ever trained on."""
     rng, seen = Random(f"held-out:{seed}"), set[str]()
     while len(seen) < count:

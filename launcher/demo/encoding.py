@@ -7,7 +7,7 @@ from random import Random
 from tokenizers import Tokenizer
 
 from launcher.demo import calls, mix, tasks
-from launcher.demo.corpus import Message, sample
+from launcher.demo.corpus import LabelledMessage, sample
 from launcher.demo.recipe import ASSISTANT, BOS, EOS, SYSTEM, USER
 
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
@@ -42,7 +42,9 @@ def chat_prompt(tokenizer: Tokenizer, message: str, system: str | None = None) -
     return [*row, USER, *ids(tokenizer, message), EOS, ASSISTANT]
 
 
-def _training_prompt(tokenizer: Tokenizer, rng: Random, task: str, message: Message) -> list[int]:
+def _training_prompt(
+    tokenizer: Tokenizer, rng: Random, task: str, message: LabelledMessage
+) -> list[int]:
     """Mostly the two forms as they are measured, and now and then what clients make of them."""
     if rng.random() < 0.55:
         tail = rng.choice(("\n", " ", "\n\n")) if rng.random() < 0.08 else ""

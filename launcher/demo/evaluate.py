@@ -12,25 +12,25 @@ from typing import Any
 import torch
 
 from launcher.demo import adapter_paths, calls, model_path, tasks
-from launcher.demo.corpus import SEED, Message, held_out_messages
+from launcher.demo.corpus import SEED, LabelledMessage, held_out_messages
 
 FORMS = ("raw", "chat")
 MAX_ANSWER = 96
 
 
 @dataclass(frozen=True)
-class Setup:
+class EvaluationSetup:
     """Which files are measured, and how."""
 
     model: Path
     adapters: dict[str, Path]
     device: str
-    messages: list[Message]
+    messages: list[LabelledMessage]
     cases: dict[str, list[calls.Case]]
     batch: int
 
 
-def _prompts(tokenizer: Any, messages: list[Message], form: str) -> list[list[int]]:
+def _prompts(tokenizer: Any, messages: list[LabelledMessage], form: str) -> list[list[int]]:
     if form == "raw":
         return [list(tokenizer(message.text)["input_ids"]) for message in messages]
     texts = [
@@ -67,7 +67,7 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[int]], batch: int) ->
     return texts
 
 
-def measure(setup: Setup) -> dict[str, Any]:
+def measure(setup: EvaluationSetup) -> dict[str, Any]:
     """The share of right answers per task and prompt form, with the adapter and without."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,7 +99,7 @@ def measure(setup: Setup) -> dict[str, Any]:
     return report
 
 
-def _measure_calls(setup: Setup, model: Any, tokenizer: Any) -> dict[str, Any]:
+def _measure_calls(setup: EvaluationSetup, model: Any, tokenizer: Any) -> dict[str, Any]:
     """The share of right answers of the adapter that calls tools, by kind of case."""
     shares: dict[str, Any] = {}
     for kind, cases in setup.cases.items():
@@ -115,12 +115,12 @@ def _measure_calls(setup: Setup, model: Any, tokenizer: Any) -> dict[str, Any]:
     return shares
 
 
-def _share(task: str, made: list[str], messages: list[Message]) -> float:
+def _share(task: str, made: list[str], messages: list[LabelledMessage]) -> float:
     right = sum(tasks.is_right(task, a, m.facts) for a, m in zip(made, messages, strict=True))
     return right / len(messages)
 
 
-def _wrong(task: str, made: list[str], messages: list[Message]) -> list[dict[str, str]]:
+def _wrong(task: str, made: list[str], messages: list[LabelledMessage]) -> list[dict[str, str]]:
     """The first few mistakes, to learn from."""
     wrong = [
         {"message": m.text, "wanted": tasks.ANSWERS[task](m.facts), "answered": a}
@@ -154,7 +154,7 @@ def main() -> None:
     adapters = adapter_paths(args.folder)
     if args.adapters:
         adapters = {name: adapters[name] for name in args.adapters.split(",")}
-    setup = Setup(
+    setup = EvaluationSetup(
         model=args.folder / "model" if args.folder else model_path(),
         adapters=adapters,
         device=args.device,

@@ -24,7 +24,7 @@ from launcher.demo.recipe import Schedule
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What the stages share."""
 
     out: Path
@@ -53,7 +53,7 @@ def _tokenizer_texts(seed: int, count: int) -> Iterator[str]:
         yield rng.choice(list(tasks.ANSWERS.values()))(sample(rng).facts)
 
 
-def train_tokenizer(run: Run, documents: int) -> None:
+def train_tokenizer(run: TrainingRun, documents: int) -> None:
     """A byte-level BPE of the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -129,7 +129,7 @@ def _fit(
             print(f"{label} {step} loss {loss.item():.4f} {seen / spent:.0f} tokens/s", flush=True)
 
 
-def _save_base(run: Run, model: Any) -> None:
+def _save_base(run: TrainingRun, model: Any) -> None:
     state = {
         key: value.detach().to("cpu", torch.bfloat16).contiguous()
         for key, value in model.state_dict().items()
@@ -140,7 +140,7 @@ def _save_base(run: Run, model: Any) -> None:
     _write_json(run.model / "generation_config.json", recipe.GENERATION)
 
 
-def train_base(run: Run) -> None:
+def train_base(run: TrainingRun) -> None:
     """The base: short rows first, then rows as long as the context."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -157,7 +157,7 @@ def train_base(run: Run) -> None:
     _save_base(run, model)
 
 
-def _base_batches(run: Run) -> Iterator[torch.Tensor]:
+def _base_batches(run: TrainingRun) -> Iterator[torch.Tensor]:
     plan, tokenizer = run.base, run.model / "tokenizer.json"
     long_steps = int(plan.steps * recipe.LONG_SHARE)
     rows = max(1, plan.rows * recipe.SHORT_ROW // recipe.CONTEXT)
@@ -186,7 +186,7 @@ def _lora(spec: recipe.AdapterSpec) -> Any:
     )
 
 
-def train_adapter(run: Run, name: str) -> str:
+def train_adapter(run: TrainingRun, name: str) -> str:
     """One adapter on the base as it is stored."""
     from peft import get_peft_model
     from transformers import LlamaForCausalLM
@@ -228,7 +228,7 @@ def _save_adapter(model: Any, folder: Path, spec: recipe.AdapterSpec) -> None:
         (folder / "chat_template.jinja").write_text(spec.template, encoding="utf-8")
 
 
-def train_adapters(run: Run, names: list[str], jobs: int) -> None:
+def train_adapters(run: TrainingRun, names: list[str], jobs: int) -> None:
     """The adapters, several at a time where the device has room.
 
     One that starts with another one's weights comes after it.
@@ -238,7 +238,7 @@ def train_adapters(run: Run, names: list[str], jobs: int) -> None:
         _train_wave(run, wave, jobs)
 
 
-def _train_wave(run: Run, names: list[str], jobs: int) -> None:
+def _train_wave(run: TrainingRun, names: list[str], jobs: int) -> None:
     if jobs < 2:
         for name in names:
             train_adapter(run, name)
@@ -271,7 +271,7 @@ def main() -> None:
     """Runs the stages asked for, in order."""
     args = _arguments()
     torch.set_float32_matmul_precision("high")
-    run = Run(
+    run = TrainingRun(
         out=args.out,
         seed=args.seed,
         device=args.device,

@@ -25,7 +25,7 @@ from router.generation.sequence import BYTES_A_TOKEN, Retries, RunContext, finge
 from router.names.catalog import Catalog
 from router.names.served import ServedAdapter
 from router.names.use import AdapterUse
-from router.policy.guards import Outcome
+from router.policy.guards import GuardSample
 from router.policy.queue.queue_limits import Promise, QueueFull
 from router.policy.quota import UNSTATED_TOKENS
 from router.policy.rollout import sticky_value
@@ -250,7 +250,7 @@ class Dispatcher:
             if adapter is not None:
                 error.headers[DIGEST_HEADER] = adapter.digest
                 if adapter.rollout and error.cause == "template_error":
-                    self._metrics.outcomes.add(adapter.rollout, adapter.digest, Outcome(True))
+                    self._metrics.outcomes.add(adapter.rollout, adapter.digest, GuardSample(True))
             raise
 
     def _parts_of(

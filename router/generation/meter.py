@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from router.names.served import ServedAdapter
-from router.policy.guards import Outcome
+from router.policy.guards import GuardSample
 from router.telemetry.metrics import RouterMetrics, Start
 from router.telemetry.request import in_hand
 from router.telemetry.top_adapters import BASE, COUNTS, OTHER
@@ -113,16 +113,16 @@ class RequestMeter:
         self._metrics.given_up.inc()
         self._request.error = "client_gone"
 
-    def _told(self) -> Outcome:
+    def _told(self) -> GuardSample:
         """Who left before the first token has waited for so long at least.
 
         A cold start says nothing of a version: one with a small share has more of them.
         """
         if self._outcome == "failed":
-            return Outcome(True)
+            return GuardSample(True)
         token_s = self._decode_s / self._num_decoded if self._num_decoded else None
         first_token_s = self.elapsed_s if self.first_token_s is None else self.first_token_s
-        return Outcome(False, None if self.start == "cold" else first_token_s, token_s)
+        return GuardSample(False, None if self.start == "cold" else first_token_s, token_s)
 
     def closes(self) -> None:
         """However it ended."""

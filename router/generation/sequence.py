@@ -19,7 +19,7 @@ from router.failures import RequestQuarantined, SequenceFailed
 from router.generation.inbox import Inbox
 from router.names.served import ServedAdapter, changed, has_changed, home_key
 from router.policy.placement.attempts import Attempts, Quarantine, RetryBudget
-from router.policy.placement.placement import Wish
+from router.policy.placement.placement import PlacementRequest
 from router.policy.placement.prefixes import prefix_keys
 from router.policy.queue.cost import Bill
 from router.policy.queue.queue_limits import Promise
@@ -97,7 +97,7 @@ class SequenceRun:
         self._on_probation = False
         self._bill: Bill | None = None
         self._done = False
-        self._wish = self._make_wish()
+        self._placed = self._placement_request()
         self._trace = SequenceTrace(in_hand().trace, request.adapter, time.monotonic)
         self._placing = self._start_placing(0.0)
 
@@ -158,7 +158,7 @@ class SequenceRun:
         return Waiting(
             payload=None,
             tenant=self._context.tenant,
-            wish=self._wish,
+            request=self._placed,
             prompt_tokens=len(request.prompt_ids),
             max_tokens=request.sampling.max_tokens,
             nbytes=BYTES_A_TOKEN * len(request.prompt_ids),
@@ -169,13 +169,13 @@ class SequenceRun:
             promise=self._context.room,
         )
 
-    def _make_wish(self) -> Wish:
+    def _placement_request(self) -> PlacementRequest:
         adapter = self._context.adapter
         digest = "" if adapter is None else adapter.digest
         prefixes = prefix_keys(self._request.salt, digest, self._request.prompt_ids)
         if adapter is None:
-            return Wish("", prefixes=prefixes)
-        return Wish(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)
+            return PlacementRequest("", prefixes=prefixes)
+        return PlacementRequest(digest, home_key(adapter.origin), adapter.manifest.nbytes, prefixes)
 
     async def _admit(self, credit: Credit) -> bool:
         """Whether the worker has the adapter; if not, the sequence is on its way to another."""
@@ -188,10 +188,10 @@ class SequenceRun:
             self._context.forget_adapter()
             if has_changed(error):
                 raise changed() from error
-            avoid = self._wish.avoid | {session.worker_id}
+            avoid = self._placed.avoid | {session.worker_id}
             if not self._context.fleet.may_get(adapter.digest, error, avoid):
                 raise
-            self._wish = self._wish._replace(avoid=avoid)
+            self._placed = self._placed._replace(avoid=avoid)
             self._retry("overloaded", error.message)
             return False
         return True

@@ -12,13 +12,13 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.http.parser import PlainHttpParser
-from router.policy.front_door import Cut, Deadlines, FrontDoor
+from router.policy.front_door import Cut, FrontDoor, HttpDeadlines
 from router.telemetry.metrics import RouterMetrics
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 128
 MAX_DISCARDED_BYTES = 64 << 20
-# Beyond it an answer waits for its reader, who must take so much in `Deadlines.reader_s`.
+# Beyond it an answer waits for its reader, who must take so much in `HttpDeadlines.reader_s`.
 MAX_UNREAD_BYTES = 64 << 10
 _LEAST_READ_BYTES = 16 << 10
 # When the server stops: what a client has just sent on an idle connection is still answered.
@@ -43,7 +43,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(
         self,
         door: FrontDoor,
-        deadlines: Deadlines,
+        deadlines: HttpDeadlines,
         metrics: RouterMetrics,
         *args: Any,
         address: str | None = None,

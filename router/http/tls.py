@@ -9,10 +9,10 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from router.config import ConfigError
+from router.config import RouterConfigError
 from router.file_stamp import Stamp, stamp_of
 from router.http.protocol import BoundedHttpProtocol
-from router.policy.front_door import Deadlines, FrontDoor
+from router.policy.front_door import FrontDoor, HttpDeadlines
 from router.telemetry.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ _ENCRYPTED = re.compile(rb"-----BEGIN ENCRYPTED PRIVATE KEY-----|Proc-Type: 4,EN
 
 
 def server_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """cert: the chain. key: unencrypted. Both in PEM. Raises ConfigError."""
+    """cert: the chain. key: unencrypted. Both in PEM. Raises RouterConfigError."""
     if not _CERTIFICATE.search(_read(cert, "--tls-cert")):
-        raise ConfigError(f"--tls-cert {cert}: it holds no certificate in PEM")
+        raise RouterConfigError(f"--tls-cert {cert}: it holds no certificate in PEM")
     secret = _read(key, "--tls-key")
     if not _PRIVATE_KEY.search(secret):
-        raise ConfigError(f"--tls-key {key}: it holds no private key in PEM")
+        raise RouterConfigError(f"--tls-key {key}: it holds no private key in PEM")
     if _ENCRYPTED.search(secret):
-        raise ConfigError(
+        raise RouterConfigError(
             f"--tls-key {key}: it is encrypted, and nobody is there to be asked for its "
             "passphrase: give it decrypted (`openssl pkey -in KEY -out PLAIN`)"
         )
@@ -44,17 +44,17 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cafile=cert)
     except ssl.SSLError as error:
-        raise ConfigError(f"--tls-cert {cert}: {_why(error)}") from error
+        raise RouterConfigError(f"--tls-cert {cert}: {_why(error)}") from error
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         reason = error.reason or ""
         if reason.startswith(("EE_", "CA_")):  # such as EE_KEY_TOO_SMALL
-            raise ConfigError(f"--tls-cert {cert}: {_why(error)}") from error
+            raise RouterConfigError(f"--tls-cert {cert}: {_why(error)}") from error
         is_other = reason in _OTHER_KEY
         why = f"it is not the key of the certificate in {cert}" if is_other else _why(error)
-        raise ConfigError(f"--tls-key {key}: {why}") from error
+        raise RouterConfigError(f"--tls-key {key}: {why}") from error
     return context
 
 
@@ -63,7 +63,7 @@ def _read(path: Path, option: str) -> bytes:
         with path.open("rb") as file:
             return file.read(_MAX_PEM_BYTES)
     except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}") from error
+        raise RouterConfigError(f"{option} {path}: {error.strerror}") from error
 
 
 def _why(error: ssl.SSLError) -> str:
@@ -74,7 +74,7 @@ def _why(error: ssl.SSLError) -> str:
 class Certificate:
     """Of the handshakes from now on: the chain and key as the files last had them.
 
-    Raises ConfigError if they cannot be used at the start.
+    Raises RouterConfigError if they cannot be used at the start.
     """
 
     def __init__(self, cert: Path, key: Path) -> None:
@@ -95,7 +95,7 @@ class Certificate:
             try:
                 self.context = await asyncio.to_thread(server_context, *self._files)
                 logger.info("TLS: %s and %s read again", *self._files)
-            except ConfigError as error:
+            except RouterConfigError as error:
                 logger.error("TLS: the certificate stays as it was: %s", error)
 
     def _stamps(self) -> list[Stamp | None]:
@@ -114,7 +114,7 @@ class TlsAcceptor:
         self,
         certificate: Certificate,
         door: FrontDoor,
-        deadlines: Deadlines,
+        deadlines: HttpDeadlines,
         metrics: RouterMetrics,
         make_protocol: Callable[[str], BoundedHttpProtocol],
     ) -> None:

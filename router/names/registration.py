@@ -11,7 +11,7 @@ from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, format_ref
 from router.call import Secret
 from router.names.owned_name import OwnedName
-from router.policy.rollout import Content, Rollout
+from router.policy.rollout import Content, Declared, Guards, Rollout
 
 MAX_HISTORY = 32
 MAX_NOTE = 300
@@ -182,3 +182,36 @@ def conflicts(existing: Registration, ref: AdapterRef, replace: bool) -> None:
         f"adapter '{existing.key}' is registered with another reference: "
         "send `replace`: true (vLLM's route: `load_inplace`) to replace it, or delete it first",
     )
+
+
+class RegistrationRequest(msgspec.Struct, frozen=True):
+    """What somebody wants a name to mean. replace: also if the name means something else now.
+
+    pin: None = as the name is. token: None = the one that opens this reference already, if any.
+    by: who wants it, for the history. once: not if the name is served already, whatever it means.
+    load: to the device of every worker first. tool_format: None = as the name has it; "" = none.
+    """
+
+    name: OwnedName
+    ref: AdapterRef
+    origin: Origin
+    pin: bool | None = None
+    token: Secret | None = None
+    replace: bool = False
+    by: str = ""
+    once: bool = False
+    load: bool = False
+    tool_format: str | None = None
+
+
+class RolloutRequest(msgspec.Struct, frozen=True):
+    """Versions of a name and their weights, also its present one's if it is named.
+
+    guards: None = no version goes back by itself; unset = as they are, or the usual ones.
+    declared: what the adapters file says, if the request is the file's.
+    """
+
+    versions: tuple[tuple[AdapterRef, int], ...]
+    guards: Guards | None | msgspec.UnsetType = msgspec.UNSET
+    by: str = ""
+    declared: Declared | None = None

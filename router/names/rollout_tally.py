@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from router.names.registration import Registration
-from router.policy.guards import Measured, Outcome, breach, bucket_of
+from router.policy.guards import GuardSample, Measured, breach, bucket_of
 from router.policy.rollout import MAX_WINDOW_S
 from router.shared.store import Store, StoreDown
 
@@ -34,7 +34,7 @@ class Outcomes:
     def __init__(self) -> None:
         self._seen: dict[str, _Counts] = {}
 
-    def add(self, rollout: str, digest: str, outcome: Outcome) -> None:
+    def add(self, rollout: str, digest: str, outcome: GuardSample) -> None:
         names = ["requests"]
         if outcome.failed:
             names.append("failed")

@@ -15,15 +15,14 @@ import msgspec
 
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef
-from router.api.admin.adapters import Name, check_name, format_named, parse_target, rollout_wish
+from router.api.admin.adapters import Name, check_name, format_named, parse_target, rollout_request
 from router.api.admin.rollouts import Versions
 from router.api.request.body import require
 from router.api.request.field_faults import field_fault
 from router.call import RequestError
 from router.names.owned_name import OwnedName
-from router.names.registration import Registration
+from router.names.registration import Registration, RegistrationRequest, RolloutRequest
 from router.names.rollout_moves import split
-from router.names.wish import RolloutWish, Wish
 from router.policy.rollout import Declared, Guards
 from router.tenancy.keys import Word
 
@@ -49,7 +48,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _KNOWN = ", ".join(FileEntry.__struct_fields__)
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class NameEntry(msgspec.Struct, frozen=True):
     """An entry that can be understood. rollout: None = whether there is one is not the file's."""
 
     ref: AdapterRef
@@ -61,7 +60,7 @@ class Wanted(msgspec.Struct, frozen=True):
 class FileContents(msgspec.Struct, frozen=True):
     """errors: by name, or WHOLE; what they are about is left as it is."""
 
-    wanted: dict[OwnedName, Wanted]
+    wanted: dict[OwnedName, NameEntry]
     errors: dict[OwnedName, str]
 
     @property
@@ -74,10 +73,10 @@ class FileContents(msgspec.Struct, frozen=True):
         return WHOLE not in self.errors
 
 
-class Plan(msgspec.Struct, frozen=True):
+class FileChanges(msgspec.Struct, frozen=True):
     """What to do. errors: entries that contradict what --adapter declares."""
 
-    register: tuple[Wish, ...] = ()
+    register: tuple[RegistrationRequest, ...] = ()
     pin: tuple[OwnedName, ...] = ()
     unpin: tuple[OwnedName, ...] = ()
     delete: tuple[OwnedName, ...] = ()
@@ -99,7 +98,7 @@ def read(data: bytes, default_source: str) -> FileContents:
     entries = plain.get("adapters") if isinstance(plain, dict) else None
     if not isinstance(plain, dict) or set(plain) != {"adapters"} or not isinstance(entries, list):
         return unreadable(f"expected one key, `adapters`, with a list of {_KNOWN}")
-    wanted: dict[OwnedName, Wanted] = {}
+    wanted: dict[OwnedName, NameEntry] = {}
     errors: dict[OwnedName, str] = {}
     for number, entry in enumerate(entries, 1):
         name = _name_of(entry) or OwnedName(f"entry {number}")
@@ -111,15 +110,15 @@ def read(data: bytes, default_source: str) -> FileContents:
     return FileContents(wanted, errors)
 
 
-def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
+def plan(contents: FileContents, registrations: Iterable[Registration]) -> FileChanges:
     """From what is registered to what the file says. What the file never named is left alone.
 
     It takes a name over that was registered through the API.
     """
     if not contents.is_readable:
-        return Plan()
+        return FileChanges()
     present = {registration.key: registration for registration in registrations}
-    register: list[Wish] = []
+    register: list[RegistrationRequest] = []
     pin: list[OwnedName] = []
     unpin: list[OwnedName] = []
     errors: dict[OwnedName, str] = {}
@@ -127,8 +126,8 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
         there = present.get(name)
         if there is None or there.origin == "api" or _is_new(there, wanted):
             replace = there is not None
-            wish = Wish(name, wanted.ref, "file", wanted.pin, None, replace, BY)
-            register.append(msgspec.structs.replace(wish, tool_format=wanted.tool_format))
+            request = RegistrationRequest(name, wanted.ref, "file", wanted.pin, None, replace, BY)
+            register.append(msgspec.structs.replace(request, tool_format=wanted.tool_format))
         elif there.ref != wanted.ref:
             errors[name] = "the name is declared with another reference, by --adapter"
         elif there.origin != "file" and there.pinned != wanted.pin:
@@ -141,13 +140,13 @@ def plan(contents: FileContents, registrations: Iterable[Registration]) -> Plan:
             (pin if wanted.pin else unpin).append(name)
     named = contents.names
     delete = [r.key for r in present.values() if r.origin == "file" and r.key not in named]
-    return Plan(tuple(register), tuple(pin), tuple(unpin), tuple(delete), errors)
+    return FileChanges(tuple(register), tuple(pin), tuple(unpin), tuple(delete), errors)
 
 
 class RolloutPlan(msgspec.Struct, frozen=True):
     """end: names whose rollouts the file wants no more."""
 
-    roll_out: dict[OwnedName, RolloutWish]
+    roll_out: dict[OwnedName, RolloutRequest]
     end: tuple[OwnedName, ...]
 
 
@@ -157,7 +156,7 @@ def plan_rollouts(contents: FileContents, registrations: Iterable[Registration])
     What became of a rollout since the file said so, as versions that went back, is left alone until
     the file says something else. Where it says nothing, so is an operator's rollout.
     """
-    wishes: dict[OwnedName, RolloutWish] = {}
+    requests: dict[OwnedName, RolloutRequest] = {}
     end: list[OwnedName] = []
     for registration in registrations:
         wanted = contents.wanted.get(registration.key)
@@ -170,9 +169,9 @@ def plan_rollouts(contents: FileContents, registrations: Iterable[Registration])
         if declared is None:
             end.append(registration.key)
         else:
-            wish = RolloutWish(declared.versions, declared.guards, BY, declared)
-            wishes[registration.key] = wish
-    return RolloutPlan(wishes, tuple(end))
+            request = RolloutRequest(declared.versions, declared.guards, BY, declared)
+            requests[registration.key] = request
+    return RolloutPlan(requests, tuple(end))
 
 
 def _name_of(entry: Any) -> OwnedName | None:
@@ -182,7 +181,7 @@ def _name_of(entry: Any) -> OwnedName | None:
     return OwnedName(name, tenant) if name else None
 
 
-def _read_entry(entry: Any, wanted: dict[OwnedName, Wanted], default_source: str) -> str | None:
+def _read_entry(entry: Any, wanted: dict[OwnedName, NameEntry], default_source: str) -> str | None:
     try:
         typed = msgspec.convert(entry, FileEntry)
         check_name(typed.name, "name")
@@ -195,7 +194,9 @@ def _read_entry(entry: Any, wanted: dict[OwnedName, Wanted], default_source: str
         return error.message
     except AdapterError as error:
         return f"`versions`: {error.message}"
-    wanted[OwnedName(typed.name, typed.tenant or "")] = Wanted(ref, typed.pin, rollout, tool_format)
+    wanted[OwnedName(typed.name, typed.tenant or "")] = NameEntry(
+        ref, typed.pin, rollout, tool_format
+    )
     return None
 
 
@@ -204,12 +205,12 @@ def _read_rollout(entry: FileEntry, ref: AdapterRef, default_source: str) -> Dec
     if entry.versions is None:
         require(entry.guards is msgspec.UNSET, "they need `versions` beside them", "guards")
         return None
-    wish = rollout_wish(entry.versions, entry.guards, default_source, BY)
-    split([ref], wish.versions)
-    guards = Guards() if isinstance(wish.guards, msgspec.UnsetType) else wish.guards
-    return Declared(wish.versions, guards)
+    request = rollout_request(entry.versions, entry.guards, default_source, BY)
+    split([ref], request.versions)
+    guards = Guards() if isinstance(request.guards, msgspec.UnsetType) else request.guards
+    return Declared(request.versions, guards)
 
 
-def _is_new(there: Registration, wanted: Wanted) -> bool:
+def _is_new(there: Registration, wanted: NameEntry) -> bool:
     said = (wanted.ref, wanted.tool_format)
     return there.origin == "file" and (there.ref, there.tool_format) != said

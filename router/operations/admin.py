@@ -19,9 +19,15 @@ from router.call import Secret
 from router.names.aliases import Aliases
 from router.names.catalog import Catalog
 from router.names.owned_name import OwnedName
-from router.names.registration import Event, Registration, conflicts, move, seen
+from router.names.registration import (
+    Event,
+    Registration,
+    RegistrationRequest,
+    conflicts,
+    move,
+    seen,
+)
 from router.names.use import AdapterUse
-from router.names.wish import Wish
 from router.operations.workers import AdapterWorkers
 from router.policy.rollout import Content
 from router.shared.replica import REFRESH_S
@@ -107,55 +113,55 @@ class AdapterAdmin:
                 "conflict", f"adapter '{name}' is declared by {where}: change it there"
             )
 
-    async def register(self, wish: Wish) -> Registration:
+    async def register(self, request: RegistrationRequest) -> Registration:
         """Fetches and checks it first; a name that already means it is left as it is."""
-        if self._is_taken(wish.name.name):
-            raise AdapterError("conflict", f"{wish.name.name!r} is a name of the base model")
-        async with self.lock(wish.name):
-            before = self._aliases.get(wish.name)
-            wanted = self._wanted(wish, before)
+        if self._is_taken(request.name.name):
+            raise AdapterError("conflict", f"{request.name.name!r} is a name of the base model")
+        async with self.lock(request.name):
+            before = self._aliases.get(request.name)
+            wanted = self._wanted(request, before)
             token = self.token(wanted)
-            content = await self._catalog.fetch(wish.ref, token)
+            content = await self._catalog.fetch(request.ref, token)
             if before is not None:
                 wanted = msgspec.structs.replace(wanted, history=before.history)
-            if wanted.pinned or wish.load:
+            if wanted.pinned or request.load:
                 await self.workers.bring(content, token)
-            after = seen(wanted, content, self.clock(), "register", wish.by)
-            return await self.commit(before, move(after, "admit"), declare=wish.origin == "file")
+            after = seen(wanted, content, self.clock(), "register", request.by)
+            return await self.commit(before, move(after, "admit"), declare=request.origin == "file")
 
-    def _wanted(self, wish: Wish, before: Registration | None) -> Registration:
+    def _wanted(self, request: RegistrationRequest, before: Registration | None) -> Registration:
         """Raises AdapterError where somebody else has the say."""
-        name = wish.name
-        if wish.once and before is not None and before.in_service:
+        name = request.name
+        if request.once and before is not None and before.in_service:
             raise AdapterError(
                 "conflict",
                 f"adapter '{name}' has already been loaded: `load_inplace`: true replaces it",
             )
         # Who registers a name once more, to be sure that it is there, takes nothing from it.
-        pinned = wish.pin if wish.pin is not None else before is not None and before.pinned
+        pinned = request.pin if request.pin is not None else before is not None and before.pinned
         known = "" if before is None else before.tool_format
         wanted = Registration(
-            *(name.name, wish.ref, wish.origin, pinned, wish.token),
+            *(name.name, request.ref, request.origin, pinned, request.token),
             tenant=name.tenant,
-            tool_format=known if wish.tool_format is None else wish.tool_format,
+            tool_format=known if request.tool_format is None else request.tool_format,
         )
         declared = self._aliases.declared(name)
-        if wish.origin == "file":
+        if request.origin == "file":
             if before is not None and before.origin == "option":
-                conflicts(before, wish.ref, wish.replace)
+                conflicts(before, request.ref, request.replace)
             return wanted
         if declared is not None:
-            if declared.ref != wish.ref:
+            if declared.ref != request.ref:
                 self.check_free(name, "file", "option")
             if declared.origin == "file":
                 pinned = declared.pinned
                 wanted = msgspec.structs.replace(wanted, tool_format=declared.tool_format)
             wanted = msgspec.structs.replace(wanted, origin=declared.origin, pinned=pinned)
         if before is not None and before.state != "deleted":
-            conflicts(before, wish.ref, wish.replace)
+            conflicts(before, request.ref, request.replace)
             move(before, "admit")
             # A credential was given for one reference, and goes to no other.
-            if before.ref == wish.ref and wish.token is None:
+            if before.ref == request.ref and request.token is None:
                 wanted = msgspec.structs.replace(wanted, token=before.token)
         return wanted
 

@@ -90,9 +90,9 @@ class AdaptersFile:
         todo = plan(contents, admin.all())
         if not self.applied.is_set():
             asyncio.get_running_loop().call_later(NAMES_WAIT_S, self.applied.set)
-        admin.expect(wish.name for wish in todo.register)
+        admin.expect(request.name for request in todo.register)
         failed = await self._do(
-            *((wish.name, admin.register(wish)) for wish in todo.register),
+            *((request.name, admin.register(request)) for request in todo.register),
             *((name, admin.pin(name)) for name in todo.pin),
             *((name, admin.unpin(name)) for name in todo.unpin),
             *((name, admin.delete(name)) for name in todo.delete),
@@ -108,7 +108,10 @@ class AdaptersFile:
         there = [r for r in self._admin.all() if r.key not in failed]
         todo = plan_rollouts(contents, there)
         errors = await self._do(
-            *((name, self._rollouts.roll_out(name, wish)) for name, wish in todo.roll_out.items()),
+            *(
+                (name, self._rollouts.roll_out(name, request))
+                for name, request in todo.roll_out.items()
+            ),
             *((name, self._rollouts.end(name, BY, by_file=True)) for name in todo.end),
         )
         # Another router that follows the same file may have been faster.

@@ -9,7 +9,7 @@ import msgspec
 from adapters.errors import AdapterError
 from adapters.ref import AdapterRef, parse_ref
 from router.names.owned_name import OwnedName
-from router.names.registration import Registration
+from router.names.registration import Registration, RolloutRequest
 from router.names.rollout_moves import (
     Shares,
     before,
@@ -26,7 +26,6 @@ from router.names.rollout_moves import (
     to_promote,
     with_shares,
 )
-from router.names.wish import RolloutWish
 from router.operations.admin import AdapterAdmin
 from router.policy.rollout import Content, Declared, Guards, RolledBackBy, Rollout, Version
 
@@ -44,27 +43,27 @@ class Rollouts:
         self._admin = admin
         self._count = count
 
-    async def roll_out(self, name: OwnedName, wish: RolloutWish) -> Registration:
+    async def roll_out(self, name: OwnedName, request: RolloutRequest) -> Registration:
         """Fetches and checks every version first; shares rise when they are warm."""
         admin = self._admin
         async with admin.lock(name):
             there = admin.get(name)
-            if wish.declared is None:
+            if request.declared is None:
                 check_undeclared(there)
             registration = await admin.admitted(there, "refresh")
             present = [registration.ref]
             if registration.content is not None:
                 present.append(registration.content.ref)
-            own, others = split(present, wish.versions)
+            own, others = split(present, request.versions)
             versions = await asyncio.gather(
-                *(self._version(registration, *other, wish.declared) for other in others)
+                *(self._version(registration, *other, request.declared) for other in others)
             )
-            guards = wish.guards
+            guards = request.guards
             if isinstance(guards, msgspec.UnsetType):
                 guards = Guards() if there.rollout is None else there.rollout.guards
-            shares = Shares(tuple(versions), own, guards, wish.declared)
+            shares = Shares(tuple(versions), own, guards, request.declared)
             new_id = secrets.token_hex(8)
-            after = with_shares(registration, shares, new_id, admin.clock(), wish.by)
+            after = with_shares(registration, shares, new_id, admin.clock(), request.by)
             if after.pinned:
                 for content in after.pinned_contents:
                     await admin.workers.bring(content, admin.token(after))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from router.parts.parts import NOTHING, CallDelta, Parts, PartsReader, ToolCall
+from router.parts.parts import NOTHING, CallDelta, PartsDelta, PartsReader, ToolCall
 
 
 class Division(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class DividedAnswer:
             )
         )
 
-    def feed(self, text: str, *, is_last: bool) -> Parts:
+    def feed(self, text: str, *, is_last: bool) -> PartsDelta:
         """What the next text adds to each part. is_last: no more text comes."""
         if not text and not is_last:
             return NOTHING
@@ -63,7 +63,7 @@ class DividedAnswer:
             text = text.replace(marker, "")
             reasoning = reasoning.replace(marker, "")
         self._reasoning.append(reasoning)
-        return Parts(text, reasoning, tuple(map(self._known, calls)))
+        return PartsDelta(text, reasoning, tuple(map(self._known, calls)))
 
     def _known(self, delta: CallDelta) -> CallDelta:
         """The piece with its call's id, if it is the first."""
@@ -77,9 +77,11 @@ class DividedAnswer:
         return msgspec.structs.replace(delta, id=call_id)
 
 
-def _read(reader: PartsReader, text: str, is_last: bool) -> Parts:
+def _read(reader: PartsReader, text: str, is_last: bool) -> PartsDelta:
     parts = reader.feed(text) if text else NOTHING
     if not is_last:
         return parts
     rest = reader.end()
-    return Parts(parts.text + rest.text, parts.reasoning + rest.reasoning, parts.calls + rest.calls)
+    return PartsDelta(
+        parts.text + rest.text, parts.reasoning + rest.reasoning, parts.calls + rest.calls
+    )

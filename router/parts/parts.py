@@ -25,7 +25,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class Parts(msgspec.Struct, frozen=True):
+class PartsDelta(msgspec.Struct, frozen=True):
     """What some new text of an answer adds to each part."""
 
     text: str = ""
@@ -33,17 +33,17 @@ class Parts(msgspec.Struct, frozen=True):
     calls: tuple[CallDelta, ...] = ()
 
 
-NOTHING = Parts()
+NOTHING = PartsDelta()
 
 
 class PartsReader(Protocol):
     """Divides the text of one answer as it comes. What readers return joins to the same parts,
     wherever the text is cut into pieces."""
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> PartsDelta:
         """The next text of the answer; what may still be a marker is held back."""
         ...
 
-    def end(self) -> Parts:
+    def end(self) -> PartsDelta:
         """What was held back. A call that broke off stays as far as it came."""
         ...

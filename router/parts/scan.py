@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from router.parts.parts import CallDelta, Parts
+from router.parts.parts import CallDelta, PartsDelta
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -80,10 +80,10 @@ class Scan:
         self.at = self.start + length
         self.text()
 
-    def parts(self) -> Parts:
+    def parts(self) -> PartsDelta:
         """The parts since the last time."""
         calls = tuple(self._calls)
-        parts = Parts("".join(self._text), "".join(self._reasoning), calls)
+        parts = PartsDelta("".join(self._text), "".join(self._reasoning), calls)
         self._text, self._reasoning, self._calls = [], [], []
         return parts
 
@@ -200,12 +200,12 @@ class StepsReader:
         self._steps = steps(self._scan)
         self._ended = False
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> PartsDelta:
         self._scan.add(text)
         self._advance()
         return self._scan.parts()
 
-    def end(self) -> Parts:
+    def end(self) -> PartsDelta:
         self._scan.closed = True
         self._advance()
         return self._scan.parts()

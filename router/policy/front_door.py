@@ -18,7 +18,7 @@ Cut = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Deadlines:
+class HttpDeadlines:
     """In seconds. head: of a TLS handshake, and of a request's head. body: from there to its end.
 
     reader: for which an answer may be left unread.

@@ -28,7 +28,7 @@ Verdict = Literal[
 ]
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class GuardSample(msgspec.Struct, frozen=True):
     """Of one request. token_s: a token after the first; None where there was none."""
 
     failed: bool

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from router.policy.placement.placement import MISSES, Decision, Placement
+from router.policy.placement.placement import MISSES, Decision, Placer
 from router.policy.placement.workers import WorkerView
 from router.policy.queue.cost import Bill, load_price
 from router.policy.queue.waiting import Waiting, WaitingQueue
@@ -22,7 +22,7 @@ class Match(NamedTuple, Generic[T]):
 class Matcher(Generic[T]):
     """The queue and its placement."""
 
-    def __init__(self, queue: WaitingQueue[T], placement: Placement) -> None:
+    def __init__(self, queue: WaitingQueue[T], placement: Placer) -> None:
         self.queue = queue
         self.placement = placement
         self.holds = False
@@ -42,17 +42,17 @@ class Matcher(Generic[T]):
         for ticket, entry, held_s in self.queue.candidates(now):
             # Who has more than its share leaves some rows of each worker to the others.
             usable = to_spare if self.queue.shares.is_over(entry.tenant) else with_room
-            if avoid := entry.wish.avoid:
+            if avoid := entry.request.avoid:
                 usable = [worker for worker in usable if worker.worker_id not in avoid]
             if not usable:
                 continue
-            decision = self.placement.choose(entry.wish, workers, usable, now, held_s)
+            decision = self.placement.choose(entry.request, workers, usable, now, held_s)
             if decision is None:
                 self.queue.hold(ticket, now)
                 self.holds = True
                 continue
-            price = load_price(entry.wish.nbytes) if decision.reason in MISSES else 0.0
+            price = load_price(entry.request.nbytes) if decision.reason in MISSES else 0.0
             bill = self.queue.take(ticket, now, price)
-            self.placement.place(entry.wish, decision, now)
+            self.placement.place(entry.request, decision, now)
             return Match(entry, decision, bill)
         return None

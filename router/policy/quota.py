@@ -55,7 +55,7 @@ class Ask(msgspec.Struct, frozen=True):
     lease_ms: int = 60_000
 
 
-class Account(msgspec.Struct):
+class QuotaAccount(msgspec.Struct):
     """What is remembered of a subject. Absent levels are full. leases: request -> end, in ms."""
 
     requests: int | None = None
@@ -87,7 +87,7 @@ class Verdict(msgspec.Struct, frozen=True):
     retry_ms: int = 0
 
 
-def admit(accounts: Sequence[Account], ask: Ask, now_ms: int) -> Verdict:
+def admit(accounts: Sequence[QuotaAccount], ask: Ask, now_ms: int) -> Verdict:
     """Takes what is asked for from every account, or from none. accounts: the subjects'."""
     for account, subject in zip(accounts, ask.subjects, strict=True):
         _bring_up(account, subject.limits, now_ms)
@@ -109,7 +109,7 @@ def admit(accounts: Sequence[Account], ask: Ask, now_ms: int) -> Verdict:
 
 
 def settle(
-    accounts: Sequence[Account], ask: Ask, windows: Sequence[int], used: int, now_ms: int
+    accounts: Sequence[QuotaAccount], ask: Ask, windows: Sequence[int], used: int, now_ms: int
 ) -> int:
     """The request is over and used so many tokens. Counts once: the lease must be there.
 
@@ -144,7 +144,7 @@ def share(limits: Limits, parts: int) -> Limits:
     )
 
 
-def is_idle(account: Account, limits: Limits, now_ms: int) -> bool:
+def is_idle(account: QuotaAccount, limits: Limits, now_ms: int) -> bool:
     """Whether nothing would be lost if it were forgotten."""
     _bring_up(account, limits, now_ms)
     full = (
@@ -158,7 +158,7 @@ def window_of(limits: Limits, now_ms: int) -> int:
     return now_ms // (limits.budget_period_s * 1000)
 
 
-def _bring_up(account: Account, limits: Limits, now_ms: int) -> None:
+def _bring_up(account: QuotaAccount, limits: Limits, now_ms: int) -> None:
     """To the present: buckets refill, leases end, a new period begins."""
     account.requests = _refill(
         account.requests, account.requests_at, limits.requests_per_minute, now_ms
@@ -181,7 +181,7 @@ def _refill(level: int | None, at: int, per_minute: int | None, now_ms: int) -> 
 
 
 def _obstacles(
-    account: Account, limits: Limits, tokens: int, now_ms: int
+    account: QuotaAccount, limits: Limits, tokens: int, now_ms: int
 ) -> list[tuple[int, Reason]]:
     """What keeps the request out, and for how many ms."""
     found: list[tuple[int, Reason]] = []
@@ -202,7 +202,7 @@ def _obstacles(
     return found
 
 
-def _take(account: Account, ask: Ask, now_ms: int) -> None:
+def _take(account: QuotaAccount, ask: Ask, now_ms: int) -> None:
     if account.requests is not None:
         account.requests -= UNIT
     if account.tokens is not None:
@@ -211,7 +211,7 @@ def _take(account: Account, ask: Ask, now_ms: int) -> None:
     account.leases[ask.lease] = now_ms + ask.lease_ms
 
 
-def _standing(account: Account, limits: Limits) -> Standing:
+def _standing(account: QuotaAccount, limits: Limits) -> Standing:
     return Standing(
         account.requests or 0,
         account.tokens or 0,

@@ -23,7 +23,7 @@ from router.api.admin.adapters import (
     parse_target,
     parse_tenant,
     parse_unload,
-    rollout_wish,
+    rollout_request,
 )
 from router.api.admin.rollouts import AdapterHistory, change_objects, parse_digest, rollout_object
 from router.api.ends import EndToken, end_tokens
@@ -32,9 +32,8 @@ from router.api.request.body import decode_body, require
 from router.call import RequestError, Secret
 from router.http.body import BodyLimits, read_json_body
 from router.names.owned_name import OwnedName
-from router.names.registration import Registration
+from router.names.registration import Registration, RegistrationRequest
 from router.names.rollout_moves import running
-from router.names.wish import Wish
 from router.operations.workers import Tiers
 from router.routes.info import json_response
 from router.routes.operator import Endpoint, who
@@ -110,8 +109,8 @@ class AdapterRoutes:
             return await self._told(await self._rollouts.end(name, who(request)))
         if request.method == "POST":
             raw = await read_json_body(request, self._body_limits)
-            wish = parse_rollout(raw, self._service.config.default_source, who(request))
-            return await self._told(await self._rollouts.roll_out(name, wish))
+            wanted = parse_rollout(raw, self._service.config.default_source, who(request))
+            return await self._told(await self._rollouts.roll_out(name, wanted))
         registration = self._admin.get(name)
         running(registration)
         measured = await self._service.keeper.measured(registration)
@@ -142,8 +141,10 @@ class AdapterRoutes:
         source = self._service.config.default_source
         ref = parse_target(body.lora_path, "lora_path", source)
         again = body.load_inplace
-        wish = Wish(name, ref, "api", replace=again, once=not again, load=True, by=who(request))
-        loaded = await self._admin.register(wish)
+        wanted = RegistrationRequest(
+            name, ref, "api", replace=again, once=not again, load=True, by=who(request)
+        )
+        loaded = await self._admin.register(wanted)
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
         return PlainTextResponse(text + partial_note(loaded))
 
@@ -162,18 +163,18 @@ class AdapterRoutes:
         name = _named_in_body(request, body.name, body.tenant)
         token = None if body.token is None else Secret(body.token)
         by = who(request)
-        wish = Wish(
+        wanted = RegistrationRequest(
             *(name, ref, "api", body.pin, token, body.replace, by),
             tool_format=format_named(body.tool_format),
         )
         if body.versions is None:
-            return await self._told(await self._admin.register(wish))
+            return await self._told(await self._admin.register(wanted))
         source = self._service.config.default_source
-        rollout = rollout_wish(body.versions, body.guards, source, by)
+        rollout = rollout_request(body.versions, body.guards, source, by)
         if self._admin.is_registered(name):
             check_versions_alone(body)
         else:
-            registration = await self._admin.register(wish)
+            registration = await self._admin.register(wanted)
             if len(body.versions) == 1:
                 return await self._told(registration)
         return await self._told(await self._rollouts.roll_out(name, rollout))

@@ -16,7 +16,7 @@ from router.config import RouterConfig
 from router.http.listeners import limit_unread
 from router.http.protocol import BoundedHttpProtocol
 from router.http.tls import Certificate, TlsAcceptor
-from router.policy.front_door import Deadlines
+from router.policy.front_door import HttpDeadlines
 from router.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -138,5 +138,5 @@ def _server_config(app: ASGIApp, service: Service) -> uvicorn.Config:
     )
 
 
-def _deadlines(config: RouterConfig) -> Deadlines:
-    return Deadlines(config.head_timeout_s, config.body_timeout_s, config.reader_timeout_s)
+def _deadlines(config: RouterConfig) -> HttpDeadlines:
+    return HttpDeadlines(config.head_timeout_s, config.body_timeout_s, config.reader_timeout_s)

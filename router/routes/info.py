@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from adapters.ref import format_ref, told_name
 from router.api.ends import end_tokens
-from router.api.openai.models import Health, Info, ModelList, ModelObject, Version
+from router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
 from router.api.openapi import Access, openapi_document
 from router.api.request.formatter import ApiLimits
 from router.call import RequestError
@@ -92,7 +92,7 @@ class InfoRoutes:
         return json_response(info)
 
     async def version(self, request: Request) -> Response:
-        return json_response(Version(VERSION))
+        return json_response(VersionAnswer(VERSION))
 
     async def openapi(self, request: Request) -> Response:
         """Made anew when the limits change, which come with a model."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from router.policy import quota
-from router.policy.quota import Account, Ask, Verdict
+from router.policy.quota import Ask, QuotaAccount, Verdict
 from router.shared.store import MAX_COUNTERS, MAX_ROWS, Row, Settlement, Table, TableFull
 
 MAX_VALUES = 1 << 16
@@ -25,7 +25,7 @@ class MemoryStore:
         self._leases: dict[str, dict[str, tuple[float, bytes]]] = {}
         self._logs: dict[str, deque[bytes]] = {}
         self._books: OrderedDict[str, tuple[float, dict[str, int]]] = OrderedDict()
-        self._accounts: OrderedDict[_AccountKey, tuple[Account, quota.Limits]] = OrderedDict()
+        self._accounts: OrderedDict[_AccountKey, tuple[QuotaAccount, quota.Limits]] = OrderedDict()
 
     async def get(self, key: str) -> bytes | None:
         until, value = self._values.get(key, (0.0, b""))
@@ -137,9 +137,9 @@ class MemoryStore:
                 if ask.lease in leases:
                     leases[ask.lease] = now_ms + ask.lease_ms
 
-    def _account(self, ask: Ask, subject: quota.Subject) -> Account:
+    def _account(self, ask: Ask, subject: quota.Subject) -> QuotaAccount:
         key = (ask.tenant, subject.name)
-        account = self._accounts[key][0] if key in self._accounts else Account(leases={})
+        account = self._accounts[key][0] if key in self._accounts else QuotaAccount(leases={})
         self._accounts[key] = (account, subject.limits)
         return account
 

@@ -13,7 +13,7 @@ from typing import Self
 from adapters.byte_tokens import BYTE_OF_CHAR, REPLACEMENT, byte_of, clean_up
 
 
-class Step:
+class DecoderStep:
     """A step that holds nothing back and remembers nothing, unless it says otherwise."""
 
     __slots__ = ()
@@ -38,7 +38,7 @@ class Step:
         return copy(self)
 
 
-class TokenStep(Step):
+class TokenStep(DecoderStep):
     """Tokens to tokens. One token may become none or several."""
 
     __slots__ = ()
@@ -50,7 +50,7 @@ class TokenStep(Step):
         return ()
 
 
-class TextStep(Step):
+class TextStep(DecoderStep):
     """A text in pieces to a text in pieces."""
 
     __slots__ = ()

@@ -12,14 +12,14 @@ import msgspec
 from adapters.byte_tokens import REPLACEMENT
 from router.call import ChoiceResult, FinishReason, GenerationCall, TextEvent, TextToken
 from router.parts.division import DividedAnswer
-from router.parts.parts import Parts
+from router.parts.parts import PartsDelta
 from router.text.attribution import attribute
 from router.text.detokenizer import Detokenizer, Tokens
 from router.text.stops import StopMatcher
 from server.protocol import Finish, TokenEvent, TokenLogprob
 
 
-class Vocabulary(Tokens, Protocol):
+class TokenTexts(Tokens, Protocol):
     """What a stream has to know of the tokenizer."""
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -57,7 +57,7 @@ class ChoiceStream:
     def __init__(
         self,
         call: GenerationCall,
-        vocabulary: Vocabulary,
+        vocabulary: TokenTexts,
         detokenizer: Detokenizer,
         prompt_index: int = 0,
         choice: int = 0,
@@ -201,9 +201,9 @@ class ChoiceStream:
             calls=parts.calls,
         )
 
-    def _parts_of(self, text: str) -> Parts:
+    def _parts_of(self, text: str) -> PartsDelta:
         if self._divided is None:
-            return Parts(text)
+            return PartsDelta(text)
         return self._divided.feed(text, is_last=self.finish is not None)
 
     def _release_tokens(self) -> tuple[TextToken, ...]:
@@ -234,7 +234,7 @@ class ChoiceStream:
 
 
 def text_token(
-    vocabulary: Vocabulary,
+    vocabulary: TokenTexts,
     token_id: int,
     text: str,
     logprob: TokenLogprob | None,
@@ -254,7 +254,7 @@ def text_token(
 
 
 def prompt_tokens(
-    vocabulary: Vocabulary,
+    vocabulary: TokenTexts,
     parts: Sequence[str],
     ids: Sequence[int],
     logprobs: Sequence[TokenLogprob] | None,

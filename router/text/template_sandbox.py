@@ -16,7 +16,7 @@ import msgspec
 from adapters.chat.conversation import MessageForm, TemplateFault, TemplateOptions
 from adapters.chat.template import MAX_OUTPUT_CHARS
 from router.call import RequestError
-from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, Job, Outcome
+from router.text.template_worker import CPU_SECONDS, MEMORY_BYTES, RenderJob, RenderOutcome
 
 START_TIMEOUT_S = 30.0
 RENDER_TIMEOUT_S = 20.0
@@ -51,15 +51,15 @@ class TemplateSandbox:
 
         Raises TemplateFault; RequestError (unavailable) when no process can be started.
         """
-        outcome = await self._do(Job(source, special_tokens, list(messages), options))
+        outcome = await self._do(RenderJob(source, special_tokens, list(messages), options))
         return outcome.text or ""
 
     async def form(self, source: str, special_tokens: dict[str, str]) -> MessageForm:
         """As `ChatTemplate(source, special_tokens).form`. Raises as `render`."""
-        outcome = await self._do(Job(source, special_tokens, None, TemplateOptions()))
+        outcome = await self._do(RenderJob(source, special_tokens, None, TemplateOptions()))
         return outcome.form or MessageForm()
 
-    async def _do(self, job: Job) -> Outcome:
+    async def _do(self, job: RenderJob) -> RenderOutcome:
         """Raises as `render`."""
         frame = _frame(job)
         encoded = job.source.encode("utf-8", "replace")
@@ -124,7 +124,7 @@ class _Renderer:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
 
-    async def render(self, frame: bytes) -> Outcome:
+    async def render(self, frame: bytes) -> RenderOutcome:
         """Raises _Lost. However it ends otherwise, no reply is left behind for the next caller."""
         if self._process is None:
             self._process = await _start()
@@ -178,7 +178,7 @@ def _unavailable() -> RequestError:
     return RequestError("unavailable", "chat templates cannot be rendered now")
 
 
-def _frame(job: Job) -> bytes:
+def _frame(job: RenderJob) -> bytes:
     """Raises TemplateFault for values that no template process can be told of."""
     try:
         frame = msgspec.msgpack.encode(job)
@@ -189,17 +189,17 @@ def _frame(job: Job) -> bytes:
     return len(frame).to_bytes(4, "big") + frame
 
 
-async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> Outcome:
+async def _exchange(process: asyncio.subprocess.Process, frame: bytes) -> RenderOutcome:
     assert process.stdin is not None
     process.stdin.write(frame)
     await process.stdin.drain()
     return await _read(process)
 
 
-async def _read(process: asyncio.subprocess.Process) -> Outcome:
-    """Raises EOFError, and ValueError for what is no Outcome."""
+async def _read(process: asyncio.subprocess.Process) -> RenderOutcome:
+    """Raises EOFError, and ValueError for what is no RenderOutcome."""
     assert process.stdout is not None
     size = int.from_bytes(await process.stdout.readexactly(4), "big")
     if size > _MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {size} bytes")
-    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Outcome)
+    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=RenderOutcome)

@@ -22,7 +22,7 @@ _KEPT_TEMPLATES = 16
 _Templates = OrderedDict[tuple[str, tuple[tuple[str, str], ...]], ChatTemplate]
 
 
-class Job(msgspec.Struct, frozen=True, array_like=True):
+class RenderJob(msgspec.Struct, frozen=True, array_like=True):
     """Render `source` over messages; with messages None say in which form it reads them."""
 
     source: str
@@ -31,7 +31,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     options: TemplateOptions
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class RenderOutcome(msgspec.Struct, frozen=True, array_like=True):
     """text or form, or why there is none: fault, with its cause and field."""
 
     text: str | None = None
@@ -44,9 +44,9 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 def main() -> None:
     _warm_up()
     _limit_self()
-    decode = msgspec.msgpack.Decoder(Job).decode
+    decode = msgspec.msgpack.Decoder(RenderJob).decode
     templates: _Templates = OrderedDict()
-    _write(Outcome(""))  # ready
+    _write(RenderOutcome(""))  # ready
     while (frame := _read()) is not None:
         # Its default action ends the process, in the middle of a C call if need be.
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
@@ -60,7 +60,7 @@ def _warm_up() -> None:
     usual = "{{ 'a\\n' | tojson }}{{ strftime_now('%d %b %Y') }}{{ messages | length }}"
     for source in (usual, "{{ 1 / 0 }}", "{% if %}", "{{ '\\ud800' }}"):
         messages = [{"role": "user", "content": "ü"}]
-        _render(OrderedDict(), Job(source, {}, messages, TemplateOptions()))
+        _render(OrderedDict(), RenderJob(source, {}, messages, TemplateOptions()))
 
 
 def _limit_self() -> None:
@@ -74,7 +74,7 @@ def _limit_self() -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def _render(templates: _Templates, job: Job) -> Outcome:
+def _render(templates: _Templates, job: RenderJob) -> RenderOutcome:
     try:
         key = (job.source, tuple(sorted(job.special_tokens.items())))
         template = templates.get(key)
@@ -83,13 +83,13 @@ def _render(templates: _Templates, job: Job) -> Outcome:
             if len(templates) > _KEPT_TEMPLATES:
                 templates.popitem(last=False)
         if job.messages is None:
-            return Outcome(form=template.form)
-        return Outcome(template.render(job.messages, job.options))
+            return RenderOutcome(form=template.form)
+        return RenderOutcome(template.render(job.messages, job.options))
     except TemplateFault as fault:
-        return Outcome(fault=str(fault), cause=fault.cause, param=fault.param)
+        return RenderOutcome(fault=str(fault), cause=fault.cause, param=fault.param)
     except OSError as error:
         why = f"the chat template asked for what is out of reach: {error.strerror}"
-        return Outcome(fault=why)
+        return RenderOutcome(fault=why)
 
 
 def _read() -> bytes | None:
@@ -99,7 +99,7 @@ def _read() -> bytes | None:
     return sys.stdin.buffer.read(int.from_bytes(head, "big"))
 
 
-def _write(outcome: Outcome) -> None:
+def _write(outcome: RenderOutcome) -> None:
     frame = msgspec.msgpack.encode(outcome)
     sys.stdout.buffer.write(len(frame).to_bytes(4, "big") + frame)
     sys.stdout.buffer.flush()

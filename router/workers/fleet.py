@@ -17,10 +17,10 @@ from router.call import Secret
 from router.failures import DeadlinePassed, NoWorker
 from router.names.served import Origin, home_key
 from router.policy.matching import Match, Matcher
-from router.policy.placement.placement import Placement, Reason, Wish
+from router.policy.placement.placement import PlacementRequest, Placer, Reason
 from router.policy.placement.workers import WorkerView
 from router.policy.queue.cost import Bill
-from router.policy.queue.queue_limits import Held, QueueFull, QueueRoom
+from router.policy.queue.queue_limits import QueueFull, QueueRoom, QueueSize
 from router.policy.queue.waiting import Waiting, WaitingQueue
 from router.workers.client import WorkerClient
 from router.workers.roster import Roster
@@ -67,7 +67,7 @@ class Fleet:
         self.names_known = asyncio.Event()
         self.names_known.set()
         self._worker_wait_s = worker_wait_s
-        self._placement = Placement()
+        self._placement = Placer()
         self._matcher = Matcher(queue, self._placement)
         self._lobby = QueueRoom(queue.room.limits)
         self._retry: asyncio.TimerHandle | None = None
@@ -120,7 +120,7 @@ class Fleet:
         return self._roster.views
 
     @property
-    def lobby(self) -> Held:
+    def lobby(self) -> QueueSize:
         """Requests that wait for the first worker."""
         return self._lobby.held
 
@@ -160,7 +160,7 @@ class Fleet:
         ticket = self.queue.push(msgspec.structs.replace(entry, payload=granted), loop.time())
         self._grant()
         if not granted.done():
-            self._hint(entry.wish)
+            self._hint(entry.request)
         try:
             return await granted
         except asyncio.CancelledError:
@@ -241,7 +241,7 @@ class Fleet:
 
     def _hand_out(self, match: Match[asyncio.Future[Placed]], session: WorkerSession) -> None:
         entry, reason = match.entry, match.decision.reason
-        adapter = entry.wish.adapter
+        adapter = entry.request.adapter
         if entry.payload.done():  # its caller left, and has not taken it out of the queue yet
             session.view.leave(adapter)
             match.bill.settle()
@@ -252,16 +252,16 @@ class Fleet:
         )
         entry.payload.set_result(Placed(Credit(session, adapter), reason, match.bill))
 
-    def _hint(self, wish: Wish) -> None:
+    def _hint(self, request: PlacementRequest) -> None:
         """While a sequence waits, its adapter's home brings the adapter nearer."""
         views = self.views
-        if not wish.adapter or any(view.holds(wish.adapter) for view in views):
+        if not request.adapter or any(view.holds(request.adapter) for view in views):
             return
-        home = self._placement.home(wish.home_key, views)
-        if home is not None and wish.adapter in home.admitted:
+        home = self._placement.home(request.home_key, views)
+        if home is not None and request.adapter in home.admitted:
             session = next(session for session in self.sessions if session.view is home)
             with contextlib.suppress(WorkerLost):
-                session.prefetch(wish.adapter)
+                session.prefetch(request.adapter)
 
     def _grant_held(self) -> None:
         self._retry = None

@@ -28,7 +28,7 @@ class ProtocolFault(Exception):
     """The worker sent something that the protocol does not allow."""
 
 
-class AdapterLoads:
+class ConnectionLoads:
     """`send` puts a frame on the wire; it raises what the connection raises when it is gone."""
 
     def __init__(self, send: Callable[[AdapterLoad | AdapterMerge], None]) -> None:
@@ -109,8 +109,8 @@ class AdapterLoads:
             done.exception()  # every waiter may have left: it counts as seen
 
 
-class AdapterOrders:
-    """Orders under way on one connection. `send` as for AdapterLoads."""
+class ConnectionOrders:
+    """Orders under way on one connection. `send` as for ConnectionLoads."""
 
     def __init__(self, send: Callable[[AdapterOrder], None]) -> None:
         self._send = send

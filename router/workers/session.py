@@ -17,7 +17,7 @@ from adapters.manifest import AdapterManifest
 from router.names.served import Origin
 from router.policy.placement.liveness import Hearing, Liveness
 from router.policy.placement.workers import WorkerView
-from router.workers.loads import AdapterLoads, AdapterOrders, ProtocolFault
+from router.workers.loads import ConnectionLoads, ConnectionOrders, ProtocolFault
 from router.workers.pictures import WorkerPictures
 from router.workers.unsent import unsent_bytes
 from server.protocol import (
@@ -104,9 +104,9 @@ class WorkerSession:
         self._socket = socket
         self._on_change = on_change
         self._live: dict[SequenceKey, _Live] = {}
-        self._loads = AdapterLoads(self._send)
+        self._loads = ConnectionLoads(self._send)
         self.view.admitted = self._loads.admitted
-        self._orders = AdapterOrders(self._send)
+        self._orders = ConnectionOrders(self._send)
         self._hinted: set[str] = set()  # since the last status
         self.pictures = WorkerPictures(self._send)
         self._outbox: deque[bytes] = deque()

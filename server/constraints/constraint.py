@@ -13,7 +13,7 @@ from server.constraints.rules import TokenRules
 ConstraintState = Literal["open", "over", "failed"]
 
 
-class Matcher(Protocol):
+class GrammarMatcher(Protocol):
     """What is used of llguidance's LLMatcher."""
 
     def consume_token(self, sampled_token: int) -> bool: ...
@@ -38,7 +38,7 @@ class Constraint:
     it cannot become that any more, or the matcher failed. problem: why.
     """
 
-    def __init__(self, matcher: Matcher | None, rules: TokenRules, min_tokens: int) -> None:
+    def __init__(self, matcher: GrammarMatcher | None, rules: TokenRules, min_tokens: int) -> None:
         self.state: ConstraintState = "open"
         self.problem = ""
         self._matcher = matcher

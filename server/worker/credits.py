@@ -18,12 +18,12 @@ def share_credits(capacity: int, in_flight: Mapping[int, int]) -> dict[int, int]
     wanted = {router: 2 * count + floor for router, count in in_flight.items()}
     shares: dict[int, int] = {}
     left = capacity
-    by_wish = sorted(wanted, key=lambda router: (wanted[router], router))
-    for i, router in enumerate(by_wish):
-        shares[router] = min(wanted[router], left // (len(by_wish) - i))
+    by_wanted = sorted(wanted, key=lambda router: (wanted[router], router))
+    for i, router in enumerate(by_wanted):
+        shares[router] = min(wanted[router], left // (len(by_wanted) - i))
         left -= shares[router]
-    for i, router in enumerate(by_wish):
-        extra = left // (len(by_wish) - i)
+    for i, router in enumerate(by_wanted):
+        extra = left // (len(by_wanted) - i)
         shares[router] += extra
         left -= extra
     return shares

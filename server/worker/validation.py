@@ -34,7 +34,7 @@ _PAIR_BYTES = 15
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Refusal(NamedTuple):
+class FrameRefusal(NamedTuple):
     error: ErrorCode
     message: str
 
@@ -106,16 +106,16 @@ def _check_source(ref: AdapterRef, token: str | None) -> AdapterError | None:
     return None
 
 
-def check_request(request: GenerateRequest, max_context: int) -> Refusal | None:
+def check_request(request: GenerateRequest, max_context: int) -> FrameRefusal | None:
     """Why this sequence cannot be taken, or None; only this sequence ends."""
     if len(request.prompt_ids) > max_context:
         message = (
             f"the prompt has {len(request.prompt_ids)} tokens; prompt and output together can have"
             f" at most {max_context}"
         )
-        return Refusal("context_length", message)
+        return FrameRefusal("context_length", message)
     problem = _check_envelope(request) or _check_answer_size(request)
-    return Refusal("invalid_request", problem) if problem else None
+    return FrameRefusal("invalid_request", problem) if problem else None
 
 
 def _check_envelope(request: GenerateRequest) -> str | None:

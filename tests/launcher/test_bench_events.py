@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.bench.load.answers import Answer, error_text, one_line
+from launcher.bench.load.answers import StreamedAnswer, error_text, one_line
 from launcher.bench.load.sse import EventReader
 from launcher.bench.load.stream_client import retry_after_s
 from launcher.bench.load.target import WORDS, Target, body_of, text_of
@@ -73,15 +73,15 @@ def test_events_are_the_same_however_the_bytes_come(
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read(stream: bytes) -> None:
     for event in read(stream):
-        Answer().take(event, 0.0)
+        StreamedAnswer().take(event, 0.0)
 
 
 # ---- answers
 
 
-def answer(*events: Any) -> Answer:
+def answer(*events: Any) -> StreamedAnswer:
     """events: JSON, at seconds 0, 1, 2, …"""
-    found = Answer()
+    found = StreamedAnswer()
     for at, event in enumerate(events):
         found.take(event if isinstance(event, bytes) else json.dumps(event).encode(), float(at))
     return found

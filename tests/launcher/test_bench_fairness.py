@@ -15,7 +15,7 @@ from launcher.bench.simulation.fairness_bench import (
 from launcher.bench.simulation.fleet import SimulatedFleet
 from launcher.bench.simulation.traffic import Arrival
 from launcher.bench.simulation.worker import WorkerModel
-from router.policy.placement.placement import Placement
+from router.policy.placement.placement import Placer
 from router.policy.queue.queue_limits import QueueLimits
 from tests.grids import beyond
 
@@ -58,7 +58,7 @@ def test_the_coldest_adapter_waits_no_longer_than_two_turns() -> None:
     rate = 2 * 2 * MODEL.requests_per_s(100, 50)
     crowded = [Arrival(i / rate, "t", i % 15, 100, 50) for i in range(int(4 * rate))]
     cold = [Arrival(1.0 + 0.25 * i, "t", 99, 100, 50) for i in range(8)]
-    fleet = SimulatedFleet(2, MODEL, Placement())
+    fleet = SimulatedFleet(2, MODEL, Placer())
     fleet.run(iter(sorted(crowded + cold)))
     served = sum(1.0 <= job.started_s < 3.0 for job in fleet.jobs) / 2.0
     a_turn = 16 / served  # seconds in which each of the sixteen has one
@@ -79,7 +79,7 @@ def test_overload_costs_no_goodput_and_passes(times: float, least: float) -> Non
         return [Arrival(start + i * step, f"t{i % 4}", i % 8, 100, 50) for i in range(count)]
 
     def good(share: float) -> tuple[SimulatedFleet, float]:
-        fleet = SimulatedFleet(2, MODEL, Placement(), limits)
+        fleet = SimulatedFleet(2, MODEL, Placer(), limits)
         fleet.run(iter(load(share, 0.0, seconds) + load(0.5, seconds, seconds + 12.0)))
         in_time = [j for j in fleet.jobs if j.started_s - j.arrived_s <= 2.0]
         return fleet, sum(1.0 <= job.ended_s < seconds for job in in_time) / (seconds - 1.0)

@@ -23,8 +23,8 @@ from launcher.bench.engine.grid import (
     matrix_rate,
     step_bytes,
 )
-from launcher.bench.engine.offline import SHIPPED, Load, OfflineEngine, Sizes, model_folder
-from launcher.bench.engine.throughput import Engine, Run, adapters_of, measure
+from launcher.bench.engine.offline import SHIPPED, EngineSizes, Load, OfflineEngine, model_folder
+from launcher.bench.engine.throughput import Engine, MeasuredRun, adapters_of, measure
 from launcher.bench.load.workload import Call, Lengths, Workload
 from server.engine.executor import Masks
 from server.engine.messages import EngineStats, SequenceEvent, StepOutput, StepWork
@@ -97,7 +97,7 @@ def test_decode_with_masks(tiny: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_some_rows_draw_through_masks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = Sizes(0, 1, 64, 3, 3, 6, 256)
+    sizes = EngineSizes(0, 1, 64, 3, 3, 6, 256)
     engine = OfflineEngine(tiny, sizes.config(tiny, "cpu", "float32"), None)
     asked: list[list[int]] = []
     constrain = engine.executor.constrain
@@ -255,7 +255,7 @@ def test_throughput(
 
 
 def test_a_run_adds_up_what_steps_tell() -> None:
-    run = Run([Call(0, 0.0, "a", [1, 2], 3)])
+    run = MeasuredRun([Call(0, 0.0, "a", [1, 2], 3)])
     for step, token_ids in ((1, (5,)), (2, (6, 7))):
         event = TokenEvent("0", 0, 0, 0, token_ids, load_s=0.5 if step == 1 else None)
         work = StepWork(1, 1, 1, (1.0 * step, 2.0, 3.0, 4.0, 5.0))
@@ -297,7 +297,7 @@ def lora_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError
         return SimpleNamespace(count=len(ranks))
 
-    step = Mock(spec=kernels.Step, few=None)
+    step = Mock(spec=kernels.TimedStep, few=None)
     monkeypatch.setattr(kernels, "Adapters", adapters)
     monkeypatch.setattr(kernels, "copy_bandwidth", lambda _: 4e12)
     monkeypatch.setattr(kernels, "_steps", lambda batches: dict.fromkeys(batches, step))

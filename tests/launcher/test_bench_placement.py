@@ -6,19 +6,21 @@ import pytest
 
 from launcher.__main__ import main
 from launcher.bench.simulation.fleet import SimulatedFleet
-from launcher.bench.simulation.placement_bench import Result, Scene, simulate
+from launcher.bench.simulation.placement_bench import PlacementResult, PlacementScene, simulate
 from launcher.bench.simulation.policies import POLICIES
 from launcher.bench.simulation.traffic import SHAPES, Shape, Traffic
 from launcher.bench.simulation.worker import WorkerModel
-from router.policy.placement.placement import Placement
+from router.policy.placement.placement import Placer
 
 SLOTS = 16
 
 
-def run(policy: str, *, shape: Shape = "zipf", adapters: int = 256, use: float = 0.7) -> Result:
+def run(
+    policy: str, *, shape: Shape = "zipf", adapters: int = 256, use: float = 0.7
+) -> PlacementResult:
     """4 workers with room for 64 adapters together."""
     model = WorkerModel(rows=16, ahead=8, slots=SLOTS, load_s=0.05)
-    return simulate(Scene(shape, 4, adapters, 2000, 1.0, use, model, seed=1), policy)
+    return simulate(PlacementScene(shape, 4, adapters, 2000, 1.0, use, model, seed=1), policy)
 
 
 def test_a_run_is_the_same_every_time() -> None:
@@ -28,7 +30,7 @@ def test_a_run_is_the_same_every_time() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_request_is_computed_once(shape: Shape) -> None:
     traffic = Traffic(shape, 500, 200.0, 100)
-    fleet = SimulatedFleet(3, WorkerModel(rows=8, ahead=8, slots=8), Placement())
+    fleet = SimulatedFleet(3, WorkerModel(rows=8, ahead=8, slots=8), Placer())
     fleet.run(traffic.arrivals())
     assert len(fleet.jobs) == 500
     assert all(job.arrived_s <= job.started_s < job.ended_s for job in fleet.jobs)

@@ -10,11 +10,11 @@ from adapters.sources.local import LocalSource
 from launcher import config
 from launcher.command_line import Parser, add_options
 from launcher.options import OptionError
-from launcher.plan import Plan, plan, resolve_alias
+from launcher.plan import ServePlan, plan, resolve_alias
 from launcher.serve import Serve
 
 
-def planned(*argv: str) -> Plan:
+def planned(*argv: str) -> ServePlan:
     parser = Parser()
     parser.add_argument("model", nargs="?")
     options = config.serve_options()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.processes import MAX_LINE_BYTES, Child, ChildFailed, Lines, Say, Service
+from launcher.processes import MAX_LINE_BYTES, Child, ChildFailed, ChildSupervisor, Lines, Say
 from server.worker import tether
 
 TIMEOUT_S = 240
@@ -46,7 +46,7 @@ class Case:
         self.code = code
         self.said: list[str] = []
         self.children: list[Child] = []
-        self.service = Service("child", self.start, self.said.append)
+        self.service = ChildSupervisor("child", self.start, self.said.append)
 
     def start(self, on_line: Say) -> Child:
         reading, writing = os.pipe()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.config import ConfigError, RouterConfig
+from router.config import RouterConfig, RouterConfigError
 from router.start_check import check_options
 
 HERE = Path(__file__).parent
@@ -15,7 +15,7 @@ KEYS = HERE / "pem"
 
 
 def refused(**options: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(RouterConfigError) as caught:
         check_options(RouterConfig(**options))
     return str(caught.value)
 

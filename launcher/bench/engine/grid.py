@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from adapters.manifest import ITEM_BYTES, SlabDtype
-from launcher.bench.engine.offline import GREEDY, Load, OfflineEngine, Sizes, token_bytes
+from launcher.bench.engine.offline import GREEDY, EngineSizes, Load, OfflineEngine, token_bytes
 from launcher.bench.errors import BenchError
 from server.model.checkpoint.checkpoint import read_config
 from server.model.checkpoint.config import ModelConfig, base_spec
@@ -90,7 +90,7 @@ def engine_for(grid: Grid) -> OfflineEngine:
             f"than the model's context of {model.max_context}"
         )
     most = max(grid.batches)
-    sizes = Sizes(
+    sizes = EngineSizes(
         adapters=max(distinct for _, distinct, _ in grid.points()),
         lora_rank=max(grid.ranks),
         tokens=tokens,

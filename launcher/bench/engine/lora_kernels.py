@@ -55,7 +55,7 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class LoraTimes:
     """Milliseconds of one step's LoRA: alone (shrink and expand of every site; None where products
     have it on the way), and what it adds to the base: to each GEMM and the kernel that takes up its
     output, as the engine runs them. Both None: the adapters do not fit into the device's memory."""
@@ -102,7 +102,7 @@ def adapter_bytes(rank: int) -> int:
     return LAYERS * per_layer * DTYPE.itemsize
 
 
-class Step:
+class TimedStep:
     """One decode step's GEMMs, what takes up their output, and LoRA, at a batch size."""
 
     def __init__(
@@ -272,7 +272,7 @@ def make_weights() -> list[torch.Tensor]:
 
 def measure(
     points: Sequence[tuple[int, int]], ranks: Sequence[str], replays: int
-) -> Iterator[Result]:
+) -> Iterator[LoraTimes]:
     """By adapters. Raises BenchError where the device has no memory for the products."""
     try:
         bandwidth, steps = copy_bandwidth("cuda"), _steps(sorted({batch for batch, _ in points}))
@@ -287,7 +287,7 @@ def measure(
             adapters = _made(of_each)
             for batch in [b for b, d in points if d == distinct]:
                 alone, added = _lora_ms(steps[batch], base[batch], adapters, replays)
-                yield Result(
+                yield LoraTimes(
                     batch,
                     distinct,
                     int(name) if name.isdigit() else name,
@@ -301,12 +301,12 @@ def measure(
             torch.cuda.empty_cache()
 
 
-def _steps(batches: Sequence[int]) -> dict[int, Step]:
+def _steps(batches: Sequence[int]) -> dict[int, TimedStep]:
     configs, weights = load_configs("cuda"), make_weights()
     products = Products(configs)
     by_site = [weights[site :: len(SITES)] for site in range(len(SITES))]
     products.measure(batches, [[(weight, None) for weight in of] for of in by_site])
-    return {batch: Step(batch, weights, configs, products) for batch in batches}
+    return {batch: TimedStep(batch, weights, configs, products) for batch in batches}
 
 
 def _made(ranks: Sequence[int]) -> Adapters | None:
@@ -317,7 +317,7 @@ def _made(ranks: Sequence[int]) -> Adapters | None:
 
 
 def _lora_ms(
-    step: Step, base: float, adapters: Adapters | None, replays: int
+    step: TimedStep, base: float, adapters: Adapters | None, replays: int
 ) -> tuple[float | None, float | None]:
     """Milliseconds of LoRA alone, and added to the step's `base`."""
     if adapters is None:
@@ -328,7 +328,7 @@ def _lora_ms(
     return alone, round(added, 4)
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[LoraTimes]) -> str:
     columns = ("floor", "alone", "added", "budget")
     lines = [f"{'(B, D)':>12} {'rank':>5} " + " ".join(f"{name:>9}" for name in columns)]
     for r in results:

@@ -138,7 +138,7 @@ def token_bytes(model: ModelConfig, dtype: SlabDtype) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class EngineSizes:
     """What an engine has room for: `adapters` of rank `lora_rank` on the device, sequences of up to
     `tokens` tokens, prompt and output; max_running of them are computed at once, cached are in the
     KV cache at once, None = as many as the rest of a GPU takes. step_tokens: the most of a step."""

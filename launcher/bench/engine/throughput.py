@@ -10,9 +10,9 @@ from adapters.manifest import SlabDtype
 from launcher.bench.engine.offline import (
     ADAPTER_SLOTS,
     PAGE_SIZE,
+    EngineSizes,
     Load,
     OfflineEngine,
-    Sizes,
     adapter_digest,
     submit,
 )
@@ -43,7 +43,7 @@ def adapters_of(rank: int, count: int) -> tuple[str | None, ...]:
     return tuple(adapter_digest(rank, number) for number in range(count)) or (None,)
 
 
-class Run:
+class MeasuredRun:
     """What the clients of a run would have met, and what the step loop did meanwhile."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
@@ -84,7 +84,7 @@ def told(summary: dict[str, Any]) -> str:
     return f"{table(summary)}\n{summary['steps']} steps; the loop's time: {phases}"
 
 
-def measure(engine: Engine, workload: Workload) -> Run:
+def measure(engine: Engine, workload: Workload) -> MeasuredRun:
     """All calls at once, with as many of the most popular adapters on the device as there is room
     for. Raises BenchError, CheckpointError, ConfigError."""
     model = read_config(engine.folder)
@@ -96,7 +96,7 @@ def measure(engine: Engine, workload: Workload) -> Run:
         )
     named = sum(adapter is not None for adapter in workload.adapters)
     room = min(engine.room or ADAPTER_SLOTS, named)
-    sizes = Sizes(
+    sizes = EngineSizes(
         adapters=room,
         lora_rank=engine.rank,
         tokens=longest,
@@ -110,7 +110,7 @@ def measure(engine: Engine, workload: Workload) -> Run:
     offline.run(Load(1, 0, engine.rank, PAGE_SIZE, 2))  # whatever the first step takes longer
     offline.load_adapters(room, engine.rank)
     requests = [submit(c.number, c.adapter, c.prompt, c.output_tokens) for c in calls]
-    run = Run(calls)
+    run = MeasuredRun(calls)
     offline.serve(requests, engine.rank, run.note)
     offline.close()
     return run

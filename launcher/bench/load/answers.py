@@ -58,7 +58,7 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class Answer:
+class StreamedAnswer:
     """What the events of one answer told.
 
     has_ended: the server said that this is all. fault: what kind of failure, and its text.

@@ -256,7 +256,7 @@ def _add_streams(parser: Parser) -> None:
 
 def run_streams(arguments: argparse.Namespace) -> None:
     """Raises OptionError, BenchError."""
-    from launcher.bench.load.streams import Plan, run_window
+    from launcher.bench.load.streams import StreamsPlan, run_window
     from launcher.bench.load.windows import summarise_window, window_table
 
     names = names_in(arguments)
@@ -265,7 +265,7 @@ def run_streams(arguments: argparse.Namespace) -> None:
             window.adapters(names)
     except ValueError as error:
         raise OptionError(str(error)) from None
-    plan = Plan(
+    plan = StreamsPlan(
         target=_target(arguments),
         names=names,
         stream_adapters=names[: arguments.stream_adapters],

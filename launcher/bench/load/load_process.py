@@ -1,4 +1,4 @@
-"""One process of a load: a `Job` on stdin, its outcomes on stdout, both as msgpack."""
+"""One process of a load: a `LoadPart` on stdin, its outcomes on stdout, both as msgpack."""
 
 import asyncio
 import sys
@@ -6,11 +6,11 @@ import sys
 import msgspec
 import uvloop
 
-from launcher.bench.load.serve import Job, run_job
+from launcher.bench.load.serve import LoadPart, run_job
 
 
 def main() -> None:
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=LoadPart)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcomes = runner.run(run_job(job))
     sys.stdout.buffer.write(msgspec.msgpack.encode(outcomes))

@@ -36,7 +36,7 @@ _WATCHED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class OverloadScene:
     """A fleet and its load. rows: sequences at once of a worker. tokens: of each answer.
 
     step_s: of a decode step. queue_s: how much may wait, in seconds of what the fleet can do.
@@ -60,7 +60,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadResult:
     """What one load met. times: what was sent, as a multiple of what the fleet can do.
 
     refusal_*: from sending to the whole refusal. no_retry_after: refusals without one. failed:
@@ -96,7 +96,7 @@ class Overload:
     calm_p50_ms: float
     calm_p99_ms: float
     of_peak: list[float]
-    loads: list[Load]
+    loads: list[LoadResult]
 
 
 def is_refusal(outcome: Outcome) -> bool:
@@ -139,7 +139,7 @@ def late_s(outcomes: Sequence[Outcome], due_s: Sequence[float]) -> list[float]:
 class _Bench:
     """A running fleet. pid, url: the router's."""
 
-    def __init__(self, scene: Scene, pid: int, url: str) -> None:
+    def __init__(self, scene: OverloadScene, pid: int, url: str) -> None:
         self._scene = scene
         self._pid = pid
         self._target = Target(url, "base", timeout_s=60.0)
@@ -161,7 +161,7 @@ class _Bench:
         )
         return [outcome.ttft_s for outcome in outcomes if outcome.error is None]
 
-    async def load(self, times: float, calm_s: float) -> Load:
+    async def load(self, times: float, calm_s: float) -> LoadResult:
         """An overload, and then a calm load until the fleet should long be as before."""
         scene = self._scene
         rate = times * scene.capacity
@@ -180,7 +180,7 @@ class _Bench:
         refused = [outcome for outcome in outcomes if is_refusal(outcome)]
         refusals_s = [outcome.end_s - outcome.sent_s for outcome in refused]
         late = late_s(outcomes, [call.at_s for call in workload.calls()])
-        return Load(
+        return LoadResult(
             times=times,
             sent_per_s=len(outcomes) / (end - start),
             goodput_per_s=goodput(outcomes, scene.slo_s, start + _FILL_S, end),
@@ -201,7 +201,7 @@ class _Bench:
         return Workload(max(1, requests), (None,), 1.0, _PROMPT, output, rate, seed=seed)
 
 
-async def measure(scene: Scene, times: Sequence[float]) -> Overload:
+async def measure(scene: OverloadScene, times: Sequence[float]) -> Overload:
     """Each of these loads after the other, on one fleet. Raises BenchError."""
     async with _fleet(scene) as (pid, url):
         bench = _Bench(scene, pid, url)
@@ -218,7 +218,7 @@ async def measure(scene: Scene, times: Sequence[float]) -> Overload:
 
 
 @asynccontextmanager
-async def _fleet(scene: Scene) -> AsyncIterator[tuple[int, str]]:
+async def _fleet(scene: OverloadScene) -> AsyncIterator[tuple[int, str]]:
     """The router's pid and address, once it has all workers."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))

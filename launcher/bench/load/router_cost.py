@@ -56,7 +56,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-class Caller:
+class KeptConnection:
     """One kept connection; a whole answer at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,7 +89,7 @@ async def ask_many(port: int, requests: int, tokens: int, concurrency: int) -> l
     times: list[float] = []
 
     async def call() -> None:
-        caller = Caller(*await asyncio.open_connection(LOOPBACK, port))
+        caller = KeptConnection(*await asyncio.open_connection(LOOPBACK, port))
         for _ in pending:
             times.append(await caller.ask(tokens))
         caller.close()

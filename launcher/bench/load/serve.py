@@ -24,7 +24,7 @@ _LIST_S = 10.0  # of models
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LoadPart:
     """One process's part: every `parts`-th call, from `part` on. concurrency: callers of a closed
     loop. start_s: on the monotonic clock; None = at once."""
 
@@ -92,7 +92,7 @@ async def send(target: Target, call: Call, outcome: Outcome) -> None:
     outcome.end_s = time.monotonic()
 
 
-async def run_job(job: Job) -> list[Outcome]:
+async def run_job(job: LoadPart) -> list[Outcome]:
     """Open loop: each call leaves at its time. Closed loop: `concurrency` callers, back to back."""
     seen: set[str | None] = set()
     share: list[tuple[Call, Outcome]] = []
@@ -129,10 +129,10 @@ async def run_load(
     if None in workload.adapters:
         target = await with_base_model(target)
     if processes == 1:
-        return await run_job(Job(target, workload, concurrency))
+        return await run_job(LoadPart(target, workload, concurrency))
     start = time.monotonic() + _START_DELAY_S
     jobs = [
-        Job(target, workload, _part(concurrency, i, processes), i, processes, start)
+        LoadPart(target, workload, _part(concurrency, i, processes), i, processes, start)
         for i in range(processes)
     ]
     parts = await asyncio.gather(*map(_in_process, jobs))
@@ -143,7 +143,7 @@ def _part(total: int | None, index: int, parts: int) -> int | None:
     return None if total is None else total // parts + (index < total % parts)
 
 
-async def _in_process(job: Job) -> list[Outcome]:
+async def _in_process(job: LoadPart) -> list[Outcome]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "launcher.bench.load.load_process"),
         stdin=asyncio.subprocess.PIPE,

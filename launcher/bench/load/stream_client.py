@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from adapters.common.authorities import trusted_context
-from launcher.bench.load.answers import Answer
+from launcher.bench.load.answers import StreamedAnswer
 from launcher.bench.load.sse import EventReader
 
 START_HEADER = b"x-loraplex-start"
@@ -37,7 +37,7 @@ class StreamProtocol(asyncio.Protocol):
         self.status = 0
         self.retry_after_s: float | None = None
         self.start: str | None = None
-        self.answer = Answer()
+        self.answer = StreamedAnswer()
         self.head = b""
         self._events = EventReader()
 

@@ -29,7 +29,7 @@ _ORDERS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StreamsPlan:
     """Steady streams are begun anew for each window, each with its own of `stream_adapters` (none:
     the base). Times in seconds, lengths in tokens. settle_s: from the streams' first tokens to the
     window. worker_url: whose counters are read."""
@@ -52,7 +52,7 @@ class Plan:
         return model_of(name, self.registered)
 
 
-async def run_window(plan: Plan, window: Window) -> Observed:
+async def run_window(plan: StreamsPlan, window: Window) -> Observed:
     """Raises BenchError, ValueError for a window without adapters."""
     adapters = window.adapters(plan.names)
     if window.preload:
@@ -95,7 +95,7 @@ async def _counters_at(when: float, http: httpx.AsyncClient, url: str | None) ->
 
 
 @asynccontextmanager
-async def _steady(plan: Plan, random: Random) -> AsyncIterator[list[StreamProtocol]]:
+async def _steady(plan: StreamsPlan, random: Random) -> AsyncIterator[list[StreamProtocol]]:
     """The streams, each after its first token; they are left at the end."""
     names = itertools.cycle([plan.model_of(name) for name in plan.stream_adapters] or [None])
     calls = [
@@ -134,7 +134,7 @@ def _told(stream: StreamProtocol) -> str:
 
 
 async def _send_new(
-    plan: Plan, window: Window, adapters: Sequence[str], random: Random, end: float
+    plan: StreamsPlan, window: Window, adapters: Sequence[str], random: Random, end: float
 ) -> list[Outcome]:
     """Poisson arrivals until `end`, each waited for. Adapters are drawn uniformly."""
     outcomes: list[Outcome] = []
@@ -154,7 +154,7 @@ async def _send_new(
 
 
 async def _order_loads(
-    plan: Plan, window: Window, adapters: Sequence[str], http: httpx.AsyncClient, end: float
+    plan: StreamsPlan, window: Window, adapters: Sequence[str], http: httpx.AsyncClient, end: float
 ) -> list[str]:
     """Evenly, one adapter after the other, those first that are not on the device. Returns what was
     said of those that were refused."""

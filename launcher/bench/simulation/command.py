@@ -9,7 +9,7 @@ from itertools import product
 from launcher.bench.option_types import above, number, whole, wholes
 from launcher.bench.output import print_points
 from launcher.bench.simulation.fairness_bench import flood
-from launcher.bench.simulation.placement_bench import Scene, compare, table
+from launcher.bench.simulation.placement_bench import PlacementScene, compare, table
 from launcher.bench.simulation.policies import POLICIES
 from launcher.bench.simulation.traffic import SHAPES
 from launcher.bench.simulation.worker import WorkerModel
@@ -38,12 +38,12 @@ def run_placement(arguments: argparse.Namespace) -> None:
     print_points(results, arguments.json, table)
 
 
-def _scenes(arguments: argparse.Namespace) -> Iterator[Scene]:
+def _scenes(arguments: argparse.Namespace) -> Iterator[PlacementScene]:
     model = WorkerModel(slots=arguments.slots, load_s=arguments.load_ms / 1e3)
     for shape, workers, adapters in product(
         arguments.shape or ["zipf"], arguments.workers, arguments.adapters
     ):
-        yield Scene(
+        yield PlacementScene(
             *(shape, workers, adapters, arguments.requests),
             zipf=arguments.zipf,
             use=arguments.use,

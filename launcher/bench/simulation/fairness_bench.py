@@ -8,7 +8,7 @@ from launcher.bench.report import percentile
 from launcher.bench.simulation.fleet import UNLIMITED, SimulatedFleet
 from launcher.bench.simulation.traffic import Arrival, Traffic
 from launcher.bench.simulation.worker import Job, WorkerModel
-from router.policy.placement.placement import Placement
+from router.policy.placement.placement import Placer
 from router.policy.queue.queue_limits import QueueLimits
 
 
@@ -48,7 +48,7 @@ class Crowd:
 
 
 def run(crowd: Crowd, limits: QueueLimits = UNLIMITED) -> SimulatedFleet:
-    fleet = SimulatedFleet(crowd.workers, crowd.model, Placement(), limits)
+    fleet = SimulatedFleet(crowd.workers, crowd.model, Placer(), limits)
     fleet.run(crowd.arrivals())
     return fleet
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from launcher.bench.simulation.traffic import Arrival
 from launcher.bench.simulation.worker import Job, SimulatedWorker, WorkerModel
 from router.policy.matching import Match, Matcher
-from router.policy.placement.placement import Placement, Wish
+from router.policy.placement.placement import PlacementRequest, Placer
 from router.policy.placement.workers import WorkerView
 from router.policy.queue.queue_limits import QueueFull, QueueLimits
 from router.policy.queue.waiting import Waiting, WaitingQueue
@@ -27,7 +27,7 @@ class SimulatedFleet:
         self,
         workers: int,
         model: WorkerModel,
-        placement: Placement,
+        placement: Placer,
         limits: QueueLimits = UNLIMITED,
     ) -> None:
         self.jobs: list[Job] = []
@@ -81,8 +81,8 @@ class SimulatedFleet:
     def _push(self, arrival: Arrival) -> None:
         name = f"{arrival.tenant}/{arrival.adapter}"
         job = Job(arrival.tenant, name, arrival.prompt_tokens, arrival.output_tokens, arrival.at_s)
-        wish = Wish(name, name, ADAPTER_BYTES)
-        waiting = Waiting(job, job.tenant, wish, job.prompt_tokens, 4096, 36 * job.prompt_tokens)
+        request = PlacementRequest(name, name, ADAPTER_BYTES)
+        waiting = Waiting(job, job.tenant, request, job.prompt_tokens, 4096, 36 * job.prompt_tokens)
         try:
             self._queue.push(waiting, arrival.at_s)
         except QueueFull as error:

@@ -14,7 +14,7 @@ _WARM_UP = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class PlacementScene:
     """use: offered load, as a share of what the fleet could serve without a load."""
 
     shape: Shape
@@ -36,7 +36,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class PlacementResult:
     """requests: that are counted, after the first `warm_up`. miss_rate: those that caused a load.
 
     Waits: from arrival until it is computed, in ms. goodput: requests a second that waited at most
@@ -56,14 +56,14 @@ class Result:
     end_p99_ms: float
 
 
-def simulate(scene: Scene, policy: str) -> Result:
+def simulate(scene: PlacementScene, policy: str) -> PlacementResult:
     fleet = SimulatedFleet(scene.workers, scene.model, POLICIES[policy]())
     fleet.run(scene.traffic().arrivals())
     warm_up = int(_WARM_UP * len(fleet.jobs))
     jobs = fleet.jobs[warm_up:]
     waits = [1e3 * (job.started_s - job.arrived_s) for job in jobs]
     seconds = max(1e-9, _last_end(jobs) - jobs[0].arrived_s)
-    return Result(
+    return PlacementResult(
         *(policy, scene.shape, scene.workers, scene.adapters, len(jobs), warm_up),
         miss_rate=sum(job.missed for job in jobs) / len(jobs),
         wait_p50_ms=percentile(waits, 50),
@@ -77,13 +77,13 @@ def _last_end(jobs: Sequence[Job]) -> float:
     return max(job.ended_s for job in jobs)
 
 
-def compare(scenes: Iterable[Scene], policies: Sequence[str]) -> Iterator[Result]:
+def compare(scenes: Iterable[PlacementScene], policies: Sequence[str]) -> Iterator[PlacementResult]:
     for scene in scenes:
         for policy in policies:
             yield simulate(scene, policy)
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[PlacementResult]) -> str:
     """For a person."""
     head = ("load", "workers", "adapters", "policy", "miss", "wait p50 ms", "wait p99 ms", "good/s")
     lines = [f"the first {_WARM_UP:.0%} of each run's requests are not counted"]

@@ -3,30 +3,33 @@
 from collections.abc import Callable, Sequence
 from random import Random
 
-from router.policy.placement.placement import Decision, Placement, Reason, Wish
+from router.policy.placement.placement import Decision, PlacementRequest, Placer, Reason
 from router.policy.placement.rendezvous import Rankings
 from router.policy.placement.workers import WorkerView
 
 
-class Simple(Placement):
+class Simple(Placer):
     """Takes a worker with room by a rule of its own. reason: what the queue is told of a miss."""
 
     def choose(
         self,
-        wish: Wish,
+        request: PlacementRequest,
         workers: Sequence[WorkerView],
         with_room: Sequence[WorkerView],
         now: float,
         held_s: float,
     ) -> Decision | None:
-        chosen = self.pick(wish, workers, with_room)
+        chosen = self.pick(request, workers, with_room)
         if chosen is None:
             return None
-        reason: Reason = "resident" if chosen.holds(wish.adapter) else "home"
+        reason: Reason = "resident" if chosen.holds(request.adapter) else "home"
         return Decision(chosen, reason)
 
     def pick(
-        self, wish: Wish, workers: Sequence[WorkerView], with_room: Sequence[WorkerView]
+        self,
+        request: PlacementRequest,
+        workers: Sequence[WorkerView],
+        with_room: Sequence[WorkerView],
     ) -> WorkerView | None:
         raise NotImplementedError
 
@@ -37,7 +40,10 @@ class RandomWorker(Simple):
         self._random = Random(0)
 
     def pick(
-        self, wish: Wish, workers: Sequence[WorkerView], with_room: Sequence[WorkerView]
+        self,
+        request: PlacementRequest,
+        workers: Sequence[WorkerView],
+        with_room: Sequence[WorkerView],
     ) -> WorkerView | None:
         return self._random.choice(with_room)
 
@@ -48,7 +54,10 @@ class RoundRobin(Simple):
         self._next = 0
 
     def pick(
-        self, wish: Wish, workers: Sequence[WorkerView], with_room: Sequence[WorkerView]
+        self,
+        request: PlacementRequest,
+        workers: Sequence[WorkerView],
+        with_room: Sequence[WorkerView],
     ) -> WorkerView | None:
         self._next += 1
         return with_room[self._next % len(with_room)]
@@ -56,7 +65,10 @@ class RoundRobin(Simple):
 
 class LeastLoaded(Simple):
     def pick(
-        self, wish: Wish, workers: Sequence[WorkerView], with_room: Sequence[WorkerView]
+        self,
+        request: PlacementRequest,
+        workers: Sequence[WorkerView],
+        with_room: Sequence[WorkerView],
     ) -> WorkerView | None:
         return min(with_room, key=lambda worker: (worker.in_flight, worker.worker_id))
 
@@ -69,15 +81,18 @@ class AffinityOnly(Simple):
         self._hashed = Rankings()
 
     def pick(
-        self, wish: Wish, workers: Sequence[WorkerView], with_room: Sequence[WorkerView]
+        self,
+        request: PlacementRequest,
+        workers: Sequence[WorkerView],
+        with_room: Sequence[WorkerView],
     ) -> WorkerView | None:
-        ranking = self._hashed.of(wish.home_key, [worker.worker_id for worker in workers])
+        ranking = self._hashed.of(request.home_key, [worker.worker_id for worker in workers])
         home = min(workers, key=lambda worker: ranking[worker.worker_id])
         return home if home.has_room else None
 
 
-POLICIES: dict[str, Callable[[], Placement]] = {
-    "loraplex": Placement,
+POLICIES: dict[str, Callable[[], Placer]] = {
+    "loraplex": Placer,
     "random": RandomWorker,
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,

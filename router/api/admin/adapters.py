@@ -22,8 +22,7 @@ from router.api.partial import PartialObject, partial_object
 from router.api.request.body import decode_body, require
 from router.api.request.field_faults import field_fault
 from router.call import RequestError
-from router.names.registration import Registration
-from router.names.wish import RolloutWish
+from router.names.registration import Registration, RolloutRequest
 from router.policy.rollout import Guards
 from router.tenancy.keys import Word
 from router.tools.registry import FORMATS
@@ -204,25 +203,25 @@ def check_versions_alone(request: RegisterBody) -> None:
         require(not given, message, param)
 
 
-def parse_rollout(body: bytes, default_source: str, by: str) -> RolloutWish:
+def parse_rollout(body: bytes, default_source: str, by: str) -> RolloutRequest:
     """Raises RequestError."""
     request, _ = decode_body(body, RolloutBody)
-    return rollout_wish(request.versions, request.guards, default_source, by)
+    return rollout_request(request.versions, request.guards, default_source, by)
 
 
-def rollout_wish(
+def rollout_request(
     versions: list[VersionBody],
     guards: Guards | None | msgspec.UnsetType,
     default_source: str,
     by: str,
-) -> RolloutWish:
+) -> RolloutRequest:
     """Raises RequestError."""
     refs = [
         parse_target(version.reference, f"versions[{number}].reference", default_source)
         for number, version in enumerate(versions)
     ]
     weights = [version.weight for version in versions]
-    return RolloutWish(tuple(zip(refs, weights, strict=True)), guards, by)
+    return RolloutRequest(tuple(zip(refs, weights, strict=True)), guards, by)
 
 
 def check_name(name: str, param: str) -> None:

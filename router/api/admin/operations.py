@@ -35,7 +35,7 @@ from router.api.openai.chat import ChatBody
 from router.api.openai.chat_answer import ChatChunk, ChatCompletion
 from router.api.openai.completions import CompletionsBody
 from router.api.openai.completions_answer import Completion
-from router.api.openai.models import Health, Info, ModelList, ModelObject, Version
+from router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
 from router.api.responses.answer import ResponseObject
 from router.api.responses.request import ResponsesBody
 from router.api.responses.stream import ResponseEvent
@@ -224,7 +224,7 @@ OPERATIONS: tuple[Operation, ...] = (
         key=True,
     ),
     Operation("/info", "get", "The model and the limits", answers=(Info,)),
-    Operation("/version", "get", "The router's version", answers=(Version,)),
+    Operation("/version", "get", "The router's version", answers=(VersionAnswer,)),
     Operation("/health", "get", "Whether requests can be answered"),
     Operation("/ping", "get", "Whether requests can be answered"),
     Operation("/ping", "post", "Whether requests can be answered"),

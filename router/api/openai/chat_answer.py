@@ -35,7 +35,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
     bytes: list[int] | None
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -43,7 +43,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChoiceLogprobs(msgspec.Struct, frozen=True):
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 
@@ -273,9 +273,9 @@ class ChatFormatter(OpenAIFormatter):
         every = self._options.tokens_as_ids
         return ChoiceLogprobs([self._token(t) for t in tokens if every or not t.special or t.text])
 
-    def _token(self, token: TextToken) -> TokenLogprob:
+    def _token(self, token: TextToken) -> ChatTokenLogprob:
         name = self._options.name
-        return TokenLogprob(
+        return ChatTokenLogprob(
             name(token.token_id, token.token),
             finite(token.logprob),
             list(token.raw) if token.raw is not None else _bytes(token.token),

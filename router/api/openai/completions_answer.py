@@ -20,7 +20,7 @@ from router.api.openai.answer import (
 from router.call import AnswerHead, ChoiceResult, PromptInfo, TextEvent, TextToken
 
 
-class Logprobs(msgspec.Struct, frozen=True):
+class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Parallel lists. text_offset: characters of the choice's text before the token."""
 
     tokens: list[str]
@@ -37,7 +37,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
     index: int
     text: str
-    logprobs: Logprobs | None
+    logprobs: CompletionLogprobs | None
     finish_reason: OpenAIFinish | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -136,11 +136,13 @@ class CompletionsFormatter(OpenAIFormatter):
             usage,
         )
 
-    def _logprobs(self, tokens: Sequence[TextToken], offsets: list[int]) -> Logprobs | None:
+    def _logprobs(
+        self, tokens: Sequence[TextToken], offsets: list[int]
+    ) -> CompletionLogprobs | None:
         most, name = self._options.logprobs, self._options.name
         if most is None:
             return None
-        return Logprobs(
+        return CompletionLogprobs(
             tokens=[name(token.token_id, token.token) for token in tokens],
             token_logprobs=[_logprob(token) for token in tokens],
             top_logprobs=[self._top(token, most) for token in tokens],

@@ -62,5 +62,5 @@ class Health(msgspec.Struct, frozen=True):
     status: Literal["live", "ready"]
 
 
-class Version(msgspec.Struct, frozen=True):
+class VersionAnswer(msgspec.Struct, frozen=True):
     version: str

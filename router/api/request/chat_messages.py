@@ -25,7 +25,7 @@ class FunctionCall(msgspec.Struct, frozen=True):
     arguments: str | dict[str, Any]
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class MessageToolCall(msgspec.Struct, frozen=True):
     function: FunctionCall
     id: str | None = None
     type: str = "function"
@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
@@ -115,7 +115,7 @@ def _spelled_arguments(messages: list[Message]) -> list[str]:
     return [c.function.arguments for c in calls if isinstance(c.function.arguments, str)]
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
+def _tool_call(call: MessageToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": call.function.arguments}
     ids = {} if call.id is None else {"id": call.id}
     return {"type": call.type, **ids, "function": function}

@@ -6,7 +6,13 @@ from typing import Any
 import msgspec
 
 from router.api.request.body import require
-from router.api.request.chat_messages import FunctionCall, Message, Role, ToolCall, to_template
+from router.api.request.chat_messages import (
+    FunctionCall,
+    Message,
+    MessageToolCall,
+    Role,
+    to_template,
+)
 from router.api.request.known_elsewhere import unsupported
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
@@ -109,10 +115,10 @@ def _message(item: InputItem, where: str) -> Message:
     return Message(item.role, _content(item.content, f"{where}.content"))
 
 
-def _call(item: InputItem, where: str) -> ToolCall:
+def _call(item: InputItem, where: str) -> MessageToolCall:
     name, arguments = _text(item.name, f"{where}.name"), item.arguments
     function = FunctionCall(name, _text(arguments, f"{where}.arguments"))
-    return ToolCall(function, _text(item.call_id, f"{where}.call_id"))
+    return MessageToolCall(function, _text(item.call_id, f"{where}.call_id"))
 
 
 def _reasoning(item: InputItem, where: str) -> str:

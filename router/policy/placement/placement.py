@@ -37,7 +37,7 @@ _SHORTEST_HOLD_S, _LONGEST_HOLD_S = 0.02, 1.0
 MAX_ADAPTERS = 1 << 14
 
 
-class Wish(NamedTuple):
+class PlacementRequest(NamedTuple):
     """What is to be placed. adapter: digest, "" = base. home_key: what its homes are ranked by.
 
     nbytes: of the adapter. prefixes: as from `prefix_keys`. avoid: ids of workers that could not
@@ -70,7 +70,7 @@ class _Homes:
         self.low_since: float | None = None
 
 
-class Placement:
+class Placer:
     """Remembers homes and prefixes; all else it is told. `workers` always: all that are known."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Placement:
 
     def choose(
         self,
-        wish: Wish,
+        request: PlacementRequest,
         workers: Sequence[WorkerView],
         with_room: Sequence[WorkerView],
         now: float,
@@ -91,28 +91,28 @@ class Placement:
         None: to wait for them longer is better.
         """
         free = [worker for worker in with_room if worker.is_free] or with_room
-        if not wish.adapter:
-            return self._least_used(wish, free, "base")
-        copies = [worker for worker in workers if worker.able and worker.holds(wish.adapter)]
-        ranking = self._rankings.of(wish.home_key, [worker.worker_id for worker in workers])
-        homes = self._update_homes(wish.adapter, workers, now)
+        if not request.adapter:
+            return self._least_used(request, free, "base")
+        copies = [worker for worker in workers if worker.able and worker.holds(request.adapter)]
+        ranking = self._rankings.of(request.home_key, [worker.worker_id for worker in workers])
+        homes = self._update_homes(request.adapter, workers, now)
         usable = [worker for worker in copies if worker in free]
         if usable:
-            here = [worker for worker in usable if wish.adapter in worker.resident]
+            here = [worker for worker in usable if request.adapter in worker.resident]
             usable = sorted(here or usable, key=lambda worker: ranking[worker.worker_id])
-            chosen = self._least_used(wish, usable[: homes.wanted], "resident")
+            chosen = self._least_used(request, usable[: homes.wanted], "resident")
             return chosen if here else Decision(chosen.worker, "loading")
         if not copies:
-            return Decision(_cheapest(wish, free, ranking), "home")
-        if held_s < _patience(wish, free, crowded=len(copies) > homes.needed):
+            return Decision(_cheapest(request, free, ranking), "home")
+        if held_s < _patience(request, free, crowded=len(copies) > homes.needed):
             return None
         homes.wanted = max(homes.wanted, len(copies) + 1)
-        return Decision(_cheapest(wish, free, ranking), "spread")
+        return Decision(_cheapest(request, free, ranking), "spread")
 
-    def place(self, wish: Wish, decision: Decision, now: float) -> None:
+    def place(self, request: PlacementRequest, decision: Decision, now: float) -> None:
         """It is done: the sequence goes there."""
-        decision.worker.enter(wish.adapter, now)
-        self._prefixes.remember(wish.prefixes, decision.worker.worker_id)
+        decision.worker.enter(request.adapter, now)
+        self._prefixes.remember(request.prefixes, decision.worker.worker_id)
 
     def home(self, key: str, workers: Sequence[WorkerView]) -> WorkerView | None:
         """Where an adapter should be fetched to: its first home of those that take work."""
@@ -122,11 +122,13 @@ class Placement:
         ranking = self._rankings.of(key, [worker.worker_id for worker in workers])
         return min(able, key=lambda worker: ranking[worker.worker_id])
 
-    def _least_used(self, wish: Wish, workers: Sequence[WorkerView], reason: Reason) -> Decision:
+    def _least_used(
+        self, request: PlacementRequest, workers: Sequence[WorkerView], reason: Reason
+    ) -> Decision:
         """Unless one that knows the prompt is hardly more so."""
         least = min(workers, key=lambda w: (w.use, w.load, w.worker_id))
-        if len(workers) > 1 and wish.prefixes:
-            known = self._prefixes.find(wish.prefixes)
+        if len(workers) > 1 and request.prefixes:
+            known = self._prefixes.find(request.prefixes)
             for worker in workers:
                 if worker.worker_id == known and worker.use <= least.use + _PREFIX_SLACK:
                     return Decision(worker, "prefix")
@@ -152,19 +154,21 @@ class Placement:
         return homes
 
 
-def _cheapest(wish: Wish, workers: Sequence[WorkerView], ranking: dict[str, int]) -> WorkerView:
+def _cheapest(
+    request: PlacementRequest, workers: Sequence[WorkerView], ranking: dict[str, int]
+) -> WorkerView:
     """For a load: one that need not fetch it, by its rank, its use and the loads before it."""
 
     def price(worker: WorkerView) -> tuple[bool, float, int]:
         rank = ranking[worker.worker_id]
         loads = max(len(worker.coming), len(worker.loading))
         weighed = loads + _RANK_PRICE * rank + _USE_PRICE * worker.use
-        return not worker.knows(wish.adapter), weighed, rank
+        return not worker.knows(request.adapter), weighed, rank
 
     return min(workers, key=price)
 
 
-def _patience(wish: Wish, workers: Sequence[WorkerView], *, crowded: bool) -> float:
+def _patience(request: PlacementRequest, workers: Sequence[WorkerView], *, crowded: bool) -> float:
     """Seconds to wait for a worker that has it: as long as a load takes (ski rental).
 
     crowded: it has more copies than its demand is worth; then as long as is bearable.
@@ -172,4 +176,4 @@ def _patience(wish: Wish, workers: Sequence[WorkerView], *, crowded: bool) -> fl
     if crowded:
         return _LONGEST_HOLD_S
     rate = min(worker.load_bytes_s for worker in workers)
-    return min(max(wish.nbytes / rate, _SHORTEST_HOLD_S), _LONGEST_HOLD_S)
+    return min(max(request.nbytes / rate, _SHORTEST_HOLD_S), _LONGEST_HOLD_S)

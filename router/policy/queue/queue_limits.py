@@ -39,7 +39,7 @@ class QueueLimits:
 
 
 @dataclass(slots=True)
-class Held:
+class QueueSize:
     """What waits now."""
 
     count: int
@@ -51,7 +51,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Promise(Held):
+class Promise(QueueSize):
     """Room for sequences of one request that have yet to come."""
 
     tenant: str
@@ -65,9 +65,9 @@ class QueueRoom:
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
-        self.held = Held(0, 0)
-        self._taken = Held(0, 0)
-        self._tenants: defaultdict[str, Held] = defaultdict(lambda: Held(0, 0))
+        self.held = QueueSize(0, 0)
+        self._taken = QueueSize(0, 0)
+        self._tenants: defaultdict[str, QueueSize] = defaultdict(lambda: QueueSize(0, 0))
 
     def add(self, tenant: str, nbytes: int) -> None:
         self.held.add(1, nbytes)
@@ -85,8 +85,8 @@ class QueueRoom:
         if not own.count:
             del self._tenants[tenant]
 
-    def of(self, tenant: str) -> Held:
-        return self._tenants.get(tenant) or Held(0, 0)
+    def of(self, tenant: str) -> QueueSize:
+        return self._tenants.get(tenant) or QueueSize(0, 0)
 
     def refusal(self, tenant: str, count: int, nbytes: int) -> tuple[str, int] | None:
         """Why `count` more sequences of `nbytes` in all do not fit, and how many are in the way."""

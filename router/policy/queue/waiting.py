@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from router.policy.placement.placement import Wish
+from router.policy.placement.placement import PlacementRequest
 from router.policy.queue.cost import OUTPUT_PRICE, PROMPT_PRICE, Bill, Flow, OutputEstimate
 from router.policy.queue.drain import DrainRate
 from router.policy.queue.fairness import Account, FairOrder
@@ -34,7 +34,7 @@ _AGEING_S = 5.0
 class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
     """One sequence that wants a worker.
 
-    tenant, and the adapter of `wish`: by whom turns are kept. max_tokens: of output.
+    tenant, and the adapter of `request`: by whom turns are kept. max_tokens: of output.
     nbytes: memory that it holds while it waits. priority: lower goes first. deadline: on the clock
     of `now`, or None. weight: of its tenant's share, more than 0; the tenant's latest one holds.
     bill: of one that was taken before; it pays nothing more, and no limit holds it up.
@@ -43,7 +43,7 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
 
     payload: T
     tenant: str
-    wish: Wish
+    request: PlacementRequest
     prompt_tokens: int
     max_tokens: int
     nbytes: int
@@ -55,7 +55,7 @@ class Waiting(msgspec.Struct, Generic[T], frozen=True, eq=False):
 
     @property
     def flow(self) -> Flow:
-        return Flow(self.tenant, self.wish.adapter)
+        return Flow(self.tenant, self.request.adapter)
 
 
 class Candidate(NamedTuple, Generic[T]):
@@ -105,20 +105,22 @@ class _Band(Generic[T]):
         if tenant.account is None:
             tenant.account = self.order.join(entry.tenant)
         tenant.account.weight = entry.weight
-        lane = tenant.lanes.get(entry.wish.adapter)
+        lane = tenant.lanes.get(entry.request.adapter)
         if lane is None:
-            lane = tenant.lanes[entry.wish.adapter] = _Lane(tenant.order.join(entry.wish.adapter))
+            lane = tenant.lanes[entry.request.adapter] = _Lane(
+                tenant.order.join(entry.request.adapter)
+            )
         lane.entries[ticket] = entry
 
     def remove(self, ticket: int, entry: Waiting[T]) -> None:
         tenant = self.tenants[entry.tenant]
-        lane = tenant.lanes[entry.wish.adapter]
+        lane = tenant.lanes[entry.request.adapter]
         if lane.held_since is not None and next(iter(lane.entries)) == ticket:
             lane.held_since = None
         del lane.entries[ticket]
         if lane.entries:
             return
-        del tenant.lanes[entry.wish.adapter]
+        del tenant.lanes[entry.request.adapter]
         tenant.order.leave(lane.account)
         if not tenant.lanes and tenant.account is not None:
             self.order.leave(tenant.account)
@@ -139,7 +141,7 @@ class _Band(Generic[T]):
         """Books a turn, while its entry still waits. Returns who pays for it."""
         tenant = self.tenants[entry.tenant]
         assert tenant.account is not None
-        account = tenant.lanes[entry.wish.adapter].account
+        account = tenant.lanes[entry.request.adapter].account
         self.order.served(tenant.account, cost)
         tenant.order.served(account, cost)
         return (self.order, tenant.account), (tenant.order, account)

@@ -11,7 +11,7 @@ NAME_KEYS = "name", "tool_name"
 ARGUMENT_KEYS = "arguments", "parameters"
 
 
-class Outcome(Enum):
+class CallOutcome(Enum):
     """none: nothing was taken for a call. broken: the arguments of the call break off."""
 
     NONE = "none"
@@ -36,9 +36,9 @@ class CallObject:
         self._opened = False
         self._whole = False
 
-    def read(self) -> Steps[Outcome]:
+    def read(self) -> Steps[CallOutcome]:
         if not (yield from self._scan.literal("{")):
-            return Outcome.NONE
+            return CallOutcome.NONE
         while (yield from self._member()):
             yield from self._scan.spaces()
             sign = yield from self._scan.one_of((",", "}"))
@@ -47,8 +47,8 @@ class CallObject:
             if not sign:
                 break
         if self._whole:
-            return Outcome.CALL
-        return Outcome.BROKEN if self._opened else Outcome.NONE
+            return CallOutcome.CALL
+        return CallOutcome.BROKEN if self._opened else CallOutcome.NONE
 
     def _member(self) -> Steps[bool]:
         yield from self._scan.spaces()
@@ -116,11 +116,11 @@ class CallObject:
         self._opened = True
         self._scan.open_call(self._name)
 
-    def _finish(self) -> Outcome:
+    def _finish(self) -> CallOutcome:
         if not self._name or (self._bare and not self._opened):
-            return Outcome.NONE
+            return CallOutcome.NONE
         if not self._opened:
             self._open()
             self._scan.arguments("{}")
         self._scan.drop()
-        return Outcome.CALL
+        return CallOutcome.CALL

@@ -9,7 +9,7 @@ import msgspec
 from router.parts.parts import PartsReader
 from router.parts.scan import WHITESPACE, Scan, Steps, StepsReader
 from router.shape.lark import Lark
-from router.tools.formats.call_object import CallObject, Outcome
+from router.tools.formats.call_object import CallObject, CallOutcome
 from router.tools.formats.grammar import arguments_schema, free_text_before, mixed, several
 from router.tools.tools import Tools
 
@@ -117,11 +117,11 @@ class JsonCalls(msgspec.Struct, frozen=True):
         listed = word.endswith("[") or (yield from scan.literal("["))
         yield from scan.spaces()
         outcome = yield from CallObject(scan, names, word == "{").read()
-        if outcome is Outcome.NONE:
+        if outcome is CallOutcome.NONE:
             return False
-        while outcome is Outcome.CALL and (yield from self._another(scan, listed)):
+        while outcome is CallOutcome.CALL and (yield from self._another(scan, listed)):
             outcome = yield from CallObject(scan, names, self.bare).read()
-        if outcome is Outcome.BROKEN:
+        if outcome is CallOutcome.BROKEN:
             yield from self._rest_of_broken(scan)
             return True
         scan.at = scan.start

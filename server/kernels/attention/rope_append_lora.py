@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from server.kernels.attention.rope_lora_block import rope_rows
-from server.kernels.launch.configs import RopeConfig
+from server.kernels.launch.configs import RopeLoraConfig
 from server.kernels.launch.launch import load_first
 from server.kernels.lora.checks import check_context, check_whole_tiles
 from server.kernels.lora.pending import PendingLora
@@ -29,7 +29,7 @@ def rope_append_lora(
     v_pages: torch.Tensor,
     qk_norm: torch.Tensor | None,
     epsilon: float,
-    config: RopeConfig,
+    config: RopeLoraConfig,
 ) -> torch.Tensor:
     """Of `qkv + scale * v B^T`, v of the site's `shrink`: the first `num_decodes` rows are written
     back to qkv, the others' rotated queries `[tokens - num_decodes, heads, head_dim]` returned.

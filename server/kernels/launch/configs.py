@@ -65,7 +65,7 @@ class FusedConfig(_Limits):
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig(_Limits):
+class RopeLoraConfig(_Limits):
     """max_heads: the most heads of one item."""
 
     max_heads: int
@@ -146,10 +146,10 @@ class KernelConfigs:
         v = _find(self._fused_shrink, "prefill", rows)
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
-    def rope(self, rows: int) -> RopeConfig:
+    def rope(self, rows: int) -> RopeLoraConfig:
         """Of the rotation that expands on its way; many tokens alone."""
         v = _find(self._rope, "prefill", rows)
-        return RopeConfig(*self._limits(v), v["max_heads"])
+        return RopeLoraConfig(*self._limits(v), v["max_heads"])
 
     def skinny(self, rows: int) -> tuple[SkinnyConfig, ...]:
         """Those that may be the fastest for a product of so many rows; none for too many."""

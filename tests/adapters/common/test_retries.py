@@ -2,7 +2,7 @@
 
 import pytest
 
-from adapters.common.retries import Retries
+from adapters.common.retries import RetryPolicy
 from adapters.errors import AdapterChanged, AdapterError, AdapterErrorCode
 from tests.adapters.refusals import refusal
 
@@ -27,12 +27,12 @@ def later(retry_after_s: float | None = None) -> AdapterError:
 
 def test_waits_grow_with_jitter_and_heed_the_source() -> None:
     waits: list[float] = []
-    retries = Retries(attempts=6, sleep=waits.append, jitter=lambda: 0.0)
+    retries = RetryPolicy(attempts=6, sleep=waits.append, jitter=lambda: 0.0)
     work = Work(later(), later(), later(3.0), later())
     assert retries.run(work) == "done"
     assert waits == [0.25, 0.5, 3.0, 2.0]
     waits.clear()
-    high = Retries(attempts=6, sleep=waits.append, jitter=lambda: 1.0)
+    high = RetryPolicy(attempts=6, sleep=waits.append, jitter=lambda: 1.0)
     high.run(Work(*[later() for _ in range(5)]))
     assert waits == [0.5, 1.0, 2.0, 4.0, 5.0]
 
@@ -40,14 +40,14 @@ def test_waits_grow_with_jitter_and_heed_the_source() -> None:
 def test_attempts_are_bounded() -> None:
     waits: list[float] = []
     work = Work(*[later() for _ in range(9)])
-    assert refusal(lambda: Retries(sleep=waits.append).run(work)) is not None
+    assert refusal(lambda: RetryPolicy(sleep=waits.append).run(work)) is not None
     assert (work.calls, len(waits)) == (3, 2)
 
 
 def test_progress_counts_anew_up_to_a_bound() -> None:
     waits: list[float] = []
     work = Work(*[later() for _ in range(99)])
-    retries = Retries(most=10, sleep=waits.append)
+    retries = RetryPolicy(most=10, sleep=waits.append)
     assert refusal(lambda: retries.run(work, lambda: work.calls)) is not None
     assert (work.calls, len(waits)) == (10, 9)
     assert max(waits) <= retries.first_s
@@ -56,12 +56,12 @@ def test_progress_counts_anew_up_to_a_bound() -> None:
 @pytest.mark.parametrize("code", ["not_found", "forbidden", "invalid", "too_large"])
 def test_what_is_final_is_not_tried_again(code: AdapterErrorCode) -> None:
     work = Work(AdapterError(code, "no"))
-    assert refusal(lambda: Retries(sleep=lambda seconds: None).run(work)) is not None
+    assert refusal(lambda: RetryPolicy(sleep=lambda seconds: None).run(work)) is not None
     assert work.calls == 1
 
 
 @pytest.mark.parametrize("error", [later(60.0), AdapterChanged("unavailable", "changed", (), 1.0)])
 def test_what_is_anothers_to_wait_for(error: AdapterError) -> None:
     work = Work(error)
-    assert refusal(lambda: Retries(sleep=lambda seconds: None).run(work)) is error
+    assert refusal(lambda: RetryPolicy(sleep=lambda seconds: None).run(work)) is error
     assert work.calls == 1

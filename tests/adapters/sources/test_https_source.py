@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from adapters.common.retries import Retries
+from adapters.common.retries import RetryPolicy
 from adapters.errors import AdapterError
 from adapters.peft.validate import AdapterLimits
 from adapters.ref import AdapterRef, parse_ref
@@ -56,7 +56,7 @@ def ref_of(web: FileServer, path: str = "team/a") -> AdapterRef:
 def store_of(
     source: HttpsSource, tmp_path: Path, limits: AdapterLimits | None = None
 ) -> AdapterStore:
-    retries = Retries(sleep=lambda seconds: None)
+    retries = RetryPolicy(sleep=lambda seconds: None)
     return AdapterStore(
         tmp_path / "store", BASE, {"https": source}, limits, clock=lambda: 0.0, retries=retries
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from adapters.common.retries import Retries
+from adapters.common.retries import RetryPolicy
 from adapters.errors import AdapterError
 from adapters.judge import judge_folder
 from adapters.ref import AdapterRef, parse_ref
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def store_of(source: HubSource, tmp_path: Path) -> AdapterStore:
-    retries = Retries(sleep=lambda seconds: None)
+    retries = RetryPolicy(sleep=lambda seconds: None)
     return AdapterStore(tmp_path / "store", BASE, {"hub": source}, retries=retries)
 
 
@@ -292,7 +292,7 @@ def test_a_passing_fault_passes(
     faults = hub.repos["org/a"].faults
     faults["api"] = faults[WEIGHTS] = (503, {})
     # Each wait sees one fault go.
-    retries = Retries(sleep=lambda seconds: (faults.popitem(), None)[1])
+    retries = RetryPolicy(sleep=lambda seconds: (faults.popitem(), None)[1])
     store = AdapterStore(tmp_path / "store", BASE, {"hub": source}, retries=retries)
     assert store.admit(REF, None).ranks == (8,)
     assert not faults

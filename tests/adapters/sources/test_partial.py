@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.common.retries import Retries
+from adapters.common.retries import RetryPolicy
 from adapters.errors import AdapterError
 from adapters.sources.partial import (
     Stream,
@@ -42,7 +42,7 @@ class Server:
 @given(st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), max_size=8))
 def test_whatever_breaks_the_file_is_whole_or_not_there(answers: list[tuple[int, int]]) -> None:
     server = Server(answers)
-    retries = Retries(attempts=20, sleep=lambda seconds: None)
+    retries = RetryPolicy(attempts=20, sleep=lambda seconds: None)
     with TemporaryDirectory() as name:
         target = Path(name) / "file"
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from adapters.common.retries import Retries
+from adapters.common.retries import RetryPolicy
 from adapters.errors import AdapterError
 from adapters.peft.validate import AdapterLimits
 from adapters.ref import AdapterRef, parse_ref
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def store_of(source: S3Source, tmp_path: Path, limits: AdapterLimits | None = None) -> AdapterStore:
-    retries = Retries(sleep=lambda seconds: None)
+    retries = RetryPolicy(sleep=lambda seconds: None)
     return AdapterStore(
         tmp_path / "store", BASE, {"s3": source}, limits, clock=lambda: 0.0, retries=retries
     )

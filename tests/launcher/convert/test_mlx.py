@@ -20,9 +20,9 @@ from adapters.peft.targeting import Targeting
 from adapters.peft.validate import AdapterLimits
 from adapters.safetensors.header import TensorInfo
 from adapters.violations import Findings
-from launcher.convert.convert import Wishes, convert_folder
+from launcher.convert.convert import ConversionOptions, convert_folder
 from launcher.convert.mlx import MlxOptions, plan_mlx
-from launcher.convert.plan import Plan
+from launcher.convert.plan import ConversionPlan
 from tests.adapters.refusals import refusal
 from tests.launcher.convert.folders import (
     BASE_NAME,
@@ -50,8 +50,8 @@ def converted(
     tmp_path: Path, tensors: Tensors, options: MlxOptions | None = None, **changes: Any
 ) -> Path:
     source, out = write_mlx(tmp_path / "mlx", tensors, **changes), tmp_path / "out"
-    wishes = Wishes(mlx=options or MlxOptions())
-    convert_folder(source, out, None, AdapterLimits(), wishes)
+    chosen = ConversionOptions(mlx=options or MlxOptions())
+    convert_folder(source, out, None, AdapterLimits(), chosen)
     return out
 
 
@@ -127,7 +127,7 @@ def planned(
     tensors: Shapes | None = None,
     options: MlxOptions | None = None,
     **changes: Any,
-) -> Plan:
+) -> ConversionPlan:
     return plan_mlx(mlx_config(**changes), infos(tensors or Q), options or MlxOptions())
 
 
@@ -230,7 +230,7 @@ def test_any_config_is_planned_or_refused(config: dict[str, Any]) -> None:
     assert error is None or (error.message.isprintable() and error.message.isascii())
 
 
-def alpha_of(plan: Plan) -> float:
+def alpha_of(plan: ConversionPlan) -> float:
     alpha = json.loads(plan.config)["lora_alpha"]
     assert isinstance(alpha, int | float)
     return alpha

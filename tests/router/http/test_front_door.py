@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from router.http.tls import Certificate, TlsAcceptor
-from router.policy.front_door import Deadlines, FrontDoor
+from router.policy.front_door import FrontDoor, HttpDeadlines
 from router.telemetry.metrics import RouterMetrics
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.serving import Running, poll, running_router, trusting
@@ -186,7 +186,7 @@ async def test_a_handshake_frees_its_place_unless_the_connection_will(
 
     loop = asyncio.get_running_loop()
     shaking = SimpleNamespace(connect_accepted_socket=shake, create_task=loop.create_task)
-    deadlines, certificate = Deadlines(1.0, 1.0, 1.0), Certificate(PEM, PEM)
+    deadlines, certificate = HttpDeadlines(1.0, 1.0, 1.0), Certificate(PEM, PEM)
     acceptor = TlsAcceptor(certificate, door, deadlines, metrics, lambda address: protocol)
     with socket.socket() as accepted, monkeypatch.context() as patched:
         patched.setattr("asyncio.get_running_loop", lambda: shaking)

@@ -11,7 +11,7 @@ from router.generation.meter import ChoiceTimes, RequestMeter
 from router.names.owned_name import OwnedName
 from router.names.rollout_tally import SLICE_S, Outcomes, RolloutTally
 from router.names.served import ServedAdapter
-from router.policy.guards import Outcome, bucket_of
+from router.policy.guards import GuardSample, bucket_of
 from router.policy.rollout import MAX_WINDOW_S
 from router.shared.memory_store import MemoryStore
 from router.shared.store import Store, StoreDown
@@ -35,10 +35,10 @@ async def test_routers_and_spans_add_up(store: Store) -> None:
     tallies = [RolloutTally(store, outcomes, clock) for outcomes in seen]
     for _ in range(4):
         for outcomes, tally in zip(seen, tallies, strict=True):
-            outcomes.add("r", "aa", Outcome(False, 0.5, 0.01))
-            outcomes.add("r", "aa", Outcome(True))
-            outcomes.add("r", "bb", Outcome(False, 0.5))
-            outcomes.add("other", "aa", Outcome(True))
+            outcomes.add("r", "aa", GuardSample(False, 0.5, 0.01))
+            outcomes.add("r", "aa", GuardSample(True))
+            outcomes.add("r", "bb", GuardSample(False, 0.5))
+            outcomes.add("other", "aa", GuardSample(True))
             await tally.flush()
         clock.now += SLICE_S
     for tally in tallies:
@@ -69,13 +69,13 @@ async def test_what_could_not_be_told_is_told_later() -> None:
     store, outcomes, clock = Down(time.time), Outcomes(), Clock()
     tally = RolloutTally(store, outcomes, clock)
     for number in range(3):
-        outcomes.add("r", "aa", Outcome(True))
-        outcomes.add("s", "aa", Outcome(True))
+        outcomes.add("r", "aa", GuardSample(True))
+        outcomes.add("s", "aa", GuardSample(True))
         with pytest.raises(StoreDown):
             await tally.flush()
         assert (await tally.read_own("r", "aa", 300, 0)).failed == number + 1
         clock.now += SLICE_S
-    outcomes.add("r", "aa", Outcome(True))
+    outcomes.add("r", "aa", GuardSample(True))
     store.is_down = False
     await tally.flush()
     await tally.flush()
@@ -83,7 +83,7 @@ async def test_what_could_not_be_told_is_told_later() -> None:
     assert (await tally.read("s", "aa", 300, 0)).failed == 3
     assert (await tally.read_own("r", "aa", 300, 0)).failed == 4
     clock.now += MAX_WINDOW_S + SLICE_S
-    outcomes.add("s", "aa", Outcome(True))
+    outcomes.add("s", "aa", GuardSample(True))
     await tally.flush()
     assert len(tally._own) == 1, "what no window reaches is forgotten"
 

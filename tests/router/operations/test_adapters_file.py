@@ -17,7 +17,14 @@ from adapters.ref import AdapterRef
 from router.names.owned_name import OwnedName
 from router.names.registration import Origin, Registration
 from router.operations import file_watch as adapters_watch
-from router.operations.adapters_file import MAX_FILE_BYTES, WHOLE, FileContents, Wanted, plan, read
+from router.operations.adapters_file import (
+    MAX_FILE_BYTES,
+    WHOLE,
+    FileContents,
+    NameEntry,
+    plan,
+    read,
+)
 from router.operations.file_watch import RETRY_S, AdaptersFile
 from server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
@@ -34,8 +41,8 @@ adapters:
 
 def test_yaml_and_json_say_the_same() -> None:
     expected = {
-        OwnedName("sql"): Wanted(AdapterRef("hub", "org/sql", "main"), True),
-        OwnedName("tone"): Wanted(AdapterRef("local", "/srv/tone"), False, None, "hermes"),
+        OwnedName("sql"): NameEntry(AdapterRef("hub", "org/sql", "main"), True),
+        OwnedName("tone"): NameEntry(AdapterRef("local", "/srv/tone"), False, None, "hermes"),
     }
     assert read(YAML, "hub") == FileContents(expected, {})
     entries = [
@@ -83,7 +90,7 @@ def test_a_file_that_cannot_be_understood(data: bytes, words: str) -> None:
 def test_a_wrong_entry_costs_itself_only(entry: Any, name: str, words: str) -> None:
     good = {"name": "good", "ref": "org/one"}
     contents = read(json.dumps({"adapters": [good, entry]}).encode(), "hub")
-    assert contents.wanted == {OwnedName("good"): Wanted(AdapterRef("hub", "org/one"), False)}
+    assert contents.wanted == {OwnedName("good"): NameEntry(AdapterRef("hub", "org/one"), False)}
     assert words in contents.errors[OwnedName(name)]
     kept = [Registration(name, AdapterRef("hub", "org/old"), "file")]
     assert plan(contents, kept).delete == ()
@@ -97,7 +104,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
 
 REFS = [AdapterRef("hub", "org/one"), AdapterRef("hub", "org/two")]
 FORMAT = st.sampled_from(["", "hermes"])
-WANTED = st.builds(Wanted, st.sampled_from(REFS), st.booleans(), st.none(), FORMAT)
+WANTED = st.builds(NameEntry, st.sampled_from(REFS), st.booleans(), st.none(), FORMAT)
 NAMES = [OwnedName(name, tenant) for name in "abcd" for tenant in ("", "acme")]
 ORIGINS: list[Origin] = ["file", "api", "option"]
 
@@ -110,7 +117,7 @@ ORIGINS: list[Origin] = ["file", "api", "option"]
     ),
 )
 def test_carried_out_the_plan_leaves_nothing_to_do(
-    wanted: dict[OwnedName, Wanted], before: dict[OwnedName, tuple[AdapterRef, Origin, bool]]
+    wanted: dict[OwnedName, NameEntry], before: dict[OwnedName, tuple[AdapterRef, Origin, bool]]
 ) -> None:
     contents = FileContents(wanted, {})
     table = {
@@ -123,12 +130,12 @@ def test_carried_out_the_plan_leaves_nothing_to_do(
         if r.origin == "option" or (r.origin == "api" and name not in wanted)
     }
     todo = plan(contents, table.values())
-    for wish in todo.register:
-        assert wish.replace == (wish.name in table)
-        table[wish.name] = Registration(
-            *(wish.name.name, wish.ref, "file", bool(wish.pin)),
-            tenant=wish.name.tenant,
-            tool_format=wish.tool_format or "",
+    for request in todo.register:
+        assert request.replace == (request.name in table)
+        table[request.name] = Registration(
+            *(request.name.name, request.ref, "file", bool(request.pin)),
+            tenant=request.name.tenant,
+            tool_format=request.tool_format or "",
         )
     for name in (*todo.pin, *todo.unpin):
         table[name] = msgspec.structs.replace(table[name], pinned=name in todo.pin)

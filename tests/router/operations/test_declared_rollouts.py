@@ -15,10 +15,9 @@ from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.ref import AdapterRef
 from router.names.owned_name import OwnedName
-from router.names.registration import Registration, seen
+from router.names.registration import Registration, RolloutRequest, seen
 from router.names.rollout_moves import Shares, rolled_back, split, stays_back, with_shares
-from router.names.wish import RolloutWish
-from router.operations.adapters_file import BY, FileContents, Wanted, plan_rollouts, read
+from router.operations.adapters_file import BY, FileContents, NameEntry, plan_rollouts, read
 from router.operations.file_watch import RETRY_S, AdaptersFile
 from router.operations.rollouts import GUARD
 from router.policy.rollout import Content, Declared, Guards, Rollout, Version
@@ -53,7 +52,7 @@ adapters:
 """
     guards = Guards(min_requests=7, max_latency_ratio=None)
     said = Declared(((OLD, 60), (NEW, 20)), guards)
-    assert read(yaml, "hub") == FileContents({MINE: Wanted(OLD, False, said)}, {})
+    assert read(yaml, "hub") == FileContents({MINE: NameEntry(OLD, False, said)}, {})
     usual = read(file_of(entry(("org/new", 5))), "hub").wanted[MINE].rollout
     assert usual == Declared(((NEW, 5),), Guards())
     none = read(file_of(entry(("org/new", 5), guards=None)), "hub").wanted[MINE].rollout
@@ -97,21 +96,21 @@ SAID = st.none() | st.builds(
 BACK = st.sets(st.sampled_from(["org/new", "org/next"]))
 
 
-def carry_out(registration: Registration, wish: RolloutWish) -> Registration:
+def carry_out(registration: Registration, request: RolloutRequest) -> Registration:
     """As `Rollouts.roll_out` does, without a fleet."""
-    own, others = split([OLD], wish.versions)
+    own, others = split([OLD], request.versions)
     there = registration.rollout
     versions = []
     for ref, weight in others:
         known = next((v for v in there.versions if v.ref == ref), None) if there else None
-        if known is not None and stays_back(known, weight, there, wish.declared):
+        if known is not None and stays_back(known, weight, there, request.declared):
             versions.append(known)
         else:
             content = Content(ref, make_manifest(ref.name))
             versions.append(Version(ref, content, weight))
-    assert not isinstance(wish.guards, msgspec.UnsetType)
-    shares = Shares(tuple(versions), own, wish.guards, wish.declared)
-    return with_shares(registration, shares, "id", 0.0, wish.by)
+    assert not isinstance(request.guards, msgspec.UnsetType)
+    shares = Shares(tuple(versions), own, request.guards, request.declared)
+    return with_shares(registration, shares, "id", 0.0, request.by)
 
 
 @given(st.lists(st.tuples(SAID, BACK), min_size=1, max_size=6))
@@ -125,10 +124,10 @@ def test_what_went_back_stays_until_its_line_changes(
     before: dict[AdapterRef, int] = {}
     back: set[AdapterRef] = set()
     for said, goes in edits:
-        contents = FileContents({MINE: Wanted(OLD, False, said)}, {})
+        contents = FileContents({MINE: NameEntry(OLD, False, said)}, {})
         todo = plan_rollouts(contents, [there])
-        for wish in todo.roll_out.values():
-            there = carry_out(there, wish)
+        for request in todo.roll_out.values():
+            there = carry_out(there, request)
         if todo.end:
             there = msgspec.structs.replace(there, rollout=None)
         again = plan_rollouts(contents, [there])
@@ -148,9 +147,9 @@ def test_what_went_back_stays_until_its_line_changes(
 
 def test_an_operators_rollout_is_left_alone_where_the_file_says_nothing() -> None:
     operators = Registration("mine", OLD, "file", rollout=Rollout("r", (), 100, 100))
-    nothing = FileContents({MINE: Wanted(OLD, False)}, {})
+    nothing = FileContents({MINE: NameEntry(OLD, False)}, {})
     assert plan_rollouts(nothing, [operators]).end == ()
-    said = FileContents({MINE: Wanted(OLD, False, Declared(((NEW, 5),), None))}, {})
+    said = FileContents({MINE: NameEntry(OLD, False, Declared(((NEW, 5),), None))}, {})
     assert set(plan_rollouts(said, [operators]).roll_out) == {MINE}, "else it has the last word"
 
 
@@ -167,8 +166,8 @@ def test_versions_are_of_the_owner_that_an_entry_names() -> None:
     there = [
         Registration("mine", OLD, "file", tenant=tenant) for tenant in ("", "acme", "globex", "x")
     ]
-    wishes = plan_rollouts(contents, there).roll_out
-    assert {name: wish.versions for name, wish in wishes.items()} == {
+    requests = plan_rollouts(contents, there).roll_out
+    assert {name: request.versions for name, request in requests.items()} == {
         MINE: ((NEW, 5),),
         OwnedName("mine", "acme"): ((NEXT, 7),),
     }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from router.parts.parts import NOTHING, CallDelta, Parts
+from router.parts.parts import NOTHING, CallDelta, PartsDelta
 
 
 class BracketReader:
@@ -13,19 +13,19 @@ class BracketReader:
         self._name: str | None = None
         self._inside = False
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> PartsDelta:
         found = NOTHING
         for character in text:
             found = joined(found, self._read(character))
         return found
 
-    def end(self) -> Parts:
+    def end(self) -> PartsDelta:
         return NOTHING
 
-    def _read(self, character: str) -> Parts:
+    def _read(self, character: str) -> PartsDelta:
         if not self._inside:
             if character != "[":
-                return Parts(character)
+                return PartsDelta(character)
             self._inside, self._name = True, ""
             self._index += 1
             return NOTHING
@@ -33,12 +33,12 @@ class BracketReader:
             self._inside = False
             return NOTHING
         if self._name is None:
-            return Parts(calls=(CallDelta(self._index, None, character),))
+            return PartsDelta(calls=(CallDelta(self._index, None, character),))
         if character != " ":
             self._name += character
             return NOTHING
         name, self._name = self._name, None
-        return Parts(calls=(CallDelta(self._index, name, ""),))
+        return PartsDelta(calls=(CallDelta(self._index, name, ""),))
 
 
 class ThinkReader:
@@ -48,24 +48,26 @@ class ThinkReader:
         self._held = ""
         self._is_over = False
 
-    def feed(self, text: str) -> Parts:
+    def feed(self, text: str) -> PartsDelta:
         if self._is_over:
-            return Parts(text)
+            return PartsDelta(text)
         text = self._held + text
         thought, mark, rest = text.partition("|")
         self._is_over = bool(mark)
         if mark:
             self._held = ""
-            return Parts(rest, thought)
+            return PartsDelta(rest, thought)
         self._held = thought[-1:]
-        return Parts(reasoning=thought[:-1])
+        return PartsDelta(reasoning=thought[:-1])
 
-    def end(self) -> Parts:
-        return Parts(reasoning=self._held)
+    def end(self) -> PartsDelta:
+        return PartsDelta(reasoning=self._held)
 
 
-def joined(one: Parts, other: Parts) -> Parts:
-    return Parts(one.text + other.text, one.reasoning + other.reasoning, one.calls + other.calls)
+def joined(one: PartsDelta, other: PartsDelta) -> PartsDelta:
+    return PartsDelta(
+        one.text + other.text, one.reasoning + other.reasoning, one.calls + other.calls
+    )
 
 
 def numbered() -> Callable[[], str]:

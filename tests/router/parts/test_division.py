@@ -4,14 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.parts.division import DividedAnswer, Division
-from router.parts.parts import NOTHING, CallDelta, Parts, ToolCall
+from router.parts.parts import NOTHING, CallDelta, PartsDelta, ToolCall
 from tests.router.parts.readers import BracketReader, ThinkReader, joined, numbered
 
 DIVISION = Division((ThinkReader, BracketReader))
 ANSWER = "I think|Let me [add 1, 2] and [sub 3]."
 
 
-def divide(pieces: list[str], hidden: frozenset[str] = frozenset()) -> tuple[DividedAnswer, Parts]:
+def divide(
+    pieces: list[str], hidden: frozenset[str] = frozenset()
+) -> tuple[DividedAnswer, PartsDelta]:
     answer = DividedAnswer(DIVISION, numbered(), hidden)
     found = NOTHING
     for piece in pieces:
@@ -37,8 +39,8 @@ def test_any_cut_gives_the_same_parts(cuts: list[int]) -> None:
 
 def test_what_is_held_back_at_the_end_passes_the_later_readers() -> None:
     answer = DividedAnswer(Division((BracketReader, ThinkReader)), numbered())
-    assert answer.feed("ab", is_last=False) == Parts(reasoning="a")
-    assert answer.feed("", is_last=True) == Parts(reasoning="b")
+    assert answer.feed("ab", is_last=False) == PartsDelta(reasoning="a")
+    assert answer.feed("", is_last=True) == PartsDelta(reasoning="b")
 
 
 def test_a_call_that_breaks_off_stays_as_far_as_it_came() -> None:

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.placement.placement import Decision, Placement, Wish
+from router.policy.placement.placement import Decision, PlacementRequest, Placer
 from router.policy.placement.prefixes import prefix_keys
 from router.policy.placement.rendezvous import rank
 from router.policy.placement.workers import WorkerView
 
 DIGEST = "d"
-WISH = Wish(DIGEST, "key", nbytes=50_000_000)
+REQUEST = PlacementRequest(DIGEST, "key", nbytes=50_000_000)
 
 
 def view(worker_id: str = "w", **fields: object) -> WorkerView:
@@ -21,31 +21,31 @@ def view(worker_id: str = "w", **fields: object) -> WorkerView:
 
 def fleet(count: int, **fields: object) -> list[WorkerView]:
     """The first is the adapter's first home, and so on."""
-    ranking = rank(WISH.home_key, [f"w{i}" for i in range(count)])
+    ranking = rank(REQUEST.home_key, [f"w{i}" for i in range(count)])
     return [view(name, **fields) for name in sorted(ranking, key=lambda name: ranking[name])]
 
 
 def choose(
-    workers: list[WorkerView], wish: Wish = WISH, *, held_s: float = 0.0
+    workers: list[WorkerView], request: PlacementRequest = REQUEST, *, held_s: float = 0.0
 ) -> tuple[WorkerView, str] | None:
-    decision = ask(Placement(), workers, wish, held_s=held_s)
+    decision = ask(Placer(), workers, request, held_s=held_s)
     return None if decision is None else (decision.worker, decision.reason)
 
 
 def ask(
-    placement: Placement,
+    placement: Placer,
     workers: list[WorkerView],
-    wish: Wish = WISH,
+    request: PlacementRequest = REQUEST,
     now: float = 0.0,
     held_s: float = 0.0,
 ) -> Decision | None:
     with_room = [worker for worker in workers if worker.has_room]
-    return placement.choose(wish, workers, with_room, now, held_s) if with_room else None
+    return placement.choose(request, workers, with_room, now, held_s) if with_room else None
 
 
 def test_the_base_goes_to_the_least_used() -> None:
     small, large = view("small", in_flight=2, credits=4), view("large", in_flight=3, credits=100)
-    assert choose([small, large], Wish("")) == (large, "base")
+    assert choose([small, large], PlacementRequest("")) == (large, "base")
 
 
 def test_nobody_has_it_so_a_first_home_loads_it() -> None:
@@ -71,14 +71,14 @@ def test_a_copy_anywhere_is_used_while_it_has_room() -> None:
 
 def test_a_load_under_way_counts_as_a_home() -> None:
     workers = fleet(8)
-    placement = Placement()
-    first = ask(placement, workers, WISH, 0.0)
+    placement = Placer()
+    first = ask(placement, workers, REQUEST, 0.0)
     assert first is not None
-    placement.place(WISH, first, 0.0)
+    placement.place(REQUEST, first, 0.0)
     for _ in range(3):
-        next_one = ask(placement, workers, WISH, 0.1)
+        next_one = ask(placement, workers, REQUEST, 0.1)
         assert next_one == Decision(first.worker, "loading")
-        placement.place(WISH, next_one, 0.1)
+        placement.place(REQUEST, next_one, 0.1)
 
 
 def test_a_full_home_is_waited_for_as_long_as_a_load_takes() -> None:
@@ -104,15 +104,15 @@ def test_an_adapter_with_more_copies_than_its_demand_needs_waits_longer() -> Non
 
 def test_copies_grow_with_demand_and_shrink_after_a_while() -> None:
     workers = fleet(4, resident=frozenset({DIGEST}), credits=10)
-    placement = Placement()
+    placement = Placer()
 
     def used(now: float, count: int) -> int:
         """Workers that the adapter's sequences go to when so many are under way."""
         taken = set()
         for _ in range(count):
-            decision = ask(placement, workers, WISH, now)
+            decision = ask(placement, workers, REQUEST, now)
             assert decision is not None
-            placement.place(WISH, decision, now)
+            placement.place(REQUEST, decision, now)
             taken.add(decision.worker.worker_id)
         for worker in workers:
             for _ in range(worker.in_flight):
@@ -129,12 +129,12 @@ def test_copies_grow_with_demand_and_shrink_after_a_while() -> None:
 
 def test_a_worker_that_knows_the_prompt_is_preferred_unless_it_is_fuller() -> None:
     workers = [view("a", credits=10), view("b", credits=10)]
-    placement = Placement()
-    wish = Wish("", prefixes=prefix_keys("", "", list(range(300))))
-    first = ask(placement, workers, wish, 0.0)
+    placement = Placer()
+    request = PlacementRequest("", prefixes=prefix_keys("", "", list(range(300))))
+    first = ask(placement, workers, request, 0.0)
     assert first is not None
-    placement.place(wish, first, 0.0)
-    longer = Wish("", prefixes=prefix_keys("", "", list(range(500))))
+    placement.place(request, first, 0.0)
+    longer = PlacementRequest("", prefixes=prefix_keys("", "", list(range(500))))
     assert ask(placement, workers, longer, 0.0) == Decision(first.worker, "prefix")
     first.worker.in_flight = 8
     second = ask(placement, workers, longer, 0.0)
@@ -173,8 +173,8 @@ def test_a_worker_that_leaves_moves_only_its_own_adapters() -> None:
 def test_an_adapter_is_fetched_to_its_home(able: bool) -> None:
     workers = fleet(5)
     workers[0].ready = able
-    assert Placement().home(WISH.home_key, workers) is workers[0 if able else 1]
-    assert Placement().home(WISH.home_key, []) is None
+    assert Placer().home(REQUEST.home_key, workers) is workers[0 if able else 1]
+    assert Placer().home(REQUEST.home_key, []) is None
 
 
 VIEWS = st.lists(
@@ -197,20 +197,20 @@ VIEWS = st.lists(
 )
 
 
-@given(VIEWS, st.sampled_from([Wish(""), WISH]), st.floats(0, 2))
+@given(VIEWS, st.sampled_from([PlacementRequest(""), REQUEST]), st.floats(0, 2))
 def test_chosen_workers_have_room_and_reasons_are_true(
-    views: list[WorkerView], wish: Wish, held_s: float
+    views: list[WorkerView], request: PlacementRequest, held_s: float
 ) -> None:
-    chosen = choose(views, wish, held_s=held_s)
+    chosen = choose(views, request, held_s=held_s)
     with_room = [view for view in views if view.has_room]
     if chosen is None:
-        assert not with_room or (wish.adapter and held_s < 1.0)
+        assert not with_room or (request.adapter and held_s < 1.0)
         return
     worker, reason = chosen
     # One with a backlog is as good as full while another has none.
     candidates = [view for view in with_room if view.is_free] or with_room
     assert worker in candidates
-    copies = [view for view in candidates if wish.adapter and view.holds(wish.adapter)]
+    copies = [view for view in candidates if request.adapter and view.holds(request.adapter)]
     assert (worker in copies) == (reason in ("resident", "loading"))
     assert bool(copies) == (reason in ("resident", "loading"))
-    assert (reason == "base") == (not wish.adapter)
+    assert (reason == "base") == (not request.adapter)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.policy.placement.placement import Wish
+from router.policy.placement.placement import PlacementRequest
 from router.policy.queue.queue_limits import Promise, QueueFull, QueueLimits
 from router.policy.queue.waiting import Waiting, WaitingQueue
 
@@ -10,7 +10,9 @@ from router.policy.queue.waiting import Waiting, WaitingQueue
 def push(
     queue: WaitingQueue[None], tenant: str = "", nbytes: int = 0, promise: Promise | None = None
 ) -> int:
-    return queue.push(Waiting(None, tenant, Wish(""), 1, 1, nbytes, promise=promise), 0.0)
+    return queue.push(
+        Waiting(None, tenant, PlacementRequest(""), 1, 1, nbytes, promise=promise), 0.0
+    )
 
 
 def with_waiting(count: int, nbytes: int) -> WaitingQueue[None]:

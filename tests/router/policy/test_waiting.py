@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from router.policy.placement.placement import Wish
+from router.policy.placement.placement import PlacementRequest
 from router.policy.queue.queue_limits import QueueFull, QueueLimits
 from router.policy.queue.waiting import Waiting, WaitingQueue
 
@@ -34,8 +34,8 @@ def entry(
     priority: int = 0,
     deadline: float | None = None,
 ) -> Waiting[str]:
-    wish = Wish(adapter)
-    return Waiting(payload, tenant, wish, cost, max_tokens, nbytes, priority, deadline)
+    request = PlacementRequest(adapter)
+    return Waiting(payload, tenant, request, cost, max_tokens, nbytes, priority, deadline)
 
 
 def weighing(weight: float, waiting: Waiting[str]) -> Waiting[str]:

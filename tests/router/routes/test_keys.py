@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.config import ConfigError
+from router.config import RouterConfigError
 from tests.router.fake_worker import BASE_NAME, FakeWorker, running_worker
 from tests.router.generation.test_limits import hold
 from tests.router.serving import Running, poll, running_router
@@ -448,7 +448,7 @@ async def test_what_cannot_start(tmp_path: Path) -> None:
         ({"redis": "http://x"}, "--redis: expected"),
         ({"redis": "redis://:secret@x"}, "LORAPLEX_REDIS_PASSWORD"),
     ):
-        with pytest.raises(ConfigError, match=why) as refused:
+        with pytest.raises(RouterConfigError, match=why) as refused:
             async with running_router(tmp_path, **options):
                 pass
         assert ":secret" not in str(refused.value)

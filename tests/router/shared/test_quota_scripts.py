@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.policy.quota import Account, Ask, Limits, Subject, admit, settle
+from router.policy.quota import Ask, Limits, QuotaAccount, Subject, admit, settle
 from router.shared.redis_link import RedisLink
 from router.shared.redis_store import RedisStore
 from router.shared.store import Settlement
@@ -75,7 +75,7 @@ async def run(
     await link.client.flushall()
     store = RedisStore(link, "p")
     subjects = (Subject("key:k", limits[0]), Subject("tenant:t", limits[1]))
-    accounts = [Account(leases={}), Account(leases={})]
+    accounts = [QuotaAccount(leases={}), QuotaAccount(leases={})]
     keys = [f"p:{{quota:t}}:{subject.name}" for subject in subjects]
     for number, (tokens, used, passed_ms) in enumerate(steps):
         await let_pass(link, keys, accounts, passed_ms)
@@ -86,7 +86,9 @@ async def run(
             await settle_both(store, accounts, Settlement(ask, told, used))
 
 
-async def settle_both(store: RedisStore, accounts: list[Account], settlement: Settlement) -> None:
+async def settle_both(
+    store: RedisStore, accounts: list[QuotaAccount], settlement: Settlement
+) -> None:
     ask, verdict = settlement.ask, settlement.verdict
     now_ms, counted = await store.settle(settlement)
     windows = [standing.window for standing in verdict.standings]
@@ -94,7 +96,7 @@ async def settle_both(store: RedisStore, accounts: list[Account], settlement: Se
 
 
 async def let_pass(
-    link: RedisLink, keys: list[str], accounts: list[Account], passed_ms: int
+    link: RedisLink, keys: list[str], accounts: list[QuotaAccount], passed_ms: int
 ) -> None:
     """Time goes on for both: what they remember becomes older."""
     for key, account in zip(keys, accounts, strict=True):

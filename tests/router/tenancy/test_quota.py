@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from router.policy.quota import (
     UNIT,
-    Account,
     Ask,
     Limits,
+    QuotaAccount,
     Subject,
     Verdict,
     admit,
@@ -39,7 +39,7 @@ def ask(limits: Limits, lease: str, tokens: int) -> Ask:
 def test_no_more_is_let_in_than_the_limits_say(
     limits: Limits, steps: list[tuple[int, int, int]]
 ) -> None:
-    account, now_ms = Account(leases={}), 1_700_000_000_000
+    account, now_ms = QuotaAccount(leases={}), 1_700_000_000_000
     admitted: list[tuple[int, int]] = []  # when, tokens
     running: list[int] = []  # ends of leases
     by_window: dict[int, int] = {}
@@ -73,7 +73,7 @@ def test_no_more_is_let_in_than_the_limits_say(
 def test_who_waits_as_long_as_told_is_let_in(
     limits: Limits, steps: list[tuple[int, int, int]]
 ) -> None:
-    account, now_ms = Account(leases={}), 1_700_000_000_000
+    account, now_ms = QuotaAccount(leases={}), 1_700_000_000_000
     for number, (later, tokens, _) in enumerate(steps):
         now_ms += later
         one = ask(limits, f"r{number}", tokens)
@@ -93,7 +93,7 @@ def test_who_waits_as_long_as_told_is_let_in(
 def test_what_was_not_used_comes_back_once(
     limits: Limits, steps: list[tuple[int, int, int]]
 ) -> None:
-    account, now_ms = Account(leases={}), 1_700_000_000_000
+    account, now_ms = QuotaAccount(leases={}), 1_700_000_000_000
     for number, (later, tokens, quarters) in enumerate(steps):
         now_ms += later
         one = ask(limits, f"r{number}", tokens)
@@ -111,7 +111,7 @@ def test_what_was_not_used_comes_back_once(
 
 
 def test_a_request_larger_than_a_minute_is_let_in_alone_and_paid_off() -> None:
-    account, limits = Account(leases={}), Limits(tokens_per_minute=60)
+    account, limits = QuotaAccount(leases={}), Limits(tokens_per_minute=60)
     assert admit([account], ask(limits, "big", 180), 1000).reason is None
     refused = admit([account], ask(limits, "next", 1), 1000)
     assert (refused.reason, refused.retry_ms) == ("tokens", 121_000)
@@ -119,7 +119,7 @@ def test_a_request_larger_than_a_minute_is_let_in_alone_and_paid_off() -> None:
 
 
 def test_what_is_full_again_may_be_forgotten() -> None:
-    account, limits = Account(leases={}), Limits(requests_per_minute=60, concurrency=1)
+    account, limits = QuotaAccount(leases={}), Limits(requests_per_minute=60, concurrency=1)
     one = ask(limits, "r", 1)
     verdict = admit([account], one, 1000)
     assert not is_idle(account, limits, 1500)
@@ -131,7 +131,7 @@ def test_what_is_full_again_may_be_forgotten() -> None:
 def test_the_worst_obstacle_is_told() -> None:
     slow, fast = Limits(requests_per_minute=1), Limits(requests_per_minute=60)
     both = Ask("acme", (Subject("key:k", fast), Subject("tenant:acme", slow)), "r", 1)
-    accounts = [Account(leases={}), Account(leases={})]
+    accounts = [QuotaAccount(leases={}), QuotaAccount(leases={})]
     assert admit(accounts, both, 0).reason is None
     refused = admit(accounts, both, 0)
     assert refused == Verdict(0, refused.standings, "requests", 1, 60_000)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from router.parts.parts import Parts, PartsReader
+from router.parts.parts import PartsDelta, PartsReader
 
 
 class Reading(NamedTuple):
@@ -29,7 +29,7 @@ def read(reader: PartsReader, pieces: Iterable[str]) -> Reading:
     return Reading(text, reasoning, tuple((name, arguments) for name, arguments in calls))
 
 
-def _all_parts(reader: PartsReader, pieces: Iterable[str]) -> Iterable[Parts]:
+def _all_parts(reader: PartsReader, pieces: Iterable[str]) -> Iterable[PartsDelta]:
     yield from map(reader.feed, pieces)
     yield reader.end()
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.workers.loads import AdapterOrders
+from router.workers.loads import ConnectionOrders
 from server.protocol import AdapterOrder, OrderAction
 
 
@@ -13,7 +13,7 @@ async def test_a_load_is_withdrawn_when_its_caller_leaves(
     action: OrderAction, withdrawn: bool
 ) -> None:
     sent: list[AdapterOrder] = []
-    orders = AdapterOrders(sent.append)
+    orders = ConnectionOrders(sent.append)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(orders.order(action, ["a"]), 0.001)
     withdrawal = [AdapterOrder("o0", "withdraw", ())] if withdrawn else []
@@ -27,7 +27,7 @@ async def test_a_caller_who_leaves_a_lost_connection_hears_of_nothing_else() -> 
         if lost:
             raise ConnectionError("it is gone")
 
-    orders = AdapterOrders(send)
+    orders = ConnectionOrders(send)
     waiting = asyncio.create_task(orders.order("load", ["a"]))
     await asyncio.sleep(0)
     lost = True

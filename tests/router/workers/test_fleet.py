@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 from websockets.asyncio.client import ClientConnection
 
-from router.policy.placement.placement import Wish
+from router.policy.placement.placement import PlacementRequest
 from router.policy.placement.workers import WorkerView
 from router.policy.queue.queue_limits import QueueLimits
 from router.policy.queue.waiting import Waiting, WaitingQueue
@@ -18,7 +18,7 @@ from router.workers.roster import Roster
 from router.workers.session import WorkerSession
 from server.protocol import GenerateRequest, SamplingParams, TokenEvent, WorkerHello
 
-ENTRY: Waiting[None] = Waiting(None, "", Wish(""), 10, 10, 360)
+ENTRY: Waiting[None] = Waiting(None, "", PlacementRequest(""), 10, 10, 360)
 
 
 class OneCredit:

@@ -78,9 +78,14 @@ def run_overload(arguments: argparse.Namespace) -> None:
 
     times = arguments.times or [2.0, 10.0]
     scene = OverloadScene(
-        *(arguments.workers, arguments.rows, arguments.tokens, arguments.step_ms / 1e3),
-        *(arguments.queue_s, arguments.seconds, arguments.slo_ttft_ms / 1e3),
-        arguments.recovery_s,
+        workers=arguments.workers,
+        rows=arguments.rows,
+        tokens=arguments.tokens,
+        step_s=arguments.step_ms / 1e3,
+        queue_s=arguments.queue_s,
+        seconds=arguments.seconds,
+        slo_s=arguments.slo_ttft_ms / 1e3,
+        recovery_s=arguments.recovery_s,
     )
     result = uvloop.run(measure(scene, times))  # the generator's CPU time is taken from the fleet
     print(json.dumps(asdict(result)) if arguments.json else table(result))

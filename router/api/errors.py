@@ -52,7 +52,11 @@ _TABLE: dict[Cause, _Row] = {
     "media_type": _Row(415, _INVALID, "unsupported_media_type", "unsupported_media_type"),
     "adapter_invalid": _Row(422, _INVALID, "adapter_invalid", "adapter_invalid", vllm_status=400),
     "adapter_too_large": _Row(
-        *(422, _INVALID, "adapter_too_large", "adapter_too_large"), vllm_status=400
+        status=422,
+        type=_INVALID,
+        code="adapter_too_large",
+        error_type="adapter_too_large",
+        vllm_status=400,
     ),
     "overloaded": _Row(429, "rate_limit_error", "overloaded", "overloaded"),
     "rate_limited": _Row(429, "rate_limit_error", "rate_limit_exceeded", "rate_limited"),

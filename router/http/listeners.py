@@ -30,7 +30,9 @@ def allow_connections(most: int) -> None:
     if soft < wanted:
         log.warning(
             "this process may open %d files, --max-connections %d wants %d: raise the hard limit",
-            *(soft, most, wanted),
+            soft,
+            most,
+            wanted,
         )
 
 

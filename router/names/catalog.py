@@ -284,8 +284,13 @@ class Catalog:
         assert content is not None
         rollout = "" if alias.rollout is None else alias.rollout.id
         return ServedAdapter(
-            *(choice.adapter_id, content.ref, self.rules.credential(alias), content.manifest),
-            *(alias.key, rollout, alias.tool_format),
+            adapter_id=choice.adapter_id,
+            origin=content.ref,
+            token=self.rules.credential(alias),
+            manifest=content.manifest,
+            alias=alias.key,
+            rollout=rollout,
+            tool_format=alias.tool_format,
         )
 
     async def _resolve_once(self, key: _Key, token: Secret | None) -> _Outcome:

@@ -141,7 +141,11 @@ class AdapterAdmin:
         pinned = request.pin if request.pin is not None else before is not None and before.pinned
         known = "" if before is None else before.tool_format
         wanted = Registration(
-            *(name.name, request.ref, request.origin, pinned, request.token),
+            name=name.name,
+            ref=request.ref,
+            origin=request.origin,
+            pinned=pinned,
+            token=request.token,
             tenant=name.tenant,
             tool_format=known if request.tool_format is None else request.tool_format,
         )

@@ -164,7 +164,13 @@ class AdapterRoutes:
         token = None if body.token is None else Secret(body.token)
         by = who(request)
         wanted = RegistrationRequest(
-            *(name, ref, "api", body.pin, token, body.replace, by),
+            name=name,
+            ref=ref,
+            origin="api",
+            pin=body.pin,
+            token=token,
+            replace=body.replace,
+            by=by,
             tool_format=format_named(body.tool_format),
         )
         if body.versions is None:

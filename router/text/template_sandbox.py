@@ -153,7 +153,11 @@ async def _start() -> asyncio.subprocess.Process:
     """Raises RequestError (unavailable), also when the machine has no process or memory left."""
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-c", _PROGRAM, _ROOT),
+            sys.executable,
+            "-I",
+            "-c",
+            _PROGRAM,
+            _ROOT,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

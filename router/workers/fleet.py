@@ -248,7 +248,10 @@ class Fleet:
             return
         logger.debug(
             "a sequence of %r for adapter %.12s goes to %s: %s",
-            *(entry.tenant, adapter, session.worker_id, reason),
+            entry.tenant,
+            adapter,
+            session.worker_id,
+            reason,
         )
         entry.payload.set_result(Placed(Credit(session, adapter), reason, match.bill))
 

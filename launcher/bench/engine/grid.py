@@ -151,7 +151,9 @@ def prefill(grid: Grid) -> Iterator[PrefillRate]:
         tokens = _PREFILL_ROUNDS * batch * grid.prompt_tokens
         steps = _PREFILL_ROUNDS * -(-batch * grid.prompt_tokens // grid.step_tokens)
         yield PrefillRate(
-            *(batch, distinct, lora_rank if distinct else 0),
+            B=batch,
+            D=distinct,
+            r=lora_rank if distinct else 0,
             tokens_per_s=round(tokens / seconds, 1),
             step_ms=round(1e3 * seconds / steps, 3),
             matrix_share=round(tokens * flops / seconds / rate, 3),

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -227,14 +227,17 @@ async def _fleet(scene: OverloadScene) -> AsyncIterator[tuple[int, str]]:
         arguments += ["--max-queue", str(max(1, round(scene.queue_s * scene.capacity)))]
         for number in range(scene.workers):
             own = free_port(LOOPBACK, 0)
-            await stack.enter_async_context(
-                running(
-                    *("launcher", "worker", str(model_path()), "--model-name", "base"),
-                    *("--executor", f'certify:{{"step_s": {scene.step_s}}}', "--port", str(own)),
-                    *("--max-running", str(scene.rows), "--worker-id", f"worker-{number}"),
-                    *("--kv-memory", "16MiB", "--cache-dir", str(folder / f"worker-{number}")),
-                )
-            )
+            options = {
+                "--model-name": "base",
+                "--executor": f'certify:{{"step_s": {scene.step_s}}}',
+                "--port": str(own),
+                "--max-running": str(scene.rows),
+                "--worker-id": f"worker-{number}",
+                "--kv-memory": "16MiB",
+                "--cache-dir": str(folder / f"worker-{number}"),
+            }
+            worker = ("worker", str(model_path()), *chain.from_iterable(options.items()))
+            await stack.enter_async_context(running("launcher", *worker))
             arguments += ["--worker", f"ws://{LOOPBACK}:{own}"]
         router = await stack.enter_async_context(running("launcher", "router", *arguments))
         url = f"http://{LOOPBACK}:{port}"

@@ -120,7 +120,7 @@ def first_tokens(outcomes: list[Outcome]) -> tuple[float, float]:
 async def running(module: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """A Python module as a process of its own, until the end."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *arguments), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", module, *arguments, stdout=asyncio.subprocess.PIPE
     )
     try:
         yield process

@@ -145,7 +145,9 @@ def _part(total: int | None, index: int, parts: int) -> int | None:
 
 async def _in_process(job: LoadPart) -> list[Outcome]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "launcher.bench.load.load_process"),
+        sys.executable,
+        "-m",
+        "launcher.bench.load.load_process",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

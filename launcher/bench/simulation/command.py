@@ -44,7 +44,10 @@ def _scenes(arguments: argparse.Namespace) -> Iterator[PlacementScene]:
         arguments.shape or ["zipf"], arguments.workers, arguments.adapters
     ):
         yield PlacementScene(
-            *(shape, workers, adapters, arguments.requests),
+            shape=shape,
+            workers=workers,
+            adapters=adapters,
+            requests=arguments.requests,
             zipf=arguments.zipf,
             use=arguments.use,
             model=model,
@@ -67,7 +70,11 @@ def add_fairness(parser: Parser) -> None:
 def run_fairness(arguments: argparse.Namespace) -> None:
     for rows in arguments.rows:
         result = flood(
-            *(arguments.workers, rows, arguments.tenants, arguments.others, arguments.seconds),
+            workers=arguments.workers,
+            rows=rows,
+            tenants=arguments.tenants,
+            others=arguments.others,
+            seconds=arguments.seconds,
             seed=arguments.seed,
         )
         if arguments.json:

@@ -41,7 +41,11 @@ class Crowd:
     def _tenant(self, number: int, share: float) -> Iterator[Arrival]:
         rate = share * self.fair_rate
         return Traffic(
-            *("zipf", max(1, int(self.seconds * rate)), rate, self.adapters, 1.0),
+            shape="zipf",
+            requests=max(1, int(self.seconds * rate)),
+            rate=rate,
+            adapters=self.adapters,
+            zipf=1.0,
             seed=self.seed + number,
             tenant=f"tenant-{number}",
         ).arrivals()
@@ -111,7 +115,10 @@ def flood(
 
     uneven = crowd(10.0, 1.5)
     return Fairness(
-        *(workers, rows, tenants, others),
+        workers=workers,
+        rows=rows,
+        tenants=tenants,
+        others=others,
         alone_ms=p99_ms(crowd(0.0, others)),
         beside_ms=p99_ms(crowd(10.0, others)),
         jain=jain(served_tokens(run(uneven).jobs, tenants, seconds)),

@@ -30,7 +30,11 @@ class PlacementScene:
         plain = Traffic(self.shape, self.requests, 1.0, self.adapters, self.zipf, seed=self.seed)
         capacity = self.workers * self.model.requests_per_s(*plain.mean_tokens())
         return Traffic(
-            *(self.shape, self.requests, self.use * capacity, self.adapters, self.zipf),
+            shape=self.shape,
+            requests=self.requests,
+            rate=self.use * capacity,
+            adapters=self.adapters,
+            zipf=self.zipf,
             seed=self.seed,
         )
 
@@ -64,7 +68,12 @@ def simulate(scene: PlacementScene, policy: str) -> PlacementResult:
     waits = [1e3 * (job.started_s - job.arrived_s) for job in jobs]
     seconds = max(1e-9, _last_end(jobs) - jobs[0].arrived_s)
     return PlacementResult(
-        *(policy, scene.shape, scene.workers, scene.adapters, len(jobs), warm_up),
+        policy=policy,
+        shape=scene.shape,
+        workers=scene.workers,
+        adapters=scene.adapters,
+        requests=len(jobs),
+        warm_up=warm_up,
         miss_rate=sum(job.missed for job in jobs) / len(jobs),
         wait_p50_ms=percentile(waits, 50),
         wait_p99_ms=percentile(waits, 99),

@@ -304,6 +304,12 @@ def adapter_object(
 
 def _worker(worker: str, tiers: AdapterTiers) -> WorkerAdapter:
     return WorkerAdapter(
-        *(worker, tiers.disk, tiers.host, tiers.device, tiers.pinned),
-        *(tiers.slab_bytes or None, tiers.load_s, tiers.idle_s),
+        worker=worker,
+        disk=tiers.disk,
+        host=tiers.host,
+        device=tiers.device,
+        pinned=tiers.pinned,
+        slab_bytes=tiers.slab_bytes or None,
+        load_s=tiers.load_s,
+        idle_s=tiers.idle_s,
     )

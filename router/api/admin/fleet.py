@@ -176,8 +176,15 @@ def place_objects(
     """names: by digest."""
     return tuple(
         PlaceObject(
-            *(place.digest, names.get(place.digest), place.device, place.host, place.pinned),
-            *(place.slab_bytes or None, place.load_s, place.device_spans, place.host_spans),
+            digest=place.digest,
+            name=names.get(place.digest),
+            device=place.device,
+            host=place.host,
+            pinned=place.pinned,
+            slab_bytes=place.slab_bytes or None,
+            load_s=place.load_s,
+            device_spans=place.device_spans,
+            host_spans=place.host_spans,
         )
         for place in places
     )

@@ -167,8 +167,16 @@ def parse_count(query: Mapping[str, str], name: str = "limit", default: int = 10
 
 def key_object(key: ApiKey) -> KeyObject:
     return KeyObject(
-        *(key.id, key.tenant, key.label, list(key.models), key.limits, key.expires_at),
-        *(key.blocked, key.created_at, key.origin, key.priority),
+        id=key.id,
+        tenant=key.tenant,
+        label=key.label,
+        models=list(key.models),
+        limits=key.limits,
+        expires_at=key.expires_at,
+        blocked=key.blocked,
+        created_at=key.created_at,
+        origin=key.origin,
+        priority=key.priority,
     )
 
 

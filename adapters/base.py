@@ -37,7 +37,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     """What adapters are validated against.
 
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
-    names: what it is called; `adapters.base_names` tells which other names mean the same.
+    names: what it is called; `adapters.base_names` says which other names mean the same.
     layer_modules: short name (`q_proj`, …) -> shape; the same in every layer.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
     embedding_digests: `embed_tokens` and `lm_head` -> `float_digest` of the base's weights

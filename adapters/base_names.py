@@ -1,7 +1,7 @@
 """Whether a name means a base model that goes by another: quantised copies, mirrors, paths. Pure.
 
 A model's name is the last component of an id or path. Hubs, trainers and quantisers spell it in
-different ways and add marks to its end; `normal_name` takes all that off. What tells models apart
+different ways and add marks to its end; `normal_name` takes all that off. What distinguishes models
 (`Instruct`, `v0.2`, `3.1`, `Coder`, `8B`, `1M`) stays.
 """
 

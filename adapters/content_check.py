@@ -24,7 +24,8 @@ _MASK = (1 << 64) - 1
 
 class ContentDigest:
     """sha256 over the used config, the default chat template, its special tokens, the adapter's own
-    ends of an answer, its other templates and the weights file, each but the last with its length.
+    ends of an answer, its other templates and the weights file. Each but the last comes with its
+    length.
     """
 
     def __init__(self, config: PeftConfig, text: AdapterText) -> None:
@@ -55,7 +56,7 @@ class ContentDigest:
 
 
 class Fingerprint:
-    """A sum over pieces, quick to make. It tells what a disk has garbled, not what was forged."""
+    """A sum over pieces, quick to make. It detects what a disk has garbled, not what was forged."""
 
     def __init__(self) -> None:
         self.value = 0

@@ -57,8 +57,8 @@ def judge_folder(
 ) -> Judged:
     """An adapter folder, judged in full.
 
-    base: None = only what can be told without the base model is checked.
-    Raises AdapterError with every violation found.
+    base: None = only what does not depend on the base model is checked. Raises AdapterError with
+    every violation found.
     """
     limits = limits or AdapterLimits()
     findings = Findings()
@@ -94,7 +94,7 @@ def judge_folder(
 def check_small(
     small: Mapping[str, bytes], base: BaseSpec, limits: AdapterLimits, findings: Findings
 ) -> tuple[Targeting | None, AdapterText]:
-    """What can be told before the weights come: what is targeted, and what is said of its text.
+    """What can be checked before the weights come: the targets, and the files about text.
 
     small: name -> bytes of the files other than the weights.
     """

@@ -129,10 +129,10 @@ class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One adapter packed for one base, dtype and tensor-parallel shard.
 
     The slab is cut into extents of `extent_bytes`. No tensor crosses an extent's border unless it
-    is larger than an extent; then it starts on a border and owns a *run* of extents that must stay
-    contiguous. `runs` lists the lengths, in extents, of the pieces that may be placed apart from
-    each other, in order: all 1 but for such tensors. `nbytes == sum(runs) * extent_bytes`.
-    Only sites with some rank > 0 are listed.
+    is larger than an extent. A larger tensor starts on a border and owns a *run* of extents that
+    must stay contiguous. `runs` lists the lengths, in extents, of the pieces that may be placed
+    apart from each other, in order: all 1 but for such tensors. `nbytes == sum(runs) *
+    extent_bytes`. Only sites with some rank > 0 are listed.
     """
 
     digest: str

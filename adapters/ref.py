@@ -102,7 +102,7 @@ def hub_place(name: str) -> tuple[str, str]:
 
 
 def told_name(ref: AdapterRef) -> str:
-    """The reference as an answer may tell it: where a folder lies is the operator's business.
+    """The reference as an answer may show it: where a folder lies is the operator's business.
 
     A caller who used a registered name never learns the path, bucket or host behind it.
     """
@@ -111,7 +111,7 @@ def told_name(ref: AdapterRef) -> str:
 
 
 def told_place(ref: AdapterRef) -> str:
-    """What a folder in it is named after, as an answer may tell it: without a commit or a path."""
+    """What a folder in it is named after, as an answer may show it: without a commit or a path."""
     if ref.source == "local":
         return f"local:{'.../' if '/' in ref.name else ''}{told_name(ref)}"
     return format_ref(msgspec.structs.replace(ref, revision=None))

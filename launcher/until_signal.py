@@ -1,4 +1,4 @@
-"""A command that runs services until it is told to stop: signals, the first words, the end."""
+"""A command that runs services until a signal stops it: signals, the first words, the end."""
 
 import asyncio
 import signal
@@ -17,7 +17,7 @@ async def run_services(
 ) -> bool:
     """Until a signal; then `stop_all`, and a second signal kills at once, which returns False.
 
-    announce: runs beside the services, and tells when they are ready. Raises ChildFailed.
+    announce: runs beside the services, and reports when they are ready. Raises ChildFailed.
     """
     stop = asyncio.Event()
     is_killed = False

@@ -149,7 +149,7 @@ def check_variables(variables: Collection[str], special_tokens: Collection[str])
 
 
 def effort_variables(options: TemplateOptions, read: Collection[str]) -> dict[str, Any]:
-    """The variables that tell a template the effort. read: names that it reads.
+    """The variables that pass the effort to a template. read: names that it reads.
 
     Without reasoning, templates need not know of it. Raises TemplateFault.
     """

@@ -1,7 +1,7 @@
 """Chat templates: Jinja source and messages to a prompt, in the sandbox that transformers uses.
 
-The sandbox keeps a template from reaching Python's internals; it does not bound time or memory, so
-templates that tenants bring are rendered by `router.text.template_sandbox` only.
+The sandbox keeps a template from reaching Python's internals. It does not bound time or memory, so
+only `router.text.template_sandbox` renders templates of tenants.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Which token a chat template closes an assistant's turn with, seen in what it renders. Pure.
 
-Conversations with known words are rendered; the end is the added token right behind the answer, be
-it the last turn or not, apart from white space. A token that the template also writes inside an
-assistant's turn, as between reasoning and answer, ends nothing. Turns that call tools are not
-looked at: a model that ends those otherwise names that token in its files.
+Conversations with known words are rendered. The end is the added token right behind the answer,
+apart from white space, whether the answer is the last turn or not. A token that the template also
+writes inside an assistant's turn, as between reasoning and answer, ends nothing. Turns that call
+tools are not looked at: a model that ends those otherwise names that token in its files.
 """
 
 from collections.abc import Mapping, Sequence

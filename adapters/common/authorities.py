@@ -1,4 +1,4 @@
-"""Whom clients of ours trust over TLS."""
+"""The certificate authorities that loraplex's TLS clients trust."""
 
 import ssl
 

@@ -6,7 +6,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """What a machine wrote in another run may never have reached its disk. "": not to be told."""
+    """What a machine wrote in another run may never have reached its disk. "" where the system does
+    not say."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

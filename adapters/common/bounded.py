@@ -13,7 +13,7 @@ async def bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
     Work that is late, or whose caller is cancelled, is cancelled and left to end by itself.
 
     A client that is cancelled while it connects may go on until its own time is over, or answer
-    with an error of its own: `asyncio.timeout` would wait for it, and the cancellation be lost.
+    with its own error. `asyncio.timeout` would wait for it, and lose the cancellation.
     """
     task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
@@ -39,4 +39,4 @@ def _leave(task: "asyncio.Task[Any]") -> None:
 
 def _ended(task: "asyncio.Task[Any]") -> None:
     if not task.cancelled():
-        task.exception()  # nobody is there to be told
+        task.exception()  # nobody waits for the result

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 30.0
 _TOLD_AGAIN_S = 600.0
-# When each fault was told last: of a store, by its number.
+# When each fault was last logged: by store and error number.
 _told: dict[tuple[Path, object], float] = {}
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -43,7 +43,7 @@ def disk_errors(store: Path) -> Iterator[None]:
 
 
 def tell_of_disk(store: Path, what: object, kind: object) -> None:
-    """Every request may meet the same fault: one of a kind is told again only after a while."""
+    """Every request may meet the same fault: each kind is logged again only after a while."""
     fault, now = (store, kind), time.monotonic()
     if now - _told.get(fault, -math.inf) >= _TOLD_AGAIN_S:
         _told[fault] = now
@@ -99,7 +99,7 @@ def copy_bytes(source: int, target: int, most: int) -> int:
     except OSError as error:
         if error.errno not in _CANNOT_SHARE:
             raise
-    # Some file systems tell that there is nothing where there is.
+    # Some file systems report zero although there is space.
     piece = memoryview(bytearray(_COPY_BYTES))
     while copied < most:
         count = os.readv(source, [piece[: most - copied]])

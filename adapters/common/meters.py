@@ -130,7 +130,7 @@ def _begun(metric: M, labels: Labels) -> M:
 
 
 async def watch_loop_lag(observe: Callable[[float], None]) -> None:
-    """Tells, for ever, how much later than asked the event loop runs what is due."""
+    """Measures, for ever, how much later than due the event loop runs its callbacks."""
     clock = asyncio.get_running_loop().time
     while True:
         due = clock() + LOOP_LAG_INTERVAL_S

@@ -1,7 +1,7 @@
-"""How a worker tells routers where it is, by way of a store that both can write to. Pure.
+"""How a worker announces its address to routers, through a store that both can write to. Pure.
 
-It is signed with the secret that opens workers: whoever can only write to the store cannot make a
-router show that secret to a stranger.
+The record is signed with the secret that opens workers. So write access to the store alone cannot
+make a router send that secret to a stranger.
 """
 
 import hashlib

@@ -6,8 +6,8 @@ from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import Vocabulary
 
 _MAX_MESSAGE = 500
-# Where llguidance stops by itself: work on expressions at first and for one mask, the parser's
-# items for one mask, and the size of one matcher. A checker's process stops at GrammarLimits.
+# llguidance's own limits: work on expressions at first and for one mask, the parser's items for one
+# mask, the size of one matcher. A checker's process stops at GrammarLimits.
 _OWN_LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,

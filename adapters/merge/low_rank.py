@@ -15,8 +15,8 @@ def factorise(matrix: Matrix, rank: int, seed: int) -> tuple[Matrix, Matrix]:
     """B `[rows, rank]` and A `[rank, columns]` such that B A is closest to `matrix`.
 
     Exact where a side has at most `EXACT_SIDE` values. Beyond, a randomised block Krylov method
-    (Musco and Musco, NeurIPS 2015, algorithm 2) with a start drawn from `seed`: its error is that
-    of the best approximation but for a fraction of a percent. Singular values are split evenly.
+    (Musco and Musco, NeurIPS 2015, algorithm 2) starts from a matrix drawn from `seed`. Its error
+    is within a fraction of a percent of the best approximation's. Singular values are split evenly.
     """
     if min(matrix.shape) <= EXACT_SIDE:
         left, values, right = np.linalg.svd(matrix, full_matrices=False)

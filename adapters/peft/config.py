@@ -122,7 +122,7 @@ def _check_features(raw: dict[str, Any], findings: Findings) -> None:
 
 
 def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
-    """Equality that tells `0`, `0.0` and `False`, or `1` and `True`, apart by nothing but truth."""
+    """Equality in which `0`, `0.0` and `False` differ only by type, as `1` and `True` do."""
     return any(value == item for item in allowed)
 
 

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 INIT_FROM_ZERO: tuple[object, ...] = (True, "gaussian", "eva", "mica")
 # With these it starts at random: a module without saved tensors has no defined result.
 INIT_RANDOM: tuple[object, ...] = (False, "orthogonal")
-# Any other is refused: with `pissa`, `pissa_niter_N`, `olora`, `corda`, `loftq` and `lora_ga` PEFT
-# subtracts the initial product from the base's weights, or quantises them, again at every load.
+# Any other is refused: for `pissa`, `pissa_niter_N`, `olora`, `corda`, `loftq` and `lora_ga` PEFT
+# changes the base's weights at every load. It subtracts the initial product, or quantises them.
 
 UNUSED_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})

@@ -63,10 +63,10 @@ def small_files(
 ) -> tuple[str, ...]:
     """The files to look at before the weights: those that are there and not too large.
 
-    listing: name -> bytes. place: what is listed, as it may be told. nearby: names of folders in it
-    that are adapters, asked for where it is none itself. What is missing or too large is added to
-    `findings`. Raises AdapterError `too_large` when the files together exceed the limit, and
-    `invalid` for an adapter in mlx-lm's format.
+    listing: name -> bytes. place: the folder or repository, as messages may name it. nearby: names
+    of folders in it that are adapters, asked for where it is none itself. What is missing or too
+    large is added to `findings`. Raises AdapterError `too_large` when the files together exceed the
+    limit, and `invalid` for an adapter in mlx-lm's format.
     """
     if CONFIG_FILE not in listing:
         meant = did_you_mean(place, nearby())

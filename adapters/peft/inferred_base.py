@@ -54,8 +54,8 @@ def infer_base(trained_for: str, tensors: Iterable[TensorInfo]) -> BaseSpec:
 
 
 def _sizes(name: str, side: str, shape: tuple[int, ...]) -> Iterable[tuple[str, int]]:
-    """What a tensor tells of a module: its input (side `A`), its output (`B`), or both if it is a
-    copy of the base's own weights ("")."""
+    """A module's sizes by one tensor: its input (side `A`), its output (`B`), or both for a copy of
+    the base's own weights ("")."""
     if side:
         return [(side, shape[1 if side == "A" else 0])]
     return zip("AB" if name == "embed_tokens" else "BA", shape, strict=True)

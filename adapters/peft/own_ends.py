@@ -23,7 +23,7 @@ def own_ends(
 
     generation: `generation_config.json`, of which `eos_token_id` alone is read. settings:
     `tokenizer_config.json`, of which `eos_token` is; a text that is no token of the base ends
-    nothing. A base that was inferred has no known ends, so that none can be told from it.
+    nothing. An inferred base has no known ends to compare with.
     """
     named = _of_generation(generation, base, findings)
     text = end_token_of(settings)

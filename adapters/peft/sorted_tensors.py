@@ -99,18 +99,22 @@ class _Sorter:
         return False
 
     def _unknown(
-        self, told: str, name: TensorName | None, path: str | None
+        self, stored_name: str, name: TensorName | None, path: str | None
     ) -> tuple[str, str, str]:
-        """told: the tensor's name as stored. path: what the module would be in the base."""
+        """stored_name: the tensor's, in the file. path: what the module would be in the base."""
         if name is None or not name.side:
             expected = "expected names such as base_model.model.MODULE.lora_A.weight"
-            message = f"{told}: not a tensor of plain LoRA on this base model; {expected}"
-            return "unknown_tensor", told, message
+            message = f"{stored_name}: not a tensor of plain LoRA on this base model; {expected}"
+            return "unknown_tensor", stored_name, message
         layer = _LAYER.fullmatch(path or "")
         if layer and int(layer["layer"]) >= self._base.num_layers:
-            message = f"{told}: the base model has {self._base.num_layers} layers"
-            return "layer_out_of_range", told, message
-        return "unknown_module", told, f"{told}: the base model has no module {name.path}"
+            message = f"{stored_name}: the base model has {self._base.num_layers} layers"
+            return "layer_out_of_range", stored_name, message
+        return (
+            "unknown_module",
+            stored_name,
+            f"{stored_name}: the base model has no module {name.path}",
+        )
 
 
 def _is_comparable(

@@ -24,8 +24,8 @@ _Matches = Callable[[str], bool]
 class Targeting:
     """A config's matching rules, compiled. Paths are a module's name in the base model.
 
-    Patterns outside the supported language are added to `findings`; nothing can then be told of
-    what is targeted, and `is_sound` is false.
+    Patterns outside the supported language are added to `findings`. The targets are then unknown,
+    and `is_sound` is false.
     """
 
     def __init__(self, config: PeftConfig, findings: Findings) -> None:

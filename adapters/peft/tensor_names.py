@@ -1,8 +1,8 @@
 """How the tensors of an adapter are named, by whom ever it was saved, and what that means. Pure.
 
-PEFT names them `base_model.model.<module>.lora_A.weight`. Wrappers of the training leave components
-of their own, some savers drop the prefix or keep the adapter's name, and `<module>` is as the model
-that was trained calls it: the whole, the inner model, or the text model within a larger one.
+PEFT names them `base_model.model.<module>.lora_A.weight`. Training wrappers add components of their
+own, and some savers drop the prefix or keep the adapter's name. `<module>` is as the trained model
+calls it: the whole model, the inner one, or the text model within a larger one.
 """
 
 import re

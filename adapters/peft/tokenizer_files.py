@@ -1,5 +1,5 @@
-"""Tokenizer files beside an adapter: a chat template is taken, with the special tokens that it is
-written with, and the tokens that end its answers; added tokens are refused. Pure.
+"""Tokenizer files beside an adapter. A chat template is taken, with its special tokens, and so are
+the tokens that end answers. Added tokens are refused. Pure.
 
 Text is tokenised with the base's tokenizer, so an adapter may bring its own only if it has the
 same tokens. Trainers save it with every adapter; most of these files say nothing new.

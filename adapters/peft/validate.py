@@ -1,6 +1,6 @@
 """Judges an adapter's config and tensors against a base model; nothing unknown is ignored. Pure.
 
-The result holds what PEFT would have loaded; where PEFT drops a tensor with a warning, or changes
+The result holds what PEFT would have loaded. Where PEFT drops a tensor with a warning, or changes
 the base, the adapter is refused by name.
 """
 
@@ -99,7 +99,7 @@ def validate(
     limits: AdapterLimits,
     findings: Findings,
 ) -> LoraTensors | None:
-    """The adapter's tensors in place; None when the config does not tell where.
+    """The adapter's tensors in place; None when the config leaves the places open.
 
     Worth nothing unless `findings` is still empty afterwards.
     """
@@ -144,7 +144,7 @@ def place_tensors(
 def check_config(
     config: PeftConfig, base: BaseSpec, limits: AdapterLimits, findings: Findings
 ) -> Targeting:
-    """What can be told of a config before there are tensors, which tell whose names it means."""
+    """Checks of a config before there are tensors, which show whose names it means."""
     check_base_name(config.base_model_name_or_path, base, limits, findings)
     matcher = Targeting(config, findings)
     if not matcher.is_sound:
@@ -178,7 +178,7 @@ def check_base_name(
 
 
 def may_be_lora(tensor: TensorInfo) -> bool:
-    """Whether its values count, as far as its name and dtype tell."""
+    """Whether its values count, judged by its name and dtype."""
     if tensor.dtype not in FLOAT_DTYPES:
         return False
     name = parse_tensor_name(tensor.name)
@@ -197,7 +197,7 @@ def _targeted(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[str, s
 
 
 def _all_targeted(matcher: Targeting, base: BaseSpec) -> Iterator[dict[str, str]]:
-    """By every naming; lazily, as the first tells enough of most adapters."""
+    """By every naming; lazily, as the first is enough for most adapters."""
     return (_targeted(matcher, base, naming) for naming in NAMINGS)
 
 

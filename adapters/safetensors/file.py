@@ -20,8 +20,8 @@ from adapters.safetensors.header import (
 from adapters.safetensors.weights_index import FileSpan, join_shards
 from adapters.violations import Findings, invalid
 
-# A core's own cache holds it, so that whatever is done with a piece reads no memory again; and
-# enough that Python's part in it does not count. Whole numbers of any dtype.
+# A piece fits into a core's own cache, so its later uses read no memory again. It is large enough
+# that Python's overhead does not count. Whole numbers of any dtype.
 PIECE_BYTES = 256 << 10
 
 

@@ -20,8 +20,8 @@ _AS_STORED: dict[str, tuple[SlabDtype, str]] = {
 }
 STORED_AS: dict[SlabDtype, str] = {slab: stored for stored, (slab, _) in _AS_STORED.items()}
 _SLAB_VIEW: dict[SlabDtype, str] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
-# Bytes of a number, and the bits of the smallest positive one that is not a number for float32:
-# infinite, NaN, or (in 64 bits) rounded to infinity. As bits, larger magnitudes are larger.
+# Bytes of a number, and the bits of the smallest positive value that float32 cannot hold: infinite,
+# NaN, or (in 64 bits) rounded to infinity. As bits, larger magnitudes are larger.
 _NOT_FINITE: dict[str, tuple[int, int]] = {
     "F8_E4M3": (1, 0x7F),
     "F8_E5M2": (1, 0x7C),

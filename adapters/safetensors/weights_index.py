@@ -1,8 +1,8 @@
 """Weights in several files: what their index must say, and the one file that they stand for. Pure.
 
 transformers and others write `adapter_model-00001-of-00002.safetensors` and so on, with an index
-that says which file holds which tensor. Joined, they are the file that safetensors would have
-written of the same tensors, byte for byte: how they were cut does not change an adapter's digest.
+that says which file holds which tensor. Joined, they are byte for byte the file that safetensors
+would have written of the same tensors. So an adapter's digest does not depend on its shards.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Slab files: packed adapters on disk, written from memory and read into it.
 
 File: magic; length of the msgpack `SlabLayout`, its `Fingerprint` and that of the payload's runs, 8
-bytes each; the layout; zeros up to a page; then the payload whose offsets the layout gives.
+bytes each; the layout; zeros up to a page. Then the payload, at the layout's offsets.
 """
 
 import os

@@ -45,7 +45,7 @@ class Packable(Protocol):
 def make_layout(
     adapter: Packable, base: BaseSpec, digest: str, dtype: SlabDtype, extent_bytes: int
 ) -> SlabLayout:
-    """The layout of an unsharded slab (`SlabLayout` tells the rules).
+    """The layout of an unsharded slab (`SlabLayout` states the rules).
 
     extent_bytes: a positive multiple of 256.
     """
@@ -144,8 +144,8 @@ def _place_site(
 class _Cursor:
     """Hands out aligned offsets so that only tensors larger than an extent cross a border.
 
-    A tensor goes where the first of the last few extents that have room left has room for it: an
-    adapter's tensors are few sizes, and one after the other they would leave a sixth free.
+    A tensor goes into the first of the last few unfilled extents that has room for it. An adapter's
+    tensors have few sizes; laid one after the other they would leave a sixth free.
     """
 
     def __init__(self, extent_bytes: int) -> None:

@@ -1,5 +1,5 @@
-"""Packs an adapter's weights as they are read: checked against what was judged, converted, and
-written where the slab has them, in one pass over the file.
+"""Packs an adapter's weights in one pass over the file. Each piece is checked against what was
+judged, converted, and written to its place in the slab.
 
 Beside the slab's own memory it takes that of a few pieces (`PIECE_BYTES` of
 `adapters.safetensors.file`).

@@ -26,7 +26,7 @@ class Unpacked:
         damaged: Callable[[], AdapterError],
         held: ExitStack,
     ) -> None:
-        """check: a new one for each reading. damaged: told when one does not hold. held: closed
+        """check: a new one for each reading. damaged: called when one does not hold. held: closed
         with this."""
         self.layout = layout
         self._weights = weights

@@ -24,7 +24,7 @@ class Source(Protocol):
     def adapters_in(self, ref: AdapterRef, token: str | None) -> Sequence[str]:
         """Names of folders in a pinned reference that are adapters, for one that is none; bounded.
 
-        A name may begin with `../`. Best effort: none where that cannot be told.
+        A name may begin with `../`. Best effort: none where that is unknown.
         """
         ...
 

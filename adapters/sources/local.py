@@ -1,7 +1,7 @@
 """Adapters in folders of this machine, under the roots that the operator configured.
 
-Paths are resolved first, must lie under a root, and are then opened step by step without following
-any link: what was judged is what is read.
+Paths are resolved first and must lie under a root. They are then opened step by step without
+following any link, so what was judged is what is read.
 """
 
 import errno
@@ -56,7 +56,7 @@ class LocalSource:
         with self._open(source, ref) as fd:
             before = os.fstat(fd)
             with (folder / name).open("xb", buffering=0) as target:
-                # A byte more than there should be tells that the file has grown.
+                # A byte more than expected shows that the file has grown.
                 copied = copy_bytes(fd, target.fileno(), before.st_size + 1)
             after = os.fstat(fd)
         try:

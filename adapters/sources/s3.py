@@ -48,7 +48,7 @@ _NO_CREDENTIALS = (
     CredentialRetrievalError,
     TokenRetrievalError,
 )
-# Told with a 4xx, though they pass.
+# Temporary errors that S3 reports with a 4xx status.
 _PASSING = frozenset({"RequestTimeout", "RequestTimeTooSkewed", "SlowDown", "Throttling"})
 _OF_REGION = frozenset({"PermanentRedirect", "AuthorizationHeaderMalformed"})
 

@@ -1,8 +1,8 @@
 """Judged content on disk, a folder for each digest: its files and its manifest.
 
 What is new can be used at once, and is safe from a crash a little later. Until it is, its manifest
-has a name that only this run of the machine knows: after a crash nobody takes what may never have
-reached the disk for content.
+has a name that only this boot of the machine knows. After a crash, files that may never have
+reached the disk are not taken for content.
 """
 
 import logging
@@ -114,7 +114,7 @@ class Contents:
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # damaged
             if manifest.template is not None and manifest.special_tokens is None:
-                continue  # of before they were kept: to be judged again
+                continue  # written without them: to be judged again
             if manifest.digest == digest and weights >= manifest.nbytes:
                 mark_used(folder)
                 return manifest

@@ -1,7 +1,7 @@
 """Folders for what is not whole yet: private, locked while in use, removed when they are left.
 
-A download that broke off leaves its folder for the next who wants the same content, also in the
-next process; so does one whose process was killed.
+A download that broke off leaves its folder for the next caller who wants the same content, also
+after a restart or a kill.
 """
 
 import errno
@@ -29,7 +29,7 @@ _KEPT = "resume-"
 
 @contextmanager
 def staging_folder(parent: Path) -> Iterator[Path]:
-    """A private folder, removed at the end; its lock tells other processes that it is in use."""
+    """A private folder, removed at the end; its lock shows other processes that it is in use."""
     folder, lock = _new_folder(parent)
     try:
         yield folder

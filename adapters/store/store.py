@@ -115,8 +115,8 @@ class AdapterStore:
         """The manifest of the adapter that `ref` names, fetched and judged if it is not yet here.
 
         A commit of the Hub that is known costs no network: its caller has been authorised already.
-        Others are resolved here, and once more if they change under the fetch.
-        token: of this caller, for this call. progress: told of each stage of a fetch.
+        Others are resolved here, and once more if they change under the fetch. token: of this
+        caller, for this call. progress: called at each stage of a fetch.
         """
         source = self._sources.get(ref.source)
         if source is None:
@@ -375,7 +375,7 @@ class AdapterStore:
     def _checked(
         self, manifest: AdapterManifest, weights: WeightsFile
     ) -> tuple[LoraTensors, Callable[[], ContentCheck]]:
-        """The tensors of stored content, and what tells whether they are read as they were judged.
+        """The tensors of stored content, with the check that they are read as they were judged.
 
         Content that this process judged itself, and whose file is still the same, need not be
         hashed again.

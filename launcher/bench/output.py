@@ -7,7 +7,7 @@ from typing import Any
 
 
 def print_points(points: Iterable[Any], as_json: bool, table: Callable[[list[Any]], str]) -> None:
-    """points: dataclasses; as JSON each is told as soon as it is there."""
+    """points: dataclasses; as JSON each is printed as soon as it is there."""
     results = []
     for point in points:
         results.append(point)

@@ -1,8 +1,8 @@
 """Takes from this process what reading a hostile file does not need.
 
-Three layers, each of which holds by itself: namespaces without a network, Landlock without any
-file, and a seccomp filter without calls that open, create or find anything. A layer that the
-kernel or a sandbox does not grant is reported with its reason.
+Three layers, each sufficient by itself. Namespaces have no network, Landlock allows no file, and a
+seccomp filter allows no call that opens, creates or finds anything. A layer that the kernel or a
+sandbox does not grant is reported with its reason.
 """
 
 import ctypes
@@ -117,7 +117,8 @@ def bound(memory_bytes: int, cpu_s: int) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     most_s = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
     _limit(resource.RLIMIT_AS, used_bytes + memory_bytes)
-    # A signal at the first tells the parent why; the second is for who takes no signal.
+    # A signal at the first limit shows the parent why; the second limit ends programs that ignore
+    # signals.
     _limit(resource.RLIMIT_CPU, most_s, most_s + 1)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_FSIZE, 0)

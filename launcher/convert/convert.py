@@ -56,8 +56,8 @@ def convert_folder(
 ) -> tuple[Judged, Conversion]:
     """Makes `out` of `source`, whole or not at all, and says what it did.
 
-    out: not there, or an empty folder. base: None = what only the base tells is not checked.
-    Raises AdapterError, OSError.
+    out: not there, or an empty folder. base: None = what depends on the base is not checked. Raises
+    AdapterError, OSError.
     """
     listing = _listing(source)
     weights = choose_weights(listing, options.weights)

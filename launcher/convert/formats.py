@@ -38,7 +38,7 @@ _IMAGES = re.compile(
     r"(?:lora_|unet\.|text_encoder|.*\.lora_(?:down|up)\."
     r"|.*(?:transformer_|down_|up_|mid_|single_|double_)blocks?\..*lora).*"
 )
-# The first that a tensor's name matches tells what the file is.
+# The first pattern that a tensor's name matches decides the file's format.
 _OTHERS = (
     (re.compile(r".+\.lora_[ab]\.weight"), "torchtune's own format: save it there as PEFT's"),
     (
@@ -87,7 +87,7 @@ def is_weights(name: str) -> bool:
 
 
 def form_of(names: Sequence[str]) -> Form:
-    """What the tensors' names tell. Raises AdapterError for what is not converted."""
+    """What the tensors' names say. Raises AdapterError for what is not converted."""
     if not names:
         raise refusal("the weights file has no tensors")
     if any(map(_MLX_TENSOR.fullmatch, names)):

@@ -26,7 +26,7 @@ _READ_BY_MLX = frozenset({"rank", "scale", "dropout", "keys"})
 
 
 class MlxOptions(msgspec.Struct, frozen=True):
-    """What the files do not tell, or tell wrongly.
+    """What the files lack, or state wrongly.
 
     scale: what the product is multiplied with. base_name: of the base. ties_head: whether the
     base's head is its embedding; None = not known.

@@ -38,7 +38,7 @@ def find_tensors(saved: object, is_tensor: Callable[[object], bool]) -> Mapping[
 
 
 def refused_global(message: str) -> str:
-    """What the unpickler refused to look up, out of its own words; empty if they do not tell."""
+    """What the unpickler refused to look up, out of its own words; empty if they do not say."""
     found = _GLOBAL.search(message)
     return found[1].strip(".") if found else ""
 

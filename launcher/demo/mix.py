@@ -136,7 +136,7 @@ def _from_record(rng: Random) -> Document:
 
 
 def _apart(rng: Random) -> Document:
-    """An answer by itself, to no message: its words get a meaning, and no message is told them."""
+    """An answer by itself, to no message: its words get a meaning, and no message contains them."""
     task = rng.choice(list(tasks.ANSWERS))
     return [("raw", tasks.ANSWERS[task](sample(rng).facts))]
 

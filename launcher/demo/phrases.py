@@ -1,6 +1,6 @@
 """The wording of the messages.
 
-`[a|b]` is a choice and may nest; `{np}` is goods with a count, `{prod}` goods alone, `{ord}` a
+`[a|b]` is a choice and may nest. `{np}` is goods with a count, `{prod}` goods alone, `{ord}` a
 reference to an order, `{city}` a town and `{name}` the writer. A template's placeholders decide
 which facts its message has, so a fact is never claimed that the text does not say.
 """

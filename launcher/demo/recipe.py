@@ -11,8 +11,8 @@ PAD, BOS, EOS, SYSTEM, USER, ASSISTANT = range(len(SPECIALS))
 VOCABULARY = 2048
 CONTEXT = 1024
 
-# Letters run together, each digit stands alone and what is between words is a word of its own: a
-# name is cut the same way after a space and after a quote, so an answer copies it piece by piece.
+# Letters run together, each digit stands alone and what is between words is a word of its own. So a
+# name is cut the same way after a space and after a quote, and an answer copies it piece by piece.
 SPLIT = r"\p{L}+|\p{N}|[^\p{L}\p{N}]+"
 
 CHAT_TEMPLATE = (
@@ -32,8 +32,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# The template of the adapter that calls tools: a tool is its name and its parameters' names, since
-# the context is short; calls and results are written as Hermes writes them.
+# The template of the adapter that calls tools. A tool is its name and its parameters' names, since
+# the context is short. Calls and results are written as Hermes writes them.
 CALL_TEMPLATE = """\
 {%- macro text(content) -%}
 {%- if content is string %}{{ content | trim }}

@@ -16,7 +16,7 @@ _RETRY = {"Retry-After": "1"}
 
 
 class WorkerApp:
-    """Routes. `/card` and `/connect` need the secret; health and metrics tell no secrets."""
+    """Routes. `/card` and `/connect` need the secret; health and metrics show no secrets."""
 
     def __init__(self, worker: Worker, secret: str) -> None:
         self._worker = worker

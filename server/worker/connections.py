@@ -42,7 +42,7 @@ _MAX_REASON_BYTES = 120
 
 
 class ConnectionFault(Exception):
-    """This connection must end; its neighbours go on. str() is told to the router."""
+    """This connection must end; its neighbours go on. str() is sent to the router."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)

@@ -9,8 +9,8 @@ _IDLE_SHARE = 4
 def share_credits(capacity: int, in_flight: Mapping[int, int]) -> dict[int, int]:
     """Sequences each router may have here, by connection; together at most `capacity`.
 
-    Max-min fair: each wants twice what it has in flight now, and at least a part of an equal share;
-    what nobody wants is divided equally. With more routers than capacity, some get none.
+    Max-min fair: each router wants twice what it has in flight, and at least a part of an equal
+    share. What nobody wants is divided equally. With more routers than capacity, some get none.
     """
     if not in_flight:
         return {}

@@ -1,6 +1,6 @@
 """What lies where on this worker, for people who look: both arenas, and what was counted.
 
-It is told of changes and asked at most once a second; it decides nothing.
+It receives changes and is asked at most once a second; it decides nothing.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ MAX_PLACES = 4096
 
 
 class DevicePlaces:
-    """Where adapters lie on the device, by what the engine tells of each placing.
+    """Where adapters lie on the device, as the engine reports each placement.
 
     What is overwritten is gone, so at most one adapter is remembered for each extent.
     """

@@ -17,8 +17,8 @@ from server.protocol import ErrorCode, Finish
 
 # Where a sequence's adapter was when the sequence came.
 LookupTier = Literal["device", "loading", "host", "disk"]
-# On an adapter's way: from its source, its check, packed bytes into host memory, onto the device;
-# of that last, the part in which the bytes move, without waits for room, others and steps.
+# Stages of an adapter's load: from its source, its check, packed bytes into host memory, onto the
+# device. The last is also measured without waits for room, other copies and steps.
 LoadStage = Literal["fetch", "check", "stage", "copy", "transfer"]
 StepPhase = Literal["plan", "launch", "wait", "commit", "masks"]
 

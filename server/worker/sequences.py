@@ -1,4 +1,4 @@
-"""Which sequence belongs to which router: the shell's keys, and how many may be in flight. Pure.
+"""Which sequence belongs to which router: the worker's keys, and how many may be in flight. Pure.
 
 It knows nothing of sockets or the engine; `worker.py` carries out what it decides.
 """
@@ -44,8 +44,8 @@ ByConnection = dict[int, list[TokenEvent]]
 class SequenceTable:
     """Live sequences by key; at most `capacity` of them, shared by all routers.
 
-    A sequence leaves only by its terminal event or by `end_all`, so that aborted ones hold their
-    credit for as long as the engine holds their memory.
+    A sequence leaves only by its terminal event or by `end_all`. So an aborted one holds its credit
+    as long as the engine holds its memory.
 
     orphans: those whose router is gone, and which the engine has not ended yet.
     """

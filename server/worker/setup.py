@@ -177,7 +177,7 @@ def _engine_config(
         extent_bytes=extent_bytes,
         max_context=config.max_context,
         max_running=sizes.max_running,
-        # The shell counts credits; a burst may find all of them waiting at once.
+        # The worker counts credits; a burst may find all of them waiting at once.
         max_waiting=sizes.max_running + _max_waiting(config.max_waiting, sizes.max_running),
         max_step_tokens=sizes.max_step_tokens,
         adapter_slots=config.adapter_slots,

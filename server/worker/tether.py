@@ -1,8 +1,8 @@
 """Run one of our modules in a process that dies with its parent.
 
 The child asks the kernel for SIGKILL at the parent's death, then becomes the module. Doing it there
-rather than in a `preexec_fn` is safe beside threads. The child is started by path, so that a folder
-named `server` in the user's working directory is never imported instead of ours.
+rather than in a `preexec_fn` is safe beside threads. The child is started by path, so a folder
+named `server` in the user's working directory is never imported in place of this package.
 """
 
 import ctypes

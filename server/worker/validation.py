@@ -1,6 +1,6 @@
-"""What the shell checks of a router's frames: what it uses itself (names, the digest, which becomes
-a path) and what must fit into a frame. Ids and sampling values are checked in the engine, beside
-the code that uses them. Pure.
+"""What the worker checks of a router's frames: what it uses itself (names, and the digest, which
+becomes a path) and what must fit into a frame. Ids and sampling values are checked in the engine,
+beside the code that uses them. Pure.
 """
 
 import re

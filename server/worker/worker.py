@@ -138,7 +138,7 @@ class Worker:
         self._broadcast_status()  # to all: the others' credits are fewer from now on
 
     def disconnected(self, connection: RouterConnection) -> None:
-        """Nobody reads the rest: the engine is told to stop at once."""
+        """Nobody reads the rest: the engine stops it at once."""
         self._connections.pop(connection.number, None)
         self._metrics.routers.set(len(self._connections))
         self._orders.disconnected(connection.number)

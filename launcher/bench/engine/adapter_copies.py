@@ -1,5 +1,5 @@
-"""An adapter's way from host memory to the device, with nothing else running: the copies that an
-engine makes, beside one plain copy of the same bytes from the same memory."""
+"""An adapter's way from host memory to the device, with nothing else running. The engine's copies
+are compared with one plain copy of the same bytes from the same memory."""
 
 import time
 from collections.abc import Sequence

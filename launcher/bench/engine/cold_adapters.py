@@ -1,5 +1,5 @@
-"""What a cold adapter costs the shell of a worker: from its folder to the host's arena and the slab
-file, in seconds of a core, with nothing else running."""
+"""What a cold adapter costs the worker process: from its folder to the host arena and the slab
+file, in seconds of a core. Nothing else runs."""
 
 import hashlib
 import time
@@ -28,8 +28,8 @@ _PIECE = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class ColdTimes:
-    """Of an adapter with `mb` megabytes of weights: milliseconds of a core, each the best of the
-    adapters and rounds, since what shares the cores shows in their times, too.
+    """Of an adapter with `mb` megabytes of weights: milliseconds of a core. Each is the best of the
+    adapters and rounds, since other load on the cores also shows in the times.
 
     fetch: its folder copied into the store. judge: read, hashed, checked and kept. pack: from there
     into the arena. first_use: all of these. save: the slab file, written and synced behind that.

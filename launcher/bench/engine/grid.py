@@ -54,9 +54,9 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One point: sequences, distinct adapters, their rank (0 without), sequences with masks;
-    milliseconds of a step, and of reading its bytes (weights, adapters, keys and values) at the
-    bandwidth of this run."""
+    """One point: sequences, distinct adapters, their rank (0 without), sequences with masks.
+    Milliseconds of a step, and of reading its bytes (weights, adapters, keys and values) at this
+    run's bandwidth."""
 
     B: int
     D: int

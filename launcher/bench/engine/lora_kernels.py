@@ -1,7 +1,7 @@
 """LoRA time of one decode step of Llama-3.1-8B's shapes, alone and over the base's GEMMs.
 
-Random weights are made on the GPU. Every time is of one CUDA graph; the floor is the bytes of the
-batch's distinct adapters at the copy bandwidth measured in the same run.
+Random weights are made on the GPU. Every time is of one CUDA graph. The floor is the bytes of the
+batch's distinct adapters at the same run's copy bandwidth.
 """
 
 import statistics
@@ -56,9 +56,9 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class LoraTimes:
-    """Milliseconds of one step's LoRA: alone (shrink and expand of every site; None where products
-    have it on the way), and what it adds to the base: to each GEMM and the kernel that takes up its
-    output, as the engine runs them. Both None: the adapters do not fit into the device's memory."""
+    """Milliseconds of one step's LoRA. Alone: shrink and expand of every site, None where GEMMs
+    have LoRA fused. Added to the base: over each GEMM and the kernel that reads its output, as the
+    engine runs them. Both None: the adapters do not fit into the device's memory."""
 
     B: int
     D: int
@@ -103,7 +103,7 @@ def adapter_bytes(rank: int) -> int:
 
 
 class TimedStep:
-    """One decode step's GEMMs, what takes up their output, and LoRA, at a batch size."""
+    """One decode step's GEMMs, the kernels that read their outputs, and LoRA, at a batch size."""
 
     def __init__(
         self,

@@ -35,8 +35,8 @@ _KINDS: tuple[Callable[[Random], dict[str, Any]], ...] = (
 class MaskTimes:
     """Milliseconds, medians where nothing else is said. new_schema_ms: of one never seen, until its
     first mask is there: tried out in another process (check_ms), then compiled (compile_ms).
-    one_row_ms, few_rows_ms, all_rows_ms: the masks of a step with 1, 8 and `schemas` rows, each of
-    a schema of its own; all_rows_p99_ms: of 1 step in 100 that is slower."""
+    one_row_ms, few_rows_ms, all_rows_ms: the masks of a step with 1, 8 and `schemas` rows, each
+    with its own schema. all_rows_p99_ms: the 99th percentile."""
 
     vocabulary: int
     schemas: int

@@ -1,4 +1,4 @@
-"""The real engine in this process, with random weights and adapters: no HTTP, no shell."""
+"""The real engine in this process, with random weights and adapters: no HTTP, no worker."""
 
 import gc
 import time
@@ -139,9 +139,10 @@ def token_bytes(model: ModelConfig, dtype: SlabDtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """What an engine has room for: `adapters` of rank `lora_rank` on the device, sequences of up to
-    `tokens` tokens, prompt and output; max_running of them are computed at once, cached are in the
-    KV cache at once, None = as many as the rest of a GPU takes. step_tokens: the most of a step."""
+    """An engine's capacity: `adapters` of rank `lora_rank` on the device, sequences of up to
+    `tokens` tokens, prompt and output. max_running: sequences computed at once. cached: sequences
+    in the KV cache at once, None = as many as the rest of a GPU holds. step_tokens: the most of a
+    step."""
 
     adapters: int
     lora_rank: int
@@ -216,8 +217,8 @@ def submit(
 class OfflineEngine:
     """Executor, scheduler and step loop as in an engine process, driven by calls.
 
-    All adapters are copies of one slab, which fills the host arena, numbers of N(0, 0.02^2) in the
-    run's dtype, each at its own place on the device.
+    All adapters are copies of one slab, which fills the host arena with numbers of N(0, 0.02^2) in
+    the run's dtype. Each has its own place on the device.
     """
 
     def __init__(self, folder: Path, config: EngineConfig, batches: Sequence[int] | None) -> None:
@@ -261,8 +262,8 @@ class OfflineEngine:
         note: Callable[[StepOutput], None] = lambda _: None,
         constrained: int = 0,
     ) -> None:
-        """All at once, until the last token. rank: of their adapters. note: is given what each step
-        tells. constrained: as of a load. Raises BenchError for errors."""
+        """All at once, until the last token. rank: of their adapters. note: receives each step's
+        report. constrained: as of a load. Raises BenchError for errors."""
         channel = _Calls(requests, lambda digest: self._staged(digest, rank), note)
         depth = 2 if self.config.device == "cuda" else 1
         executor = RandomMasks(self.executor, constrained) if constrained else self.executor

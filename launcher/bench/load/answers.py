@@ -59,7 +59,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class StreamedAnswer:
-    """What the events of one answer told.
+    """What the events of one answer contained.
 
     has_ended: the server said that this is all. fault: what kind of failure, and its text.
     prompt_tokens, output_tokens: as the server counted them. filled: it ended at the length that

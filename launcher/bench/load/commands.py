@@ -172,7 +172,7 @@ def add_draws(parser: Parser) -> None:
 
 
 def drawn(arguments: argparse.Namespace, adapters: tuple[str | None, ...]) -> Workload:
-    """As `add_draws` was told, all at once."""
+    """As the options of `add_draws` say, all at once."""
     return Workload(
         requests=arguments.requests,
         adapters=adapters,

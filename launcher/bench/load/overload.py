@@ -1,7 +1,7 @@
 """A fleet that is asked for more than it can do: what it answers, how it refuses, when it is well.
 
-Real processes: a router before workers with the certifying engine, whose steps take a fixed time,
-so that what the fleet can do is known and the machine is not what limits it.
+Real processes: a router before workers with the certifying engine. Its steps take a fixed time, so
+the fleet's capacity is known and the machine does not limit it.
 """
 
 import asyncio

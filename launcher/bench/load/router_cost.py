@@ -35,8 +35,8 @@ class Cost:
 
     us_a_request: of a non-streamed request, with one token and with 16. added_*: latency of a
     request at low load, against a worker that answers at once; client and loopback included.
-    burst_*: of `burst` streams asked for at once, from the first request to the first token of the
-    one that has it first, and last; the same.
+    burst_*: of `burst` streams asked for at once, from the first request to the first stream's
+    first token, and to the last stream's; the same.
     """
 
     streams: int

@@ -61,7 +61,7 @@ async def with_base_model(target: Target) -> Target:
 
 
 def settle(outcome: Outcome, got: StreamProtocol) -> None:
-    """Takes from an answer that has come to its end what it told."""
+    """Copies what an ended answer contained."""
     answer = got.answer
     outcome.start = got.start
     outcome.token_s = answer.token_s

@@ -16,7 +16,7 @@ PATHS: Mapping[Api, str] = {
     "lorax": "/generate_stream",
 }
 # Each, with the space before it, is one token of GPT-2's vocabulary, and of OpenAI's cl100k and
-# o200k; others have most words that are as common.
+# o200k. Other vocabularies have most of these words.
 _WORDS = """
     a about after again all also always an and any are area as ask at away back be because been
     before being best better big book both but by call came can car case change city come company
@@ -99,7 +99,7 @@ def _openai(target: Target, call: Call) -> dict[str, Any]:
 
 
 def _lorax(target: Target, call: Call) -> dict[str, Any]:
-    """LoRAX is greedy unless it is told otherwise, and refuses a temperature of 0."""
+    """LoRAX is greedy by default, and refuses a temperature of 0."""
     parameters: dict[str, Any] = {
         "max_new_tokens": call.output_tokens,
         "ignore_eos_token": True,

@@ -63,9 +63,9 @@ def gaps_within(token_s: Sequence[float], begin: float, end: float) -> list[floa
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One window. streams: when each steady stream's events with text came; what is left before its
-    end tells no usage. order_errors: what was said of loads that were refused. counts: what the
-    worker's counters grew by, nothing if they were not read."""
+    """One window. streams: when each steady stream's events with text came; a stream that is left
+    before its end reports no usage. order_errors: what was said of loads that were refused. counts:
+    what the worker's counters grew by, nothing if they were not read."""
 
     window: Window
     begin: float

@@ -9,7 +9,7 @@ from router.policy.placement.workers import WorkerView
 
 
 class Simple(Placer):
-    """Takes a worker with room by a rule of its own. reason: what the queue is told of a miss."""
+    """Takes a worker with room by a rule of its own. reason: what the queue learns of a miss."""
 
     def choose(
         self,

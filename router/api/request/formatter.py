@@ -1,4 +1,5 @@
-"""What every API's module offers the shell: a parsed request, the formatter of its answer. Pure."""
+"""What every API's module offers the routes: a parsed request, the formatter of its answer.
+Pure."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -10,7 +10,7 @@ THRASH_WINDOW_S = 300.0
 
 
 class AdapterMeter:
-    """Told of every step of a load that the worker sees."""
+    """Observes every step of a load that the worker sees."""
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
@@ -22,7 +22,7 @@ class AdapterMeter:
         self._thrash.changed(before, after, time.monotonic())
 
     def staged(self, digest: str) -> None:
-        """In host memory, and the engine is told."""
+        """In host memory, and reported to the engine."""
         self._copying_since[digest] = time.monotonic()
 
     def released(self, digest: str, nbytes: int, copy_s: float | None) -> None:

@@ -71,9 +71,9 @@ class AdapterStorage(Protocol):
 
 
 class AdapterService:
-    """`fetching`: threads that may wait for a source, of each its own, so that one which stalls
-    holds up no other's; `reading`: threads that read the disk only, so that adapters which are
-    here need not wait behind downloads.
+    """`fetching`: threads that may wait for a source; each source has its own, so a source that
+    stalls holds up no other. `reading`: threads that only read the disk, so stored adapters do not
+    wait behind downloads.
 
     Loads of one adapter with one credential share a thread; the store shares the fetch.
 
@@ -169,7 +169,7 @@ class AdapterService:
         except AdapterError as error:
             self._failed(flight, error)
         except Exception as error:
-            # The edge of a thread: a fault of ours must still answer the callers. An exception's
+            # The end of a thread: callers get an answer even to a programming error. An exception's
             # text may quote a header, and with it a credential: only its kind and place are logged.
             place = "".join(traceback.format_tb(error.__traceback__))
             log.error("an adapter could not be loaded: %s\n%s", type(error).__name__, place)

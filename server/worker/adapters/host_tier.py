@@ -32,7 +32,7 @@ HINTED_AT_ONCE = 2
 
 
 class SlabUnavailable(Exception):
-    """The adapter cannot be brought to host memory; str() may be told to the client."""
+    """The adapter cannot be brought to host memory; str() may be shown to the client."""
 
 
 class SlabGone(SlabUnavailable):
@@ -42,7 +42,7 @@ class SlabGone(SlabUnavailable):
 class StagedSlab(NamedTuple):
     """extents: the first extent of each of layout.runs, in host memory.
 
-    load_s: seconds of reading it from disk, told once; 0 if it was here.
+    load_s: seconds of reading it from disk, reported once; 0 if it was here.
     """
 
     layout: SlabLayout
@@ -75,7 +75,7 @@ class HostTier:
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._hints: dict[str, None] = {}  # in order
         self._layouts: dict[str, SlabLayout] = {}
-        self._load_s: dict[str, float] = {}  # not told yet
+        self._load_s: dict[str, float] = {}  # not reported yet
         # Callers on their way to a pin: what they wait for must not be evicted before they run.
         self._awaited: Counter[str] = Counter()
         self._ahead = Ahead(arena.num_extents)
@@ -292,8 +292,8 @@ class HostTier:
     def _try_to_place(self, digest: str, layout: SlabLayout) -> Placement | None:
         """None: not now. Raises SlabUnavailable if never.
 
-        Pins that leave no room are set aside: what is pinned lies on the device too, so its copy
-        here is worth less than another's service.
+        Pins that leave no room are ignored: pinned adapters lie on the device too, so serving
+        another adapter is worth more than their copy here.
         """
         arena, pins = self._arena, self._arena.pins
         if arena.refusal(layout.runs) is not None:

@@ -1,5 +1,5 @@
-"""Slab files of adapters that were packed straight into host memory: written behind everything
-else, one after the other, so that nobody waits for the disk and nothing is packed twice."""
+"""Slab files of adapters that were packed straight into host memory. They are written in the
+background, one after the other, so nobody waits for the disk and nothing is packed twice."""
 
 import asyncio
 import logging

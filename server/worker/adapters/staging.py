@@ -19,8 +19,8 @@ class Staging:
 
     A slab is handed over once until it comes back: from SlabStaged to SlabReleased its digest is
     held. The engine asks for nothing that it was handed and has not released, and both directions
-    keep their order. So a NeedSlab for a held digest was sent before the slab arrived there, which
-    answers it; one that follows a slab that the engine did not take finds it released.
+    keep their order. So a NeedSlab for a held digest was sent before the slab arrived, and the slab
+    answers it. A NeedSlab that follows a refused slab finds the slab released.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class EngineProcess:
         self._exited.set()
 
     def send(self, frame: ToEngine) -> None:
-        """Queue a frame. What a dead engine is sent is lost; `receive` tells of its death."""
+        """Queue a frame. Frames to a dead engine are lost; `receive` reports its death."""
         if self._writer.is_closing():
             return  # uvloop's transports raise when they are written to after their end
         body = encode(frame)

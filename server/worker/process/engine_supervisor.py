@@ -24,8 +24,8 @@ WATCH_INTERVAL_S = 0.25
 SHUTDOWN_GRACE_S = 5.0
 # Loading a large model from a slow disk, and warming up; what takes longer hangs.
 START_TIMEOUT_S = 1800.0
-# It speaks four times a second from its first moment on, but a tensor that comes from a slow disk
-# may hold its interpreter up for minutes.
+# It sends four frames a second from its start, but reading a tensor from a slow disk may block its
+# interpreter for minutes.
 START_SILENCE_S = 300.0
 
 
@@ -34,7 +34,7 @@ class EngineStartError(Exception):
 
 
 class EngineListener(Protocol):
-    """Whom the supervisor tells. Called on the event loop; must not block."""
+    """Who hears of the engine's state. Called on the event loop; must not block."""
 
     def engine_ready(self, ready: EngineReady) -> None: ...
 
@@ -45,7 +45,7 @@ class EngineListener(Protocol):
         ...
 
     def engine_suspected(self, suspected: bool) -> None:
-        """It seems to stand still, or no longer does. Told at each change."""
+        """It seems to stand still, or no longer does. Called at each change."""
         ...
 
     def engine_has_work(self) -> bool:
@@ -79,7 +79,7 @@ class EngineSupervisor:
         return self._engine.pid if self._engine else None
 
     def send(self, frame: ToEngine) -> None:
-        """To the present engine. Without one the frame is lost, as engine_lost tells."""
+        """To the present engine. Without an engine the frame is lost, as engine_lost reports."""
         if self._engine is not None:
             self._engine.send(frame)
 

@@ -83,8 +83,9 @@ def choose_extent_bytes(base: BaseSpec, dtype: SlabDtype, adapter_memory: int) -
     """Bytes of an extent: a power of two in 64 KiB .. 4 MiB.
 
     Tensors above one extent need a contiguous run, and what a tensor leaves free of an extent is
-    lost; so it is the smallest that holds the largest layer tensor of an adapter of rank 16 (of
-    Llama-3.1-8B in bf16: 512 KiB). A small arena gets smaller extents, so as to hold many adapters.
+    lost. So an extent is the smallest size that holds the largest layer tensor of a rank-16 adapter
+    (Llama-3.1-8B in bf16: 512 KiB). A small arena gets smaller extents, so as to hold many
+    adapters.
     """
     widest = max(
         max(module.in_features, module.out_features) for module in base.layer_modules.values()

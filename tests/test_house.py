@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("adapters", "router", "server", "launcher")
 MAX_FILE_LINES = 400
+MAX_KERNEL_FILE_LINES = 700  # a kernel stands in one file with its launcher
 MAX_FUNCTION_LINES = 60
 
 
@@ -25,7 +26,8 @@ def sources() -> Iterator[Path]:
 @pytest.mark.parametrize("path", list(sources()), ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_functions_stay_short(path: Path) -> None:
     text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE_LINES
+    is_kernel = (ROOT / "server/kernels") in path.parents
+    assert len(text.splitlines()) <= (MAX_KERNEL_FILE_LINES if is_kernel else MAX_FILE_LINES)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1

@@ -13,12 +13,13 @@ import triton.language as tl
 from server.kernels.launch.configs import FusedConfig
 from server.kernels.launch.launch import load_first
 from server.kernels.lora.checks import check_context, check_whole_tiles
+from server.kernels.lora.low_rank import columns_from, in_eights, load_b, load_v, low_rank, product
 from server.kernels.lora.pending import PendingLora
 from server.kernels.lora.record import a_at, b_at, rank_pair_at, ranks_at, record_of, scales_at
 from server.kernels.lora.table import RANK_BLOCKS
 from server.kernels.lora.tiles import load_tile, small_tile, tile_rows
 from server.kernels.lora.workspace import Workspace
-from server.kernels.pointwise.silu_block import silu_rows
+from server.kernels.pointwise.silu import silu_times
 
 
 def silu_mul_lora(
@@ -226,13 +227,174 @@ def _silu_tile(
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if length <= SMALL:
         few = tile_rows(order_ptr, length, SMALL)
-        silu_rows(
+        _silu_rows(
             (y_ptr, out_ptr, few), v, b0, b1, scales, next_site, col, end,
             INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
     else:
         many = tile_rows(order_ptr, length, BLOCK_M)
-        silu_rows(
+        _silu_rows(
             (y_ptr, out_ptr, many), v, b0, b1, scales, next_site, col, end,
             INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
+
+
+# Columns of one tile of rows. `v` and `b` are those of low_rank. `target`: addresses of the product
+# and of the result, and the rows. `down`: of the next site, A's address and rank, and where its v
+# goes.
+
+
+@triton.jit
+def _silu_rows(
+    target: tl.tuple,
+    v: tl.tuple,
+    b0: tl.tuple,
+    b1: tl.tuple,
+    scales: tl.tuple,
+    down: tl.tuple,
+    col: tl.tensor,
+    end: tl.tensor,
+    INNER: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DOWN: tl.constexpr,
+) -> None:
+    """Columns col .. end of a tile's rows. DOWN: of down's v, 0 = is not wanted; where it
+    is, all ranks fit it."""
+    widest = tl.maximum(b0[1], b1[1])
+    even0, even1 = (b0[0], in_eights(b0[1])), (b1[0], in_eights(b1[1]))
+    if DOWN > 0:
+        _silu_pieces(
+            target, v, even0, even1, scales, down, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE * 16 // DOWN, DOWN, STAGES, PRECISION, DOWN,
+        )  # fmt: skip
+    elif (b0[1] | b1[1]) % 8 != 0:
+        _silu_any_rank(
+            target, v, b0, b1, scales, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, PRECISION,
+        )  # fmt: skip
+    elif widest <= 16:
+        _silu_pieces(
+            target, v, even0, even1, scales, down, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION, 0,
+        )  # fmt: skip
+    elif widest <= 32:
+        _silu_pieces(
+            target, v, even0, even1, scales, down, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION, 0,
+        )  # fmt: skip
+    elif widest <= 64:
+        _silu_pieces(
+            target, v, even0, even1, scales, down, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, PRECISION, 0,
+        )  # fmt: skip
+    else:
+        _silu_any_rank(
+            target, v, even0, even1, scales, col, end,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _silu_pieces(
+    target: tl.tuple,
+    v: tl.tuple,
+    b0: tl.tuple,
+    b1: tl.tuple,
+    scales: tl.tuple,
+    down: tl.tuple,
+    col: tl.tensor,
+    end: tl.tensor,
+    INNER: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DOWN: tl.constexpr,
+) -> None:
+    """Where all ranks fit one step: v is read once, pieces of B and of the product ahead."""
+    y_ptr, out_ptr, rows = target
+    a_ptr, rank_down, down_ptr = down
+    length = v[4]
+    r = tl.arange(0, BLOCK_R)
+    if DOWN > 0:
+        acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    v0 = load_v(v, r, b0[1], MAX_SPLIT, BLOCK_M)
+    v1 = load_v(columns_from(v, b0[1]), r, b1[1], MAX_SPLIT, BLOCK_M)
+    # Of few columns that is less work, but float16 may not hold what the product would bring back.
+    EARLY: tl.constexpr = y_ptr.dtype.element_ty != tl.float16
+    if EARLY:
+        v0, v1 = scales[0] * v0, scales[1] * v1
+    WHOLE: tl.constexpr = INNER % PIECE == 0
+    for begin in tl.range(col, end, PIECE, num_stages=STAGES):
+        n = begin + tl.arange(0, PIECE)
+        at, out_at, live = _places(rows, length, n, end, INNER, BLOCK_M, WHOLE)
+        gate = tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32)
+        up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
+        if EARLY:
+            gate += product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
+            up += product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
+        else:
+            gate += scales[0] * product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
+            up += scales[1] * product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
+        out = silu_times(gate, up).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_at, out, mask=live)
+        if DOWN > 0:
+            known = (r < rank_down)[:, None]
+            if not WHOLE:
+                known &= (n < end)[None, :]
+            a = tl.load(a_ptr + r[:, None] * INNER + n[None, :], mask=known, other=0.0)
+            acc = tl.dot(out, tl.trans(a), acc, input_precision=PRECISION)
+    if DOWN > 0:
+        m = tl.arange(0, BLOCK_M)
+        known = (m < length)[:, None] & (r < rank_down)[None, :]
+        tl.store(down_ptr + m[:, None] * DOWN + r[None, :], acc, mask=known)
+
+
+@triton.jit
+def _silu_any_rank(
+    target: tl.tuple,
+    v: tl.tuple,
+    b0: tl.tuple,
+    b1: tl.tuple,
+    scales: tl.tuple,
+    col: tl.tensor,
+    end: tl.tensor,
+    INNER: tl.constexpr,
+    MAX_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PIECE: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    y_ptr, out_ptr, rows = target
+    for begin in range(col, end, PIECE):
+        n = begin + tl.arange(0, PIECE)
+        at, out_at, live = _places(rows, v[4], n, end, INNER, BLOCK_M, False)
+        gate = tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32)
+        up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
+        delta0, delta1 = low_rank(v, b0, b1, n, end, MAX_SPLIT, BLOCK_M, PIECE, PRECISION)
+        out = silu_times(gate + scales[0] * delta0, up + scales[1] * delta1)
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _places(
+    rows: tl.tensor,
+    length: tl.tensor,
+    n: tl.tensor,
+    end: tl.tensor,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WHOLE: tl.constexpr,
+) -> tuple[Any, Any, Any]:
+    """Of gate in the product, in the result, and which are real."""
+    live = (tl.arange(0, BLOCK_M) < length)[:, None]
+    if not WHOLE:
+        live &= (n < end)[None, :]
+    row = rows[:, None]
+    return row * (2 * INNER) + n[None, :], row * INNER + n[None, :], live

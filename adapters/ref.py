@@ -101,7 +101,7 @@ def hub_place(name: str) -> tuple[str, str]:
     return f"{owner}/{repository}" if repository else owner, folder
 
 
-def told_name(ref: AdapterRef) -> str:
+def shown_name(ref: AdapterRef) -> str:
     """The reference as an answer may show it: where a folder lies is the operator's business.
 
     A caller who used a registered name never learns the path, bucket or host behind it.
@@ -110,10 +110,10 @@ def told_name(ref: AdapterRef) -> str:
     return format_ref(ref) if is_public else ref.name.rpartition("/")[2]
 
 
-def told_place(ref: AdapterRef) -> str:
+def shown_place(ref: AdapterRef) -> str:
     """What a folder in it is named after, as an answer may show it: without a commit or a path."""
     if ref.source == "local":
-        return f"local:{'.../' if '/' in ref.name else ''}{told_name(ref)}"
+        return f"local:{'.../' if '/' in ref.name else ''}{shown_name(ref)}"
     return format_ref(msgspec.structs.replace(ref, revision=None))
 
 

@@ -57,7 +57,7 @@ Start a worker: one copy of MODEL on this machine's device, for routers to conne
 
   LORAPLEX_SECRET=... loraplex worker meta-llama/Llama-3.1-8B --host 0.0.0.0 --kv-memory 40GB
 
-With --redis it tells routers itself where it is (--advertise).
+With --redis it announces its address to routers itself (--advertise).
 """
 
 Command = Callable[[argparse.Namespace, Mapping[str, str]], None]

@@ -68,18 +68,18 @@ def send(http: httpx.Client, method: str, path: str, body: dict[str, Any] | None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Failed(f"{http.base_url}: {error}") from error
     try:
-        told = answer.json()
+        content = answer.json()
     except json.JSONDecodeError:
         raise Failed(f"{http.base_url} answered {answer.status_code}, not in JSON") from None
     if answer.is_success:
-        return told
-    fault = told.get("error") if isinstance(told, dict) else None
+        return content
+    fault = content.get("error") if isinstance(content, dict) else None
     message = fault.get("message") if isinstance(fault, dict) else fault
     raise Failed(str(message or f"{http.base_url} answered {answer.status_code}"))
 
 
-def as_json(told: list[Any]) -> str:
-    return json.dumps(told[0] if len(told) == 1 else told, indent=2) + "\n"
+def as_json(content: list[Any]) -> str:
+    return json.dumps(content[0] if len(content) == 1 else content, indent=2) + "\n"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

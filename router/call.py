@@ -112,7 +112,7 @@ class MergedChoice(msgspec.Struct, frozen=True):
 
 
 class RequestError(Exception):
-    """A request ends without an answer, for a reason that its caller is told.
+    """A request ends without an answer; its caller gets the reason.
 
     param: the field at fault, as the caller spelled it. retry_after_s: when a retry may help.
     headers: of the answer, beside those that every error has.

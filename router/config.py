@@ -182,7 +182,9 @@ class RouterConfig:
     )
     share_prefixes: bool = field(
         default=False,
-        metadata={"help": "let tenants share cached prefixes (faster; timing tells who said what)"},
+        metadata={
+            "help": "let tenants share cached prefixes (faster; timing may show who said what)"
+        },
     )
     quota_outage: Literal["local-share", "open", "closed"] = field(
         default="local-share",
@@ -217,8 +219,8 @@ class RouterConfig:
         default=0.0,
         metadata={
             "min": 0,
-            "help": "seconds for which connections are still accepted when told to stop, while "
-            "load balancers learn of it",
+            "help": "seconds for which connections are still accepted after a signal to stop, "
+            "while load balancers learn of it",
         },
     )
     max_connections: int = field(
@@ -296,7 +298,7 @@ class RouterConfig:
         default="text", metadata={"help": "log lines for people or for programs"}
     )
     drain_timeout_s: float = field(
-        default=30.0, metadata={"help": "longest wait for running answers when told to stop"}
+        default=30.0, metadata={"help": "longest wait for running answers after a signal to stop"}
     )
     redis: str = field(
         default="",

@@ -1,4 +1,4 @@
-"""Why a generation fails on its way from the queue, and what its caller is told. Pure."""
+"""Why a generation fails after the queue, and the error that its caller gets. Pure."""
 
 from adapters.errors import AdapterError
 from router.api.errors import from_adapter_error, from_engine_error
@@ -52,7 +52,7 @@ EXCUSED = (QueueFull, NoWorker, ReaderTooSlow, Stopping)
 
 
 def request_error(error: Exception, api: Api) -> RequestError:
-    """What the caller is told of a failure anywhere between the queue and a worker."""
+    """The caller's error for a failure anywhere between the queue and a worker."""
     if isinstance(error, AdapterError):
         return from_adapter_error(error, "adapter_id" if api == "lorax" else "model")
     if isinstance(error, SequenceFailed):
@@ -65,7 +65,7 @@ def request_error(error: Exception, api: Api) -> RequestError:
         return RequestError(
             "quarantined",
             "every worker that ran this request died of it, so it is not run again; change the "
-            "request, or tell the operator of it",
+            "request, or report it to the operator",
         )
     if isinstance(error, Stopping):
         return RequestError("unavailable", "the router is being stopped; try again")

@@ -156,21 +156,21 @@ def effort_variables(options: TemplateOptions, read: Collection[str]) -> dict[st
     effort = options.effort
     if effort is None:
         return {}
-    told: dict[str, Any] = {"reasoning_effort": effort}
+    variables_given: dict[str, Any] = {"reasoning_effort": effort}
     if effort == "none":
-        told |= dict.fromkeys(_SWITCHES, False)
+        variables_given |= dict.fromkeys(_SWITCHES, False)
     elif "reasoning_effort" not in read:
         message = "`reasoning_effort`: the chat template does not read it"
         switch = next((name for name in _SWITCHES if name in read), None)
         if switch:
             message += f"; it reads `{switch}` of `chat_template_kwargs`"
         raise TemplateFault(message, "unsupported", "reasoning_effort")
-    for name, value in told.items():
+    for name, value in variables_given.items():
         if options.variables.get(name, value) != value:
             param = f"chat_template_kwargs.{name}"
             message = f"`{param}`: contradicts `reasoning_effort`"
             raise TemplateFault(message, "invalid", param)
-    return told
+    return variables_given
 
 
 def _shaped(message: Mapping[str, Any], form: MessageForm) -> Message:

@@ -82,7 +82,7 @@ class _Probe:
         """With what is known of tool calls: the form of arguments, what null content is."""
         for variables, conversation in itertools.product(_WITH_TOOLS, _around_call(None)):
             for candidate in _call_forms(form):
-                if self._tells_call(conversation, candidate, variables):
+                if self._shows_call(conversation, candidate, variables):
                     return self._empty_text(conversation, candidate, variables)
         return self._without_calls(form)
 
@@ -118,7 +118,7 @@ class _Probe:
                 return spelled or _SPELLED_PART.search(found) is None
         return False
 
-    def _tells_call(
+    def _shows_call(
         self, conversation: list[Message], form: MessageForm, variables: dict[str, Any]
     ) -> bool:
         """Whether the call is written as a model would write it."""
@@ -134,7 +134,7 @@ class _Probe:
     ) -> MessageForm:
         """With whether a call beside an empty text is written, too."""
         empty = [{**message, "content": message["content"] or ""} for message in conversation]
-        return replace(form, empty_text=self._tells_call(empty, form, variables))
+        return replace(form, empty_text=self._shows_call(empty, form, variables))
 
     def _without_calls(self, form: MessageForm) -> MessageForm:
         """The template writes no call; null content beside one must not break it."""

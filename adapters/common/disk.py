@@ -17,9 +17,9 @@ from adapters.errors import AdapterError
 log = logging.getLogger(__name__)
 
 _RETRY_S = 30.0
-_TOLD_AGAIN_S = 600.0
+_LOGGED_AGAIN_S = 600.0
 # When each fault was last logged: by store and error number.
-_told: dict[tuple[Path, object], float] = {}
+_logged_at: dict[tuple[Path, object], float] = {}
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Other file systems, or kernels, or what a sandbox forbids.
@@ -45,8 +45,8 @@ def disk_errors(store: Path) -> Iterator[None]:
 def tell_of_disk(store: Path, what: object, kind: object) -> None:
     """Every request may meet the same fault: each kind is logged again only after a while."""
     fault, now = (store, kind), time.monotonic()
-    if now - _told.get(fault, -math.inf) >= _TOLD_AGAIN_S:
-        _told[fault] = now
+    if now - _logged_at.get(fault, -math.inf) >= _LOGGED_AGAIN_S:
+        _logged_at[fault] = now
         log.error("the adapter store in %s cannot use its disk: %s", store, what)
 
 

@@ -122,19 +122,19 @@ class _Compiler:
 
     def compile(self, pattern: str, key: str, whole: str | None = None) -> _Matches | None:
         """Matches `whole`, once `pattern` within it is known to be well-formed itself."""
-        told = f"{key}: pattern {shown(pattern)}"
+        place = f"{key}: pattern {shown(pattern)}"
         try:
             parse_pattern(pattern)
             compiled = ModulePattern(pattern if whole is None else whole, self._budget)
         except PatternError as error:
-            self._findings.add("bad_pattern", key, f"{told}: {error}")
+            self._findings.add("bad_pattern", key, f"{place}: {error}")
             return None
 
         def matches(path: str) -> bool:
             try:
                 return compiled.fullmatch(path)
             except PatternError as error:
-                raise invalid("bad_pattern", key, f"{told}: {error}") from None
+                raise invalid("bad_pattern", key, f"{place}: {error}") from None
 
         return matches
 

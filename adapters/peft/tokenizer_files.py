@@ -134,8 +134,8 @@ def _check_tokens(
         message = f"{name} adds tokens to the base's {size}: ids {shown(new[:8])}"
         findings.add("added_tokens", name, message)
     elif known and others:
-        told = sorted((i, text) for text, i in others)[:4]
-        message = f"{name} has other tokens than the base: {shown(told)}"
+        examples = sorted((i, text) for text, i in others)[:4]
+        message = f"{name} has other tokens than the base: {shown(examples)}"
         findings.add("other_tokenizer", name, message)
 
 

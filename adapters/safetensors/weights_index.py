@@ -84,8 +84,8 @@ def join_shards(
                 findings.add("duplicate_tensor", tensor.name, message)
             held[tensor.name] = (tensor, file)
             if index.get(tensor.name, file) != file or tensor.name not in index:
-                told = index.get(tensor.name, "no file")
-                message = f"{tensor.name} is in {file}; the index says {told}"
+                listed = index.get(tensor.name, "no file")
+                message = f"{tensor.name} is in {file}; the index says {listed}"
                 findings.add("index_mismatch", tensor.name, message)
     for name in index.keys() - held.keys():
         message = f"{shown(name)}: in no file; the index says {index[name]}"

@@ -21,7 +21,7 @@ from adapters.errors import AdapterError
 from adapters.peft.config import CONFIG_FILE
 from adapters.peft.tokenizer_files import TOKENIZER_FILES
 from adapters.peft.validate import WEIGHTS_FILE
-from adapters.ref import AdapterRef, told_name
+from adapters.ref import AdapterRef, shown_name
 from adapters.safetensors.weights_index import INDEX_FILES, MAX_INDEX_BYTES, MAX_SHARDS, parse_index
 from adapters.sources.partial import Stream, fetch_resumable, range_start
 from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
@@ -99,7 +99,7 @@ class HttpsSource:
         """Whether the host may have a private address."""
         place = _place(ref)[:2]
         if place not in self._hosts:
-            message = f"{told_name(ref)}: adapters of its host are not allowed here (--https-host)"
+            message = f"{shown_name(ref)}: adapters of its host are not allowed here (--https-host)"
             raise AdapterError("forbidden", message)
         return self._hosts[place]
 
@@ -108,7 +108,7 @@ class HttpsSource:
         if WEIGHTS_FILE not in files:
             files |= self._shards(ref)
         if not files:
-            raise AdapterError("not_found", f"{told_name(ref)} holds no adapter")
+            raise AdapterError("not_found", f"{shown_name(ref)} holds no adapter")
         return files
 
     def _heads(self, ref: AdapterRef, names: Iterable[str]) -> dict[str, RemoteFile]:
@@ -191,7 +191,7 @@ class HttpsSource:
         except (OSError, UnicodeError):
             raise unreachable(ref) from None
         if not self._check_host(ref) and not all(map(_is_public, addresses)):
-            message = f"{told_name(ref)}: its host has a private address (--https-host HOST:PORT)"
+            message = f"{shown_name(ref)}: its host has a private address (--https-host HOST:PORT)"
             raise AdapterError("forbidden", message)
         return addresses[:MAX_ADDRESSES]
 
@@ -224,18 +224,18 @@ def _is_public(text: str) -> bool:
 def _check(answer: httpx.Response, ref: AdapterRef) -> None:
     """Raises AdapterError unless it is a plain answer."""
     if answer.is_redirect:
-        raise AdapterError("not_found", f"{told_name(ref)} is a redirect, which is not followed")
+        raise AdapterError("not_found", f"{shown_name(ref)} is a redirect, which is not followed")
     if answer.status_code not in (200, 206):
         raise refused(ref, answer.status_code, answer.headers.get("retry-after"))
     if answer.headers.get("content-encoding", "identity") != "identity":
         message = "the server compresses, though it was asked not to"
-        raise invalid("unpinned_file", told_name(ref), message)
+        raise invalid("unpinned_file", shown_name(ref), message)
 
 
 def _remote_file(answer: httpx.Response, name: str) -> RemoteFile:
     tag, size = _tag(answer), answer.headers.get("content-length", "")
     if not tag or not _LENGTH.fullmatch(size):
-        message = f"the server tells no length of {name}, or neither ETag nor Last-Modified"
+        message = f"the server reports no length of {name}, or neither ETag nor Last-Modified"
         raise invalid("unpinned_file", name, message)
     return RemoteFile(tag, int(size))
 

@@ -16,7 +16,7 @@ from adapters.common.disk import copy_bytes
 from adapters.errors import AdapterChanged, AdapterError
 from adapters.nearby import adapters_near
 from adapters.peft.files import is_relevant, is_unsafe
-from adapters.ref import AdapterRef, path_of_local, told_name
+from adapters.ref import AdapterRef, path_of_local, shown_name
 from adapters.violations import Findings, invalid, shown
 
 MAX_ENTRIES = 10_000
@@ -71,7 +71,7 @@ class LocalSource:
         """The real folder that the reference means, under a root."""
         if not self._roots:
             raise AdapterError("forbidden", "local adapters are not enabled: no root is configured")
-        name = shown(told_name(ref))
+        name = shown(shown_name(ref))
         beneath = leads_away = False
         for root in self._roots:
             path = root / path_of_local(ref.name)
@@ -94,7 +94,7 @@ class LocalSource:
             for count, entry in enumerate(entries):
                 if count >= MAX_ENTRIES:
                     message = f"the folder has more than {MAX_ENTRIES} entries"
-                    raise invalid("too_many_files", told_name(ref), message)
+                    raise invalid("too_many_files", shown_name(ref), message)
                 if is_unsafe(entry.name):  # never opened, whatever it is
                     files[entry.name] = entry.stat(follow_symlinks=False)
                 elif is_relevant(entry.name):
@@ -139,7 +139,7 @@ def _open_beneath(root: Path, relative: Path) -> int:
 
 @contextmanager
 def _source_errors(ref: AdapterRef) -> Iterator[None]:
-    name = shown(told_name(ref))
+    name = shown(shown_name(ref))
     try:
         yield
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def _source_errors(ref: AdapterRef) -> Iterator[None]:
             raise
         if error.errno in _OF_KIND:
             raise invalid(
-                "not_a_file", told_name(ref), f"{name} has a file of a wrong kind"
+                "not_a_file", shown_name(ref), f"{name} has a file of a wrong kind"
             ) from None
         why = os.strerror(error.errno) if error.errno else type(error).__name__
         message = f"local adapter {name} cannot be read now: {why}"
@@ -169,5 +169,5 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def _changed(ref: AdapterRef) -> AdapterChanged:
-    message = f"local adapter {shown(told_name(ref))} changed while it was read; try again"
+    message = f"local adapter {shown(shown_name(ref))} changed while it was read; try again"
     return AdapterChanged("unavailable", message, (), _CHANGED_RETRY_S)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from adapters.errors import AdapterChanged, AdapterError
-from adapters.ref import AdapterRef, told_name
+from adapters.ref import AdapterRef, shown_name
 
 MAX_KNOWN = 4096
 RETRY_S = 1.0
@@ -62,12 +62,12 @@ def _revision(files: Mapping[str, RemoteFile]) -> str:
 
 
 def changed(ref: AdapterRef) -> AdapterChanged:
-    name = told_name(ref)
+    name = shown_name(ref)
     return AdapterChanged("unavailable", f"{name} has changed; try again", (), RETRY_S)
 
 
 def unreachable(ref: AdapterRef) -> AdapterError:
-    message = f"{told_name(ref)} cannot be reached or read now"
+    message = f"{shown_name(ref)} cannot be reached or read now"
     return AdapterError("unavailable", message, (), RETRY_S)
 
 
@@ -76,7 +76,7 @@ def refused(ref: AdapterRef, status: int, retry_after: str | None) -> AdapterErr
 
     retry_after: the header; only seconds are understood.
     """
-    name = told_name(ref)
+    name = shown_name(ref)
     if status in (401, 403):
         return AdapterError("forbidden", f"{name}: the server's access is refused (HTTP {status})")
     if 300 <= status < 500 and status not in (408, 425, 429):

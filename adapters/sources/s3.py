@@ -30,7 +30,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from adapters.errors import AdapterError
 from adapters.peft.files import is_relevant
-from adapters.ref import AdapterRef, told_name
+from adapters.ref import AdapterRef, shown_name
 from adapters.sources.partial import Stream, fetch_resumable, partial_path
 from adapters.sources.pinned import PinnedFiles, RemoteFile, changed, refused, unreachable
 from adapters.violations import invalid
@@ -99,7 +99,9 @@ class S3Source:
 
     def _check_bucket(self, ref: AdapterRef) -> None:
         if _place(ref)[0] not in self._buckets:
-            message = f"{told_name(ref)}: adapters of its bucket are not allowed here (--s3-bucket)"
+            message = (
+                f"{shown_name(ref)}: adapters of its bucket are not allowed here (--s3-bucket)"
+            )
             raise AdapterError("forbidden", message)
 
     def _list(self, ref: AdapterRef) -> Mapping[str, RemoteFile]:
@@ -120,10 +122,10 @@ class S3Source:
             for number, page in enumerate(itertools.islice(pages, MAX_PAGES + 1)):
                 if number == MAX_PAGES:
                     message = f"the prefix has more than {MAX_PAGES * _PAGE_ENTRIES} entries"
-                    raise invalid("too_many_files", told_name(ref), message)
+                    raise invalid("too_many_files", shown_name(ref), message)
                 files.update(_relevant(page, folder, ref))
         if not files:
-            raise AdapterError("not_found", f"{told_name(ref)} holds no adapter")
+            raise AdapterError("not_found", f"{shown_name(ref)} holds no adapter")
         return files
 
     @contextmanager
@@ -175,10 +177,10 @@ class S3Source:
         except _NO_CREDENTIALS:
             with self._lock:
                 self._made = None
-            message = f"{told_name(ref)}: the server has no credentials for S3"
+            message = f"{shown_name(ref)}: the server has no credentials for S3"
             raise AdapterError("unavailable", message, (), _SETUP_RETRY_S) from None
         except (BotoCoreError, ValueError):
-            message = f"{told_name(ref)}: S3 is not set up rightly here, or gave no S3 answer"
+            message = f"{shown_name(ref)}: S3 is not set up rightly here, or gave no S3 answer"
             raise AdapterError("unavailable", message, (), _SETUP_RETRY_S) from None
 
 
@@ -206,7 +208,7 @@ def _refusal(ref: AdapterRef, error: ClientError, reading: bool) -> AdapterError
     if reading and status in (404, 412, 416):
         return changed(ref)
     if code in _OF_REGION:
-        message = f"{told_name(ref)}: the bucket is in another region than the server expects"
+        message = f"{shown_name(ref)}: the bucket is in another region than the server expects"
         return AdapterError("unavailable", message, (), _SETUP_RETRY_S)
     if code in _PASSING or status < 300:
         status = 503

@@ -30,7 +30,7 @@ from adapters.merge.plan import merged_coverage, plan_merge
 from adapters.merge.recipe import MergeRecipe
 from adapters.peft.files import fetched_bytes, read_index, small_files, weight_files
 from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
-from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, told_name, told_place
+from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, shown_name, shown_place
 from adapters.safetensors.file import WeightsFile, join_files, open_weights
 from adapters.slab.file import SlabError, SlabFile, SlabSource, write_slab_file
 from adapters.slab.layout import make_layout
@@ -131,7 +131,7 @@ class AdapterStore:
             manifest = self._admit_current(source, ref, token, report)
         if expected_digest is not None and manifest.digest != expected_digest:
             message = f"expected content {expected_digest}, found {manifest.digest}"
-            raise invalid("digest_mismatch", told_name(ref), message)
+            raise invalid("digest_mismatch", shown_name(ref), message)
         return manifest
 
     def recall(self, ref: AdapterRef) -> AdapterManifest | None:
@@ -286,7 +286,7 @@ class AdapterStore:
         listing = self._retries.run(lambda: source.list_files(ref, token))
         findings = Findings()
         nearby = partial(source.adapters_in, ref, token)
-        small = small_files(listing, self._limits, findings, told_place(ref), nearby)
+        small = small_files(listing, self._limits, findings, shown_place(ref), nearby)
         total = fetched_bytes(listing)
         if total > self._quota.max_bytes:
             message = f"the adapter has {total} bytes, more than the adapter store may hold"

@@ -23,7 +23,7 @@ from adapters.ref import (
     local_name,
     parse_ref,
     path_of_local,
-    told_place,
+    shown_place,
 )
 from adapters.slab.file import write_slab_file
 from adapters.slab.memory import one_after_another
@@ -181,7 +181,7 @@ def _fetched(ref: AdapterRef, limits: AdapterLimits) -> Iterator[Path]:
     findings = Findings()
     with tempfile.TemporaryDirectory(prefix="loraplex-check-") as name:
         nearby = partial(source.adapters_in, pinned, token)
-        small = small_files(listing, limits, findings, told_place(pinned), nearby)
+        small = small_files(listing, limits, findings, shown_place(pinned), nearby)
         findings.raise_if_any()
         for file in (*small, *weight_files(listing)):
             source.fetch_file(pinned, token, file, Path(name))

@@ -68,16 +68,16 @@ def run(arguments: argparse.Namespace, admin_key: str) -> int:
     if arguments.action == "generate":
         return _generate(arguments.id)
     code = 0
-    told: list[Any] = []
+    answers: list[Any] = []
     requests = list(_requests(arguments))
     with connect(arguments.url, admin_key) as http:
         for request in requests:
             try:
-                told.append(send(http, *request))
+                answers.append(send(http, *request))
             except Failed as error:
                 sys.stderr.write(f"loraplex: {error}\n")
                 code = 1
-    sys.stdout.write(as_json(told) if arguments.json else _text(arguments.action, told))
+    sys.stdout.write(as_json(answers) if arguments.json else _text(arguments.action, answers))
     return code
 
 
@@ -138,12 +138,12 @@ def _path(key_id: str) -> str:
     return f"/v1/keys/{quote(key_id, safe='')}"
 
 
-def _text(action: str, told: list[Any]) -> str:
+def _text(action: str, answers: list[Any]) -> str:
     if action in ("create", "rotate"):
-        return "".join(f"{one['key']}\n" for one in told)
+        return "".join(f"{one['key']}\n" for one in answers)
     if action == "delete":
-        return "".join(f"{one['id']} deleted\n" for one in told)
-    keys = [key for one in told for key in (one["data"] if one["object"] == "list" else [one])]
+        return "".join(f"{one['id']} deleted\n" for one in answers)
+    keys = [key for one in answers for key in (one["data"] if one["object"] == "list" else [one])]
     lines = table([_COLUMNS, *map(_row, keys)]) if keys else []
     return "".join(f"{line}\n" for line in lines)
 

@@ -73,7 +73,7 @@ def add_commands(actions: "argparse._SubParsersAction[Any]") -> dict[str, argpar
 def _rollout_parsers(
     actions: "argparse._SubParsersAction[Any]",
 ) -> dict[str, argparse.ArgumentParser]:
-    rollout = actions.add_parser("rollout", help="versions of a name side by side: tell or set")
+    rollout = actions.add_parser("rollout", help="versions of a name side by side: show or set")
     rollout.add_argument("name", metavar="NAME")
     rollout.add_argument(
         "versions", metavar="REF=WEIGHT", nargs="*", type=_version, help="of 100; the rest stays"
@@ -106,15 +106,15 @@ def run(arguments: argparse.Namespace, admin_key: str, token: str | None = None)
     if arguments.action == "rollout":
         _check_rollout(arguments)
     code = 0
-    told: list[Any] = []
+    answers: list[Any] = []
     with connect(arguments.url, admin_key) as http:
         for request in _requests(arguments, token):
             try:
-                told.append(send(http, *request))
+                answers.append(send(http, *request))
             except Failed as error:
                 sys.stderr.write(f"loraplex: {error}\n")
                 code = 1
-    sys.stdout.write(as_json(told) if arguments.json else _text(arguments, told))
+    sys.stdout.write(as_json(answers) if arguments.json else _text(arguments, answers))
     return code
 
 
@@ -182,21 +182,21 @@ def _rollout_request(arguments: argparse.Namespace) -> tuple[str, str, dict[str,
     return "POST", path, body
 
 
-def _text(arguments: argparse.Namespace, told: list[Any]) -> str:
+def _text(arguments: argparse.Namespace, answers: list[Any]) -> str:
     if arguments.action == "delete":
-        return "".join(f"{_named(one)} deleted\n" for one in told)
+        return "".join(f"{_named(one)} deleted\n" for one in answers)
     if arguments.action == "refresh":
-        return "".join(_refreshed(one) for one in told)
+        return "".join(_refreshed(one) for one in answers)
     if arguments.action == "history":
-        return "".join(f"{line}\n" for one in told for line in _history(one["data"]))
-    if arguments.action == "rollout" and told and told[0].get("object") != "adapter":
-        return "".join(f"{line}\n" for one in told for line in _versions(one))
+        return "".join(f"{line}\n" for one in answers for line in _history(one["data"]))
+    if arguments.action == "rollout" and answers and answers[0].get("object") != "adapter":
+        return "".join(f"{line}\n" for one in answers for line in _versions(one))
     adapters: list[dict[str, Any]] = []
-    for one in told:
+    for one in answers:
         adapters += one["data"] if one["object"] == "list" else [one]
     notes = [f"{_named(a)}: {a['error']}" for a in adapters if a["error"]]
     notes += [f"{_named(a)}: {a['partial']['message']}" for a in adapters if a.get("partial")]
-    notes += [problem for one in told for problem in one.get("file_errors", [])]
+    notes += [problem for one in answers for problem in one.get("file_errors", [])]
     for one in adapters:
         if one.get("rollout"):
             notes += [f"{_named(one)}: {line}" for line in _versions(one["rollout"])]

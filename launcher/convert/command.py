@@ -28,7 +28,7 @@ Make an adapter that can be served of FOLDER: of mlx-lm's format, or of PEFT's w
   loraplex adapter convert ./lora-of-2023 --out ./lora
 
 The result is compared with its source value by value, and judged as serving judges it. Without
---base, what only the base tells is not checked. A pickle is read by a process of its own without
+--base, what depends on the base is not checked. A pickle is read by a process of its own without
 files, network and privileges; this needs torch: pip install 'loraplex[convert]'.
 """
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)

@@ -187,7 +187,7 @@ def _tied(modules: Sequence[_Module], ties_head: bool | None) -> list[_Module]:
     if ties_head is None:
         raise refusal(
             f"{embeddings[0].path} is adapted: mlx-lm adapts the head with it where the base ties "
-            "both; --base MODEL tells whether it does"
+            "both; --base MODEL shows whether it does"
         )
     return embeddings if ties_head else []
 

@@ -188,8 +188,8 @@ def _with_result(
     result = _result(rng)
     called = {"id": "call_1", "type": "function", "function": call}
     said = {"role": "assistant", "content": None, "tool_calls": [called]}
-    told = {"role": "tool", "tool_call_id": "call_1", "content": result}
-    return [_user(message.text), said, told], result
+    tool_result = {"role": "tool", "tool_call_id": "call_1", "content": result}
+    return [_user(message.text), said, tool_result], result
 
 
 def case(rng: Random, kind: str, message: LabelledMessage) -> Case:

@@ -111,7 +111,7 @@ FLEET = Board(
                             "{{worker}}",
                         ),
                     ),
-                    "A worker tells its state twice a second.",
+                    "A worker reports its state twice a second.",
                 ),
                 Panel(
                     "Requests being answered",

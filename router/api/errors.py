@@ -68,7 +68,7 @@ _TABLE: dict[Cause, _Row] = {
     "quarantined": _Row(500, _SERVER, "request_quarantined", "request_quarantined"),
     "internal": _Row(500, _SERVER, "internal_error", "generation"),
 }
-# OpenAI's clients try every 409 and 5xx again unless they are told not to.
+# OpenAI's clients retry every 409 and 5xx unless a header forbids it.
 _NO_RETRY: frozenset[Cause] = frozenset(("quarantined", "conflict", "idempotency_conflict"))
 # What opens the door (RFC 9110 section 11.6.1).
 _CHALLENGE = {"www-authenticate": "Bearer"}

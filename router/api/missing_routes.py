@@ -1,13 +1,13 @@
 """Routes that other servers have and this one has not, and what serves in their place. Pure."""
 
 _HERE = {
-    "/load": "GET /metrics tells what runs and waits",
-    "/get_load": "GET /metrics tells what runs and waits",
-    "/health_generate": "GET /health tells whether requests can be answered",
-    "/get_model_info": "GET /info tells of the model and the limits",
-    "/model_info": "GET /info tells of the model and the limits",
-    "/server_info": "GET /info tells of the model and the limits",
-    "/get_server_info": "GET /info tells of the model and the limits",
+    "/load": "GET /metrics shows what runs and waits",
+    "/get_load": "GET /metrics shows what runs and waits",
+    "/health_generate": "GET /health says whether requests can be answered",
+    "/get_model_info": "GET /info describes the model and the limits",
+    "/model_info": "GET /info describes the model and the limits",
+    "/server_info": "GET /info describes the model and the limits",
+    "/get_server_info": "GET /info describes the model and the limits",
     "/docs": "GET /openapi.json describes the routes",
     "/redoc": "GET /openapi.json describes the routes",
     "/models": "GET /v1/models lists them",
@@ -34,7 +34,7 @@ _NOT_SERVED = {
 
 
 def hint(path: str) -> str | None:
-    """What to tell whoever asks for it; None for a path that nobody has."""
+    """What the answer to a request for it says; None for a path that nobody has."""
     wanted = path.rstrip("/")
     if wanted in _NOT_SERVED:
         return f"this server has no {_NOT_SERVED[wanted]}"

@@ -124,7 +124,7 @@ def _success(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
 
 
 def _event(operation: Operation, schema_of: dict[str, Any]) -> Schema:
-    """One event of a stream. Where the answer breaks off, the last one tells of the error."""
+    """One event of a stream. Where the answer breaks off, the last one is the error."""
     payload = _any_of((operation.event, _error_type(operation.dialect)), schema_of)
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
     event: Schema = {"type": "object", "required": ["data"], "properties": {"data": data}}
@@ -140,11 +140,11 @@ def _error_type(dialect: Dialect) -> type[LoraxError] | type[OpenAIError]:
 
 def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
     dialects = [d for d in (operation.dialect, operation.other_dialect) if d is not None]
-    told: dict[int, tuple[list[str], list[Any]]] = {}
+    answers: dict[int, tuple[list[str], list[Any]]] = {}
     for dialect in dialects:
         for status, names in error_table(dialect).items():
             if operation.requests or status in _errors_of(operation):
-                said, types = told.setdefault(status, ([], []))
+                said, types = answers.setdefault(status, ([], []))
                 said += [name for name in names if name not in said]
                 types.append(_error_type(dialect))
     return {
@@ -152,7 +152,7 @@ def _errors(operation: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
             "description": ", ".join(said),
             "content": {"application/json": {"schema": _any_of(tuple(types), schema_of)}},
         }
-        for status, (said, types) in sorted(told.items())
+        for status, (said, types) in sorted(answers.items())
     }
 
 

@@ -1,4 +1,4 @@
-"""What bodies may say beyond what their structs tell a schema: limits, names, what passes. Pure."""
+"""What bodies may say beyond what their structs give a schema: limits, names, what passes. Pure."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -78,7 +78,7 @@ def say_limits(components: dict[str, Schema], limits: ApiLimits) -> None:
 
 
 def _message(message: Schema) -> Schema:
-    """The assistant alone may call tools, and be silent beside what else it has to tell."""
+    """Only the assistant may call tools, and have no content beside them."""
     properties = message["properties"]
     spoken = [kind for kind in properties["content"]["anyOf"] if kind.get("type") != "null"]
     for kind in spoken:

@@ -33,7 +33,7 @@ Text = Annotated[str, Meta(max_length=MAX_TOKENIZED)]
 
 
 class TokenizeBody(msgspec.Struct, frozen=True):
-    """LoRAX's request of `/tokenize`. add_special_tokens: true unless told otherwise."""
+    """LoRAX's request of `/tokenize`. add_special_tokens: true by default."""
 
     inputs: Annotated[str, Meta(min_length=1, max_length=MAX_TOKENIZED)]
     add_special_tokens: bool | None = None

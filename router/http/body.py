@@ -50,7 +50,7 @@ async def read_json_body(request: Request, limits: BodyLimits) -> bytes:
 
 
 def _has_body(request: Request) -> bool:
-    """As RFC 9112 (6.3) tells."""
+    """As RFC 9112 (6.3) says."""
     headers = request.headers
     return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 

@@ -26,8 +26,8 @@ def http_client(
 
 
 class _Transport(httpx.AsyncHTTPTransport):
-    """httpx's own, for which a connection that ends as soon as it is made is a ConnectError:
-    uvloop then tells of no socket, which anyio takes for an AttributeError."""
+    """httpx's own, but a connection that ends as soon as it is made is a ConnectError. uvloop then
+    reports no socket, which anyio turns into an AttributeError."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         try:

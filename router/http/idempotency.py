@@ -33,7 +33,7 @@ MAX_KEPT = 1024
 LEASE_S = 6.0
 _RENEW_S = 2.0
 _RETRY_S = 1.0
-# For so long a claim lasts at least, and with it what a store that is late has yet to be told.
+# A claim lasts at least so long, and so do writes that a late store has not received yet.
 _LATE_S = LEASE_S - _RENEW_S
 _LATE_STEP_S = 0.1
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -201,14 +201,14 @@ class Idempotency:
     ) -> None:
         renewing.cancel()
         try:
-            if not await self._tell(name, claim, record):
-                task = asyncio.create_task(self._tell_late(name, claim, record))
+            if not await self._record_end(name, claim, record):
+                task = asyncio.create_task(self._record_end_late(name, claim, record))
                 self._late.add(task)
                 task.add_done_callback(self._late.discard)
         finally:
             self._land(name, flight, record)
 
-    async def _tell(self, name: str, claim: bytes, record: _Record | None) -> bool:
+    async def _record_end(self, name: str, claim: bytes, record: _Record | None) -> bool:
         """What became of the request; whether the store has it now."""
         try:
             new = None if record is None else _encode(record)
@@ -219,13 +219,13 @@ class Idempotency:
             return False
         return True
 
-    async def _tell_late(self, name: str, claim: bytes, record: _Record | None) -> None:
+    async def _record_end_late(self, name: str, claim: bytes, record: _Record | None) -> None:
         """A store that was late once must not make a request that is done run again."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _LATE_S
         while loop.time() < until:
             await asyncio.sleep(_LATE_STEP_S)
-            if await self._tell(name, claim, record):
+            if await self._record_end(name, claim, record):
                 return
 
     async def _keep(self, name: str) -> None:
@@ -245,7 +245,7 @@ class Idempotency:
 
 
 class _Watched(Response):
-    """A stream; `finish` is told whether it came to its end without an error."""
+    """A stream; `finish` receives whether it ended without an error."""
 
     def __init__(self, inner: EventStream, finish: Callable[[bool], Awaitable[None]]) -> None:
         self._inner = inner
@@ -275,7 +275,7 @@ def _name(authorization: str, key: str) -> str:
 
 
 def _asks_for_stream(path: str, body: bytes) -> bool:
-    """As the APIs tell it: LoRAX's two routes have it in their names, others in the body."""
+    """As the APIs state it: LoRAX's two routes in their names, others in the body."""
     if path in ("/generate", "/generate_stream"):
         return path == "/generate_stream"
     try:

@@ -26,7 +26,7 @@ LINGER_S = 1.0
 
 
 class _HeadTooLarge(Exception):
-    """Ends the parsing of a head; the parser tells it on as an error of its own."""
+    """Ends the parsing of a head; the parser passes it on as its own error."""
 
 
 class _BadHost(Exception):
@@ -100,7 +100,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if isinstance(exc, TimeoutError):  # what it did not read the kernel held (TCP_USER_TIMEOUT)
             self._metrics.connections_cut.labels("not_read").inc()
         self.parser.close()
-        # uvicorn tells the request that was read last; an earlier one may be in its answer.
+        # uvicorn informs the request that was read last; an earlier one may still be answered.
         if self._begun is not None and not self._begun.response_complete:
             self._begun.disconnected = True
             self._begun.message_event.set()
@@ -230,7 +230,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._body_timer = self.loop.call_later(self._deadlines.body_s, self._body_late)
 
     def _body_late(self) -> None:
-        """Who waits for the body tells its client so; nobody waits for it once it is answered."""
+        """The reader of the body reports this to its client; once a request is answered nobody
+        reads its body."""
         if self._answering():
             self._await_body()
         else:

@@ -47,7 +47,7 @@ async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
 
 class EventStream(Response):
     """Streams `first`, then what `rest` yields; `close` is called however it ends. has_failed: it
-    ends, or has ended, with an error that it tells."""
+    ends, or has ended, with an error event."""
 
     media_type = "text/event-stream"
 

@@ -84,8 +84,8 @@ class Certificate:
 
     async def follow(self) -> None:
         """Until it is cancelled: takes what a renewal wrote. Files that cannot be used change
-        nothing, and are told of once; a chain and its key that come one after the other are tried
-        again with the second."""
+        nothing, and are logged once. A chain and its key may change one after the other; they are
+        tried again with the second."""
         while True:
             await asyncio.sleep(FILE_POLL_S)
             now = await asyncio.to_thread(self._stamps)
@@ -103,8 +103,9 @@ class Certificate:
 
 
 class TlsAcceptor:
-    """Counts a connection from its first moment, as `loop.create_server(ssl=…)` does not: it tells
-    of one only when its handshake is over. A connection keeps the certificate that it began with.
+    """Counts a connection from its first moment, as `loop.create_server(ssl=…)` does not: asyncio
+    reports one only when its handshake is over. A connection keeps the certificate that it began
+    with.
 
     make_protocol: of a connection from this address. Once it has shaken hands and begins, its place
     at the door is its own.

@@ -1,7 +1,7 @@
 """What registered names mean: what this router's operator declared, and what routers share.
 
-A declaration (`--adapter`, the adapters file) is each router's own and says what a name means; the
-shared table adds what was done to it since. Other names are the table's alone. A name is the
+A declaration (`--adapter`, the adapters file) is each router's own and says what a name means. The
+shared table adds what was done to the name since. Other names are the table's alone. A name is the
 fleet's or one tenant's, and a tenant's own comes before the fleet's.
 """
 
@@ -135,7 +135,8 @@ class Aliases:
         return {content.digest for one in self.pinned() for content in one.pinned_contents}
 
     def note(self, before: Registration, registration: Registration) -> None:
-        """What this router found out by itself: nobody else is told. before: as `get` gave it."""
+        """What this router found out by itself; other routers do not learn of it. before: as `get`
+        gave it."""
         name, row = registration.key, self._row(registration.key)
         if self.get(name) != before:
             return  # it is about what is no more

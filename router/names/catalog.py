@@ -1,6 +1,6 @@
 """From an adapter's name to a digest that a worker has admitted: authorise, pin, load, remember.
 
-Every request is authorised for itself: results are kept per (reference, credential) and for a short
+Every request is authorised for itself. Results are kept per (reference, credential) and for a short
 time, so what one caller's token opened is never another's.
 """
 
@@ -243,7 +243,7 @@ class Catalog:
     def forget(self, choice: AdapterChoice | MergedChoice | None) -> None:
         """What is remembered of it was wrong: the next request asks anew.
 
-        A registration that means one content goes on meaning it; its operator is told.
+        A registration that means one content goes on meaning it; its operator sees the error.
         """
         if choice is None:
             return

@@ -22,7 +22,7 @@ AliasState = Literal[
     "ready",  # admitted: it means one content until it is refreshed or replaced
     "unloading",  # no new requests; running ones finish
     "unloaded",  # out of service and out of the workers' memory, until it is loaded
-    "deleted",  # kept so that requests are told
+    "deleted",  # kept so that requests get 410
 ]
 Action = Literal["register", "refresh", "rollout", "promote", "rollback"]
 Event = Literal["admit", "refresh", "pin", "unload", "drained", "delete"]
@@ -71,10 +71,10 @@ class Change(msgspec.Struct, frozen=True):
 class Registration(msgspec.Struct, frozen=True):
     """token: opens the reference at its source; it never leaves this process but to a worker.
 
-    content: set once known; it is served as it is while `ready`. history: oldest first, the last
-    is the present one. error: what went wrong last. rollout: other versions beside `content`.
-    tenant: whose name it is; "" = the fleet's. drainer: the router that sees an unload through.
-    tool_format: in which it writes calls; "" = as its chat template, or the base's, tells.
+    content: set once known; it is served as it is while `ready`. history: oldest first, the last is
+    the present one. error: what went wrong last. rollout: other versions beside `content`. tenant:
+    whose name it is; "" = the fleet's. drainer: the router that sees an unload through.
+    tool_format: in which it writes calls; "" = by its chat template, or the base's.
     """
 
     name: str

@@ -84,6 +84,6 @@ def has_changed(error: AdapterError) -> bool:
 
 
 def changed() -> AdapterError:
-    """What the caller is told then."""
+    """The caller's error then."""
     message = "the adapter has just changed at its source; try again"
     return AdapterError("unavailable", message, (), _CHANGED_RETRY_S)

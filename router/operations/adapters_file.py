@@ -33,8 +33,8 @@ WHOLE = OwnedName("")
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One adapter as it is written. tenant: whose name it is; absent = the fleet's. tool_format:
-    in which it writes calls; absent = as its chat template, or the base's, tells."""
+    """One adapter as it is written. tenant: whose name it is; absent = the fleet's. tool_format: in
+    which it writes calls; absent = by its chat template, or the base's."""
 
     name: Name
     ref: str
@@ -175,9 +175,9 @@ def plan_rollouts(contents: FileContents, registrations: Iterable[Registration])
 
 
 def _name_of(entry: Any) -> OwnedName | None:
-    """As far as it can be told of an entry that may be wrong."""
-    told = entry if isinstance(entry, Mapping) else {}
-    name, tenant = (str(told.get(field) or "")[:96] for field in ("name", "tenant"))
+    """As far as it is known of an entry that may be wrong."""
+    fields = entry if isinstance(entry, Mapping) else {}
+    name, tenant = (str(fields.get(field) or "")[:96] for field in ("name", "tenant"))
     return OwnedName(name, tenant) if name else None
 
 

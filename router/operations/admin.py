@@ -1,7 +1,7 @@
 """Carries out what the operator wants of registered adapters: on the table, and on every worker.
 
-What may be done when is `registration`'s policy. One operation a name at a time on this router;
-of two routers' the second is told that somebody else was faster.
+What may be done when is `registration`'s policy. One operation a name at a time on this router; of
+two routers the second gets a conflict.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class AdapterAdmin:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def worker_connected(self, session: WorkerSession) -> None:
-        self._spawn(self.workers.tell_pins(session))
+        self._spawn(self.workers.send_pins(session))
 
     # ---- the table
 
@@ -229,7 +229,7 @@ class AdapterAdmin:
                 await self._unload(msgspec.structs.replace(there, drainer=self._me))
 
     async def delete(self, name: OwnedName) -> Registration:
-        """Requests that name it are told so from now on; running ones finish."""
+        """Requests that name it get that error from now on; running ones finish."""
         async with self.lock(name):
             before = self.get(name)
             deleted = msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """Whether adapters that `--adapter` declares can be had, found out before anybody asks for one.
 
-Its source is asked at once. When a worker is there it is fetched and judged, as its first request
-would have it, a few at a time, and comes to no device. Nobody waits for that. The catalog notes and
-logs what cannot be had; it is tried again.
+Its source is asked at once. When a worker is there, adapters are fetched and judged as a first
+request would do, a few at a time. None is loaded to a device. Nobody waits for that. The catalog
+notes and logs what cannot be had; it is tried again.
 """
 
 import asyncio

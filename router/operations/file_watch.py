@@ -33,9 +33,9 @@ _AT_ONCE = 8
 class AdaptersFile:
     """errors: by entry, or WHOLE; what they are about stays as it was. clock: seconds.
 
-    applied: set once every entry has been tried, or after `NAMES_WAIT_S`; a name that is not there
-    by then answers that it is still being checked.
-    New versions of a name are not waited for: it means its `ref` until they are there.
+    applied: set once every entry has been tried, or after `NAMES_WAIT_S`. Requests for a name that
+    is missing by then get an error that says so. New versions of a name are not waited for: it
+    means its `ref` until they are there.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class AdaptersFile:
             return
         self._stamp, self._tried_at = stamp, now
         contents = await asyncio.to_thread(read_file, self._path, self._default_source)
-        self._tell(await self._reconcile(contents))
+        self._report(await self._reconcile(contents))
 
     async def _reconcile(self, contents: FileContents) -> dict[OwnedName, str]:
         """What went wrong, by entry."""
@@ -138,7 +138,7 @@ class AdaptersFile:
                 self._admin.settled(name)
         return None
 
-    def _tell(self, errors: dict[OwnedName, str]) -> None:
+    def _report(self, errors: dict[OwnedName, str]) -> None:
         """Each error once, as long as it stays the same."""
         for name, why in errors.items():
             if self.errors.get(name) != why:
@@ -148,7 +148,7 @@ class AdaptersFile:
 
 
 def read_file(path: Path, default_source: str) -> FileContents:
-    """What it says now, or why that cannot be told."""
+    """What it says now, or why that is unknown."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

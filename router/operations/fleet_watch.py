@@ -41,7 +41,7 @@ MAX_WATCHERS = 64
 
 
 class FleetWatch:
-    """`look` gives the whole picture; `Changes` what a stream has to tell of it."""
+    """`look` gives the whole picture; `Changes` what a stream has to send of it."""
 
     def __init__(
         self,
@@ -154,15 +154,15 @@ class FleetWatch:
     def _places_of(
         self, url: str, session: WorkerSession, names: Mapping[str, str]
     ) -> tuple[PlaceObject, ...]:
-        told = session.pictures.places
+        places = session.pictures.places
         before = self._places.get(url)
-        if before is None or before[0] is not told:
-            before = self._places[url] = (told, place_objects(told, names))
+        if before is None or before[0] is not places:
+            before = self._places[url] = (places, place_objects(places, names))
         return before[1]
 
 
 class Changes:
-    """One stream's view: what it was told already is left out."""
+    """One stream's view: what it already received is left out."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[PlaceObject, ...] | None] = {}

@@ -1,4 +1,4 @@
-"""Tells connected workers which adapters they keep on their devices."""
+"""Sends connected workers the adapters that they keep on their devices."""
 
 import contextlib
 
@@ -8,17 +8,17 @@ from router.workers.session import WorkerLost
 
 
 class Pins:
-    """Implements `AliasListener`. A worker that connects later is told by `AdapterWorkers`."""
+    """Implements `AliasListener`. `AdapterWorkers` sends them to a worker that connects later."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._told: set[str] = set()
+        self._sent: set[str] = set()
 
     def aliases_changed(self, aliases: Aliases) -> None:
         pins = aliases.pinned_digests()
-        if pins == self._told:
+        if pins == self._sent:
             return
-        self._told = pins
+        self._sent = pins
         for session in self._roster.sessions:
-            with contextlib.suppress(WorkerLost):  # it is told when it is back
+            with contextlib.suppress(WorkerLost):  # it gets them when it is back
                 session.pin(pins)

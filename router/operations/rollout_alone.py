@@ -1,4 +1,4 @@
-"""What a router takes back by its own count while the store is away, and tells when it is back.
+"""What a router takes back by its own count while the store is away, and reports when it is back.
 
 It holds for this router alone until then. The guards are the same; shares are only taken away.
 """
@@ -48,14 +48,15 @@ class LoneGuard:
     async def judge(self, rolling: Iterable[Registration]) -> None:
         for registration in rolling:
             async for digest, why in breaches(registration, self._tally.read_own):
-                told = f"{why}; counted by one router, without Redis"
+                note = f"{why}; counted by one router, without Redis"
                 assert registration.rollout is not None
-                self._take_back(registration.key, registration.rollout, digest, told)
+                self._take_back(registration.key, registration.rollout, digest, note)
 
-    async def tell(self) -> None:
+    async def report(self) -> None:
         """Makes its verdicts everybody's where all is as it was judged. Raises StoreDown.
 
-        Who has set shares in the meantime has judged it, too, and what was counted is told anyway.
+        Who has set shares in the meantime has judged it, too, and what was counted is reported
+        anyway.
         """
         if self._verdicts:
             await self._aliases.refresh()
@@ -68,9 +69,11 @@ class LoneGuard:
                 del self._verdicts[name]
                 continue
             try:
-                await self._rollouts.tell(name, verdict.before)
+                await self._rollouts.report(name, verdict.before)
             except AdapterError as error:
-                logger.warning("adapter %s: its rollback is not told yet: %s", name, error.message)
+                logger.warning(
+                    "adapter %s: its rollback is not reported yet: %s", name, error.message
+                )
             else:
                 del self._verdicts[name]
 

@@ -1,7 +1,7 @@
 """Moves rollouts on: warms what waits for its share, and takes back what does worse.
 
-One router of those that share a store does it for all, by a lease; whatever two of them might do at
-the same time is told apart by the table's revisions. While the store is away each judges alone.
+One router of those that share a store does it for all, by a lease. If two act at the same time, the
+table's revisions decide which one counts. While the store is away each judges alone.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class RolloutKeeper:
         """Raises StoreDown, and then has judged by what this router saw."""
         try:
             await self._tally.flush()
-            await self._alone.tell()
+            await self._alone.report()
             leads = bool(self._rolling()) and await self._leads()
         except StoreDown:
             await self._alone.judge(self._rolling())

@@ -105,8 +105,8 @@ class Rollouts:
         self._admin.note(there, rolled_back(there, digest, why, self._admin.clock(), GUARD))
         self._count("guard_alone")
 
-    async def tell(self, name: OwnedName, before: Rollout) -> Registration:
-        """Tells the others what was taken back here. before: the rollout that they know."""
+    async def report(self, name: OwnedName, before: Rollout) -> Registration:
+        """Reports to the others what was taken back here. before: the rollout that they know."""
         admin = self._admin
         async with admin.lock(name):
             there = admin.get(name)

@@ -143,14 +143,14 @@ def _watch_workers(metrics: RouterMetrics, fleet: Fleet) -> None:
     meters.rows(
         "workers",
         "gauge",
-        "Workers that this router was told of, by state",
+        "Workers that this router knows, by state",
         {"state": WORKER_STATES},
         lambda: _states(fleet),
     )
     for name, text, read in (
         ("sequences", "Sequences that this router has there", lambda s: s.view.in_flight),
         ("credits", "Sequences that it may have there", lambda s: s.view.credits),
-        ("status_age_seconds", "Since a worker told its state", lambda s: s.silent_s),
+        ("status_age_seconds", "Since a worker reported its state", lambda s: s.silent_s),
     ):
         meters.rows(f"link_{name}", "gauge", text, {"worker": ()}, each(read))
 

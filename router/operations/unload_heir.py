@@ -1,4 +1,4 @@
-"""Takes up unloads that their router cannot finish: it was stopped, or it died."""
+"""Finishes unloads whose router was stopped or died."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ class UnloadHeir:
                 await self.step()
 
     async def step(self) -> None:
-        """Takes up what was left at the last look, too. Raises StoreDown."""
+        """Also what was left at the last look. Raises StoreDown."""
         before, self._left = self._left, set()
         unloading = {(r.key, r.drainer) for r in self._admin.all() if r.state == "unloading"}
         if not unloading or not self._admin.workers.ready:

@@ -75,7 +75,7 @@ class AdapterWorkers:
             problems += failed
 
     def holding(self, digest: str) -> list[str]:
-        """Ids of workers that have it on the device, as far as they told."""
+        """Ids of workers that reported it on the device."""
         return sorted(s.worker_id for s in self._fleet.sessions if digest in s.view.resident)
 
     @property
@@ -93,7 +93,7 @@ class AdapterWorkers:
                     problems.append(f"worker {session.worker_id}: {report.error}")
         return "; ".join(problems) or None
 
-    async def tell_pins(self, session: WorkerSession) -> None:
+    async def send_pins(self, session: WorkerSession) -> None:
         """A worker can only keep what it has fetched."""
         for registration in self._aliases.pinned():
             token = self._rules.credential(registration)

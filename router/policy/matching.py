@@ -30,7 +30,7 @@ class Matcher(Generic[T]):
     def next(self, workers: Sequence[WorkerView], now: float) -> Match[T] | None:
         """The next match, carried out; None = nobody can be placed now.
 
-        Then `holds` tells whether somebody only waits for a worker that has its adapter: `next` is
+        Then `holds` says whether somebody only waits for a worker that has its adapter: `next` is
         to be asked again soon, even if nothing happens.
         """
         self.holds = False

@@ -1,7 +1,7 @@
 """The arithmetic of quotas: what a request may take, what comes back when it is over. Pure.
 
-Whole numbers only, so that the Lua script of `router/shared/lua` reaches the same ones: a bucket's
-level is in 1/60000 of a request or token, since a limit a minute refills `limit` of those each ms.
+Whole numbers only, so that the Lua script of `router/shared/lua` reaches the same ones. A bucket's
+level is in 1/60000 of a request or token: a limit per minute refills `limit` of those each ms.
 """
 
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ def settle(
 ) -> int:
     """The request is over and used so many tokens. Counts once: the lease must be there.
 
-    windows: each subject's, as the verdict told. Returns for how many subjects it counted.
+    windows: each subject's, as in the verdict. Returns for how many subjects it counted.
     """
     counted = 0
     for account, subject, window in zip(accounts, ask.subjects, windows, strict=True):

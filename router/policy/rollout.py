@@ -1,7 +1,7 @@
 """Versions of one registered name side by side, and which of them a request gets. Pure.
 
-Shares are drawn by weighted rendezvous hashing: a caller stays with its version, and a weight that
-is raised only takes callers, one that is lowered only gives some away.
+Shares are drawn by weighted rendezvous hashing: a caller stays with its version. A raised weight
+only gains callers, a lowered one only loses some.
 """
 
 import math

@@ -52,10 +52,10 @@ class AdapterRoutes:
         self._body_limits = body_limits
 
     def current(self, endpoint: Endpoint) -> Endpoint:
-        """It sees what other routers were told before it was asked."""
+        """The answer includes what other routers registered before the request."""
 
         async def answer(request: Request) -> Response:
-            with contextlib.suppress(StoreDown):  # then what is known is told, and not changed
+            with contextlib.suppress(StoreDown):  # then what is known is shown
                 await self._aliases.refresh()
             return await endpoint(request)
 
@@ -77,23 +77,23 @@ class AdapterRoutes:
             self._admin.check_free(name, "file", "option")
             await self._admin.delete(name)
             return json_response(Deleted(name.name, name.tenant or None))
-        return await self._told(self._admin.get(name))
+        return await self._answer(self._admin.get(name))
 
     async def load(self, request: Request) -> Response:
-        return await self._told(await self._admin.load(_named(request)))
+        return await self._answer(await self._admin.load(_named(request)))
 
     async def pin(self, request: Request) -> Response:
-        return await self._told(await self._admin.pin(self._unpinned_by_file(request)))
+        return await self._answer(await self._admin.pin(self._unpinned_by_file(request)))
 
     async def unpin(self, request: Request) -> Response:
-        return await self._told(await self._admin.unpin(self._unpinned_by_file(request)))
+        return await self._answer(await self._admin.unpin(self._unpinned_by_file(request)))
 
     async def unload(self, request: Request) -> Response:
         """200 when all is freed, 202 while requests still run."""
         name = _named(request)
         wait_s = parse_unload(await read_json_body(request, self._body_limits))
         registration = await self._admin.unload(name, wait_s)
-        return await self._told(registration, 202 if registration.state == "unloading" else 200)
+        return await self._answer(registration, 202 if registration.state == "unloading" else 200)
 
     async def refresh(self, request: Request) -> Response:
         name = _named(request)
@@ -103,14 +103,14 @@ class AdapterRoutes:
         return json_response(Refreshed(old, new, old != new, shown))
 
     async def rollout(self, request: Request) -> Response:
-        """Tells of it, sets it, or ends it."""
+        """Shows it, sets it, or ends it."""
         name = _named(request)
         if request.method == "DELETE":
-            return await self._told(await self._rollouts.end(name, who(request)))
+            return await self._answer(await self._rollouts.end(name, who(request)))
         if request.method == "POST":
             raw = await read_json_body(request, self._body_limits)
             wanted = parse_rollout(raw, self._service.config.default_source, who(request))
-            return await self._told(await self._rollouts.roll_out(name, wanted))
+            return await self._answer(await self._rollouts.roll_out(name, wanted))
         registration = self._admin.get(name)
         running(registration)
         measured = await self._service.keeper.measured(registration)
@@ -121,13 +121,13 @@ class AdapterRoutes:
     async def promote(self, request: Request) -> Response:
         name = _named(request)
         digest = parse_digest(await read_json_body(request, self._body_limits))
-        return await self._told(await self._rollouts.promote(name, digest, who(request)))
+        return await self._answer(await self._rollouts.promote(name, digest, who(request)))
 
     async def rollback(self, request: Request) -> Response:
         """Of a rollout, while one has shares; else to what the name meant before."""
         name = _named(request)
         digest = parse_digest(await read_json_body(request, self._body_limits))
-        return await self._told(await self._rollouts.back(name, digest, who(request)))
+        return await self._answer(await self._rollouts.back(name, digest, who(request)))
 
     async def history(self, request: Request) -> Response:
         name = _named(request)
@@ -174,7 +174,7 @@ class AdapterRoutes:
             tool_format=format_named(body.tool_format),
         )
         if body.versions is None:
-            return await self._told(await self._admin.register(wanted))
+            return await self._answer(await self._admin.register(wanted))
         source = self._service.config.default_source
         rollout = rollout_request(body.versions, body.guards, source, by)
         if self._admin.is_registered(name):
@@ -182,8 +182,8 @@ class AdapterRoutes:
         else:
             registration = await self._admin.register(wanted)
             if len(body.versions) == 1:
-                return await self._told(registration)
-        return await self._told(await self._rollouts.roll_out(name, rollout))
+                return await self._answer(registration)
+        return await self._answer(await self._rollouts.roll_out(name, rollout))
 
     def _unpinned_by_file(self, request: Request) -> OwnedName:
         """The name. Raises AdapterError where the adapters file says whether it is pinned."""
@@ -191,7 +191,7 @@ class AdapterRoutes:
         self._admin.check_free(name, "file")
         return name
 
-    async def _told(self, registration: Registration, status: int = 200) -> Response:
+    async def _answer(self, registration: Registration, status: int = 200) -> Response:
         return json_response(await self._shown(registration), status)
 
     async def _shown(self, registration: Registration) -> AdapterObject:
@@ -215,7 +215,7 @@ class AdapterRoutes:
         use, digest = self._admin.use, registration.digest
         if digest is None:
             return adapter_object(registration, {}, use.running(registration.key))
-        workers = {worker: told[digest] for worker, told in tiers.items() if digest in told}
+        workers = {worker: held[digest] for worker, held in tiers.items() if digest in held}
         running, last = use.running(registration.key), use.last_used(digest)
         resident = partial(_resident, tiers)
         return adapter_object(registration, workers, running, last, resident, ends)
@@ -237,5 +237,5 @@ def _named_in_body(request: Request, name: str, tenant: str | None) -> OwnedName
 def _resident(tiers: Tiers, digest: str) -> list[str]:
     """Ids of workers that have it on the device."""
     return sorted(
-        w for w, told in tiers.items() if digest in told and told[digest].device == "ready"
+        w for w, held in tiers.items() if digest in held and held[digest].device == "ready"
     )

@@ -49,8 +49,8 @@ class AdminGate:
                 "requests from web pages need an admin key: start the router with "
                 "--admin-key-file or LORAPLEX_ADMIN_KEY",
             )
-        # A page whose own name has come to mean this machine sends no origin with a GET, and a
-        # proxy that lends the router a public name sends none at all.
+        # A page whose own name now resolves to this machine sends no origin with a GET. A proxy
+        # that gives the router a public name sends none at all.
         if host is not None and not is_loopback(_name_of(host)):
             raise RequestError(
                 "forbidden",

@@ -28,9 +28,9 @@ class RouterServer(uvicorn.Server):
     """Stops on SIGINT and SIGTERM by returning, and when what it needs in the background has
     failed; a second signal cuts running answers off.
 
-    Told to stop, it is not ready any more, goes on accepting for `drain_delay_s`, then finishes
-    what runs for `drain_timeout_s`; what is left ends in an error that its client is told.
-    on_listening: called once every socket accepts.
+    After a signal to stop, the server is not ready any more, but accepts for `drain_delay_s`. Then
+    running requests have `drain_timeout_s` to finish; the rest end in an error that their clients
+    get. on_listening: called once every socket accepts.
     """
 
     def __init__(

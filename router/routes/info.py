@@ -1,4 +1,4 @@
-"""Routes that tell of the router: health, models, info, version, metrics."""
+"""Routes about the router: health, models, info, version, metrics."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from adapters.ref import format_ref, told_name
+from adapters.ref import format_ref, shown_name
 from router.api.ends import end_tokens
 from router.api.openai.models import Health, Info, ModelList, ModelObject, VersionAnswer
 from router.api.openapi import Access, openapi_document
@@ -27,7 +27,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 class InfoRoutes:
-    """Each method answers one route. None of them tells a secret."""
+    """Each method answers one route. None of them shows a secret."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -112,8 +112,8 @@ class InfoRoutes:
         caller = await self._caller(request)
         listed = [name for name in card.listed or card.names[:1] if self._means_base(name, caller)]
         base = [_base_object(card, name) for name in listed]
-        tells_paths = self._is_operator(request)
-        adapters = [_adapter_object(card, one, tells_paths) for one in self._adapters(caller)]
+        shows_paths = self._is_operator(request)
+        adapters = [_adapter_object(card, one, shows_paths) for one in self._adapters(caller)]
         return json_response(ModelList([*base, *adapters]))
 
     async def model(self, request: Request) -> Response:
@@ -161,8 +161,8 @@ def _base_object(card: ModelCard, name: str) -> ModelObject:
     return ModelObject(name, card.created, "loraplex", root, None, card.max_context)
 
 
-def _adapter_object(card: ModelCard, adapter: Registration, tells_paths: bool) -> ModelObject:
-    """tells_paths: where a folder or bucket lies is for the operator to know."""
-    root = format_ref(adapter.ref) if tells_paths else told_name(adapter.ref)
+def _adapter_object(card: ModelCard, adapter: Registration, shows_paths: bool) -> ModelObject:
+    """shows_paths: where a folder or bucket lies is for the operator to know."""
+    root = format_ref(adapter.ref) if shows_paths else shown_name(adapter.ref)
     parent = card.names[0]
     return ModelObject(adapter.name, card.created, "loraplex", root, parent, card.max_context)

@@ -45,14 +45,14 @@ class KeyRoutes:
             return json_response(KeyList([key_object(key) for key in self._keys.all()]))
         body = await read_json_body(request, self._body_limits)
         wanted = parse_create(body, f"key-{secrets.token_hex(6)}", time.time())
-        _tell(request, wanted)
+        _note_for_audit(request, wanted)
         made, key = await self._keys.create(wanted)
         return json_response(NewKeyObject(key, key_object(made)), 201)
 
     async def one(self, request: Request) -> Response:
         key_id = request.path_params["id"]
         key = self._keys.get(key_id)
-        _tell(request, key)
+        _note_for_audit(request, key)
         if request.method == "DELETE":
             await self._keys.delete(key_id)
             return json_response(DeletedKey(key_id))
@@ -64,7 +64,7 @@ class KeyRoutes:
     async def rotate(self, request: Request) -> Response:
         grace_s = parse_rotate(await read_json_body(request, self._body_limits))
         made, key = await self._keys.rotate(request.path_params["id"], grace_s)
-        _tell(request, made)
+        _note_for_audit(request, made)
         return json_response(NewKeyObject(key, key_object(made)))
 
     async def block(self, request: Request) -> Response:
@@ -75,7 +75,7 @@ class KeyRoutes:
 
     async def _set_blocked(self, request: Request, blocked: bool) -> Response:
         key = await self._keys.change(request.path_params["id"], {"blocked": blocked})
-        _tell(request, key)
+        _note_for_audit(request, key)
         return json_response(key_object(key))
 
 
@@ -137,7 +137,7 @@ class UsageRoutes:
                 raise (refusal if error.cause == "unauthorized" else error) from None
             if asked not in (None, caller.tenant):
                 raise RequestError(
-                    "forbidden", "a key tells of its own tenant only", param="tenant"
+                    "forbidden", "a key shows its own tenant only", param="tenant"
                 ) from None
             return [caller.tenant]
         if asked is not None:
@@ -146,7 +146,7 @@ class UsageRoutes:
         return sorted({"", *self._tenancy.keyring.tenants(), *used})
 
 
-def _tell(request: Request, key: ApiKey) -> None:
+def _note_for_audit(request: Request, key: ApiKey) -> None:
     request.state.target, request.state.tenant = key.id, key.tenant
 
 

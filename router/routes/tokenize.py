@@ -103,8 +103,8 @@ async def _spans(body: bytes, model: TextModel) -> Response:
 async def _ids(ids: list[int], model: TextModel, with_strings: bool) -> Response:
     def encode() -> bytes:
         strings = [model.token(i) or "" for i in ids] if with_strings else None
-        told = TokenizedPrompt(len(ids), model.card.max_context, ids, strings)
-        return msgspec.json.encode(told)
+        tokenized = TokenizedPrompt(len(ids), model.card.max_context, ids, strings)
+        return msgspec.json.encode(tokenized)
 
     answer = await model.long_texts.run(len(ids), encode)
     return Response(answer, media_type="application/json")

@@ -172,8 +172,8 @@ class _Reader:
 class _Node:
     """One schema with its keywords, as it is read.
 
-    having: properties that answers are to have wherever the schema names them: they tell the
-    options of unions around it apart.
+    having: properties that answers must have wherever the schema names them: they distinguish the
+    options of unions around it.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class _Node:
         return self._reader.schema(schema, below(self._place, *keys), self._depth + 1)
 
     def _options(self, keyword: str) -> list[dict[str, Any] | bool]:
-        """Of `allOf` or of a union. Those of a union have the tag that tells them apart."""
+        """Of `allOf` or of a union. Those of a union have the tag that distinguishes them."""
         having, options = self._having, self._some(keyword)
         if keyword != "allOf" and (tag := self._reader.tags.missing(self._schema, keyword)):
             having = tuple(dict.fromkeys((*having, tag)))

@@ -12,8 +12,8 @@ from typing import Any
 # A text of any length, newlines too.
 ANY_TEXT = r"/(?s:.*)/"
 
-# The keyword that says how JSON is written, and what is between its parts without it: enough for
-# text on one line or indented, too little to go on for ever.
+# The keyword for how JSON is written, and the white space that is allowed without it. That is
+# enough for text on one line or indented, and too little to go on for ever.
 WRITING = "x-guidance"
 _WHITESPACE = r"( |\r?\n[ \t]{0,64})?"
 

@@ -1,4 +1,4 @@
-"""Which property tells the options of a union apart, though not all of them require it. Pure."""
+"""Which property distinguishes the options of a union, though not all of them require it. Pure."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,7 @@
 """The connection to Redis: every call is short, a Redis that does not answer is asked no more.
 
-A call that fails or is late opens the circuit; from then on calls fail at once, while a task of
-its own asks, ever less often, whether Redis is back.
+A call that fails or is late opens the circuit. From then on calls fail at once, while a task asks,
+ever less often, whether Redis is back.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class RedisLink:
             await bounded(self.client.aclose(), _SOCKET_TIMEOUT_S)
 
     async def _until_back(self) -> None:
-        delay, told = _FIRST_DELAY_S, self._fault
+        delay, logged = _FIRST_DELAY_S, self._fault
         while True:
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
             try:
@@ -85,9 +85,9 @@ class RedisLink:
                 return
             except (RedisError, OSError, TimeoutError) as error:
                 fault = _kind(error)
-                if fault != told:
+                if fault != logged:
                     logger.warning("Redis is still not back (%s)", fault)
-                told = fault
+                logged = fault
                 delay = min(2 * delay, _LONGEST_DELAY_S)
 
     async def _write(self) -> None:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 # For what is large, and nobody's request waits for.
 PATIENCE_S = 2.0
-_STANDING = 5  # numbers that `admit` tells of each subject
+_STANDING = 5  # numbers that `admit` returns for each subject
 
 
 class _Script:
@@ -76,8 +76,8 @@ class RedisStore:
 
     async def version(self, table: str) -> str:
         _, version, _ = self._table(table)
-        told = await self.link.call(lambda: _wait(self._redis.hmget(version, ["name", "writes"])))
-        return _version(told)
+        answer = await self.link.call(lambda: _wait(self._redis.hmget(version, ["name", "writes"])))
+        return _version(answer)
 
     async def read(self, table: str, since: str = "") -> Table:
         rows, version, order = self._table(table)
@@ -89,12 +89,12 @@ class RedisStore:
                 pipeline.zrangebyscore(order, after, "+inf") if since else pipeline.hgetall(rows)
                 return await pipeline.execute()
 
-        told, found = await self.link.call(look, PATIENCE_S)
-        now = _version(told[:2])
+        answer, found = await self.link.call(look, PATIENCE_S)
+        now = _version(answer[:2])
         if not since:
             return Table(now, _rows(table, found.items()))
         # Routers that know of no order leave their writes out of it.
-        if told[1] != told[2] or life_of(now) != life_of(since):
+        if answer[1] != answer[2] or life_of(now) != life_of(since):
             return await self.read(table)
         keys = cast("list[bytes]", found)
         values = await self._values_of(rows, keys) if keys else []
@@ -179,9 +179,9 @@ class RedisStore:
     async def admit(self, ask: Ask) -> Verdict:
         limits = [number for subject in ask.subjects for number in _limits(subject)]
         keys = self._accounts(ask)
-        told = await self._run("admit", keys, ask.lease, ask.lease_ms, ask.tokens, *limits)
-        now_ms, reason, subject, retry_ms = told[:4]
-        numbers = [told[at : at + _STANDING] for at in range(4, len(told), _STANDING)]
+        answer = await self._run("admit", keys, ask.lease, ask.lease_ms, ask.tokens, *limits)
+        now_ms, reason, subject, retry_ms = answer[:4]
+        numbers = [answer[at : at + _STANDING] for at in range(4, len(answer), _STANDING)]
         standings = tuple(Standing(*of_one) for of_one in numbers)
         if not reason:
             return Verdict(now_ms, standings)
@@ -192,8 +192,8 @@ class RedisStore:
         pairs = zip(ask.subjects, settlement.verdict.standings, strict=True)
         rest = [n for s, standing in pairs for n in (_limits(s)[1], standing.window)]
         used = settlement.used
-        told = await self._run("settle", self._accounts(ask), ask.lease, ask.tokens, used, *rest)
-        now_ms, counted = told
+        answer = await self._run("settle", self._accounts(ask), ask.lease, ask.tokens, used, *rest)
+        now_ms, counted = answer
         return now_ms, counted
 
     async def renew(self, asks: Sequence[Ask]) -> None:
@@ -246,17 +246,17 @@ def _limits(subject: Subject) -> tuple[int, int, int, int, int]:
     )
 
 
-def _version(told: Sequence[bytes | None]) -> str:
-    name, writes = told
+def _version(answer: Sequence[bytes | None]) -> str:
+    name, writes = answer
     if name is None or writes is None:
         return ""
     return f"{name.decode(errors='replace')}:{writes.decode(errors='replace')}"
 
 
-def _rows(table: str, told: Iterable[tuple[bytes, bytes | None]]) -> dict[str, Row]:
+def _rows(table: str, answer: Iterable[tuple[bytes, bytes | None]]) -> dict[str, Row]:
     """By key. What no router wrote is left out."""
     rows: dict[str, Row] = {}
-    for key, value in told:
+    for key, value in answer:
         if value is None:
             continue
         revision, _, rest = value.partition(b":")

@@ -1,7 +1,7 @@
 """A table of the store as every router has it at hand: read without waiting, at most a second old.
 
-It outlives the store. A table that was lost is filled again from what its readers hold; as the
-newest revision of a row wins, it does not matter who is first. Deleted rows stay as empty ones.
+It outlives the store. A lost table is filled again from what its readers hold. The newest revision
+of a row wins, so their order does not matter. Deleted rows stay as empty ones.
 """
 
 import asyncio
@@ -134,4 +134,4 @@ class Replica(Generic[T]):
     def _refreshed(self, task: "asyncio.Task[None]") -> None:
         self._refreshing = None
         if not task.cancelled():
-            task.exception()  # told to those who wait; nobody may be left
+            task.exception()  # raised to those who wait; nobody may be left

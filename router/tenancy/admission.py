@@ -1,7 +1,7 @@
 """Whether a caller's quotas let a request in, wherever they are counted now.
 
-While the shared store does not answer, the operator's mode holds: `open` counts nothing, `closed`
-lets nobody in who has quotas, `local-share` counts here, against this router's share of the limits.
+While the shared store does not answer, the operator's mode holds. `open` counts nothing, `closed`
+admits nobody who has quotas, `local-share` counts here, against this router's share of the limits.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class Admission:
             self._used_up.popitem(last=False)
 
     def settle(self, admitted: Admitted, used: int) -> None:
-        """Does not wait. What cannot be told ends by itself: places soon, tokens as they refill."""
+        """Does not wait. What cannot be reported expires: places soon, tokens as they refill."""
         self._live.pop(admitted.ask.lease, None)
         if len(self._tasks) >= MAX_BACKLOG:
             return
@@ -124,13 +124,13 @@ class Admission:
         task.add_done_callback(self._tasks.discard)
 
     async def run(self) -> None:
-        """Renews what runs, and tells other routers that this one is there, until cancelled."""
+        """Renews what runs, and shows other routers that this one is there, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._keep(self._renew, RENEW_S))
             tasks.create_task(self._keep(self._enlist, _ENLIST_S))
 
     async def close(self) -> None:
-        """What is over is told; this router is no longer counted."""
+        """Ended requests are reported; this router is no longer counted."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(StoreDown):
             await self._store.unlease(ROUTERS, self._router_id)

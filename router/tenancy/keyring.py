@@ -169,7 +169,7 @@ class Keyring:
         self._index()
 
     async def _follow(self, file: Path) -> None:
-        """A file that cannot be used changes nothing; it is told once."""
+        """A file that cannot be used changes nothing; it is logged once."""
         stamp = await asyncio.to_thread(stamp_of, file)
         while True:
             await asyncio.sleep(FILE_POLL_S)

@@ -34,7 +34,7 @@ MAX_FILE_BYTES = 16 << 20
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key as it is written. sha256: of the key, in hex; `loraplex key generate` tells both."""
+    """A key as it is written. sha256: of the key, in hex; `loraplex key generate` prints both."""
 
     id: Word
     sha256: Digest

@@ -1,4 +1,5 @@
-"""What a caller is told of its quotas: OpenAI's `x-ratelimit-*`, and why it must wait. Pure."""
+"""What a caller's headers say about its quotas: OpenAI's `x-ratelimit-*`, and why it must wait.
+Pure."""
 
 from collections.abc import Sequence
 
@@ -16,16 +17,18 @@ def rate_headers(subjects: Sequence[Subject], verdict: Verdict) -> dict[str, str
     """Of the subject with the least left; nothing of what has no limit."""
     headers: dict[str, str] = {}
     for what in ("requests", "tokens"):
-        told: list[tuple[int, int, int]] = []
+        standings: list[tuple[int, int, int]] = []
         for subject, standing in zip(subjects, verdict.standings, strict=True):
             limits = subject.limits
             is_requests = what == "requests"
             limit = limits.requests_per_minute if is_requests else limits.tokens_per_minute
             level = standing.requests if is_requests else standing.tokens
             if limit is not None:
-                told.append((max(0, level) // UNIT, limit, -(-(limit * UNIT - level) // limit)))
-        if told:
-            left, limit, reset_ms = min(told)
+                standings.append(
+                    (max(0, level) // UNIT, limit, -(-(limit * UNIT - level) // limit))
+                )
+        if standings:
+            left, limit, reset_ms = min(standings)
             headers[f"x-ratelimit-limit-{what}"] = str(limit)
             headers[f"x-ratelimit-remaining-{what}"] = str(left)
             headers[f"x-ratelimit-reset-{what}"] = duration(reset_ms)

@@ -30,7 +30,7 @@ def check_scope(
 ) -> None:
     """Raises RequestError (forbidden) for what the caller's key does not open.
 
-    It is decided by the words alone: whether there is such an adapter is not told.
+    The words alone decide: the answer does not show whether there is such an adapter.
     """
     if choice is None:
         if not caller.may_use(base_names):

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 # Encoding runs at a few MB/s: below this size a thread costs more than it saves.
 INLINE_SIZE = 16 << 10
-# A tokenizer takes up to 400 bytes of memory a character while it works.
+# A tokenizer uses up to 400 bytes of memory a character while it works.
 SIZE_AT_ONCE = 2 << 20
 
 T = TypeVar("T")

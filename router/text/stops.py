@@ -4,8 +4,8 @@ The match that ends first wins; of those that end at the same character, the lon
 the one that begins first. So the outcome does not depend on how the text was cut, and is known at
 the first possible character.
 
-Stop strings are looked for in two views of the text: as the client sees it, and with the tokens
-that it lacks spelled out (special tokens, the end of the answer). What is returned is the former,
+Stop strings are looked for in two views of the text. One is as the client sees it; the other also
+spells out what is left out (special tokens, the end of the answer). What is returned is the former,
 up to the match in either.
 """
 
@@ -160,8 +160,8 @@ class _View:
 class StopMatcher:
     """Lets text through up to the first stop string.
 
-    Text that may still become part of a stop string is held back, unless the stop string is to be
-    kept (`include`): then nothing ever has to be taken back. hit: the stop string found, or None.
+    Text that may still become part of a stop string is held back, so nothing has to be taken back.
+    A stop string that is kept (`include`) needs no such care. hit: the stop string found, or None.
     """
 
     __slots__ = ("_held", "_include", "_pushed", "_views", "hit")

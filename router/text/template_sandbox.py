@@ -183,7 +183,7 @@ def _unavailable() -> RequestError:
 
 
 def _frame(job: RenderJob) -> bytes:
-    """Raises TemplateFault for values that no template process can be told of."""
+    """Raises TemplateFault for values that cannot be sent to a template process."""
     try:
         frame = msgspec.msgpack.encode(job)
     except (ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""What a tokenizer's file says of itself that the tokenizers library does not tell. Pure."""
+"""What a tokenizer's file says that the tokenizers library does not expose. Pure."""
 
 import json
 from typing import Any
@@ -26,9 +26,8 @@ class AddedToken(msgspec.Struct, frozen=True):
 def longest_token(tokenizer_json: str) -> int | None:
     """Most characters of a text that one token can stand for, or None where no bound is certain.
 
-    It is certain only where every byte has a token of its own, so that nothing is dropped or merged
-    into an unknown token, and where no step before takes characters away.
-    Raises ValueError.
+    This is certain only where every byte has its own token, so nothing is dropped or merged into an
+    unknown token. No earlier step may remove characters either. Raises ValueError.
     """
     document = json.loads(tokenizer_json)
     if not isinstance(document, dict):

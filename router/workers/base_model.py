@@ -30,8 +30,8 @@ def agreed(newest: ModelCard, workers: Sequence[ModelCard]) -> ModelCard:
 class BaseModel:
     """Nothing until the first card. One base at a time; another may replace one that is idle.
 
-    Workers of one base may differ in what they were told, as while they are started anew one by
-    one. roster: of those that are connected.
+    Workers of one base may differ in their options, as during a rolling restart. roster: of those
+    that are connected.
     """
 
     def __init__(self, config: RouterConfig, roster: Roster) -> None:
@@ -53,7 +53,9 @@ class BaseModel:
     def require(self) -> TextModel:
         """Raises RequestError `unavailable` before the first card."""
         if self._text is None:
-            raise RequestError("unavailable", "no worker has told its model yet; try again soon")
+            raise RequestError(
+                "unavailable", "no worker has reported its model yet; try again soon"
+            )
         return self._text
 
     async def adopt(
@@ -89,8 +91,8 @@ class BaseModel:
         except ValueError as error:
             return str(error)
         self._limits = limits_from(self._config, self._names(card), card.sampling_defaults)
-        told = (card.names[0], card.base_digest[:12], card.max_context)
-        logger.info("serving %s (%s), contexts of up to %d tokens", *told)
+        facts = (card.names[0], card.base_digest[:12], card.max_context)
+        logger.info("serving %s (%s), contexts of up to %d tokens", *facts)
         for name, fault in text.templates.faults.items():
             logger.warning("%s cannot chat by its template %s: %s", card.names[0], name, fault)
         for name, form in text.templates.forms.items():

@@ -1,4 +1,4 @@
-"""What one worker last told of its arenas; asked for only while somebody looks."""
+"""What one worker last reported of its arenas; asked for only while somebody looks."""
 
 import asyncio
 from collections.abc import Callable

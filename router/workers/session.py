@@ -99,7 +99,7 @@ class WorkerSession:
     ) -> None:
         self.hello = hello
         self.status: WorkerStatus | None = None
-        self._told_at = asyncio.get_running_loop().time()
+        self._reported_at = asyncio.get_running_loop().time()
         self.view = WorkerView(hello.worker_id, credits=hello.credits)
         self._socket = socket
         self._on_change = on_change
@@ -123,8 +123,8 @@ class WorkerSession:
 
     @property
     def silent_s(self) -> float:
-        """How long ago the worker last told its state; it does so twice a second."""
-        return asyncio.get_running_loop().time() - self._told_at
+        """How long ago the worker last reported its state; it does so twice a second."""
+        return asyncio.get_running_loop().time() - self._reported_at
 
     # Sequences
 
@@ -177,7 +177,8 @@ class WorkerSession:
         return "silent" if engine_silent else self.liveness.hearing
 
     def hand_over(self, why: str) -> int:
-        """Sequences and loads go on elsewhere. Should the worker wake up, it is told to stop them.
+        """Sequences and loads go on elsewhere. Should the worker wake up, it gets the order to stop
+        them.
 
         Returns how many sequences there were.
         """
@@ -250,7 +251,7 @@ class WorkerSession:
     # The connection
 
     async def run(self) -> None:
-        """Serves the connection until it ends, always by an exception; then tells all who wait."""
+        """Serves the connection until it ends, always by an exception; then fails all who wait."""
         tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._probe())]
         try:
             await self._read()
@@ -261,7 +262,8 @@ class WorkerSession:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self) -> None:
-        """Asks the worker again and again whether it hears us: its own frames do not tell."""
+        """Asks the worker again and again whether it hears this router: its own frames do not show
+        that."""
         loop = asyncio.get_running_loop()
         while True:
             self.liveness.asked(loop.time())
@@ -338,7 +340,7 @@ class WorkerSession:
 
     def _on_status(self, status: WorkerStatus) -> None:
         self.status = status
-        self._told_at = asyncio.get_running_loop().time()
+        self._reported_at = asyncio.get_running_loop().time()
         self._update_ready()
         view = self.view
         view.draining = status.draining
@@ -348,7 +350,7 @@ class WorkerSession:
         view.free_kv = status.free_pages / status.total_pages if status.total_pages else 1.0
         view.resident, view.loading = frozenset(status.resident), frozenset(status.loading)
         view.load_bytes_s = status.load_bytes_s or view.load_bytes_s
-        view.arrived(self._told_at)
+        view.arrived(self._reported_at)
         self._hinted.clear()
         self._on_change()
 

@@ -167,7 +167,7 @@ def run_prefill(arguments: argparse.Namespace) -> None:
 
 def run_throughput(arguments: argparse.Namespace) -> None:
     """Raises BenchError, CheckpointError, ConfigError."""
-    from launcher.bench.engine.throughput import Engine, adapters_of, measure, told
+    from launcher.bench.engine.throughput import Engine, adapters_of, measure, summary_text
 
     engine = Engine(
         *_model(arguments),
@@ -178,7 +178,7 @@ def run_throughput(arguments: argparse.Namespace) -> None:
     )
     workload = drawn(arguments, adapters_of(arguments.rank, arguments.adapters))
     summary = measure(engine, workload).summary()
-    print(msgspec.json.encode(summary).decode() if arguments.json else told(summary))
+    print(msgspec.json.encode(summary).decode() if arguments.json else summary_text(summary))
 
 
 def run_lora_kernels(arguments: argparse.Namespace) -> None:

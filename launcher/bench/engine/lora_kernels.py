@@ -335,6 +335,6 @@ def table(results: Sequence[LoraTimes]) -> str:
         verdict = "" if r.added_ms is None or r.added_ms <= r.budget_ms else "  over"
         times = (r.floor_ms, r.alone_ms, r.added_ms, r.budget_ms)
         missing = "no room" if r.added_ms is None else "-"
-        told = " ".join(f"{missing if t is None else f'{t:.2f}':>9}" for t in times)
-        lines.append(f"{f'({r.B}, {r.D})':>12} {r.r:>5} {told}{verdict}")
+        figures = " ".join(f"{missing if t is None else f'{t:.2f}':>9}" for t in times)
+        lines.append(f"{f'({r.B}, {r.D})':>12} {r.r:>5} {figures}{verdict}")
     return "\n".join(lines)

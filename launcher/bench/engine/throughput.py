@@ -55,14 +55,14 @@ class MeasuredRun:
         self._steps = 0
         self._phases_s = [0.0] * len(Phase)
 
-    def note(self, told: StepOutput) -> None:
+    def note(self, output: StepOutput) -> None:
         now = time.monotonic()
-        if told.work is not None:
+        if output.work is not None:
             self._steps += 1
             self._phases_s = [
-                a + b for a, b in zip(self._phases_s, told.work.phases_s, strict=True)
+                a + b for a, b in zip(self._phases_s, output.work.phases_s, strict=True)
             ]
-        for key, event in ((e.key, e.event) for e in told.events):
+        for key, event in ((e.key, e.event) for e in output.events):
             outcome = self.outcomes[key]
             if not outcome.token_s:
                 outcome.start = "warm" if event.load_s is None else "cold"
@@ -78,7 +78,7 @@ class MeasuredRun:
         return summarise(self.outcomes, Slo()) | {"steps": self._steps, "loop_s": phases}
 
 
-def told(summary: dict[str, Any]) -> str:
+def summary_text(summary: dict[str, Any]) -> str:
     """For a person."""
     phases = ", ".join(f"{name} {seconds} s" for name, seconds in summary["loop_s"].items())
     return f"{table(summary)}\n{summary['steps']} steps; the loop's time: {phases}"

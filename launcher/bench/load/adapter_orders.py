@@ -56,7 +56,7 @@ async def absent_first(http: httpx.AsyncClient, names: Sequence[str]) -> list[st
     try:
         answer = await http.get("/v1/adapters")
         answer.raise_for_status()
-        resident = {told["id"] for told in answer.json()["data"] if told["resident_on"]}
+        resident = {adapter["id"] for adapter in answer.json()["data"] if adapter["resident_on"]}
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{http.base_url}v1/adapters lists no adapters: {error!r}") from None
     return sorted(names, key=lambda name: name in resident)

@@ -105,10 +105,10 @@ class StreamedAnswer:
             self._silent_s.append(now)
 
     def _count(self, event: _Event) -> None:
-        told: _Usage | _Details | None = event.usage or event.details
-        if told is not None:
-            self.prompt_tokens = _or(told.prompt_tokens, self.prompt_tokens)
-            self.output_tokens = _or(told.completion_tokens, self.output_tokens)
+        said: _Usage | _Details | None = event.usage or event.details
+        if said is not None:
+            self.prompt_tokens = _or(said.prompt_tokens, self.prompt_tokens)
+            self.output_tokens = _or(said.completion_tokens, self.output_tokens)
         self.has_ended |= event.generated_text is not None
         reasons = [choice.finish_reason for choice in event.choices or ()]
         reasons += [event.details.finish_reason] if event.details else []
@@ -118,8 +118,8 @@ class StreamedAnswer:
         self.fault = self.fault or (kind, text)
 
 
-def _or(told: int | None, before: int | None) -> int | None:
-    return before if told is None else told
+def _or(said: int | None, before: int | None) -> int | None:
+    return before if said is None else said
 
 
 def _has_text(choice: _Choice) -> bool:
@@ -130,13 +130,13 @@ def _has_text(choice: _Choice) -> bool:
 def error_text(body: bytes) -> str:
     """What a server says against a request, in one line: of OpenAI's errors, LoRAX's and others."""
     try:
-        told = msgspec.json.decode(body)
+        said = msgspec.json.decode(body)
     except _UNREADABLE:
         return one_line(body)
     for name in ("error", "message", "detail"):
-        if isinstance(told, dict):
-            told = told.get(name) or told
-    return one_line(told.encode() if isinstance(told, str) else msgspec.json.encode(told))
+        if isinstance(said, dict):
+            said = said.get(name) or said
+    return one_line(said.encode() if isinstance(said, str) else msgspec.json.encode(said))
 
 
 def one_line(text: bytes) -> str:

@@ -88,7 +88,7 @@ def _add_callers(parser: Parser) -> None:
         "--base-model",
         default="",
         metavar="NAME",
-        help="what `model` says for the base [as GET /v1/models tells, else base]",
+        help="what `model` says for the base [as GET /v1/models says, else base]",
     )
     parser.add_argument(
         "--extra",

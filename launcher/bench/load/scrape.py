@@ -39,7 +39,7 @@ async def read_counters(http: httpx.AsyncClient, url: str | None) -> dict[str, f
         answer.raise_for_status()
         return parse_counters(answer.text)
     except (httpx.HTTPError, ValueError) as error:
-        raise BenchError(f"{url}/metrics tells no counters: {error!r}") from None
+        raise BenchError(f"{url}/metrics has no counters: {error!r}") from None
 
 
 def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:

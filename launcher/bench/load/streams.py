@@ -58,10 +58,10 @@ async def run_window(plan: StreamsPlan, window: Window) -> Observed:
     if window.preload:
         orders = await order_all(plan.target, "load", adapters, _ORDERS_AT_ONCE)
         if orders.failed:
-            told = "; ".join(
+            examples = "; ".join(
                 f"{name}: {why}" for name, why in itertools.islice(orders.errors.items(), 3)
             )
-            raise BenchError(f"{orders.failed} adapters were not loaded, such as {told}")
+            raise BenchError(f"{orders.failed} adapters were not loaded, such as {examples}")
     # Prompts of one window are not in another's prefix cache.
     random = Random(f"{plan.seed} {window.label}")
     async with (
@@ -117,7 +117,7 @@ async def _steady(plan: StreamsPlan, random: Random) -> AsyncIterator[list[Strea
         if ended:
             raise BenchError(
                 f"{len(ended)} of {len(opened)} steady streams ended at once "
-                f"(status {ended[0].status}): {_told(ended[0])}"
+                f"(status {ended[0].status}): {_fault(ended[0])}"
             )
         yield opened
     except TimeoutError:
@@ -129,7 +129,7 @@ async def _steady(plan: StreamsPlan, random: Random) -> AsyncIterator[list[Strea
             stream.abandon()
 
 
-def _told(stream: StreamProtocol) -> str:
+def _fault(stream: StreamProtocol) -> str:
     return error_text(stream.head) if stream.answer.fault is None else stream.answer.fault[1]
 
 

@@ -37,11 +37,10 @@ Name = Annotated[str, Meta(min_length=1, max_length=96)]
 class RegisterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`ref`, or `source` with `id` and `revision`, or `versions`. token: opens it there.
 
-    pin, token: absent = as they are, of a name that is registered.
-    tenant: whose name it is; absent = the fleet's.
-    versions, guards: see RolloutBody; of a name that is new, the first version is its own.
-    tool_format: in which it writes calls; auto = as its chat template, or the base's, tells; absent
-    = as it is, of a name that is registered.
+    pin, token: absent = as they are, of a name that is registered. tenant: whose name it is; absent
+    = the fleet's. versions, guards: see RolloutBody; of a name that is new, the first version is
+    its own. tool_format: in which it writes calls. auto = by its chat template, or the base's.
+    absent = unchanged, for a registered name.
     """
 
     name: Name
@@ -168,8 +167,10 @@ def parse_register(body: bytes, default_source: str) -> tuple[RegisterBody, Adap
     check_name(request.name, "name")
     format_named(request.tool_format)
     ref = _target(request, default_source)
-    told = f"only adapters of the Hub are opened with one; it would not be used for {ref.source}:"
-    require(request.token is None or ref.source == "hub", told, "token")
+    message = (
+        f"only adapters of the Hub are opened with one; it would not be used for {ref.source}:"
+    )
+    require(request.token is None or ref.source == "hub", message, "token")
     return request, ref
 
 
@@ -231,7 +232,7 @@ def check_name(name: str, param: str) -> None:
 
 
 def format_named(name: str | None) -> str | None:
-    """A format of calls; "" where the template tells. Raises RequestError for names of none."""
+    """A format of calls; "" where the template decides. Raises RequestError for names of none."""
     known = ", ".join(("auto", *FORMATS))
     require(name in (None, "auto", *FORMATS), f"expected one of {known}", "tool_format")
     return "" if name == "auto" else name
@@ -274,7 +275,7 @@ def adapter_object(
     resident: Callable[[str], list[str]] = lambda digest: [],
     ends: list[EndToken] | None = None,
 ) -> AdapterObject:
-    """workers: by id, those that told of it. resident: see `rollout_object`."""
+    """workers: by id, those that reported it. resident: see `rollout_object`."""
     manifest = None if registration.content is None else registration.content.manifest
     return AdapterObject(
         id=registration.name,

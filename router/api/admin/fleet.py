@@ -1,4 +1,4 @@
-"""What `GET /v1/fleet` tells: workers, their arenas, adapters, the queue, recent errors. Pure."""
+"""What `GET /v1/fleet` shows: workers, their arenas, adapters, the queue, recent errors. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -91,7 +91,7 @@ class WorkerObject(msgspec.Struct, frozen=True):
 
 
 class RegisteredObject(msgspec.Struct, frozen=True):
-    """A registered adapter; `GET /v1/adapters` tells more of it, `…/rollout` what was measured.
+    """A registered adapter; `GET /v1/adapters` shows more of it, `…/rollout` what was measured.
 
     tenant: null = the fleet's. partial: null = all that its config targets has weights.
     """
@@ -110,7 +110,7 @@ class RegisteredObject(msgspec.Struct, frozen=True):
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
-    """An error that callers were told. time: Unix seconds, of the last; so is request_id."""
+    """An error that callers got. time: Unix seconds, of the last; so is request_id."""
 
     time: float
     count: int
@@ -123,7 +123,7 @@ class ErrorObject(msgspec.Struct, frozen=True):
 class FleetObject(msgspec.Struct, frozen=True):
     """time: Unix seconds. adapters: null = as in the event before. problems: of the adapters file.
 
-    errors: the last that callers were told, newest first.
+    errors: the last that callers got, newest first.
     """
 
     time: float
@@ -196,10 +196,10 @@ def worker_object(
     picture: WorkerPicture | None,
     places: tuple[PlaceObject, ...],
 ) -> WorkerObject:
-    """worker: what is known without what it tells."""
-    told: dict[str, object] = {}
+    """worker: what is known without its own reports."""
+    known: dict[str, object] = {}
     if status is not None:
-        told |= {
+        known |= {
             "state": _state(status),
             "running": status.running,
             "waiting": status.waiting,
@@ -208,11 +208,11 @@ def worker_object(
             "step": status.step,
         }
     if picture is not None:
-        told |= {
+        known |= {
             name: getattr(picture, name) for name in _SHARED if name not in ("in_use", "places")
         }
-        told |= {"in_use": dict(picture.in_use), "places": places}
-    return msgspec.structs.replace(worker, **told)
+        known |= {"in_use": dict(picture.in_use), "places": places}
+    return msgspec.structs.replace(worker, **known)
 
 
 _SHARED = sorted(set(WorkerObject.__struct_fields__) & set(WorkerPicture.__struct_fields__))

@@ -74,7 +74,7 @@ class KeyObject(msgspec.Struct, frozen=True):
 
 
 class NewKeyObject(msgspec.Struct, frozen=True):
-    """key: it is told this once and kept nowhere."""
+    """key: it is shown this once and kept nowhere."""
 
     key: str
     data: KeyObject

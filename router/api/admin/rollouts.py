@@ -133,9 +133,9 @@ def rollout_object(
     ]
     if measured is None:
         return RolloutObject(rollout.id, versions, rollout.guards)
-    told = [_measured(digest, measured) for digest in measured.versions]
+    tallies = [_measured(digest, measured) for digest in measured.versions]
     by: Literal["all", "this_router"] = "all" if measured.of_all else "this_router"
-    return RolloutObject(rollout.id, versions, rollout.guards, told, by)
+    return RolloutObject(rollout.id, versions, rollout.guards, tallies, by)
 
 
 def _measured(digest: str, measurements: Measurements) -> MeasuredObject:

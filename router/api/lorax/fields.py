@@ -66,9 +66,9 @@ def _refuse(name: str, value: Any, parameters: dict[str, Any], known: Collection
     instead = _instead(name)
     if instead is not None:
         raise RequestError("unsupported", f"`{name}` is {instead}", param=name)
-    told, likely = name[:100], nearest(name, known)
+    shown, likely = name[:100], nearest(name, known)
     meant = f"; did you mean `{likely}`?" if likely else ""
-    raise RequestError("unknown_parameter", f"`{told}`: unknown parameter{meant}", param=told)
+    raise RequestError("unknown_parameter", f"`{shown}`: unknown parameter{meant}", param=shown)
 
 
 def _instead(name: str) -> str | None:

@@ -48,8 +48,8 @@ class LoraxParameters(msgspec.Struct, frozen=True):
     """Every field may be null or absent. Neither sampling field set: greedy.
 
     adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
-    merged_adapters: not beside an adapter_id. add_special_tokens: around `inputs`; true unless told
-    otherwise. grammar: TGI's name for response_format. From min_p on: extensions.
+    merged_adapters: not beside an adapter_id. add_special_tokens: around `inputs`; true by default.
+    grammar: TGI's name for response_format. From min_p on: extensions.
     """
 
     adapter_id: str | None = None

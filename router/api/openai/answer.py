@@ -13,7 +13,7 @@ from router.call import AnswerHead, FinishReason, PromptInfo, RequestError, Text
 OpenAIFinish = Literal["stop", "length", "tool_calls"]
 # What becomes of an answer's reasoning: sent as it comes, or at once when it is over, or left out.
 ReasoningSent = Literal["streamed", "whole", "never"]
-# Which chunks of a stream tell the counts.
+# Which chunks of a stream carry the counts.
 UsageIn = Literal["none", "last", "each"]
 
 
@@ -21,7 +21,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a request wants its answer.
 
     logprobs, prompt_logprobs: alternatives a token; None = neither token nor alternatives.
-    token_ids: tell the ids beside the text. tokens_as_ids: name tokens `token_id:ID`, and list
+    token_ids: send the ids beside the text. tokens_as_ids: name tokens `token_id:ID`, and list
     those that are no part of a message, too. id: the caller's own, in place of the request's.
     named_call: the caller named the tool to call, so that a call is what ends an answer.
     """

@@ -29,12 +29,12 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """max_completion_tokens: max_tokens under its newer name; without both, all that fits.
 
     Extensions: echo: the answer begins with the last message, if that is the assistant's.
-    add_generation_prompt: begin the assistant's answer; true unless the final message
-    is continued. continue_final_message: go on within it. chat_template: a name of the model's
-    template list. chat_template_kwargs: further variables of the template. add_special_tokens:
-    around the rendered text, for a template that does not write them. include_reasoning (vLLM's):
-    answers tell their reasoning. separate_reasoning (SGLang's): apart from the text.
-    stream_reasoning (SGLang's): as it comes, else at once when it is over.
+    add_generation_prompt: begin the assistant's answer; true unless the final message is continued.
+    continue_final_message: go on within it. chat_template: a name of the model's template list.
+    chat_template_kwargs: further variables of the template. add_special_tokens: around the rendered
+    text, for a template that does not write them. include_reasoning (vLLM's): answers contain their
+    reasoning. separate_reasoning (SGLang's): apart from the text. stream_reasoning (SGLang's): as
+    it comes, else at once when it is over.
     """
 
     messages: list[Message]

@@ -164,9 +164,9 @@ class ChatFormatter(OpenAIFormatter):
         parts = [[_call_part(delta)] for delta in event.calls]
         if event.calls:
             self._calling.add(event.choice)
-        told = event.text or reasoning or parts
-        if told or ids or (logprobs is not None and logprobs.content):
-            content = UNSET if told and not event.text else event.text
+        has_text = event.text or reasoning or parts
+        if has_text or ids or (logprobs is not None and logprobs.content):
+            content = UNSET if has_text and not event.text else event.text
             delta = Delta(
                 content=content,
                 tool_calls=parts.pop(0) if parts else UNSET,

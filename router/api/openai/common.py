@@ -275,7 +275,7 @@ def _usage_wanted(request: OpenAIBody) -> UsageIn:
 
 
 def _check_reach(plain: dict[str, Any], limits: ApiLimits) -> None:
-    """What vLLM and SGLang take and no type tells. Raises RequestError."""
+    """What vLLM and SGLang take and no type states. Raises RequestError."""
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         all_of_them = same(plain.get(name), -1)
         most = f"-1 asks for the whole vocabulary; expected at most {limits.max_logprobs}"

@@ -24,8 +24,8 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionsBody(OpenAIBody, frozen=True, kw_only=True):
     """prompt: a text, a list of texts, token ids, or a list of lists of token ids.
 
-    max_tokens: 0 wants the prompt alone, with `echo`. add_special_tokens: around texts; true unless
-    told otherwise.
+    max_tokens: 0 wants the prompt alone, with `echo`. add_special_tokens: around texts; true by
+    default.
     """
 
     prompt: str | list[str | NonNegative | list[NonNegative]]

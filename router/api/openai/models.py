@@ -1,4 +1,4 @@
-"""What the router tells of itself: models, info, health, version. Pure."""
+"""What the router says about itself: models, info, health, version. Pure."""
 
 from typing import Literal
 

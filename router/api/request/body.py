@@ -27,8 +27,8 @@ def decode_body(body: bytes, kind: type[T]) -> tuple[T, dict[str, Any]]:
     """The typed body, and all of it as plain values (for fields that `kind` does not know).
 
     Refused: bytes that are no UTF-8 JSON object (RFC 8259), a byte order mark, NaN and Infinity,
-    lone surrogates, a key that occurs twice, more than 32 levels or too many values, values of
-    another type than declared or out of range. Raises RequestError (invalid).
+    lone surrogates, repeated keys. So are more than 32 levels, too many values, and values out of
+    range or of another type than declared. Raises RequestError (invalid).
     """
     plain = decode_plain(body)
     return typed(plain, kind), plain
@@ -79,7 +79,8 @@ def check_query(query: Iterable[tuple[str, str]], known: Collection[str]) -> Non
 
 
 def check_no_fields(body: bytes, query: Collection[str]) -> None:
-    """Where a body says nothing: whoever put an option there must be told. Raises RequestError.
+    """Where a body has no effect: a caller who put an option there must get an error. Raises
+    RequestError.
 
     query: what is said there.
     """

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-# Of a value that is told back.
+# Of a value that a message quotes.
 _MOST_SHOWN = 80
 _PLACE = re.compile(r"(?P<what>.*) - at (?P<key>`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 _STEP = re.compile(r"(\w+)|\[[^\]]*\]")

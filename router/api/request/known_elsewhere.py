@@ -64,7 +64,7 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_only("parallel_tool_calls", _CHAT, True, False),
     **_row("functions", "use `tools`"),
     **_row("function_call", "use `tool_choice`", "auto", "none"),
-    **_row("tool_prompt", "the chat template tells the model of its tools"),
+    **_row("tool_prompt", "the chat template describes the tools to the model"),
     **_row("reasoning_effort", _CHAT, "none"),
     **_row("reasoning thinking", _TEMPLATE),
     **_only("thinking_token_budget", "`max_tokens` bounds the whole answer", -1),
@@ -93,8 +93,8 @@ ELSEWHERE: dict[str, Elsewhere] = {
     **_row("decoder_input_details", "use `prompt_logprobs`"),
     **_row("return_full_text", "use `echo`"),
     **_row("return_prompt_token_ids", "use `return_token_ids`"),
-    **_row("return_prompt_text return_token_offsets", "`/tokenize` tells them"),
-    **_row("return_cached_tokens_details return_meta_info", "`usage` tells what is known"),
+    **_row("return_prompt_text return_token_offsets", "`/tokenize` returns them"),
+    **_row("return_cached_tokens_details return_meta_info", "`usage` holds what is known"),
     **_row("return_hidden_states return_routed_experts", "texts, ids and logprobs are reported"),
     **_row("routed_experts_start_len routed_experts_prompt_start", "experts are not reported", 0),
     **_only("detokenize", "answers are texts; `return_token_ids` adds ids", True),
@@ -162,11 +162,11 @@ def unsupported(name: str, hint: str) -> RequestError:
 
 def unrecognised(name: str, known: Iterable[str], where: str = "") -> RequestError:
     """Of a field that nobody knows, with the one that may be meant. where: of what it is a part."""
-    told = f"{where}{name}"[:_SHOWN]
+    shown = f"{where}{name}"[:_SHOWN]
     likely = nearest(name, known)
     meant = f"; did you mean `{where}{likely}`?" if likely else ""
-    message = f"Unrecognized request argument supplied: {told}{meant}"
-    return RequestError("unknown_parameter", message, param=told)
+    message = f"Unrecognized request argument supplied: {shown}{meant}"
+    return RequestError("unknown_parameter", message, param=shown)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -1,7 +1,8 @@
 """Which worker gets a sequence, and why. Pure.
 
-An adapter lives on few workers: where its rendezvous ranking puts it, on more as its demand grows,
-and on another one only when those have no room and waiting for them would cost more than a load.
+An adapter lives on few workers: where its rendezvous ranking puts it, and on more as its demand
+grows. Another worker is used only when those are full and waiting for them would cost more than a
+load.
 """
 
 import math
@@ -29,8 +30,8 @@ _SHARE_A_COPY = 0.5
 _SHRINK_S = 30.0
 # A worker that knows the prompt may be so much fuller than the emptiest one.
 _PREFIX_SLACK = 0.25
-# What an adapter without a copy weighs against each other, in loads that go before it: a place in
-# its ranking, so that routers agree where it lives, and a worker's use.
+# Weights for placing an adapter that no worker has, in loads that go before it. One is for a place
+# in its ranking, so that routers agree where it lives, one for a worker's use.
 _RANK_PRICE = 0.5
 _USE_PRICE = 4.0
 _SHORTEST_HOLD_S, _LONGEST_HOLD_S = 0.02, 1.0
@@ -71,7 +72,8 @@ class _Homes:
 
 
 class Placer:
-    """Remembers homes and prefixes; all else it is told. `workers` always: all that are known."""
+    """Remembers homes and prefixes; all else comes in as arguments. `workers` always: all that are
+    known."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[str, _Homes] = OrderedDict()

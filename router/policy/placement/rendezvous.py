@@ -1,7 +1,7 @@
 """Which workers an adapter's home is looked for on, in which order. Pure.
 
-Rendezvous hashing (Thaler and Ravishankar, 1998): every router ranks alike without a word between
-them, and a worker that comes or goes moves only what is its own.
+Rendezvous hashing (Thaler and Ravishankar, 1998): every router ranks alike without communication. A
+worker that comes or goes moves only its own adapters.
 """
 
 from collections import OrderedDict

@@ -125,7 +125,7 @@ class WorkerView(msgspec.Struct, eq=False):
         self.begun += 1
 
     def arrived(self, now: float) -> None:
-        """After a report of residency: what it tells need not be guessed any more."""
+        """After a report of residency: what it states need not be guessed any more."""
         for digest, since in list(self.coming.items()):
             if digest in self.resident or digest in self.loading or now - since > _COMING_S:
                 del self.coming[digest]

@@ -95,7 +95,7 @@ class Bill:
             return
         self._settled = True
         self._shares.ends(self._flow.tenant)
-        if self._generated:  # who left before tells nothing of how long outputs are
+        if self._generated:  # a request that was cancelled says nothing about output lengths
             self._estimate.observe(self._flow, self._generated)
         unused = self._expected - self._generated
         if unused > 0:

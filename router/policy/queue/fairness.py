@@ -1,7 +1,7 @@
 """Virtual token counters: who is served next, by what each was served already. Pure.
 
-After Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): whoever has used least
-for its weight goes first; who comes back from idleness is lifted to where the others are, so none
+After Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): the party that has used
+least for its weight goes first. A party that was idle is lifted to where the others are, so nobody
 saves up.
 """
 

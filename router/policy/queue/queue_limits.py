@@ -3,8 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-# A tenant may hold so many times the room that is left (Choudhury and Hahne, Dynamic Queue Length
-# Thresholds, 1998): alone it gets eight ninths, and whoever comes next finds some. A request of who
+# A tenant may hold so many times the free capacity (Choudhury and Hahne, Dynamic Queue Length
+# Thresholds, 1998). Alone it gets eight ninths, and the next tenant finds some. A request of who
 # has nothing waiting may take all that is left: no wait would make its share larger.
 _SHARE_OF_FREE = 8
 

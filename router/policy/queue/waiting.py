@@ -26,8 +26,8 @@ T = TypeVar("T")
 _TENANTS_TRIED, _ADAPTERS_TRIED = 8, 16
 # Tenants without waiting sequences whose adapters' turns are remembered.
 _IDLE_TENANTS = 64
-# A flow that is ahead of its tenant's others is forgiven a share e^-1 of that in so many seconds of
-# waiting, so that nobody waits long for one expensive sequence of the past.
+# A flow's lead over its tenant's other flows decays by a factor of e in so many seconds of waiting.
+# So no flow waits long for one expensive sequence of the past.
 _AGEING_S = 5.0
 
 

@@ -22,9 +22,9 @@ class CallOutcome(Enum):
 class CallObject:
     """Reads `{"name": …, "arguments": {…}}`, its members in any order.
 
-    names: functions that may be called. bare: no marker says that a call comes: then the members
-    are the name and the arguments, in this order; `"type": "function"` may come first, as some
-    models write it. The arguments flow.
+    names: functions that may be called. bare: no marker says that a call comes. Then the members
+    are the name and the arguments, in this order; some models write `"type": "function"` first. The
+    arguments flow.
     """
 
     def __init__(self, scan: Scan, names: Collection[str], bare: bool) -> None:

@@ -91,7 +91,7 @@ class AdapterOrders:
         before = self.pins
         self._pins[connection] = frozenset(digests)
         if self.pins != before:
-            self._tell_pins()
+            self._send_pins()
 
     def order(self, connection: int, order: AdapterOrder, report: Report) -> None:
         """Answered by one AdapterReport, when the order is carried out or cannot be."""
@@ -109,14 +109,14 @@ class AdapterOrders:
         before = self.pins
         self._pins.pop(connection, None)
         if self.pins != before:
-            self._tell_pins()
+            self._send_pins()
         self._give_up(lambda owner: owner[0] == connection)
 
     # ---- the engine
 
     def engine_ready(self) -> None:
         if self.pins:
-            self._tell_pins()
+            self._send_pins()
 
     def engine_lost(self) -> None:
         """Its device memory is gone with it."""
@@ -165,7 +165,7 @@ class AdapterOrders:
             self._notes.popitem(last=False)
         return note
 
-    def _tell_pins(self) -> None:
+    def _send_pins(self) -> None:
         self._tier.pin_only(self.pins)
         self._engine.to_engine(PinAdapters(tuple(sorted(self.pins))))
 

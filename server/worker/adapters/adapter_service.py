@@ -16,7 +16,7 @@ from adapters.common.recent import Recent
 from adapters.errors import AdapterError
 from adapters.manifest import AdapterManifest
 from adapters.merge.recipe import MergeRecipe
-from adapters.ref import AdapterRef, RefSource, told_name
+from adapters.ref import AdapterRef, RefSource, shown_name
 from server.protocol import AdapterLoad, AdapterMerge, AdapterState, LoadStage
 from server.worker.adapters.merging import Merger
 from server.worker.metrics import WorkerMetrics
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_LOADS = 4096
 MAX_MERGES = 64
-_MAX_TOLD = 65_536
+_MAX_LOGGED = 65_536
 RETRY_AFTER_S = 2.0
 
 Report = Callable[[AdapterState], None]
@@ -97,7 +97,7 @@ class AdapterService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pending = 0
         self._merges = 0
-        self._told: Recent[str, bool] = Recent(_MAX_TOLD)
+        self._logged: Recent[str, bool] = Recent(_MAX_LOGGED)
 
     def load(self, frame: AdapterLoad, report: Report) -> None:
         """Answer with AdapterStates; the last is `ready` or `failed`, and there is always one."""
@@ -204,18 +204,18 @@ class AdapterService:
             report(AdapterState(load_id, stage))
 
     def _ready(self, flight: _Flight, manifest: AdapterManifest) -> None:
-        self._tell_partial(flight, manifest)
+        self._log_partial(flight, manifest)
         for load_id, report in self._land(flight):
             self._metrics.loads.labels("ready").inc()
             report(AdapterState(load_id, "ready", manifest))
 
-    def _tell_partial(self, flight: _Flight, manifest: AdapterManifest) -> None:
+    def _log_partial(self, flight: _Flight, manifest: AdapterManifest) -> None:
         """Once for each content."""
-        if manifest.partial is None or self._told.get(manifest.digest) is not None:
+        if manifest.partial is None or self._logged.get(manifest.digest) is not None:
             return
-        self._told.put(manifest.digest, True)
+        self._logged.put(manifest.digest, True)
         subject = flight.what[0]
-        name = told_name(subject) if isinstance(subject, AdapterRef) else "a merge"
+        name = shown_name(subject) if isinstance(subject, AdapterRef) else "a merge"
         log.warning("adapter %.12s (%s) is %s", manifest.digest, name, manifest.partial.text)
 
     def _failed(self, flight: _Flight, error: AdapterError) -> None:

@@ -60,29 +60,29 @@ class Registry:
         self._keys = (f"{stem}:ends", f"{stem}:members")
         self._redis = _client(config)
         self._problem: str | None = None
-        self._told = b""
+        self._record = b""
 
     async def run(self, epoch: Callable[[], int], is_listed: Callable[[], bool]) -> None:
         try:
             while True:
-                await self._try(self._tell(epoch()) if is_listed() else self._leave())
+                await self._try(self._announce(epoch()) if is_listed() else self._leave())
                 await asyncio.sleep(PERIOD_S)
         finally:
             await self._try(self._leave())
             with contextlib.suppress(RedisError, OSError, TimeoutError):
                 await self._redis.aclose()
 
-    async def _tell(self, epoch: int) -> None:
-        told = signed(WorkerRecord(self._worker_id, self._url, epoch), self._secret)
-        arguments = (self._worker_id, told, int(LEASE_S * 1000), epoch)
+    async def _announce(self, epoch: int) -> None:
+        record = signed(WorkerRecord(self._worker_id, self._url, epoch), self._secret)
+        arguments = (self._worker_id, record, int(LEASE_S * 1000), epoch)
         if not await self._eval(_LEASE, *arguments):
             raise _Superseded
-        self._told = told
+        self._record = record
 
     async def _leave(self) -> None:
-        if self._told:
-            told, self._told = self._told, b""
-            await self._eval(_UNLEASE, self._worker_id, told)
+        if self._record:
+            record, self._record = self._record, b""
+            await self._eval(_UNLEASE, self._worker_id, record)
 
     async def _eval(self, script: str, *arguments: str | bytes | int) -> Any:
         return await self._redis.eval(script, len(self._keys), *self._keys, *arguments)
@@ -97,7 +97,7 @@ class Registry:
             # Of the error only its kind: messages may hold addresses and credentials.
             problem = f"Redis does not answer ({type(error).__name__})"
         if problem != self._problem:
-            if problem is None and self._told:
+            if problem is None and self._record:
                 log.info("enlisted for routers as %s", self._url)
             elif problem is not None:
                 log.warning("not enlisted for routers: %s", problem)
@@ -117,7 +117,7 @@ def advertised(config: WorkerConfig, port: int) -> str:
     if config.host in _WILDCARDS:
         name = socket.gethostname()
         raise AddressError(
-            "routers are told an address of this worker: give it as --advertise, "
+            "routers need an address of this worker: give it as --advertise, "
             f"such as ws://{name}:{port}"
         )
     host = f"[{config.host}]" if ":" in config.host else config.host

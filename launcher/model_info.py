@@ -3,7 +3,7 @@
 import msgspec
 
 from launcher.demo import model_path
-from server.model.checkpoint.config import ModelConfig
+from server.model.spec import ModelSpec
 from server.worker.process.model_source import check_model
 
 
@@ -33,7 +33,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 def describe(model: str, revision: str | None) -> ModelFacts:
     """Of a model of the Hub only small files are fetched. Raises ModelError, CheckpointError."""
-    config: ModelConfig = check_model(str(model_path()) if model == "demo" else model, revision)
+    config: ModelSpec = check_model(str(model_path()) if model == "demo" else model, revision)
     return ModelFacts(
         model=model,
         family=config.family,

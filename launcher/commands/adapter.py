@@ -144,7 +144,7 @@ def _ties_head(model: str | None) -> bool | None:
     """Whether the base's head is its embedding; None = not known."""
     if model is None:
         return None
-    return read_config(_model_folder(model).path).tie_word_embeddings
+    return read_config(_model_folder(model).path).head.tied
 
 
 def _folder(text: str) -> Path | None:

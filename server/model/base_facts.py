@@ -11,7 +11,6 @@ import numpy as np
 from adapters.base import BaseSpec
 from adapters.safetensors.floats import float_digest
 from server.model.checkpoint.checkpoint import (
-    LM_HEAD,
     CheckpointError,
     Shard,
     base_digest,
@@ -19,7 +18,7 @@ from server.model.checkpoint.checkpoint import (
     read_shards,
     tables,
 )
-from server.model.checkpoint.config import base_spec
+from server.model.spec import base_spec
 from server.model.tokenizer.base_ends import end_token_ids
 from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
 from server.model.tokenizer.base_tokenizer import TOKENIZER_FILE, read_tokenizer
@@ -30,26 +29,25 @@ _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     """What adapters for this model are validated against. Reads the embeddings once, for their
     digests. Raises CheckpointError, also for a tied head that is stored and is another."""
-    config = read_config(folder)
-    tied = config.tie_word_embeddings
+    model = read_config(folder)
     shards = {name: shard for shard in read_shards(folder) for name in shard.tensors}
-    tensors = tables(shards, config)
+    tensors = tables(shards, model)
     with ThreadPoolExecutor(len(tensors)) as threads:  # seconds each, at the start
         found = tuple(threads.map(partial(_digest, shards), tensors))
     digests = {"embed_tokens": found[0], "lm_head": found[-1]}
-    if tied and found[-1] != found[0]:
+    if model.head.tied and found[-1] != found[0]:
         raise CheckpointError(
             f"{folder}: config.json ties lm_head to embed_tokens, but the weights hold a different"
-            f" {LM_HEAD}; set tie_word_embeddings to false to use it, or remove it"
+            f" {model.head.tensor}; set tie_word_embeddings to false to use it, or remove it"
         )
     digest = base_digest(folder)
     if not (folder / TOKENIZER_FILE).exists():
-        return base_spec(config, digest, names, digests, None, config.eos_token_ids)
+        return base_spec(model, digest, names, digests, None, model.eos_token_ids)
     tokenizer, _ = read_tokenizer(folder)
     special = template_tokens(folder)
     templates = usable_templates(chat_templates(folder), special)
-    ends = end_token_ids(config, tokenizer, special, templates.values())
-    return base_spec(config, digest, names, digests, tokenizer.get_vocab(), ends)
+    ends = end_token_ids(model, tokenizer, special, templates.values())
+    return base_spec(model, digest, names, digests, tokenizer.get_vocab(), ends)
 
 
 def _digest(shards: Mapping[str, Shard], name: str) -> str:

@@ -11,7 +11,7 @@ from server.model.checkpoint.checkpoint import (
     read_config,
     read_optional_json,
 )
-from server.model.checkpoint.config import ModelConfig
+from server.model.spec import ModelSpec
 from server.model.tokenizer.base_ends import end_token_ids
 from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
 from server.model.tokenizer.base_tokenizer import read_tokenizer
@@ -58,7 +58,7 @@ def model_card(
     )
 
 
-def _advice(folder: Path, config: ModelConfig) -> Advice:
+def _advice(folder: Path, config: ModelSpec) -> Advice:
     path = folder / GENERATION_FILE
     try:
         return read_advice(read_optional_json(path), config.vocab_size, config.max_context)

@@ -1,4 +1,4 @@
-"""The decoder: one forward over a flat batch of tokens, for every model of the Llama kind."""
+"""The decoder: one forward over a flat batch of tokens, for every model with a ModelSpec."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from server.model.checkpoint.config import ModelConfig
 from server.model.lora.sites import Sites
 from server.model.ops.ops import Ops
-from server.model.weights import ModelWeights
+from server.model.spec import ModelSpec
+from server.model.weights import ModelWeights, Norm
 
 P = TypeVar("P")
 L = TypeVar("L")
@@ -27,15 +27,17 @@ class Wanted(Generic[L]):
 
 
 class Decoder(Generic[P, L, Y]):
-    """Llama 2 and 3, Mistral, Qwen2, Qwen3: what differs is in the configuration."""
+    """spec: what differs between models, and nothing else does."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, sites: Sites, ops: Ops[P, L, Y]
+        self, spec: ModelSpec, weights: ModelWeights, sites: Sites, ops: Ops[P, L, Y]
     ) -> None:
-        self.config = config
+        self.spec = spec
         self.weights = weights
         self.sites = sites
         self.ops = ops
+        # As the residual stream holds it: a factor of another precision would round otherwise.
+        self._embedding_scale = torch.tensor(spec.embedding.scale, dtype=weights.embed.dtype).item()
 
     def forward(
         self,
@@ -66,8 +68,7 @@ class Decoder(Generic[P, L, Y]):
         normed, hidden = self.begin(token_ids, lora)
         last = len(self.weights.layers) - 1
         for layer, weights in enumerate(self.weights.layers):
-            site = self.sites.layers[layer].qkv
-            qkv = self.ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site)
+            qkv = self.ops.linear(normed, weights.qkv, lora, self.sites.layers[layer].qkv)
             attended = self.ops.attend(plan, layer, qkv, weights.qk_norm)
             if meanwhile is not None:
                 meanwhile()
@@ -82,25 +83,39 @@ class Decoder(Generic[P, L, Y]):
     def begin(self, token_ids: torch.Tensor, lora: L | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Up to the first layer's product of q, k and v: normed and hidden states."""
         hidden = self.ops.embed(token_ids, self.weights.embed, lora, self.sites.embed)
-        first = self.weights.layers[0].input_norm
-        return self.ops.rms_norm(hidden, first, self.config.rms_norm_eps), hidden
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
+        return self.ops.rms_norm(hidden, *self.weights.layers[0].pre_attention), hidden
 
     def after_attention(
         self, layer: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From a layer's attention to the next layer's product of q, k and v, or the end."""
-        ops, epsilon, sites = self.ops, self.config.rms_norm_eps, self.sites.layers[layer]
-        layers = self.weights.layers
-        weights = layers[layer]
+        ops, sites, layers = self.ops, self.sites.layers[layer], self.weights.layers
+        weights, mlp = layers[layer], self.spec.layers[layer].mlp
         is_last = layer + 1 == len(layers)
-        next_norm = self.weights.norm if is_last else layers[layer + 1].input_norm
-        delta = ops.linear(attended, weights.o, weights.o_bias, lora, sites.o)
-        normed, hidden = ops.add_norm(delta, hidden, weights.post_norm, epsilon)
-        gate_up = ops.linear(normed, weights.gate_up, weights.gate_up_bias, lora, sites.gate_up)
-        inner = ops.silu_mul(gate_up)
-        delta = ops.linear(inner, weights.down, weights.down_bias, lora, sites.down)
-        return ops.add_norm(delta, hidden, next_norm, epsilon)
+        next_norm = self.weights.norm if is_last else layers[layer + 1].pre_attention
+        delta = ops.linear(attended, weights.o, lora, sites.o)
+        delta = self._normed(delta, weights.post_attention)
+        normed, hidden = ops.add_norm(delta, hidden, *weights.pre_mlp)
+        gate_up = ops.linear(normed, weights.gate_up, lora, sites.gate_up)
+        inner = ops.gated(gate_up, mlp.activation)
+        delta = ops.linear(inner, weights.down, lora, sites.down)
+        delta = self._normed(delta, weights.post_mlp)
+        return ops.add_norm(delta, hidden, *next_norm)
 
-    def logits(self, normed: torch.Tensor, lora: L | None) -> torch.Tensor:
-        """Some rows of `forward`'s result `[rows, hidden]` -> `[rows, vocab]`. lora: of them."""
-        return self.ops.logits(normed, self.weights.lm_head, lora, self.sites.lm_head)
+    def _normed(self, delta: Y, norm: Norm | None) -> Y:
+        return delta if norm is None else self.ops.norm_product(delta, *norm)
+
+    def logits(
+        self, normed: torch.Tensor, lora: L | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Some rows of `forward`'s result `[rows, hidden]` -> `[rows, vocab]`, in `out` where that
+        is given. lora: of them. Nothing else computes logits."""
+        head = self.spec.head
+        logits = self.ops.logits(normed, self.weights.lm_head, lora, self.sites.lm_head, out)
+        if head.scale != 1.0:
+            logits.mul_(head.scale)
+        if head.softcap is not None:
+            logits.div_(head.softcap).tanh_().mul_(head.softcap)
+        return logits

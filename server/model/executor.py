@@ -16,7 +16,6 @@ from server.engine.executor import AdapterCopy, CopyNews, Masks
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.shared_memory import pages_made
 from server.model.checkpoint.checkpoint import read_config
-from server.model.checkpoint.config import ModelConfig
 from server.model.decoder import Decoder, Wanted
 from server.model.graphs.decode_batch import APPEND, POSITION, ROW, DecodeBatch
 from server.model.graphs.gpu_path import build
@@ -40,13 +39,14 @@ from server.model.sampling.results import Held, PromptLogprobs, StepTicket
 from server.model.sampling.row_sampling import RowSampling
 from server.model.sampling.sampler import Drawn, Sampler, ScoredSlice
 from server.model.sampling.to_draw import ToDraw
+from server.model.spec import ModelSpec
 from server.model.steps.rows import Rows
 from server.model.steps.step import Step
 from server.model.weights import ModelWeights, load_weights, weights_bytes
 
 # As CUDA, its libraries and the CPU's allocator say it.
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-WeightsLoader = Callable[[ModelConfig, torch.dtype, torch.device], ModelWeights]
+WeightsLoader = Callable[[ModelSpec, torch.dtype, torch.device], ModelWeights]
 
 
 class TorchExecutor:
@@ -275,7 +275,7 @@ def _wanted(step: Step, scored: Sequence[ScoredSlice]) -> np.ndarray:
 
 
 def _build_parts(
-    config: EngineConfig, model: ModelConfig, load: WeightsLoader, device: torch.device
+    config: EngineConfig, model: ModelSpec, load: WeightsLoader, device: torch.device
 ) -> Parts:
     """Everything that lies on the device for good."""
     dtype = DTYPES[config.dtype]

@@ -4,69 +4,79 @@ import logging
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from server.model.checkpoint.checkpoint import LM_HEAD, CheckpointError, Shard, read_shards, tables
-from server.model.checkpoint.config import ModelConfig
-from server.model.checkpoint.tensor_table import check_tensors, expected_tensors, kinds
+from server.model.checkpoint.checkpoint import CheckpointError, Shard, read_shards, tables
+from server.model.checkpoint.tensor_table import check_tensors, kinds
+from server.model.linear.dense import DenseLinear
+from server.model.spec import AttentionSpec, LinearSpec, ModelSpec, NormSpec, layer_path
 
 log = logging.getLogger(__name__)
 
 
+class Norm(NamedTuple):
+    """An RMS norm. weight: `[features]`, as it is multiplied."""
+
+    weight: torch.Tensor
+    epsilon: float
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Matrices are `[out_features, in_features]`.
+    """One layer, as `server.model.spec.LayerSpec` names its parts.
 
-    qkv: q, k and v stacked, `[(heads + 2 kv_heads) * head_dim, hidden]`; gate_up likewise.
     qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then of k.
     """
 
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: DenseLinear
+    o: DenseLinear
+    gate_up: DenseLinear
+    down: DenseLinear
+    pre_attention: Norm
+    pre_mlp: Norm
+    post_attention: Norm | None
+    post_mlp: Norm | None
     qk_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+
+    @property
+    def linears(self) -> tuple[DenseLinear, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embed and lm_head: `[vocab, hidden]`; the same tensor when they are tied."""
+    """embed: `[vocab, hidden]`; the head's matrix is the same tensor when they are tied."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor
-    lm_head: torch.Tensor
+    norm: Norm
+    lm_head: DenseLinear
 
 
-def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def weights_bytes(model: ModelSpec, dtype: torch.dtype) -> int:
     """What they take on the device."""
-    return sum(prod(shape) for shape in expected_tensors(config).values()) * dtype.itemsize
+    return sum(prod(shape) for shape in model.tensors().values()) * dtype.itemsize
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    folder: Path, model: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> ModelWeights:
     """Read the checkpoint, cast to `dtype`. Raises CheckpointError with everything that is missing,
     unexpected or of another shape."""
     shards = read_shards(folder)
-    left_out = check_tensors(folder, shards, config)
+    left_out = check_tensors(folder, shards, model)
     if left_out:
         log.info("%d stored tensors change no token and are left out: %s", *kinds(left_out))
-    embedding = tables({name for shard in shards for name in shard.tensors}, config)[0]
+    embedding = tables({name for shard in shards for name in shard.tensors}, model)[0]
     with torch.inference_mode():
         source = _Source(shards, dtype, device)
         embed = source.get(embedding)
-        layers = tuple(_load_layer(source, config, i) for i in range(config.num_layers))
-        lm_head = embed if config.tie_word_embeddings else source.get(LM_HEAD)
-        return ModelWeights(embed, layers, source.get("model.norm.weight"), lm_head)
+        layers = tuple(_load_layer(source, model, i) for i in range(model.num_layers))
+        head = DenseLinear(embed) if model.head.tied else source.linear(model.head.linear)
+        return ModelWeights(embed, layers, source.norm(model.norm), head)
 
 
 class _Source:
@@ -108,32 +118,48 @@ class _Source:
             row += part.shape[0]
         return stacked
 
+    def linear(self, spec: LinearSpec, layer: int | None = None) -> DenseLinear:
+        """layer: 0-based, where the matrix is one of a layer's."""
+        paths = [_path(part.path, layer) for part in spec.parts]
+        weight = self.stack(tuple(f"{path}.weight" for path in paths))
+        bias = self.stack(tuple(f"{path}.bias" for path in paths)) if spec.bias else None
+        return DenseLinear(weight, bias)
 
-def _load_layer(source: _Source, config: ModelConfig, index: int) -> LayerWeights:
-    prefix = f"model.layers.{index}."
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    qkv = tuple(f"{attention}{p}_proj" for p in "qkv")
-    gate_up = (f"{mlp}gate_proj", f"{mlp}up_proj")
+    def norm(self, spec: NormSpec, layer: int | None = None) -> Norm:
+        name = f"{_path(spec.path, layer)}.weight"
+        weight = self.get(name)
+        if spec.offset:
+            weight.copy_(self._mapped(name).float() + spec.offset)
+        return Norm(weight, spec.epsilon)
 
-    def bias(names: tuple[str, ...], present: bool) -> torch.Tensor | None:
-        return source.stack(tuple(f"{name}.bias" for name in names)) if present else None
+
+def _path(path: str, layer: int | None) -> str:
+    return path if layer is None else layer_path(layer, path)
+
+
+def _load_layer(source: _Source, model: ModelSpec, index: int) -> LayerWeights:
+    spec = model.layers[index]
+    norms = spec.norms
+
+    def optional(norm: NormSpec | None) -> Norm | None:
+        return None if norm is None else source.norm(norm, index)
 
     return LayerWeights(
-        input_norm=source.get(f"{prefix}input_layernorm.weight"),
-        qkv=source.stack(tuple(f"{name}.weight" for name in qkv)),
-        qkv_bias=bias(qkv, config.qkv_bias),
-        qk_norm=_qk_norm(source, config, attention) if config.qk_norm else None,
-        o=source.get(f"{attention}o_proj.weight"),
-        o_bias=bias((f"{attention}o_proj",), config.o_bias),
-        post_norm=source.get(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=source.stack(tuple(f"{name}.weight" for name in gate_up)),
-        gate_up_bias=bias(gate_up, config.mlp_bias),
-        down=source.get(f"{mlp}down_proj.weight"),
-        down_bias=bias((f"{mlp}down_proj",), config.mlp_bias),
+        qkv=source.linear(spec.qkv, index),
+        o=source.linear(spec.o, index),
+        gate_up=source.linear(spec.gate_up, index),
+        down=source.linear(spec.down, index),
+        pre_attention=source.norm(norms.pre_attention, index),
+        pre_mlp=source.norm(norms.pre_mlp, index),
+        post_attention=optional(norms.post_attention),
+        post_mlp=optional(norms.post_mlp),
+        qk_norm=_qk_norm(source, spec.attention, index),
     )
 
 
-def _qk_norm(source: _Source, config: ModelConfig, attention: str) -> torch.Tensor:
-    q = source.get(f"{attention}q_norm.weight").expand(config.num_heads, -1)
-    k = source.get(f"{attention}k_norm.weight").expand(config.num_kv_heads, -1)
+def _qk_norm(source: _Source, spec: AttentionSpec, index: int) -> torch.Tensor | None:
+    if spec.q_norm is None or spec.k_norm is None:
+        return None
+    q = source.norm(spec.q_norm, index).weight.expand(spec.num_heads, -1)
+    k = source.norm(spec.k_norm, index).weight.expand(spec.num_kv_heads, -1)
     return torch.cat((q, k))

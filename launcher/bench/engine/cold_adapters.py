@@ -20,7 +20,7 @@ from adapters.store.store import AdapterStore, Stage
 from launcher.bench.engine.offline import EXTENT_BYTES
 from server.engine.shared_memory import HostMemory
 from server.model.checkpoint.checkpoint import read_config
-from server.model.checkpoint.config import base_spec
+from server.model.spec import base_spec
 
 _ROOM = 1 << 40
 _PIECE = 256 << 10

@@ -12,9 +12,8 @@ from adapters.manifest import ITEM_BYTES, SlabDtype
 from launcher.bench.engine.offline import GREEDY, EngineSizes, Load, OfflineEngine, token_bytes
 from launcher.bench.errors import BenchError
 from server.model.checkpoint.checkpoint import read_config
-from server.model.checkpoint.config import ModelConfig, base_spec
-from server.model.checkpoint.tensor_table import expected_tensors
 from server.model.lora.lora import DTYPES
+from server.model.spec import ModelSpec, base_spec
 from server.protocol import SamplingParams
 
 # Of the shorter of the two runs whose difference is a step's time.
@@ -171,13 +170,12 @@ def adapter_bytes(grid: Grid, lora_rank: int) -> int:
     return base.num_layers * features * lora_rank * ITEM_BYTES[grid.dtype]
 
 
-def matrix_parameters(model: ModelConfig) -> int:
+def matrix_parameters(model: ModelSpec) -> int:
     """Weights of the layers' matrices: what a prompt's token is multiplied with."""
-    shapes = expected_tensors(model)
     return sum(
-        shape[0] * shape[1]
-        for name, shape in shapes.items()
-        if name.startswith("model.layers.") and len(shape) > 1
+        linear.out_features * linear.in_features
+        for layer in model.layers
+        for linear in layer.linears
     )
 
 

@@ -33,6 +33,7 @@ from server.kernels.lora.table import LoraTable
 from server.kernels.lora.workspace import allocate_workspace
 from server.kernels.pointwise.add_norm import add_norm
 from server.kernels.pointwise.silu import silu_mul
+from server.model.linear.dense import DenseLinear
 from server.model.ops.device_lora import OnTheWay, on_the_way
 from server.model.ops.products import Products
 
@@ -179,7 +180,8 @@ class TimedStep:
     def _gemm(self, index: int, *, beside_lora: bool = False) -> None:
         k, _ = SITES[index % len(SITES)]
         out = self.outputs[index % len(SITES)]
-        self.products.linear(self.inputs[k], self.weights[index], out=out, beside_lora=beside_lora)
+        linear = DenseLinear(self.weights[index])
+        self.products.linear(self.inputs[k], linear, out, beside_lora=beside_lora)
 
     def _shrink(self, index: int, adapters: Adapters, *, after_input: bool = False) -> None:
         k, _ = SITES[index % len(SITES)]
@@ -305,7 +307,7 @@ def _steps(batches: Sequence[int]) -> dict[int, TimedStep]:
     configs, weights = load_configs("cuda"), make_weights()
     products = Products(configs)
     by_site = [weights[site :: len(SITES)] for site in range(len(SITES))]
-    products.measure(batches, [[(weight, None) for weight in of] for of in by_site])
+    products.measure(batches, [list(map(DenseLinear, of)) for of in by_site])
     return {batch: TimedStep(batch, weights, configs, products) for batch in batches}
 
 

@@ -20,9 +20,8 @@ import torch
 from adapters.base import BaseSpec
 from launcher.bench.engine.made_tokenizer import tokenizer_json
 from server.model.checkpoint.checkpoint import read_config
-from server.model.checkpoint.config import base_spec
 from server.model.checkpoint.model_files import CONFIG_FILE, INDEX_FILE
-from server.model.checkpoint.tensor_table import expected_tensors
+from server.model.spec import base_spec
 
 # How safetensors spells them. In eight bits an adapter takes half the disk; it is packed as ever.
 STORED = {
@@ -73,7 +72,7 @@ class Maker:
     def model(self, folder: Path) -> Written:
         """A model's folder: configuration, tokenizer, sharded weights. Raises FileExistsError."""
         folder.mkdir(parents=True)
-        shards = list(_shards(expected_tensors(self._model), self._dtype.itemsize))
+        shards = list(_shards(self._model.tensors(), self._dtype.itemsize))
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         _write_json(folder / CONFIG_FILE, json.loads(self._config_text))
         _write_json(folder / INDEX_FILE, {"weight_map": _weight_map(names, shards)})

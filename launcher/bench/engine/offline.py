@@ -36,10 +36,11 @@ from server.engine.messages import (
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.model.checkpoint.checkpoint import read_config
-from server.model.checkpoint.config import ModelConfig, base_spec
 from server.model.executor import TorchExecutor
+from server.model.linear.dense import DenseLinear
 from server.model.lora.lora import DTYPES
-from server.model.weights import LayerWeights, ModelWeights
+from server.model.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec, base_spec
+from server.model.weights import LayerWeights, ModelWeights, Norm
 from server.protocol import GenerateRequest, SamplingParams
 
 SHIPPED = Path(__file__).parent / "configs"
@@ -70,44 +71,40 @@ def check_device(device: str) -> None:
         require_cuda("--device cpu needs none")
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Every tensor of `dtype` on `device`: matrices `[out_features, in_features]` of N(0, 0.02^2),
-    biases `[out_features]` of zeros, norms `[hidden_size]` of ones (`qk_norm`: `[num_heads +
-    num_kv_heads, head_dim]`). embed and head: `[vocab_size, hidden_size]`, one tensor where the
-    model ties them; qkv: `[q_size + 2 * kv_size, hidden_size]`; gate_up: `[2 * intermediate_size,
-    hidden_size]`.
-    """
+def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Every tensor of `dtype` on `device`, in the shapes of `model`: matrices of N(0, 0.02^2),
+    biases of zeros, norms of ones."""
 
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=dtype, device=device).normal_(std=_STD)
+    def linear(spec: LinearSpec) -> DenseLinear:
+        weight = torch.empty(spec.out_features, spec.in_features, dtype=dtype, device=device)
+        bias = torch.zeros(spec.out_features, dtype=dtype, device=device) if spec.bias else None
+        return DenseLinear(weight.normal_(std=_STD), bias)
 
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, device=device)
 
-    def bias(present: bool, features: int) -> torch.Tensor | None:
-        return torch.zeros(features, dtype=dtype, device=device) if present else None
+    def norm(spec: NormSpec) -> Norm:
+        return Norm(ones(spec.size), spec.epsilon)
 
-    hidden, inner = config.hidden_size, config.intermediate_size
-    qkv, heads = config.q_size + 2 * config.kv_size, config.num_heads + config.num_kv_heads
-
-    def layer() -> LayerWeights:
+    def layer(spec: LayerSpec) -> LayerWeights:
+        norms, attention = spec.norms, spec.attention
+        heads = attention.num_heads + attention.num_kv_heads
         return LayerWeights(
-            input_norm=ones(hidden),
-            qkv=matrix(qkv, hidden),
-            qkv_bias=bias(config.qkv_bias, qkv),
-            qk_norm=ones(heads, config.head_dim) if config.qk_norm else None,
-            o=matrix(hidden, config.q_size),
-            o_bias=bias(config.o_bias, hidden),
-            post_norm=ones(hidden),
-            gate_up=matrix(2 * inner, hidden),
-            gate_up_bias=bias(config.mlp_bias, 2 * inner),
-            down=matrix(hidden, inner),
-            down_bias=bias(config.mlp_bias, hidden),
+            qkv=linear(spec.qkv),
+            o=linear(spec.o),
+            gate_up=linear(spec.gate_up),
+            down=linear(spec.down),
+            pre_attention=norm(norms.pre_attention),
+            pre_mlp=norm(norms.pre_mlp),
+            post_attention=norm(norms.post_attention) if norms.post_attention else None,
+            post_mlp=norm(norms.post_mlp) if norms.post_mlp else None,
+            qk_norm=ones(heads, attention.head_dim) if attention.q_norm else None,
         )
 
-    embed = matrix(config.vocab_size, hidden)
-    head = embed if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
-    return ModelWeights(embed, tuple(layer() for _ in range(config.num_layers)), ones(hidden), head)
+    embed = torch.empty(model.vocab_size, model.hidden_size, dtype=dtype, device=device)
+    embed.normal_(std=_STD)
+    head = DenseLinear(embed) if model.head.tied else linear(model.head.linear)
+    return ModelWeights(embed, tuple(map(layer, model.layers)), norm(model.norm), head)
 
 
 def lora_layout(base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype) -> SlabLayout:
@@ -127,12 +124,12 @@ def lora_layout(base: BaseSpec, digest: str, lora_rank: int, dtype: SlabDtype) -
     return make_layout(LoraTensors(config, modules), base, digest, dtype, EXTENT_BYTES)
 
 
-def slab_bytes(model: ModelConfig, dtype: SlabDtype, lora_rank: int) -> int:
+def slab_bytes(model: ModelSpec, dtype: SlabDtype, lora_rank: int) -> int:
     base = base_spec(model, "0" * 64, ("base",))
     return lora_layout(base, "0" * 64, lora_rank, dtype).nbytes
 
 
-def token_bytes(model: ModelConfig, dtype: SlabDtype) -> int:
+def token_bytes(model: ModelSpec, dtype: SlabDtype) -> int:
     """Keys and values of one token."""
     return 2 * model.num_layers * model.kv_size * ITEM_BYTES[dtype]
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from adapters.safetensors.header import DTYPE_BYTES
-from server.model.checkpoint.config import ModelConfig
 from server.model.checkpoint.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -23,10 +22,10 @@ from server.model.checkpoint.model_files import (
     what_it_is,
     without_weights,
 )
+from server.model.families.registry import read_model
+from server.model.spec import ModelSpec
 
 GENERATION_FILE = "generation_config.json"
-EMBED = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 
 _MAX_JSON_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
@@ -82,12 +81,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def tables(stored: Container[str], config: ModelConfig) -> tuple[str, ...]:
+def tables(stored: Container[str], model: ModelSpec) -> tuple[str, ...]:
     """Names of the embedding and the head, the embedding first. Tied they are one table, which is
     stored under its own name, as the head (safetensors' `save_model`), or as both."""
-    if not config.tie_word_embeddings:
-        return (EMBED, LM_HEAD)
-    return tuple(name for name in (EMBED, LM_HEAD) if name in stored) or (EMBED,)
+    both = (model.embedding.tensor, model.head.tensor)
+    if not model.head.tied:
+        return both
+    return tuple(name for name in both if name in stored) or both[:1]
 
 
 def read_text(path: Path, limit: int) -> str:
@@ -104,12 +104,12 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The folder's ModelConfig. Raises CheckpointError listing everything unsupported."""
+def read_config(folder: Path) -> ModelSpec:
+    """The folder's ModelSpec. Raises CheckpointError listing everything unsupported."""
     config = read_json(folder / CONFIG_FILE)
     generation = read_optional_json(folder / GENERATION_FILE)
     try:
-        return ModelConfig.from_json(config, generation)
+        return read_model(config, generation)
     except ValueError as error:
         raise UnservedError(folder / CONFIG_FILE, str(error)) from None
     except (TypeError, AttributeError, OverflowError) as error:

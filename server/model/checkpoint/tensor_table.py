@@ -2,19 +2,17 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from server.model.checkpoint.checkpoint import (
-    EMBED,
-    LM_HEAD,
     CheckpointError,
     Shard,
     read_config,
     read_shards,
     tables,
 )
-from server.model.checkpoint.config import ModelConfig
+from server.model.spec import ModelSpec
 
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _MAX_LISTED = 8
@@ -39,32 +37,18 @@ _QUANTISED = re.compile(
 )
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this model must hold, and its shape."""
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBED: (config.vocab_size, config.hidden_size),
-        "model.norm.weight": (config.hidden_size,),
-    }
-    if not config.tie_word_embeddings:
-        shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-    layer = dict(_layer_tensors(config))
-    for index in range(config.num_layers):
-        shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
-    return shapes
-
-
-def check_folder(folder: Path, *, with_tensors: bool = True) -> ModelConfig:
+def check_folder(folder: Path, *, with_tensors: bool = True) -> ModelSpec:
     """The configuration of a model's folder, once it fits the weights' headers.
 
     Raises CheckpointError with what matters most first.
     """
-    config = read_config(folder)
+    model = read_config(folder)
     if with_tensors:
-        check_tensors(folder, read_shards(folder), config)
-    return config
+        check_tensors(folder, read_shards(folder), model)
+    return model
 
 
-def check_tensors(folder: Path, shards: Sequence[Shard], config: ModelConfig) -> tuple[str, ...]:
+def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tuple[str, ...]:
     """Names of stored tensors that are left out, since they change no token.
 
     Raises CheckpointError with everything that is missing, unexpected or of another shape.
@@ -75,11 +59,11 @@ def check_tensors(folder: Path, shards: Sequence[Shard], config: ModelConfig) ->
         raise CheckpointError(
             f"{folder}: quantised weights ({quantised}) are not served; serve the original"
         )
-    expected = expected_tensors(config)
-    expected[tables(stored, config)[0]] = expected.pop(EMBED)
-    ignored = {LM_HEAD} if config.tie_word_embeddings else set()
+    expected = model.tensors()
+    expected[tables(stored, model)[0]] = expected.pop(model.embedding.tensor)
+    ignored = {model.head.tensor} if model.head.tied else set()
     others = [name for name in stored if name not in expected and name not in ignored]
-    beyond = _predicting_layers(others, config)
+    beyond = _predicting_layers(others, model)
     left_out = tuple(name for name in others if _kind(name, beyond) is not None)
     wrong = [
         f"{name} (expected {list(shape)}, got {stored[name].dtype} {list(stored[name].shape)})"
@@ -112,39 +96,17 @@ def _kind(name: str, beyond: Collection[int]) -> str | None:
     return next((kind for kind, names in _LEFT_OUT.items() if names.fullmatch(name)), None)
 
 
-def _predicting_layers(names: Sequence[str], config: ModelConfig) -> frozenset[int]:
+def _predicting_layers(names: Sequence[str], model: ModelSpec) -> frozenset[int]:
     """Layers beyond the last that predict further tokens, as config.json or their tensors say.
 
     Others are those of a model whose config.json leaves layers out.
     """
     layers = [found for found in map(_LAYER.fullmatch, names) if found is not None]
     beyond = {int(found["layer"]) for found in layers if _OF_PREDICTION.fullmatch(found["rest"])}
-    declared = range(config.num_layers, config.num_layers + config.extra_layers)
-    return frozenset(layer for layer in beyond if layer >= config.num_layers).union(declared)
+    declared = range(model.num_layers, model.num_layers + model.extra_layers)
+    return frozenset(layer for layer in beyond if layer >= model.num_layers).union(declared)
 
 
 def _listed(names: Sequence[str]) -> str:
     more = ", …" if len(names) > _MAX_LISTED else ""
     return f"{', '.join(names[:_MAX_LISTED])}{more}"
-
-
-def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    linears = (
-        ("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, config.q_size, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
-    for name, rows, columns, bias in linears:
-        yield f"{name}.weight", (rows, columns)
-        if bias:
-            yield f"{name}.bias", (rows,)
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)

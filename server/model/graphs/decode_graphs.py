@@ -76,7 +76,7 @@ class DecodeGraphs:
         self.sizes = sizes
         self._decoder, self._ops, self._rows = decoder, ops, rows
         most, device = sizes[-1], ops.device
-        vocab, dtype = decoder.config.vocab_size, ops.cache.k.dtype
+        vocab, dtype = decoder.spec.vocab_size, ops.cache.k.dtype
         self._logits = torch.empty(most, vocab, dtype=dtype, device=device)
         self._sampled = torch.empty(most, dtype=torch.int32, device=device)
         self._token_ids, self._positions = (
@@ -147,7 +147,7 @@ class DecodeGraphs:
         if with_adapters:
             lora = self._loras[size] = self._ops.captured_lora(columns[SLOT], decodes=True)
         logits, sampled = self._logits[:size], self._sampled[:size]
-        rows, head = self._rows, self._decoder.weights.lm_head
+        rows = self._rows
         work = DecodeItems(parts.items(packed), parts.piece(packed))
         view = DecodeBatchView(columns[ROW], positions, rows.page_table, work)
         plan = CudaPlan(positions, None, Attention(slice(size), view, slice(0), None))
@@ -157,7 +157,7 @@ class DecodeGraphs:
             if lora is not None:
                 self._ops.route(lora)
             normed = self._decoder.forward(token_ids, plan, lora)
-            self._ops.products.linear(normed, head, out=logits)
+            self._decoder.logits(normed, lora, out=logits)
             greedy_append(
                 logits, columns[ROW], columns[APPEND], rows.tokens, sampled, self._scratch
             )

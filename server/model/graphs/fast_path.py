@@ -15,13 +15,13 @@ from server.model.graphs.parts import Built, Parts
 from server.model.graphs.start_phases import StartPhases
 from server.model.graphs.token_graphs import TokenGraphs
 from server.model.graphs.warm_up import prompts_of, run_steps
+from server.model.linear.dense import DenseLinear
 from server.model.ops.attention_cuda import PagedAttention, prompt_backend
 from server.model.ops.device_lora import DeviceLora, Product
 from server.model.ops.graph_attention import GraphAttention
 from server.model.ops.memory import LOGITS_ROWS
 from server.model.ops.ops import StepLayout
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
-from server.model.ops.products import Linear
 from server.model.ops.prompt_attention import MAX_PROMPTS, PromptAttention
 from server.model.ops.sizes import MOST_PADDING, graph_sizes, row_sizes, sizes_up_to, token_sizes
 from server.model.sampling.draws_cuda import CudaDraws
@@ -72,7 +72,7 @@ class _Start:
         limits, rows = parts.limits, parts.rows
         most_decodes = min(limits.max_rows, limits.max_step_tokens)
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
-        prompt_sizes = _prompt_sizes(limits, _products_of(parts.weights.layers[0]))
+        prompt_sizes = _prompt_sizes(limits, parts.weights.layers[0].linears)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
         captured = prompt_sizes if backend == "fa3" else ()
         most = max(limits.max_rows + MOST_PADDING, sizes[-1])
@@ -126,9 +126,9 @@ class _Start:
     def load_products(self) -> None:
         """Of steps that no graph has: those of all tokens, and of rows that want logits."""
         weights, sizes = self.parts.weights, self.row_sizes
-        self.ops.products.load(sizes, _products_of(weights.layers[0]))
+        self.ops.products.load(sizes, weights.layers[0].linears)
         most_logits = max(self.parts.limits.max_rows, LOGITS_ROWS)
-        self.ops.products.load(sizes_up_to(sizes, most_logits), [(weights.lm_head, None)])
+        self.ops.products.load(sizes_up_to(sizes, most_logits), [weights.lm_head])
 
     def measure_products(self) -> None:
         for sizes, products in self._products():
@@ -143,13 +143,13 @@ class _Start:
         torch.cuda.synchronize()
         return graphs, token_graphs
 
-    def _products(self) -> Iterator[tuple[Sequence[int], list[list[Linear]]]]:
-        """Numbers of rows, and for each product that has them weight and bias in every layer."""
+    def _products(self) -> Iterator[tuple[Sequence[int], list[list[DenseLinear]]]]:
+        """Numbers of rows, and for each product that has them its matrix in every layer."""
         weights = self.parts.weights
-        by_layer = zip(*map(_products_of, weights.layers), strict=True)
+        by_layer = zip(*(layer.linears for layer in weights.layers), strict=True)
         yield sorted({*self.sizes, *self.prompt_sizes}), [list(layers) for layers in by_layer]
         # Of steps with prompts no graph has the head.
-        yield self.sizes, [[(weights.lm_head, None)]]
+        yield self.sizes, [[weights.lm_head]]
 
     def _graphs(self, decoder: CudaDecoder) -> tuple[DecodeGraphs, TokenGraphs | None]:
         """Not captured yet."""
@@ -170,20 +170,11 @@ class _Start:
         return prompts_of(self.parts.rows, self.parts.limits.max_context, tokens)
 
 
-def _products_of(layer: LayerWeights) -> list[Linear]:
-    return [
-        (layer.qkv, layer.qkv_bias),
-        (layer.o, layer.o_bias),
-        (layer.gate_up, layer.gate_up_bias),
-        (layer.down, layer.down_bias),
-    ]
-
-
-def _prompt_sizes(limits: ExecutorLimits, layer: list[Linear]) -> tuple[int, ...]:
+def _prompt_sizes(limits: ExecutorLimits, layer: Sequence[DenseLinear]) -> tuple[int, ...]:
     """Tokens of the graphs of steps with prompts."""
     # In a context of one token there are none: slices of one token are decodes.
     most = MAX_PROMPTS * limits.max_context if limits.max_context > 1 else 0
-    weights = sum(weight.numel() for weight, _ in layer)
+    weights = sum(linear.out_features * linear.in_features for linear in layer)
     return token_sizes(limits.max_step_tokens, weights, most)
 
 

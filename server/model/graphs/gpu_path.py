@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from server.model.checkpoint.config import ModelConfig
 from server.model.decoder import Decoder
 from server.model.graphs.parts import Built, Parts
 from server.model.graphs.start_phases import StartPhases
 from server.model.ops.ops_torch import TorchOps
 from server.model.sampling.draws_torch import TorchDraws
+from server.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def _build_reference(parts: Parts, why: str) -> Built:
     return Built(decoder, draws, None, None, (), f"plain torch: {why}")
 
 
-def why_not_fast(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+def why_not_fast(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why a CUDA device serves this model with the reference ops, or None where it need not."""
     for package in ("flashinfer", "triton"):
         if importlib.util.find_spec(package) is None:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.engine.executor import ExecutorLimits
-from server.model.checkpoint.config import ModelConfig
 from server.model.decoder import Decoder
 from server.model.lora.lora import AdapterTable
 from server.model.ops.ops import KVCache
 from server.model.sampling.row_sampling import RowSampling
 from server.model.sampling.sampler import Draws
+from server.model.spec import ModelSpec
 from server.model.steps.rows import Rows
 from server.model.weights import ModelWeights
 
@@ -18,7 +18,7 @@ from server.model.weights import ModelWeights
 class Parts:
     """What a set of ops works on; all on one device. summary: of its memory, for a person."""
 
-    model: ModelConfig
+    model: ModelSpec
     weights: ModelWeights
     cache: KVCache
     table: AdapterTable

@@ -49,7 +49,7 @@ class TokenGraphs:
         """attention: that graphs can launch; None: it lies between them."""
         self.sizes = sizes
         self._decoder, self._ops, self._attention = decoder, ops, attention
-        model, device, dtype = decoder.config, ops.device, ops.cache.k.dtype
+        model, device, dtype = decoder.spec, ops.device, ops.cache.k.dtype
         most = sizes[-1]
         self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._slots = torch.full((most,), -1, dtype=torch.int32, device=device)
@@ -179,4 +179,4 @@ class TokenGraphs:
     def _project(self, normed: torch.Tensor, layer: int, lora: DeviceLora | None) -> None:
         weights, site = self._decoder.weights.layers[layer], self._decoder.sites.layers[layer].qkv
         out = self._qkv[: len(normed)]
-        self._ops.linear(normed, weights.qkv, weights.qkv_bias, lora, site, out=out)
+        self._ops.linear(normed, weights.qkv, lora, site, out=out)

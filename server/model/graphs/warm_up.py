@@ -24,7 +24,7 @@ def run_steps(decoder: Decoder[Any, Any, Any], rows: Rows, limits: ExecutorLimit
     context, adapters = limits.max_context, limits.adapter_slots > 0
     for tokens in warm_sizes(min(limits.max_step_tokens, limits.max_rows * context)):
         run_step(decoder, rows, tokens, context, adapters)
-    for decodes in warm_decodes(decoder.config.num_kv_heads, limits):
+    for decodes in warm_decodes(decoder.spec.num_kv_heads, limits):
         layout = _on_scratch(rows, np.array([1] * decodes + [2]))
         token_ids = torch.zeros(decodes + 2, dtype=torch.int64, device=rows.device)
         decoder.forward(token_ids, decoder.ops.plan(layout), None)

@@ -13,7 +13,7 @@ import numpy as np
 from adapters.base import SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
 from server.kernels.lora.table import MAX_PROJECTIONS
-from server.model.checkpoint.config import ModelConfig
+from server.model.spec import LinearSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class LayerSites:
-    """The sites of one layer."""
+    """The sites of one layer, in the order of `LayerSpec.linears`."""
 
     qkv: Site
     o: Site
@@ -48,20 +48,15 @@ class Sites:
     outside: bool `[sites]`, True for the embedding and the head.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    def __init__(self, model: ModelSpec) -> None:
         self._all: list[Site] = []
         self.layers = tuple(
-            LayerSites(
-                qkv=self._add(n, "qkv", hidden, config.q_size, config.kv_size, config.kv_size),
-                o=self._add(n, "o", config.q_size, hidden),
-                gate_up=self._add(n, "gate_up", hidden, inner, inner),
-                down=self._add(n, "down", inner, hidden),
-            )
-            for n in range(config.num_layers)
+            LayerSites(*(self._add(number, linear) for linear in layer.linears))
+            for number, layer in enumerate(model.layers)
         )
-        self.embed = self._add(-1, "embed_tokens", vocab, hidden)
-        self.lm_head = self._add(-1, "lm_head", hidden, vocab)
+        embedding = model.embedding
+        self.embed = self._new(-1, "embed_tokens", embedding.vocab_size, (embedding.size,))
+        self.lm_head = self._add(-1, model.head.linear)
         self._places = {(site.layer, site.kind): site for site in self._all}
         self.in_features = np.array([site.in_features for site in self._all])
         self.out_features = np.zeros((len(self), MAX_PROJECTIONS), dtype=np.int64)
@@ -69,7 +64,12 @@ class Sites:
             self.out_features[site.number, : len(site.out_features)] = site.out_features
         self.outside = np.array([site.layer < 0 for site in self._all])
 
-    def _add(self, layer: int, kind: SiteKind, in_features: int, *out_features: int) -> Site:
+    def _add(self, layer: int, linear: LinearSpec) -> Site:
+        return self._new(layer, linear.kind, linear.in_features, linear.widths)
+
+    def _new(
+        self, layer: int, kind: SiteKind, in_features: int, out_features: tuple[int, ...]
+    ) -> Site:
         self._all.append(Site(len(self._all), layer, kind, in_features, out_features))
         return self._all[-1]
 

@@ -4,6 +4,7 @@ A plan is made on the host from lengths that the host knows; page lists are gath
 """
 
 from dataclasses import dataclass
+from math import isclose
 
 import numpy as np
 import torch
@@ -17,10 +18,10 @@ from server.kernels.attention.decode_attention import (
     max_items,
 )
 from server.kernels.lora.pending import PendingDelta
-from server.model.checkpoint.config import ModelConfig
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.prompt_attention import PromptAttention
 from server.model.ops.transfers import to_device
+from server.model.spec import LayerSpec, ModelSpec
 
 _HEAD_DIMS = (64, 128, 256)
 
@@ -31,7 +32,7 @@ def prompt_backend(capability: tuple[int, int]) -> str:
     return "fa3" if capability == (9, 0) else "fa2"
 
 
-def unsupported(model: ModelConfig, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+def unsupported(model: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Why FlashInfer cannot serve this model on a device of this compute capability, or None."""
     if capability < (8, 0):
         found = ".".join(map(str, capability))
@@ -46,6 +47,25 @@ def unsupported(model: ModelConfig, dtype: torch.dtype, capability: tuple[int, i
             "sliding windows are left to the reference attention; with a --max-context of at most"
             f" {min(windows)} the model has none"
         )
+    return next(filter(None, map(_other_maths, set(model.layers))), _other_ropes(model))
+
+
+def _other_maths(layer: LayerSpec) -> str | None:
+    """What of a layer the kernels do not compute."""
+    attention = layer.attention
+    if attention.softcap is not None:
+        return "a soft cap on attention's scores is left to the reference attention"
+    if not isclose(attention.scale, attention.head_dim**-0.5):
+        return f"attention's scale of {attention.scale:g} is left to the reference attention"
+    if layer.mlp.activation != "silu":
+        return f"the activation {layer.mlp.activation} is left to the reference operations"
+    return None
+
+
+def _other_ropes(model: ModelSpec) -> str | None:
+    ropes = {layer.attention.rope for layer in model.layers}
+    if len(ropes) > 1 or None in ropes:
+        return "rotation that differs between layers is left to the reference attention"
     return None
 
 
@@ -65,7 +85,7 @@ class PagedAttention:
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: ModelSpec,
         cache: KVCache,
         prefill_backend: str,
         most_decodes: int,
@@ -106,7 +126,7 @@ class PagedAttention:
         `decode_attention`."""
         cos_sin, weights = rotation
         pages = (self.cache.k[layer], self.cache.v[layer])
-        norm = (weights, self.model.rms_norm_eps)
+        norm = (weights, self.model.layers[layer].attention.qk_epsilon)
         context = (batch, pages, cos_sin, norm, self._scratch, out)
         decode_attention(qkv, pending, *context, programmatic_launch=self._programmatic_launch)
 

@@ -2,12 +2,11 @@
 
 import msgspec
 
-from adapters.base import LAYER_SITES, MODEL_SITES
 from adapters.manifest import ITEM_BYTES
 from server.config import ConfigError, EngineConfig
 from server.engine.executor import ExecutorLimits
-from server.model.checkpoint.config import ModelConfig
 from server.model.ops.sizes import MOST_PADDING
+from server.model.spec import ModelSpec
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
@@ -31,16 +30,17 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     free_now: int
 
 
-def page_bytes(model: ModelConfig, engine: EngineConfig) -> int:
+def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     """Keys and values of one page in all layers."""
     tokens = model.num_layers * engine.page_size
     return 2 * tokens * model.kv_size * ITEM_BYTES[engine.dtype]
 
 
-def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
+def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     """Upper estimate of what a step needs beside weights, KV cache and adapters."""
     item = ITEM_BYTES[engine.dtype]
-    widths = 4 * model.hidden_size + 3 * model.q_size + 3 * model.intermediate_size
+    inner = max(layer.mlp.size for layer in model.layers)
+    widths = 4 * model.hidden_size + 3 * model.q_size + 3 * inner
     activations = engine.max_step_tokens * widths * item
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
     rows = engine.max_running + MOST_PADDING
@@ -53,13 +53,13 @@ def workspace_bytes(model: ModelConfig, engine: EngineConfig) -> int:
     # Of each row its tokens, of rows with penalties once more, and its pages; the rotation of each
     # position; adapters' records.
     row = context * 4 + -(-context // engine.page_size) * 8
-    records = engine.adapter_slots * (model.num_layers * len(LAYER_SITES) + len(MODEL_SITES)) * 64
+    records = engine.adapter_slots * model.num_sites * 64
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
     tables += context * model.head_dim * 4 + records
     return _FIXED_WORKSPACE + 2 * activations + logits + masks + pieces + tables
 
 
-def split_prompts_bytes(model: ModelConfig, processors: int) -> int:
+def split_prompts_bytes(model: ModelSpec, processors: int) -> int:
     """What FlashInfer's FA2 needs at most to cut the contexts of few prompts into pieces: their
     float32 results and sums.
 
@@ -70,7 +70,7 @@ def split_prompts_bytes(model: ModelConfig, processors: int) -> int:
     return pieces * model.num_heads * _FA2_QUERIES * (model.head_dim + 1) * 4
 
 
-def fill_device(model: ModelConfig, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:
+def fill_device(model: ModelSpec, engine: EngineConfig, memory: DeviceMemory) -> EngineConfig:
     """`engine` with `kv_memory` resolved. memory: with the weights there.
 
     Raises ConfigError with the estimate and what to do when that leaves nothing for a KV cache, or
@@ -100,7 +100,7 @@ def _too_little(parts: dict[str, int], of: str) -> str:
     return f"not enough GPU memory for a KV cache: {estimate}, of {of}. {MEMORY_ADVICE}"
 
 
-def estimate_lines(model: ModelConfig, engine: EngineConfig, weights: int) -> tuple[str, ...]:
+def estimate_lines(model: ModelSpec, engine: EngineConfig, weights: int) -> tuple[str, ...]:
     """How the device's memory is split, for a person."""
     parts = (
         ("weights", weights),
@@ -112,7 +112,7 @@ def estimate_lines(model: ModelConfig, engine: EngineConfig, weights: int) -> tu
     return (f"GPU memory: {split}",)
 
 
-def executor_limits(model: ModelConfig, engine: EngineConfig) -> ExecutorLimits:
+def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
     """Raises ConfigError naming the option that is too small, with the value that would do."""
     page = page_bytes(model, engine)
     num_pages = engine.kv_memory // page
@@ -139,7 +139,7 @@ def executor_limits(model: ModelConfig, engine: EngineConfig) -> ExecutorLimits:
     )
 
 
-def _max_context(model: ModelConfig, engine: EngineConfig, room: int, page: int) -> int:
+def _max_context(model: ModelSpec, engine: EngineConfig, room: int, page: int) -> int:
     """What was asked for must fit; what was not asked for is cut to what fits."""
     if engine.max_context is None:
         return min(model.max_context, room)

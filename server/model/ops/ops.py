@@ -9,7 +9,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
+from server.model.linear.dense import DenseLinear
 from server.model.lora.sites import Site
+from server.model.spec import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +76,21 @@ class Ops(Protocol[P, L, Y]):
         """`[tokens]` -> `[tokens, hidden]`, with the adapters' deltas."""
         ...
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        lora: L | None,
-        site: Site,
-    ) -> Y:
-        """`x W^T + bias` plus the adapters' deltas at `site`: `[tokens, in]` -> `[tokens, out]`.
-        Taken up once, before the next product."""
+    def linear(self, x: torch.Tensor, linear: DenseLinear, lora: L | None, site: Site) -> Y:
+        """The product plus the adapters' deltas at `site`: `[tokens, in]` -> `[tokens, out]`.
+        Used once, before the next product."""
         ...
 
     def logits(
-        self, x: torch.Tensor, weight: torch.Tensor, lora: L | None, site: Site
+        self,
+        x: torch.Tensor,
+        linear: DenseLinear,
+        lora: L | None,
+        site: Site,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`linear` of the head, complete: `[rows, hidden]` -> `[rows, vocab]`."""
+        """`linear` of the head, complete: `[rows, hidden]` -> `[rows, vocab]`, in `out` where that
+        is given."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -102,15 +103,19 @@ class Ops(Protocol[P, L, Y]):
         """(norm of `hidden + delta`, `hidden + delta`); both arguments may be overwritten."""
         ...
 
+    def norm_product(self, product: Y, weight: torch.Tensor, epsilon: float) -> Y:
+        """The RMS norm of a whole product, which may be overwritten."""
+        ...
+
     def attend(self, plan: P, layer: int, qkv: Y, qk_norm: torch.Tensor | None) -> torch.Tensor:
-        """Norm (if the model has one), rotate, write k and v into their pages, and attend over the
-        pages, causally: -> `[tokens, heads * head_dim]`.
+        """Attention as the layer's AttentionSpec says: norm and rotate q and k, write k and v into
+        their pages, and attend over the pages, causally: -> `[tokens, heads * head_dim]`.
 
         qkv `[tokens, (heads + 2 kv_heads) * head_dim]`, may be overwritten; qk_norm `[heads +
-        kv_heads, head_dim]`. A layer with a window sees that many latest tokens, itself included.
+        kv_heads, head_dim]`, None = without.
         """
         ...
 
-    def silu_mul(self, gate_up: Y) -> torch.Tensor:
-        """`silu(gate) * up` of `[tokens, 2 n]`, gate first -> `[tokens, n]`."""
+    def gated(self, gate_up: Y, activation: Activation) -> torch.Tensor:
+        """`activation(gate) * up` of `[tokens, 2 n]`, gate first -> `[tokens, n]`."""
         ...

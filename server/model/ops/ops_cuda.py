@@ -23,7 +23,7 @@ from server.kernels.lora.workspace import Workspace, allocate_workspace
 from server.kernels.pointwise.add_norm import add_norm
 from server.kernels.pointwise.silu import silu_mul
 from server.kernels.pointwise.silu_lora import silu_mul_lora
-from server.model.checkpoint.config import ModelConfig
+from server.model.linear.dense import DenseLinear
 from server.model.lora.lora import AdapterTable, any_adapter
 from server.model.lora.sites import Site
 from server.model.ops import device_lora
@@ -33,6 +33,7 @@ from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.products import Products
 from server.model.ops.rope import cos_sin, inverse_frequencies
 from server.model.ops.transfers import to_device
+from server.model.spec import Activation, ModelSpec
 
 # Parts of the activation's columns whose sums for down's LoRA are kept apart.
 _DOWN_SPLIT = 16
@@ -55,7 +56,7 @@ class CudaOps:
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: ModelSpec,
         cache: KVCache,
         table: AdapterTable,
         attention: PagedAttention,
@@ -71,9 +72,11 @@ class CudaOps:
         self._configs: KernelConfigs = load_configs(self.device)
         self.products = Products(self._configs)
         self._side = torch.cuda.Stream(self.device)
-        inv_freq = inverse_frequencies(model.rope, model.head_dim, self.device)
+        rope = model.layers[0].attention.rope
+        assert rope is not None  # `unsupported` says so
+        inv_freq = inverse_frequencies(rope, model.head_dim, self.device)
         places = torch.arange(max_context, device=self.device)
-        angles = cos_sin(places, inv_freq, model.rope.attention_factor)
+        angles = cos_sin(places, inv_freq, rope.attention_factor)
         self._cos_sin = torch.cat(angles, dim=-1).squeeze(1).contiguous()
         self._workspaces = self._allocate_workspaces("decode", device_lora.MIXED_TOKENS)
         self._workspaces |= self._allocate_workspaces("mixed", device_lora.MIXED_TOKENS)
@@ -160,8 +163,7 @@ class CudaOps:
     def linear(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        linear: DenseLinear,
         lora: DeviceLora | None,
         site: Site,
         out: torch.Tensor | None = None,
@@ -170,11 +172,11 @@ class CudaOps:
         and so does expand where what takes up the product adds a delta. out: where the product is
         to lie."""
         if lora is None:
-            return Product(self.products.linear(x, weight, bias, out))
-        y = x.new_empty(len(x), len(weight)) if out is None else out
+            return Product(self.products.linear(x, linear, out))
+        y = x.new_empty(len(x), linear.out_features) if out is None else out
         if lora.few is not None:
             on_the_way = self._skinny_lora(lora, site, lora.few.stack)
-            skinny_product_lora(x, weight, bias, y, lora.few.config, on_the_way)
+            skinny_product_lora(x, linear.weight, linear.bias, y, lora.few.config, on_the_way)
             return Product(y)
         kind = site.kind
         shrunk, delta = lora.down if kind == "down" else None, None
@@ -188,7 +190,7 @@ class CudaOps:
                     delta = torch.empty_like(y)
                     self._expand(delta, lora, site, accumulate=False)
             with torch.cuda.stream(of_product):
-                self.products.linear(x, weight, bias, y, beside_lora=True)
+                self.products.linear(x, linear, y, beside_lora=True)
         table = self.table.device_table
         if delta is not None:
             return Product(y, delta=PendingDelta(table, site.number, lora.slots, delta))
@@ -222,9 +224,14 @@ class CudaOps:
             main.wait_stream(side)
 
     def logits(
-        self, x: torch.Tensor, weight: torch.Tensor, lora: DeviceLora | None, site: Site
+        self,
+        x: torch.Tensor,
+        linear: DenseLinear,
+        lora: DeviceLora | None,
+        site: Site,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = self.products.linear(x, weight)
+        y = self.products.linear(x, linear, out)
         if lora is not None and lora.model_sites:
             self._shrink(x, lora, site)
             self._expand(y, lora, site)
@@ -256,6 +263,11 @@ class CudaOps:
         add_norm(delta.y, delta.delta, hidden, weight, epsilon, programmatic_launch=early)
         return delta.y, hidden
 
+    def norm_product(self, product: Product, weight: torch.Tensor, epsilon: float) -> Product:
+        """As the sum with a residual stream of zeros."""
+        nothing = torch.zeros_like(product.y)
+        return Product(self.add_norm(product, nothing, weight, epsilon)[0])
+
     def attend(
         self, plan: CudaPlan, layer: int, qkv: Product, qk_norm: torch.Tensor | None
     ) -> torch.Tensor:
@@ -282,7 +294,10 @@ class CudaOps:
     ) -> torch.Tensor:
         """Queries of prompts, whose keys and values go to their pages; decodes get LoRA's part."""
         y, prompts, positions = qkv.y, plan.attention.prompts, plan.positions
-        pages, epsilon = (self.cache.k[layer], self.cache.v[layer]), self.model.rms_norm_eps
+        pages, epsilon = (
+            (self.cache.k[layer], self.cache.v[layer]),
+            self.model.layers[layer].attention.qk_epsilon,
+        )
         if qkv.lora is None:
             places = (positions[prompts], slots[prompts])
             return rope_append(y[prompts], self._cos_sin, *places, *pages, qk_norm, epsilon)
@@ -290,7 +305,8 @@ class CudaOps:
         config = self._configs.rope(len(y))
         return rope_append_lora(y, qkv.lora, prompts.start, *context, config)
 
-    def silu_mul(self, gate_up: Product) -> torch.Tensor:
+    def gated(self, gate_up: Product, activation: Activation) -> torch.Tensor:
+        """activation: "silu", since `unsupported` refuses models with another."""
         y, lora, shrunk = gate_up.y, gate_up.lora, gate_up.shrunk
         if lora is None:
             early = self._configs.programmatic_launch

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from server.model.checkpoint.config import ModelConfig
+from server.model.linear.dense import DenseLinear
 from server.model.lora.lora import AdapterTable, LoraBatch
 from server.model.lora.sites import Site
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.rope import cos_sin, inverse_frequencies
 from server.model.ops.transfers import to_device
+from server.model.spec import Activation, AttentionSpec, ModelSpec, RopeSpec
 
 Masks = dict[int | None, torch.Tensor | None]
 
@@ -43,10 +44,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """rope: cos and sin, `[tokens, 1, head_dim / 2]`. slot_mapping: int64 `[tokens]`, page *
-    page_size + offset. fresh_pages: those whose first token is written in this step."""
+    """rope: cos and sin, `[tokens, 1, head_dim / 2]`, of each rotation. slot_mapping: int64
+    `[tokens]`, page * page_size + offset. fresh_pages: those whose first token is written in this
+    step."""
 
-    rope: tuple[torch.Tensor, torch.Tensor]
+    rope: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
     slot_mapping: torch.Tensor
     fresh_pages: torch.Tensor
     decodes: tuple[DecodeGroup, ...]
@@ -56,13 +58,18 @@ class TorchPlan:
 class TorchOps:
     """Implements `server.model.ops.ops.Ops` for any model, dtype and device."""
 
-    def __init__(self, model: ModelConfig, cache: KVCache, table: AdapterTable) -> None:
+    def __init__(self, model: ModelSpec, cache: KVCache, table: AdapterTable) -> None:
         self.model = model
         self.cache = cache
         self.table = table
         self.windows = tuple(set(model.windows))
+        ropes = {layer.attention.rope for layer in model.layers}
         self.device = cache.k.device
-        self._inv_freq = inverse_frequencies(model.rope, model.head_dim, self.device)
+        self._inv_freq = {
+            rope: inverse_frequencies(rope, model.head_dim, self.device)
+            for rope in ropes
+            if rope is not None
+        }
 
     def lora(self, token_slots: np.ndarray) -> LoraBatch | None:
         return self.table.batch(token_slots)
@@ -73,7 +80,10 @@ class TorchOps:
         offsets = layout.positions % size
         decodes = int((layout.num_new == 1).sum())
         return TorchPlan(
-            rope=cos_sin(layout.positions, self._inv_freq, self.model.rope.attention_factor),
+            rope={
+                rope: cos_sin(layout.positions, inv_freq, rope.attention_factor)
+                for rope, inv_freq in self._inv_freq.items()
+            },
             slot_mapping=pages * size + offsets,
             fresh_pages=pages[offsets == 0],
             decodes=self._decode_groups(layout, decodes),
@@ -143,22 +153,22 @@ class TorchOps:
         return y
 
     def linear(
+        self, x: torch.Tensor, linear: DenseLinear, lora: LoraBatch | None, site: Site
+    ) -> torch.Tensor:
+        return self.logits(x, linear, lora, site)
+
+    def logits(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        linear: DenseLinear,
         lora: LoraBatch | None,
         site: Site,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = functional.linear(x, weight, bias)
+        y = linear.run(x, out)
         if lora is not None:
             lora.add(site, x, y)
         return y
-
-    def logits(
-        self, x: torch.Tensor, weight: torch.Tensor, lora: LoraBatch | None, site: Site
-    ) -> torch.Tensor:
-        return self.linear(x, weight, None, lora, site)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         wide = x.float()
@@ -171,6 +181,11 @@ class TorchOps:
         hidden = hidden + delta
         return self.rms_norm(hidden, weight, epsilon), hidden
 
+    def norm_product(
+        self, product: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        return self.rms_norm(product, weight, epsilon)
+
     def attend(
         self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
     ) -> torch.Tensor:
@@ -179,12 +194,15 @@ class TorchOps:
     def _rotate_store(
         self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
     ) -> torch.Tensor:
-        num_heads = self.model.num_heads
-        heads = qkv.view(len(qkv), -1, self.model.head_dim)
-        qk, v = heads.split((num_heads + self.model.num_kv_heads, self.model.num_kv_heads), dim=1)
+        spec = self.model.layers[layer].attention
+        num_heads = spec.num_heads
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        qk: torch.Tensor
+        qk, v = heads.split((num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if qk_norm is not None:
-            qk = self.rms_norm(qk, qk_norm, self.model.rms_norm_eps)
-        qk = _rotate(qk, *plan.rope)
+            qk = self.rms_norm(qk, qk_norm, spec.qk_epsilon)
+        if spec.rope is not None:
+            qk = _rotate(qk, *plan.rope[spec.rope])
         self._store(plan, self.cache.k[layer], qk[:, num_heads:])
         self._store(plan, self.cache.v[layer], v)
         return qk[:, :num_heads]
@@ -196,32 +214,28 @@ class TorchOps:
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, new)
 
     def _attention(self, plan: TorchPlan, layer: int, q: torch.Tensor) -> torch.Tensor:
-        window = self.model.windows[layer]
+        spec = self.model.layers[layer].attention
         k, v = self.cache.k[layer], self.cache.v[layer]
         heads, head_dim = q.shape[1:]
         grouped = q.reshape(len(q), k.shape[2], heads // k.shape[2], head_dim)
         out = torch.empty_like(grouped)
         for group in plan.decodes:
-            attended = functional.scaled_dot_product_attention(
-                grouped[group.tokens],
-                _gather(k, group.pages),
-                _gather(v, group.pages),
-                attn_mask=group.masks[window],
-            )
-            out[group.tokens] = attended
+            keys, values = _gather(k, group.pages), _gather(v, group.pages)
+            mask = group.masks[spec.window]
+            out[group.tokens] = _attended(spec, grouped[group.tokens], keys, values, mask)
         for chunk in plan.chunks:
             out[chunk.begin : chunk.end] = self._attend_chunk(
-                grouped[chunk.begin : chunk.end], k, v, chunk, chunk.masks[window]
+                spec, grouped[chunk.begin : chunk.end], k, v, chunk
             )
         return out.view(len(q), heads * head_dim)
 
     def _attend_chunk(
         self,
+        spec: AttentionSpec,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         chunk: PrefillChunk,
-        mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """q `[n, kv_heads, group, head_dim]`: kv heads are the batch, the group shares k and v."""
         group = q.shape[2]
@@ -231,14 +245,35 @@ class TorchOps:
             .expand(-1, group, -1, -1)
             for cache in (k, v)
         )
-        attended = functional.scaled_dot_product_attention(
-            q.permute(1, 2, 0, 3), keys, values, attn_mask=mask, is_causal=mask is None
-        )
+        mask = chunk.masks[spec.window]
+        attended = _attended(spec, q.permute(1, 2, 0, 3), keys, values, mask)
         return attended.permute(2, 0, 1, 3)
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        if activation == "silu":
+            return functional.silu(gate) * up
+        return functional.gelu(gate, approximate="tanh") * up
+
+
+def _attended(
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """q `[a, b, n, head_dim]`, keys and values `[a, b, m, head_dim]`; mask: True = seen, to be
+    broadcast to `[a, b, n, m]`; None = plainly causal, and n is m."""
+    if spec.softcap is None:
+        return functional.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=mask is None, scale=spec.scale
+        )
+    if mask is None:
+        mask = q.new_ones(q.shape[-2], keys.shape[-2], dtype=torch.bool).tril()
+    scores = torch.tanh(q @ keys.transpose(-1, -2) * (spec.scale / spec.softcap)) * spec.softcap
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(q.dtype) @ values
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from server.kernels.attention.decode_inputs import gather_pages
-from server.model.checkpoint.config import ModelConfig
 from server.model.ops.memory import split_prompts_bytes
 from server.model.ops.ops import KVCache
 from server.model.ops.transfers import to_device
+from server.model.spec import ModelSpec
 
 # Of one captured step. Steps of few tokens that have more are computed as they come.
 MAX_PROMPTS = 64
@@ -24,7 +24,7 @@ class PromptAttention:
     """Owns its workspace. One step at a time is planned; several may be in flight."""
 
     def __init__(
-        self, model: ModelConfig, cache: KVCache, backend: str, captured_pages: int = 0
+        self, model: ModelSpec, cache: KVCache, backend: str, captured_pages: int = 0
     ) -> None:
         """captured_pages: a graph launches it; then that many pages of context are the most that a
         step can have, the first plan is of the most tokens, and all of at most MAX_PROMPTS."""

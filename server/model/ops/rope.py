@@ -8,11 +8,11 @@ import math
 
 import torch
 
-from server.model.checkpoint.rope_config import RopeConfig
+from server.model.spec import RopeSpec
 
 
 def inverse_frequencies(
-    rope: RopeConfig, head_dim: int, device: torch.device | None = None
+    rope: RopeSpec, head_dim: int, device: torch.device | None = None
 ) -> torch.Tensor:
     """float32 `[head_dim / 2]`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
@@ -35,7 +35,7 @@ def cos_sin(
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
 
-def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
+def _llama3(rope: RopeSpec, inv_freq: torch.Tensor) -> torch.Tensor:
     """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
     wavelengths = 2 * math.pi / inv_freq
     low_wavelength = rope.original_context / rope.low_freq_factor
@@ -48,7 +48,7 @@ def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
     return torch.where(wavelengths < high_wavelength, inv_freq, stretched)
 
 
-def _yarn(rope: RopeConfig, inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _yarn(rope: RopeSpec, inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
     """YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions between the two regimes."""
 
     def dimension(rotations: float) -> float:

@@ -7,11 +7,11 @@ from tokenizers import Tokenizer
 from adapters.chat.conversation import TemplateFault
 from adapters.chat.template import ChatTemplate
 from adapters.chat.turn_end import PROBES, turn_ends
-from server.model.checkpoint.config import ModelConfig
+from server.model.spec import ModelSpec
 
 
 def end_token_ids(
-    config: ModelConfig,
+    config: ModelSpec,
     tokenizer: Tokenizer,
     special_tokens: Mapping[str, str],
     templates: Collection[ChatTemplate],

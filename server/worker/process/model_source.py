@@ -34,7 +34,6 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
 from adapters.chat.conversation import TEMPLATE_FILE, TEMPLATE_FOLDER
 from server.model.checkpoint.checkpoint import UnservedError, read_config
-from server.model.checkpoint.config import ModelConfig
 from server.model.checkpoint.model_files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -43,6 +42,7 @@ from server.model.checkpoint.model_files import (
     without_weights,
 )
 from server.model.checkpoint.tensor_table import check_folder
+from server.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def find_model(text: str, revision: str | None) -> ModelFolder:
     return ModelFolder(path, (text,), commit)
 
 
-def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -> ModelConfig:
+def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -> ModelSpec:
     """What a model is, from its configuration: the sentence that a worker would refuse it with.
 
     with_tensors: of a folder, that its weights fit, too; of the Hub only small files come.

@@ -14,7 +14,8 @@ from adapters.peft.validate import AdapterLimits, validate
 from adapters.safetensors.header import header_size, parse_header
 from adapters.slab.layout import make_layout
 from adapters.violations import Findings
-from server.model.checkpoint.config import ModelConfig, base_spec
+from server.model.families.registry import read_model
+from server.model.spec import base_spec
 from tests.slab_files import read_payload, write_slab
 
 
@@ -30,7 +31,7 @@ def pack(
 
     stored: what the weights are rounded to in the adapter's file; None = as the model has them.
     """
-    config = ModelConfig.from_json(json.loads(model.config.to_json_string()))
+    config = read_model(json.loads(model.config.to_json_string()))
     base = base_spec(config, "0" * 64, ("base",))
     with tempfile.TemporaryDirectory() as name:
         model.save_pretrained(name, selected_adapters=[adapter], save_embedding_layers=False)

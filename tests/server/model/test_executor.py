@@ -18,6 +18,7 @@ from server.model.checkpoint.checkpoint import read_config
 from server.model.executor import TorchExecutor
 from server.model.ops.memory import executor_limits, page_bytes
 from server.model.sampling.results import StepTicket
+from server.model.spec import Activation
 from server.protocol import SamplingParams, TokenLogprob
 from tests.server.model.driver import EXTENT, Driver, Stream, engine_config, generate, step
 from tests.server.model.hub_models import VOCAB, add_adapter, make_model, save_model
@@ -118,13 +119,13 @@ def test_only_what_gives_logits_goes_through_the_end_of_the_last_layer(
 ) -> None:
     """Prompts of 40 and 8 tokens: the chunk that ends the first comes with the whole second."""
     decoder, rows = driver.executor._decoder, list[int]()
-    silu_mul = decoder.ops.silu_mul
+    gated: Any = decoder.ops.gated
 
-    def noted(gate_up: torch.Tensor) -> torch.Tensor:
+    def noted(gate_up: torch.Tensor, activation: Activation) -> Any:
         rows.append(len(gate_up))
-        return silu_mul(gate_up)
+        return gated(gate_up, activation)
 
-    monkeypatch.setattr(decoder.ops, "silu_mul", noted)
+    monkeypatch.setattr(decoder.ops, "gated", noted)
     sampling = SamplingParams(temperature=0.0, prompt_logprobs=prompt_logprobs)
     long, short = (
         Stream(driver, row, prompt(length, row), sampling=sampling)
@@ -175,7 +176,7 @@ def test_no_windows_where_contexts_are_no_longer(tmp_path: Path) -> None:
     folder = save_model(make_model("mistral-window"), tmp_path)
     for max_context, windows in ((7, {None}), (8, {7})):
         driver = Driver(folder, max_context=max_context)
-        assert set(driver.executor._decoder.config.windows) == windows
+        assert set(driver.executor._decoder.spec.windows) == windows
         driver.close()
 
 

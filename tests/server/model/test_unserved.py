@@ -11,9 +11,9 @@ import pytest
 
 from launcher.__main__ import main
 from server.model.checkpoint.checkpoint import CheckpointError
-from server.model.checkpoint.config import ModelConfig
 from server.model.checkpoint.tensor_table import check_folder
-from tests.server.model.checkpoint.test_config import LLAMA
+from server.model.families.registry import read_model
+from tests.server.model.families.test_readers import LLAMA
 from tests.server.model.hub_models import make_model, save_model
 
 SERVED = "served are llama, mistral, qwen2 and qwen3"
@@ -76,7 +76,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_of_another_type_that_alone_is_said(model_type: str) -> None:
     with pytest.raises(ValueError, match="not served") as caught:
-        ModelConfig.from_json({"model_type": model_type, **OTHERS[model_type]})
+        read_model({"model_type": model_type, **OTHERS[model_type]})
     assert str(caught.value) == f"model type {model_type!r} is not served; {SERVED}"
 
 
@@ -119,7 +119,7 @@ def test_of_another_form_that_comes_first(form: str) -> None:
     changes, reason = FORMS[form]
     broken = {**LLAMA, "rms_norm_eps": 0, **changes}
     with pytest.raises(ValueError, match="not supported") as caught:
-        ModelConfig.from_json(broken)
+        read_model(broken)
     first, *others = str(caught.value).removeprefix("this model is not supported: ").split("; ")
     assert f"{first}; {'; '.join(others)}".startswith(reason)
     assert others[-1] == "rms_norm_eps must be a positive number, got 0"
@@ -129,7 +129,7 @@ def test_of_another_form_that_comes_first(form: str) -> None:
 def test_nothing_is_said_that_only_follows(gone: str) -> None:
     config = {key: value for key, value in LLAMA.items() if key != gone}
     with pytest.raises(ValueError, match="not supported") as caught:
-        ModelConfig.from_json({**config, "eos_token_id": 7})
+        read_model({**config, "eos_token_id": 7})
     reason = f"{gone} must be a positive integer, got None"
     assert str(caught.value) == f"this model is not supported: {reason}"
 

@@ -99,7 +99,7 @@ def test_tied_head_may_be_stored_alone(tmp_path: Path) -> None:
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     assert read_base_spec(folder, ()).embedding_digests == before
     weights = load_weights(folder, read_config(folder), torch.float32, CPU)
-    assert weights.lm_head is weights.embed
+    assert weights.lm_head.weight is weights.embed
     assert torch.equal(weights.embed, stored["lm_head.weight"].float())
 
 
@@ -110,7 +110,7 @@ def test_tied_head_may_be_stored_too(tmp_path: Path) -> None:
     rewrite(folder, **{"lm_head.weight": head})
     assert read_base_spec(folder, ()).embedding_digests == alone
     weights = load_weights(folder, read_config(folder), torch.float32, CPU)
-    assert weights.lm_head is weights.embed
+    assert weights.lm_head.weight is weights.embed
     head[96, 63] += 1
     rewrite(folder, **{"lm_head.weight": head})
     with pytest.raises(CheckpointError, match=r"different lm_head\.weight.*tie_word_embeddings"):
@@ -123,8 +123,8 @@ def test_tied_head_may_be_stored_too(tmp_path: Path) -> None:
 def test_weights_are_cast(folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")["model.norm.weight"]
     weights = load_weights(folder, read_config(folder), torch.bfloat16, CPU)
-    assert weights.layers[2].qkv.dtype == torch.bfloat16
-    assert torch.equal(weights.norm, stored.to(torch.bfloat16))
+    assert weights.layers[2].qkv.weight.dtype == torch.bfloat16
+    assert torch.equal(weights.norm.weight, stored.to(torch.bfloat16))
 
 
 def test_bin_is_refused_and_never_opened(folder: Path) -> None:

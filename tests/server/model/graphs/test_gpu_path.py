@@ -201,8 +201,13 @@ def test_a_failed_product_leaves_nothing_running_beside(
 def test_models_with_windows_are_told_how_to_do_without(pair: Pair) -> None:
     from server.model.ops.attention_cuda import unsupported
 
-    config = msgspec.structs.replace(
-        pair.gpu.executor._decoder.config, head_dim=64, windows=(None, 4096)
+    spec = pair.gpu.executor._decoder.spec
+    layer = spec.layers[0]
+    attentions = (
+        msgspec.structs.replace(layer.attention, head_dim=64, scale=0.125, window=window)
+        for window in (None, 4096)
     )
+    layers = tuple(msgspec.structs.replace(layer, attention=a) for a in attentions)
+    config = msgspec.structs.replace(spec, layers=layers)
     assert "--max-context of at most 4096" in str(unsupported(config, torch.bfloat16, (9, 0)))
     assert unsupported(config.within(4096), torch.bfloat16, (9, 0)) is None

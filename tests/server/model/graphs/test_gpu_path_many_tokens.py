@@ -42,9 +42,9 @@ def note_products(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
 
     linear, found = Products.linear, set[tuple[int, ...]]()
 
-    def noted(self: Any, x: torch.Tensor, weight: torch.Tensor, *context: Any, **how: Any) -> Any:
-        found.add((len(x), *weight.shape))
-        return linear(self, x, weight, *context, **how)
+    def noted(self: Any, x: torch.Tensor, matrix: Any, *context: Any, **how: Any) -> Any:
+        found.add((len(x), *matrix.weight.shape))
+        return linear(self, x, matrix, *context, **how)
 
     patch.setattr(Products, "linear", noted)
     return found

@@ -20,9 +20,10 @@ from adapters.peft.validate import LoraTensors, ModuleLora
 from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
 from adapters.violations import Findings
-from server.model.checkpoint.config import ModelConfig, base_spec
+from server.model.families.registry import read_model
 from server.model.lora.lora import AdapterTable
 from server.model.lora.sites import Sites
+from server.model.spec import ModelSpec, base_spec
 from tests.server.model.hub_models import make_model
 
 ITEM_BYTES = 2
@@ -30,8 +31,8 @@ RANKS = (0, 0, 1, 3, 16, 40)
 
 
 @cache
-def model() -> ModelConfig:
-    return ModelConfig.from_json(json.loads(make_model("llama3").config.to_json_string()))
+def model() -> ModelSpec:
+    return read_model(json.loads(make_model("llama3").config.to_json_string()))
 
 
 @cache

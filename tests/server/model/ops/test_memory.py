@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from launcher.bench.engine.offline import SHIPPED
 from server.config import ConfigError, WorkerConfig
 from server.model.checkpoint.checkpoint import read_config
-from server.model.checkpoint.config import ModelConfig
 from server.model.graphs.warm_up import warm_sizes
 from server.model.ops.memory import (
     LOGITS_ROWS,
@@ -21,6 +20,7 @@ from server.model.ops.memory import (
     split_prompts_bytes,
     workspace_bytes,
 )
+from server.model.spec import ModelSpec
 from server.model.weights import weights_bytes
 from server.worker.process.sizing import choose_sizes
 from tests.server.model.driver import engine_config
@@ -174,7 +174,10 @@ def test_that_room_can_be_needed() -> None:
     assert planned_bytes([(8, 74 * 16)], heads, processors) == room > 256 << 20
 
 
-def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
-    return msgspec.structs.replace(
-        MODEL, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+def of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
+    layer = MODEL.layers[0]
+    attention = msgspec.structs.replace(
+        layer.attention, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
     )
+    layers = (msgspec.structs.replace(layer, attention=attention),)
+    return msgspec.structs.replace(MODEL, layers=layers)

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.kernels.launch.configs import SkinnyConfig, load_configs, read_configs
+from server.kernels.linear import skinny
 from server.kernels.linear.skinny import skinny_product
+from server.model.linear.dense import DEFAULT, LIBRARIES, DenseLinear, Way
 from server.model.ops import products
-from server.model.ops.products import DEFAULT, LIBRARIES, Products, Way, choose, fastest
+from server.model.ops.products import Products, choose, fastest
 from tests.kernels.batches import interpreted
 
 OTHER, THIRD = LIBRARIES[1], LIBRARIES[2]
@@ -60,16 +62,16 @@ def test_a_captured_step_takes_what_was_chosen(
     (ours,) = configs.skinny(rows)
     times: dict[Way, float] = {**dict.fromkeys(LIBRARIES, 1.0), ours: 0.5}
     monkeypatch.setattr(products, "_times", lambda *_: times)
-    monkeypatch.setattr(products, "skinny_product", noted)
+    monkeypatch.setattr(skinny, "skinny_product", noted)
     weight, bias, x = torch.randn(48, 32), torch.randn(48), torch.randn(rows, 32)
     of = Products(configs)
-    of.measure([rows], [[(weight, bias)]])
+    of.measure([rows], [[DenseLinear(weight, bias)]])
 
     def check(beside_lora: bool) -> int:
         """How often our kernel ran by then."""
         for b in (None, bias):
             out = torch.empty(rows, 48) if given_out else None
-            y = of.linear(x, weight, b, out, beside_lora=beside_lora)
+            y = of.linear(x, DenseLinear(weight, b), out, beside_lora=beside_lora)
             assert out is None or y is out
             torch.testing.assert_close(y, x @ weight.T + (0 if b is None else b))
         return len(ran)
@@ -99,10 +101,11 @@ def test_every_way_computes_the_product(
     bias = torch.randn(512, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
     of = Products(load_configs("cuda"))
-    of.measure([rows], [[(weight, bias)]])
+    of.measure([rows], [[DenseLinear(weight, bias)]])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        plain, biased = of.linear(x, weight), of.linear(x, weight, bias)
+        plain = of.linear(x, DenseLinear(weight))
+        biased = of.linear(x, DenseLinear(weight, bias))
     graph.replay()
     exact = x.float() @ weight.float().T
     torch.testing.assert_close(plain.float(), exact, atol=0.5, rtol=2e-2)

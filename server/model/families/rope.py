@@ -1,38 +1,16 @@
-"""RopeConfig: how positions turn queries and keys, from either spelling in `config.json`. Pure."""
+"""How positions turn queries and keys, from either spelling in `config.json`. Pure."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
-from server.model.checkpoint.config_fields import Fields
-
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+from server.model.families.fields import Fields
+from server.model.spec import RopeSpec
 
 _DEFAULT_THETA = 10_000.0
 
 
-class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding: `kind` as transformers names it, resolved to plain numbers.
-
-    attention_factor multiplies cos and sin. original_context: tokens before
-    scaling (llama3, yarn).
-    """
-
-    kind: RopeKind
-    theta: float
-    factor: float = 1.0
-    original_context: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-
-def read_rope(fields: Fields, positions: int) -> tuple[RopeConfig, int]:
+def read_rope(fields: Fields, positions: int) -> tuple[RopeSpec, int]:
     """The rotary embedding and the context it reaches. Both spellings of the keys are read:
     `rope_theta` + `rope_scaling`, and `rope_parameters` (transformers 5)."""
     table = fields.config.get("rope_scaling") or fields.config.get("rope_parameters") or {}
@@ -47,17 +25,17 @@ def read_rope(fields: Fields, positions: int) -> tuple[RopeConfig, int]:
     kind = table.get("rope_type") or table.get("type") or "default"
     # Dynamic NTK scaling changes nothing within `max_position_embeddings`, our limit for it.
     if kind in ("default", "dynamic"):
-        return RopeConfig(kind="default", theta=theta), positions
+        return RopeSpec(kind="default", theta=theta), positions
     if kind == "linear":
         factor = fields.number(table, "factor", None)
-        return RopeConfig("linear", theta, factor), int(positions * max(factor, 1.0))
+        return RopeSpec("linear", theta, factor), int(positions * max(factor, 1.0))
     if kind == "llama3":
         return _llama3(fields, table, theta, positions), positions
     if kind == "yarn":
         rope = _yarn(fields, table, theta, positions)
         return rope, max(positions, int(rope.factor * rope.original_context))
     fields.refuse(f"rope_type must be default, linear, dynamic, llama3 or yarn, got {kind!r}")
-    return RopeConfig("default", theta), positions
+    return RopeSpec("default", theta), positions
 
 
 def _original_context(fields: Fields, table: Mapping[str, Any], positions: int) -> int:
@@ -66,12 +44,12 @@ def _original_context(fields: Fields, table: Mapping[str, Any], positions: int) 
     return int(fields.number({key: value}, key, positions))
 
 
-def _llama3(fields: Fields, table: Mapping[str, Any], theta: float, positions: int) -> RopeConfig:
+def _llama3(fields: Fields, table: Mapping[str, Any], theta: float, positions: int) -> RopeSpec:
     low = fields.number(table, "low_freq_factor", None)
     high = fields.number(table, "high_freq_factor", None)
     if high <= low:
         fields.refuse("high_freq_factor must be greater than low_freq_factor")
-    return RopeConfig(
+    return RopeSpec(
         kind="llama3",
         theta=theta,
         factor=fields.number(table, "factor", None),
@@ -81,14 +59,14 @@ def _llama3(fields: Fields, table: Mapping[str, Any], theta: float, positions: i
     )
 
 
-def _yarn(fields: Fields, table: Mapping[str, Any], theta: float, positions: int) -> RopeConfig:
+def _yarn(fields: Fields, table: Mapping[str, Any], theta: float, positions: int) -> RopeSpec:
     original = _original_context(fields, table, positions)
     factor = fields.number(table, "factor", positions / original)
     mscale, all_dim = table.get("mscale"), table.get("mscale_all_dim")
     attention = _yarn_mscale(factor, 1.0)
     if mscale and all_dim:
         attention = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim)
-    return RopeConfig(
+    return RopeSpec(
         kind="yarn",
         theta=theta,
         factor=factor,

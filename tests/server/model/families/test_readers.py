@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from server.model.checkpoint.config import ModelConfig, base_spec
+from server.model.families.registry import read_model
 from server.model.ops.rope import inverse_frequencies
+from server.model.spec import ModelSpec, RopeSpec, base_spec
 from tests.server.model.hub_models import LLAMA3_ROPE, VARIANTS, make_model
 
 LLAMA = {
@@ -23,8 +24,14 @@ LLAMA = {
 }
 
 
-def read(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
-    return ModelConfig.from_json({**LLAMA, **changes}, generation)
+def read(generation: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
+    return read_model({**LLAMA, **changes}, generation)
+
+
+def rope_of(model: ModelSpec) -> RopeSpec:
+    (rope,) = {layer.attention.rope for layer in model.layers}
+    assert rope is not None
+    return rope
 
 
 def refusal(**changes: Any) -> str:
@@ -36,7 +43,7 @@ def refusal(**changes: Any) -> str:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     model = make_model(name)
-    config = ModelConfig.from_json(json.loads(model.config.to_json_string()))
+    config = read_model(json.loads(model.config.to_json_string()))
     spec = base_spec(config, "d" * 64, ("base",))
     modules = dict(model.named_modules())
     assert spec.num_layers == config.num_layers == 3
@@ -61,10 +68,10 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
     model = make_model(name)
-    config = ModelConfig.from_json(json.loads(model.config.to_json_string()))
+    config = read_model(json.loads(model.config.to_json_string()))
     rotary: Any = model.model.rotary_emb
-    assert torch.equal(inverse_frequencies(config.rope, config.head_dim), rotary.inv_freq)
-    assert config.rope.attention_factor == pytest.approx(rotary.attention_scaling)
+    assert torch.equal(inverse_frequencies(rope_of(config), config.head_dim), rotary.inv_freq)
+    assert rope_of(config).attention_factor == pytest.approx(rotary.attention_scaling)
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -79,11 +86,11 @@ def test_yarn_options(truncate: bool, extra: dict[str, Any]) -> None:
         **extra,
     }
     model = make_model("llama2", rope_parameters=rope)
-    config = ModelConfig.from_json(json.loads(model.config.to_json_string()))
+    config = read_model(json.loads(model.config.to_json_string()))
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](model.config)
-    got = inverse_frequencies(config.rope, config.head_dim)
+    got = inverse_frequencies(rope_of(config), config.head_dim)
     assert torch.allclose(got, expected, rtol=1e-6, atol=0)
-    assert config.rope.attention_factor == pytest.approx(factor)
+    assert rope_of(config).attention_factor == pytest.approx(factor)
 
 
 def test_both_spellings_of_rope_agree() -> None:
@@ -95,7 +102,7 @@ def test_both_spellings_of_rope_agree() -> None:
         == read(rope_theta=theta, rope_scaling={**old, "type": "llama3"})
     )
     oldest = {"type": "linear", "factor": 4.0}
-    assert read(rope_scaling=oldest).rope.factor == 4.0
+    assert rope_of(read(rope_scaling=oldest)).factor == 4.0
 
 
 def test_context() -> None:

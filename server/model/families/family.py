@@ -1,0 +1,232 @@
+"""What a family of models is, and the parts that most readers are made of. Pure.
+
+The parts follow Llama: q, k, v, o, gate, up and down under the names that PEFT knows, RMS norms,
+rotary embedding. A family says what differs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from server.model.families.fields import Fields
+from server.model.spec import (
+    Activation,
+    AttentionSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    NormsSpec,
+    Part,
+    RopeSpec,
+)
+
+# transformers' names of one function.
+_SILU = ("silu", "swish")
+_EXTRA_LAYERS = "num_nextn_predict_layers"
+
+Reader = Callable[[Fields, Mapping[str, Any]], ModelSpec]
+
+
+class Family(NamedTuple):
+    """architecture: the class that `config.json` names. read: makes a ModelSpec of `config.json`
+    and `generation_config.json`; what is malformed or unsupported it refuses (`Fields.refuse`)."""
+
+    architecture: str
+    read: Reader
+
+
+class Biases(NamedTuple):
+    """Which matrices have a bias."""
+
+    qkv: bool = False
+    o: bool = False
+    mlp: bool = False
+
+
+NO_BIASES = Biases()
+
+
+class Sizes(NamedTuple):
+    """What most configurations say. positions: tokens of a context before any scaling of
+    positions. is_sound: False where something is malformed; then the rest means nothing."""
+
+    vocab: int
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+    epsilon: float
+    is_sound: bool
+
+
+def read_sizes(
+    fields: Fields, *, kv_heads: int | None = None, head_dim: int | None = None
+) -> Sizes:
+    """kv_heads, head_dim: where `config.json` says nothing; None = as many as heads, and `hidden /
+    heads`."""
+    before = len(fields.problems)
+    vocab, hidden, inner, layers, heads, positions = (
+        fields.positive(key)
+        for key in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        )
+    )
+    kv_heads = fields.positive("num_key_value_heads", kv_heads or heads)
+    head_dim = fields.positive("head_dim", head_dim or max(hidden // heads, 1))
+    is_sound = len(fields.problems) == before
+    if is_sound and heads % kv_heads:
+        fields.refuse(f"{heads} attention heads do not divide among {kv_heads} key-value heads")
+    if is_sound and head_dim % 2:
+        fields.refuse(f"head_dim must be even, got {head_dim}")
+    epsilon = fields.number(fields.config, "rms_norm_eps", 1e-6)
+    return Sizes(
+        vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, epsilon, is_sound
+    )
+
+
+def refuse_other_maths(fields: Fields) -> None:
+    """What no model with a gated SiLU and causal attention has."""
+    config = fields.config
+    if config.get("hidden_act", "silu") not in _SILU:
+        fields.refuse(f"hidden_act must be 'silu', got {config['hidden_act']!r}")
+    if config.get("is_causal", True) is not True:
+        fields.refuse(f"is_causal must be true, got {config['is_causal']!r}")
+
+
+def read_eos(
+    fields: Fields, generation: Mapping[str, Any], sizes: Sizes, default: int | None = None
+) -> tuple[int, ...]:
+    """Ids that end an answer. default: where `config.json` has no such key."""
+    if not sizes.is_sound:
+        return ()
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = fields.config.get("eos_token_id", default)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int and 0 <= i < sizes.vocab for i in ids):
+        fields.refuse(f"eos_token_id must be ids below {sizes.vocab}, got {value!r}")
+        return ()
+    return tuple(dict.fromkeys(ids))
+
+
+def read_windows(
+    fields: Fields, sizes: Sizes, window: object, first: int = 0
+) -> tuple[int | None, ...]:
+    """The attention window of each layer, in tokens. window: of those that have one; None or 0 =
+    none has. first: the first layer with one, where `layer_types` says nothing."""
+    full: tuple[int | None, ...] = (None,) * sizes.layers
+    if not sizes.is_sound or window is None or (type(window) is int and window == 0):
+        return full
+    if not isinstance(window, int) or window <= 0:
+        fields.refuse(f"sliding_window must be a positive integer, got {window!r}")
+        return full
+    kinds = fields.config.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(len(full))]
+    if len(kinds) != len(full) or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        fields.refuse("layer_types must say full_attention or sliding_attention for each layer")
+        return full
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def attention(
+    sizes: Sizes,
+    rope: RopeSpec,
+    window: int | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    qk_norm: bool = False,
+) -> AttentionSpec:
+    """scale: None = `head_dim ** -0.5`."""
+    q_norm, k_norm = (
+        NormSpec(f"self_attn.{name}_norm", sizes.head_dim, sizes.epsilon) if qk_norm else None
+        for name in "qk"
+    )
+    return AttentionSpec(
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        scale=sizes.head_dim**-0.5 if scale is None else scale,
+        rope=rope,
+        window=window,
+        softcap=softcap,
+        q_norm=q_norm,
+        k_norm=k_norm,
+    )
+
+
+def layer(
+    sizes: Sizes,
+    of: AttentionSpec,
+    biases: Biases = NO_BIASES,
+    norms: NormsSpec | None = None,
+    activation: Activation = "silu",
+) -> LayerSpec:
+    """norms: None = those of Llama, before attention and before the MLP."""
+    hidden, inner = sizes.hidden, sizes.inner
+    qkv = zip("qkv", (of.q_size, of.kv_size, of.kv_size), strict=True)
+    return LayerSpec(
+        attention=of,
+        mlp=MlpSpec(inner, activation),
+        norms=norms or llama_norms(sizes),
+        qkv=LinearSpec(
+            "qkv",
+            hidden,
+            tuple(Part(f"self_attn.{name}_proj", size) for name, size in qkv),
+            "column",
+            biases.qkv,
+        ),
+        o=LinearSpec("o", of.q_size, (Part("self_attn.o_proj", hidden),), "row", biases.o),
+        gate_up=LinearSpec(
+            "gate_up",
+            hidden,
+            tuple(Part(f"mlp.{name}_proj", inner) for name in ("gate", "up")),
+            "column",
+            biases.mlp,
+        ),
+        down=LinearSpec("down", inner, (Part("mlp.down_proj", hidden),), "row", biases.mlp),
+    )
+
+
+def llama_norms(sizes: Sizes) -> NormsSpec:
+    return NormsSpec(
+        pre_attention=NormSpec("input_layernorm", sizes.hidden, sizes.epsilon),
+        pre_mlp=NormSpec("post_attention_layernorm", sizes.hidden, sizes.epsilon),
+    )
+
+
+def model(
+    fields: Fields,
+    sizes: Sizes,
+    layers: Sequence[LayerSpec],
+    max_context: int,
+    eos_token_ids: tuple[int, ...],
+    *,
+    tied: bool = False,
+) -> ModelSpec:
+    """tied: where `config.json` says nothing."""
+    config = fields.config
+    head = LinearSpec("lm_head", sizes.hidden, (Part("lm_head", sizes.vocab),), "column")
+    return ModelSpec(
+        family=config["model_type"],
+        embedding=EmbeddingSpec("model.embed_tokens", sizes.vocab, sizes.hidden),
+        layers=tuple(layers),
+        norm=NormSpec("model.norm", sizes.hidden, sizes.epsilon),
+        head=HeadSpec(head, tied=bool(config.get("tie_word_embeddings", tied))),
+        max_context=max_context,
+        eos_token_ids=eos_token_ids,
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        extra_layers=fields.positive(_EXTRA_LAYERS) if config.get(_EXTRA_LAYERS) else 0,
+    )

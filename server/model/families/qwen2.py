@@ -1,0 +1,34 @@
+"""Qwen2 and Qwen2.5: q, k and v have a bias. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from server.model.families import family
+from server.model.families.fields import Fields
+from server.model.families.rope import read_rope
+from server.model.spec import ModelSpec
+
+_WINDOW = 4096
+_WINDOW_LAYERS = 28
+
+
+def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    family.refuse_other_maths(fields)
+    sizes = family.read_sizes(fields)
+    rope, max_context = read_rope(fields, sizes.positions)
+    biases = family.Biases(qkv=True)
+    layers = [
+        family.layer(sizes, family.attention(sizes, rope, window), biases)
+        for window in read_windows(fields, sizes)
+    ]
+    eos = family.read_eos(fields, generation, sizes)
+    return family.model(fields, sizes, layers, max_context, eos)
+
+
+def read_windows(fields: Fields, sizes: family.Sizes) -> tuple[int | None, ...]:
+    """Of each layer; of the last ones only, and only where `use_sliding_window` is set."""
+    config = fields.config
+    asked = config.get("use_sliding_window", False)
+    window = config.get("sliding_window", _WINDOW) if asked else None
+    first = config.get("max_window_layers", _WINDOW_LAYERS)
+    return family.read_windows(fields, sizes, window, first)

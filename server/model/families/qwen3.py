@@ -1,0 +1,26 @@
+"""Qwen3: q and k are normed in each head. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from server.model.families import family
+from server.model.families.fields import Fields
+from server.model.families.qwen2 import read_windows
+from server.model.families.rope import read_rope
+from server.model.spec import ModelSpec
+
+_HEAD_DIM = 128
+
+
+def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    family.refuse_other_maths(fields)
+    sizes = family.read_sizes(fields, head_dim=_HEAD_DIM)
+    rope, max_context = read_rope(fields, sizes.positions)
+    bias = bool(fields.config.get("attention_bias", False))
+    biases = family.Biases(qkv=bias, o=bias)
+    layers = [
+        family.layer(sizes, family.attention(sizes, rope, window, qk_norm=True), biases)
+        for window in read_windows(fields, sizes)
+    ]
+    eos = family.read_eos(fields, generation, sizes)
+    return family.model(fields, sizes, layers, max_context, eos)

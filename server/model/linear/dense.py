@@ -1,0 +1,96 @@
+"""A matrix of the base as the checkpoint stores it, and the ways to multiply with it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from server.kernels.launch.configs import KernelConfigs, SkinnyConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """name: whose choice of kernel. spare: multiprocessors that the kernel is to leave alone,
+    which makes cuBLASLt choose other tiles."""
+
+    name: Literal["cublas", "cublaslt"]
+    spare: int = 0
+
+
+Way = Library | SkinnyConfig
+DEFAULT = Library("cublas")
+LIBRARIES = (DEFAULT, *(Library("cublaslt", spare) for spare in (0, 8, 16, 32)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLinear:
+    """`x W^T + bias`. weight: `[out_features, in_features]`; bias: `[out_features]`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def ways(self, rows: int, configs: KernelConfigs) -> tuple[Way, ...]:
+        """Those for so many rows of x on a GPU, DEFAULT first."""
+        return (*LIBRARIES, *configs.skinny(rows))
+
+    def run(
+        self, x: torch.Tensor, out: torch.Tensor | None = None, way: Way = DEFAULT
+    ) -> torch.Tensor:
+        """x: `[rows, in_features]` -> `[rows, out_features]`, in `out` where that is given."""
+        if isinstance(way, SkinnyConfig):
+            # Not at the top: the CPU's operations need no Triton.
+            from server.kernels.linear.skinny import skinny_product
+
+            out = x.new_empty(len(x), self.out_features) if out is None else out
+            skinny_product(x, self.weight, self.bias, out, way)
+            return out
+        if way == DEFAULT:
+            return self._of_library(x, out)
+        with _taken(way):
+            return self._of_library(x, out)
+
+    def _of_library(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if out is None:
+            return functional.linear(x, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.T, out=out)
+        return torch.addmm(self.bias, x, self.weight.T, out=out)
+
+    def operands(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A random input, and room for its product: `[rows, in_features]`, `[rows,
+        out_features]`."""
+        dtype, device = self.weight.dtype, self.weight.device
+        x = torch.randn(rows, self.in_features, dtype=dtype, device=device)
+        return x, torch.empty(rows, self.out_features, dtype=dtype, device=device)
+
+    def dequantised(self) -> torch.Tensor:
+        """The matrix `[out_features, in_features]` in the model's dtype."""
+        return self.weight
+
+
+@contextmanager
+def _taken(library: Library) -> Iterator[None]:
+    """Both settings are the process's."""
+    torch.backends.cuda.preferred_blas_library(library.name)
+    torch._C._set_sm_carveout_experimental(library.spare or None)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+        torch.backends.cuda.preferred_blas_library(DEFAULT.name)

@@ -1,0 +1,328 @@
+"""ModelSpec: one value that says all that a base model computes. Pure.
+
+From it come the tensors to load, the modules that adapters may change, the sites, the sizes of
+memory, and the products to time at start. A family (`server.model.families`) reads it from
+`config.json`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from adapters.base import BaseSpec, ModuleShape, SiteKind, module_path
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+Activation = Literal["silu", "gelu_tanh"]
+# How several devices share a matrix: by output features, by input features, or not at all.
+Sharding = Literal["column", "row", "none"]
+Tensors = Iterator[tuple[str, tuple[int, ...]]]
+
+
+class RopeSpec(msgspec.Struct, frozen=True):
+    """Rotary embedding: `kind` as transformers names it, resolved to plain numbers.
+
+    attention_factor multiplies cos and sin. original_context: tokens before
+    scaling (llama3, yarn).
+    """
+
+    kind: RopeKind
+    theta: float
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+class NormSpec(msgspec.Struct, frozen=True):
+    """An RMS norm over `size` features. path: its module. offset: added to the stored weight at
+    load, as Gemma stores the weight less one."""
+
+    path: str
+    size: int
+    epsilon: float
+    offset: float = 0.0
+
+    def tensors(self) -> Tensors:
+        """Name and shape of what the checkpoint holds."""
+        yield f"{self.path}.weight", (self.size,)
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One module of a matrix. path: as PEFT and the checkpoint name it, `self_attn.q_proj`."""
+
+    path: str
+    out_features: int
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+class LinearSpec(msgspec.Struct, frozen=True):
+    """`x W^T + bias`. kind: of its site. parts: modules with the same input, whose rows lie one
+    below the other; one part where the checkpoint stores the matrix whole."""
+
+    kind: SiteKind
+    in_features: int
+    parts: tuple[Part, ...]
+    sharding: Sharding
+    bias: bool = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Output features of each part."""
+        return tuple(part.out_features for part in self.parts)
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.widths)
+
+    def tensors(self) -> Tensors:
+        """Names and shapes of what the checkpoint holds."""
+        for part in self.parts:
+            yield f"{part.path}.weight", (part.out_features, self.in_features)
+            if self.bias:
+                yield f"{part.path}.bias", (part.out_features,)
+
+    def modules(self) -> dict[str, ModuleShape]:
+        """By PEFT's short name."""
+        return {
+            part.name: ModuleShape(part.path, self.in_features, part.out_features)
+            for part in self.parts
+        }
+
+
+class AttentionSpec(msgspec.Struct, frozen=True):
+    """Attention of one layer. scale: of `q k^T`. rope: None = positions do not turn q and k.
+    window: a token sees that many latest tokens, itself included; None = all. softcap: scores
+    become `softcap * tanh(score / softcap)`. q_norm, k_norm: over each head, before the rotation;
+    both or none."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None
+    window: int | None = None
+    softcap: float | None = None
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qk_epsilon(self) -> float:
+        """Of the norms of q and k; 0 without them."""
+        return 0.0 if self.q_norm is None else self.q_norm.epsilon
+
+
+class MlpSpec(msgspec.Struct, frozen=True):
+    """`down(activation(gate) * up)`, with `size` features inside."""
+
+    size: int
+    activation: Activation = "silu"
+
+
+class NormsSpec(msgspec.Struct, frozen=True):
+    """Norms of one layer. pre_*: of what attention and MLP read. post_*: of what they give, before
+    the residual sum; None = it is summed as it is."""
+
+    pre_attention: NormSpec
+    pre_mlp: NormSpec
+    post_attention: NormSpec | None = None
+    post_mlp: NormSpec | None = None
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
+    """One block: attention, MLP, their norms and matrices. Paths are relative to the layer."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    norms: NormsSpec
+    qkv: LinearSpec
+    o: LinearSpec
+    gate_up: LinearSpec
+    down: LinearSpec
+
+    @property
+    def linears(self) -> tuple[LinearSpec, LinearSpec, LinearSpec, LinearSpec]:
+        """In the order of their sites. Kernels rely on `down` behind `gate_up`."""
+        return self.qkv, self.o, self.gate_up, self.down
+
+    def tensors(self) -> Tensors:
+        """Names, relative to the layer, and shapes of what the checkpoint holds."""
+        for linear in self.linears:
+            yield from linear.tensors()
+        norms, attention = self.norms, self.attention
+        of_blocks = (norms.pre_attention, norms.post_attention, norms.pre_mlp, norms.post_mlp)
+        for norm in (*of_blocks, attention.q_norm, attention.k_norm):
+            if norm is not None:
+                yield from norm.tensors()
+
+
+class EmbeddingSpec(msgspec.Struct, frozen=True):
+    """A table `[vocab_size, size]`, whose rows are multiplied by `scale`."""
+
+    path: str
+    vocab_size: int
+    size: int
+    scale: float = 1.0
+
+    @property
+    def tensor(self) -> str:
+        return f"{self.path}.weight"
+
+
+class HeadSpec(msgspec.Struct, frozen=True):
+    """From the last norm to logits: the product times `scale`, then `softcap * tanh(x / softcap)`.
+    tied: its matrix is the embedding's."""
+
+    linear: LinearSpec
+    tied: bool
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def tensor(self) -> str:
+        return f"{self.linear.parts[0].path}.weight"
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """A decoder. dtype: as the checkpoint names that of its weights.
+
+    extra_layers: stored beyond the last, to predict further tokens; they are not computed.
+    Raises ValueError where layers differ in what all must share: heads and modules.
+    """
+
+    family: str
+    embedding: EmbeddingSpec
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    head: HeadSpec
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    extra_layers: int = 0
+
+    def __post_init__(self) -> None:
+        shared = {
+            (a.num_heads, a.num_kv_heads, a.head_dim, *layer.linears)
+            for layer in set(self.layers)
+            for a in (layer.attention,)
+        }
+        if len(shared) != 1:
+            raise ValueError("every layer must have the same heads and modules, and one must exist")
+
+    def within(self, max_context: int) -> "ModelSpec":
+        """The same for contexts of at most so many tokens: a window that no position can leave is
+        no window."""
+        return msgspec.structs.replace(
+            self, layers=tuple(_within(layer, max_context) for layer in self.layers)
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_sites(self) -> int:
+        """Products that adapters may change: those of layers, the embedding and the head."""
+        return sum(len(layer.linears) for layer in self.layers) + 2
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding.size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.embedding.vocab_size
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer."""
+        return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        return self.layers[0].attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].attention.head_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.layers[0].attention.q_size
+
+    @property
+    def kv_size(self) -> int:
+        return self.layers[0].attention.kv_size
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that a checkpoint of this model must hold, and its shape."""
+        embedding = self.embedding
+        shapes: dict[str, tuple[int, ...]] = {
+            embedding.tensor: (embedding.vocab_size, embedding.size)
+        }
+        shapes.update(self.norm.tensors())
+        if not self.head.tied:
+            shapes.update(self.head.linear.tensors())
+        for index, layer in enumerate(self.layers):
+            shapes.update((layer_path(index, name), shape) for name, shape in layer.tensors())
+        return shapes
+
+
+def layer_path(layer: int, path: str) -> str:
+    """The whole name of a module or tensor of a layer, 0-based."""
+    return module_path(ModuleShape(path, 0, 0), layer)
+
+
+def _within(layer: LayerSpec, max_context: int) -> LayerSpec:
+    window = layer.attention.window
+    if window is None or window < max_context:
+        return layer
+    attention = msgspec.structs.replace(layer.attention, window=None)
+    return msgspec.structs.replace(layer, attention=attention)
+
+
+def base_spec(
+    model: ModelSpec,
+    digest: str,
+    names: tuple[str, ...],
+    embedding_digests: Mapping[str, str] | None = None,
+    tokens: dict[str, int] | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> BaseSpec:
+    """The module table that adapters for this model are validated against."""
+    of_layer = [linear.modules() for linear in model.layers[0].linears]
+    embedding = model.embedding
+    return BaseSpec(
+        digest=digest,
+        names=names,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        layer_modules={name: shape for modules in of_layer for name, shape in modules.items()},
+        model_modules={
+            "embed_tokens": ModuleShape(embedding.path, embedding.vocab_size, embedding.size),
+            **model.head.linear.modules(),
+        },
+        embedding_digests=dict(embedding_digests or {}),
+        tokens=tokens,
+        eos_token_ids=eos_token_ids,
+    )

@@ -83,9 +83,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     family, changes = VARIANTS[name]
-    config_class, model_class = _CLASSES[family]
+    return random_model(*_CLASSES[family], seed, **{**SIZES, **changes, **overrides})
+
+
+def random_model(
+    config_class: Any, model_class: Any, seed: int = 0, **settings: Any
+) -> PreTrainedModel:
+    """Random norms and biases too, which transformers makes of ones and zeros."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = model_class(config_class(**{**SIZES, **changes, **overrides}))
+    model: PreTrainedModel = model_class(config_class(**settings))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or "bias" in parameter_name:

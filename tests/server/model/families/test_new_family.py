@@ -133,8 +133,8 @@ def test_adapters_on_every_module_are_those_of_peft(tmp_path: Path) -> None:
         for row, (name, slot) in enumerate(slots.items())
     }
     generate(driver, list(streams.values()), 5, 4)
-    for name, stream in streams.items():
-        assert_parity(oracle, name, stream)
+    for adapter, stream in streams.items():
+        assert_parity(oracle, adapter, stream)
     driver.close()
 
 

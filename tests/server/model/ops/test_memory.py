@@ -112,7 +112,8 @@ def test_a_mask_of_each_row_is_counted() -> None:
     """4 bytes for 32 ids, beside the copies of logits."""
 
     def workspace(rows: int, vocab: int) -> int:
-        model = msgspec.structs.replace(MODEL, vocab_size=vocab)
+        embedding = msgspec.structs.replace(MODEL.embedding, vocab_size=vocab)
+        model = msgspec.structs.replace(MODEL, embedding=embedding)
         return workspace_bytes(model, msgspec.structs.replace(AUTO, max_running=rows))
 
     def of_row(vocab: int) -> int:

@@ -49,7 +49,7 @@ class Biases(NamedTuple):
 NO_BIASES = Biases()
 
 
-class Sizes(NamedTuple):
+class ModelSizes(NamedTuple):
     """What most configurations say. positions: tokens of a context before any scaling of
     positions. is_sound: False where something is malformed; then the rest means nothing."""
 
@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 
 def read_sizes(
     fields: Fields, *, kv_heads: int | None = None, head_dim: int | None = None
-) -> Sizes:
+) -> ModelSizes:
     """kv_heads, head_dim: where `config.json` says nothing; None = as many as heads, and `hidden /
     heads`."""
     before = len(fields.problems)
@@ -90,7 +90,7 @@ def read_sizes(
     if is_sound and head_dim % 2:
         fields.refuse(f"head_dim must be even, got {head_dim}")
     epsilon = fields.number(fields.config, "rms_norm_eps", 1e-6)
-    return Sizes(
+    return ModelSizes(
         vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, epsilon, is_sound
     )
 
@@ -105,7 +105,7 @@ def refuse_other_maths(fields: Fields) -> None:
 
 
 def read_eos(
-    fields: Fields, generation: Mapping[str, Any], sizes: Sizes, default: int | None = None
+    fields: Fields, generation: Mapping[str, Any], sizes: ModelSizes, default: int | None = None
 ) -> tuple[int, ...]:
     """Ids that end an answer. default: where `config.json` has no such key."""
     if not sizes.is_sound:
@@ -121,7 +121,7 @@ def read_eos(
 
 
 def read_windows(
-    fields: Fields, sizes: Sizes, window: object, first: int = 0
+    fields: Fields, sizes: ModelSizes, window: object, first: int = 0
 ) -> tuple[int | None, ...]:
     """The attention window of each layer, in tokens. window: of those that have one; None or 0 =
     none has. first: the first layer with one, where `layer_types` says nothing."""
@@ -141,7 +141,7 @@ def read_windows(
 
 
 def attention(
-    sizes: Sizes,
+    sizes: ModelSizes,
     rope: RopeSpec,
     window: int | None = None,
     *,
@@ -168,7 +168,7 @@ def attention(
 
 
 def layer(
-    sizes: Sizes,
+    sizes: ModelSizes,
     of: AttentionSpec,
     biases: Biases = NO_BIASES,
     norms: NormsSpec | None = None,
@@ -200,7 +200,7 @@ def layer(
     )
 
 
-def llama_norms(sizes: Sizes) -> NormsSpec:
+def llama_norms(sizes: ModelSizes) -> NormsSpec:
     return NormsSpec(
         pre_attention=NormSpec("input_layernorm", sizes.hidden, sizes.epsilon),
         pre_mlp=NormSpec("post_attention_layernorm", sizes.hidden, sizes.epsilon),
@@ -209,7 +209,7 @@ def llama_norms(sizes: Sizes) -> NormsSpec:
 
 def model(
     fields: Fields,
-    sizes: Sizes,
+    sizes: ModelSizes,
     layers: Sequence[LayerSpec],
     max_context: int,
     eos_token_ids: tuple[int, ...],

@@ -25,7 +25,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return family.model(fields, sizes, layers, max_context, eos)
 
 
-def read_windows(fields: Fields, sizes: family.Sizes) -> tuple[int | None, ...]:
+def read_windows(fields: Fields, sizes: family.ModelSizes) -> tuple[int | None, ...]:
     """Of each layer; of the last ones only, and only where `use_sliding_window` is set."""
     config = fields.config
     asked = config.get("use_sliding_window", False)

@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One worker: a model copy, shell and engine. Fields are options of `loraplex worker`."""
+    """One worker: a model copy with its engine. Fields are options of `loraplex worker`."""
 
     model: str = field(metadata={"help": "Hub id or folder of the base model"})
     revision: str | None = field(default=None, metadata={"help": "branch, tag or commit of MODEL"})

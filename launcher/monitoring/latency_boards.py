@@ -189,10 +189,10 @@ WORKERS = Board(
                     "A second.",
                 ),
                 Panel(
-                    "Event loop lag of workers' shells",
+                    "Event loop lag of workers",
                     "s",
                     quantiles("loraplex_worker_event_loop_lag_seconds"),
-                    "No step waits for the shell; tokens on their way to routers do.",
+                    "No step waits for the worker; tokens on their way to routers do.",
                 ),
             ),
         ),

@@ -331,7 +331,7 @@ def _advised() -> Iterator[None]:
 
 
 def _leave_a_core() -> None:
-    """The engine shares the machine with the router and the shell; never more threads than set."""
+    """The engine shares the machine with the router and the worker; never more threads than set."""
     torch.set_num_threads(max(1, min(torch.get_num_threads(), _cores() - 1)))
 
 

@@ -61,7 +61,7 @@ class WorkerMetrics:
         self.restarts = meters.counter("engine_restarts", "Times the engine was lost")
         self.loop_lag_s = meters.histogram(
             "event_loop_lag_seconds",
-            "How much later than due the shell's event loop runs",
+            "How much later than due the worker's event loop runs",
             LATENCY_BUCKETS_S,
         )
 

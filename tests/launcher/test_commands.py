@@ -13,7 +13,7 @@ from launcher.__main__ import main
 from launcher.demo import adapter_paths, model_path
 from launcher.info import MachineFacts, gather, to_text
 from tests.adapter_folders import lora_tensors, safetensors_bytes, write_adapter
-from tests.server.worker.shell import BASE_NAME, VOCAB, base, write_model
+from tests.server.worker.worker_process import BASE_NAME, VOCAB, base, write_model
 from tests.slab_files import read_layout
 
 

@@ -28,7 +28,7 @@ from tests.launcher.convert.folders import (
     pair,
     write_mlx,
 )
-from tests.server.worker.shell import NO_WORDS
+from tests.server.worker.worker_process import NO_WORDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIG = "adapter_config.json"

@@ -1,7 +1,7 @@
 """Random operations on the adapters of one real worker, whose tokens certify what they belong to.
 
 `python -m tests.server.worker.churn --operations 100000` prints what was done and found; exit
-code 1 if any token, ending or count was wrong. The worker's shell, its engine's loop, scheduler
+code 1 if any token, ending or count was wrong. The worker, its engine's loop, scheduler
 and residency, the host tier and the store are the real ones; only the model is missing.
 """
 
@@ -28,7 +28,7 @@ from router.policy.placement.attempts import MAX_ADAPTER_FAILURES
 from server import protocol
 from tests.adapter_folders import write_adapter
 from tests.server.worker.churn_client import ChurnClient, Findings, churn_client
-from tests.server.worker.shell import VOCAB, Shell, base, request, running
+from tests.server.worker.worker_process import VOCAB, Worker, base, request, running
 
 ADAPTERS = 24
 AT_ONCE = 48
@@ -67,9 +67,9 @@ class Name:
 class Churn:
     """Carries out random operations until `operations` are done, AT_ONCE at a time."""
 
-    def __init__(self, shell: Shell, root: Path, operations: int, seed: int) -> None:
+    def __init__(self, worker: Worker, root: Path, operations: int, seed: int) -> None:
         self.findings = Findings()
-        self._shell = shell
+        self._worker = worker
         self._root = root
         self._operations = operations
         self._rng = random.Random(seed)
@@ -95,7 +95,7 @@ class Churn:
             self._write(name)
         async with AsyncExitStack() as stack:
             for number in range(ROUTERS):
-                client = churn_client(self._shell, self.findings, f"router {number}")
+                client = churn_client(self._worker, self.findings, f"router {number}")
                 self._clients.append(await stack.enter_async_context(client))
             left = iter(range(self._operations))
             await asyncio.gather(*(self._work(left, kill_every) for _ in range(AT_ONCE)))
@@ -117,7 +117,7 @@ class Churn:
                 self._kill_engine()
 
     def _kill_engine(self) -> None:
-        engines = psutil.Process(self._shell.process.pid).children(recursive=True)
+        engines = psutil.Process(self._worker.process.pid).children(recursive=True)
         for engine in engines:
             engine.kill()
             self._kills += 1
@@ -294,17 +294,17 @@ class Churn:
             "tokens_checked": self.findings.tokens,
             "engine_kills": self._kills,
             "counts": dict(sorted(self.findings.counts.items())),
-            "worker": _worker_counters(self._shell),
+            "worker": _worker_counters(self._worker),
             "wrong": self.findings.wrong[:20],
             "num_wrong": len(self.findings.wrong),
         }
 
 
-def _worker_counters(shell: Shell) -> dict[str, float]:
+def _worker_counters(worker: Worker) -> dict[str, float]:
     """What the worker itself counted of its tiers."""
     wanted = ("adapter_evictions_total", "adapters_staged_total", "preemptions_total")
     counters: Counter[str] = Counter()
-    for line in shell.get("/metrics").text.splitlines():
+    for line in worker.get("/metrics").text.splitlines():
         name = line.removeprefix("loraplex_worker_")
         if name.startswith(wanted) and not line.endswith(" 0.0"):
             counters[name.rpartition(" ")[0]] = int(float(line.rpartition(" ")[2]))
@@ -316,8 +316,8 @@ def churn(folder: Path, operations: int, seed: int, kill_every: int) -> dict[str
     root = folder / "adapters"
     root.mkdir()
     options = ("--adapter-root", str(root), *MEMORY, *KV, *DISK)
-    with running(folder, *options, executor=EXECUTOR) as shell:
-        job = Churn(shell, root, operations, seed)
+    with running(folder, *options, executor=EXECUTOR) as worker:
+        job = Churn(worker, root, operations, seed)
         started = time.monotonic()
         asyncio.run(job.run(kill_every))
         return job.report(time.monotonic() - started)

@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed
 
 from server import protocol
 from server.engine.fake import CertifyOptions, certified_output
-from tests.server.worker.shell import VOCAB, Shell, dial
+from tests.server.worker.worker_process import VOCAB, Worker, dial
 
 OPTIONS = CertifyOptions(vocab_size=VOCAB, eos_token_ids=(2,))
 
@@ -144,8 +144,8 @@ class ChurnClient:
 
 
 @asynccontextmanager
-async def churn_client(shell: Shell, findings: Findings, name: str) -> AsyncIterator[ChurnClient]:
-    async with dial(shell) as socket:
+async def churn_client(worker: Worker, findings: Findings, name: str) -> AsyncIterator[ChurnClient]:
+    async with dial(worker) as socket:
         await socket.send(protocol.encode(protocol.RouterHello(name)))
         await socket.recv()
         client = ChurnClient(socket, findings)

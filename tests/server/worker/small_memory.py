@@ -8,21 +8,21 @@ import pytest
 from adapters.ref import AdapterRef
 from server import protocol
 from tests.adapter_folders import write_adapter
-from tests.server.worker.shell import Router, Shell, base, running
+from tests.server.worker.worker_process import Router, Worker, base, running
 
 
 @contextmanager
-def running_small(folders: pytest.TempPathFactory, adapters: int) -> Iterator[Shell]:
+def running_small(folders: pytest.TempPathFactory, adapters: int) -> Iterator[Worker]:
     """Adapters a0, a1, …; device memory for six of them, host memory for four."""
     root = folders.mktemp("adapters")
     for number in range(adapters):
         write_adapter(root / f"a{number}", base(), rank=1, seed=number)
     with running(
-        folders.mktemp("shell"),
+        folders.mktemp("worker"),
         *("--adapter-root", str(root)),
         *("--host-adapter-memory", "256KiB", "--adapter-memory", "384KiB"),
-    ) as shell:
-        yield shell
+    ) as worker:
+        yield worker
 
 
 async def admit_all(router: Router, adapters: int) -> list[str]:

@@ -13,7 +13,15 @@ from adapters.store.quota import HEADROOM_BYTES
 from server import protocol
 from server.engine.fake import CertifyOptions, certified_output
 from tests.adapter_folders import write_adapter
-from tests.server.worker.shell import VOCAB, Router, Shell, base, connected, request, running
+from tests.server.worker.worker_process import (
+    VOCAB,
+    Router,
+    Worker,
+    base,
+    connected,
+    request,
+    running,
+)
 
 OPTIONS = CertifyOptions(vocab_size=VOCAB, eos_token_ids=(2,))
 # In a namespace of its own, and without being root where users may make one.
@@ -32,17 +40,17 @@ def on_small_disk(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
+def worker(tmp_path: Path) -> Iterator[Worker]:
     for number in range(4):
         write_adapter(tmp_path / "adapters" / f"a{number}", base(), rank=4, seed=number)
     inside = on_small_disk(tmp_path / "cache")
-    with running(tmp_path, "--adapter-root", str(tmp_path / "adapters"), inside=inside) as shell:
-        yield shell
+    with running(tmp_path, "--adapter-root", str(tmp_path / "adapters"), inside=inside) as worker:
+        yield worker
 
 
-def fill(shell: Shell, tmp_path: Path) -> Path:
+def fill(worker: Worker, tmp_path: Path) -> Path:
     """Leaves not a byte of the worker's disk; what is to be removed again."""
-    filler = Path(f"/proc/{shell.process.pid}/root{tmp_path}/cache/filler")
+    filler = Path(f"/proc/{worker.process.pid}/root{tmp_path}/cache/filler")
     with filler.open("wb", buffering=0) as out:
         for size in (1 << 20, 1):
             with suppress(OSError):
@@ -67,12 +75,12 @@ async def generate(router: Router, name: str, digest: str | None) -> protocol.To
     return end
 
 
-async def test_it_serves_what_it_has_and_recovers(shell: Shell, tmp_path: Path) -> None:
-    async with connected(shell) as router:
+async def test_it_serves_what_it_has_and_recovers(worker: Worker, tmp_path: Path) -> None:
+    async with connected(worker) as router:
         known = [await loaded(router, name) for name in ("a0", "a1")]
         packed, fetched = (s.manifest.digest for s in known if s.manifest is not None)
         assert (await generate(router, "packed", packed)).error is None
-        filler = fill(shell, tmp_path)
+        filler = fill(worker, tmp_path)
         refused = await loaded(router, "a2")
         assert (refused.stage, refused.error) == ("failed", "unavailable")
         assert "disk" in (refused.message or "")
@@ -85,4 +93,4 @@ async def test_it_serves_what_it_has_and_recovers(shell: Shell, tmp_path: Path) 
         assert (again.stage, again.error) == ("ready", None)
         assert again.manifest is not None
         assert (await generate(router, "after", again.manifest.digest)).error is None
-    assert "Traceback" not in shell.log.read_text()
+    assert "Traceback" not in worker.log.read_text()

@@ -1,4 +1,4 @@
-"""What lies where, as the real shell and the certifying engine tell it."""
+"""What lies where, as the real worker and the certifying engine tell it."""
 
 from collections.abc import Iterator
 
@@ -10,17 +10,17 @@ from server import protocol
 from server.engine.memory.extents import Span
 from server.engine.messages import AdapterPlaced
 from server.worker.inspector import DevicePlaces
-from tests.server.worker.shell import LONG, Shell, connected, request
 from tests.server.worker.small_memory import admit_all, running_small
+from tests.server.worker.worker_process import LONG, Worker, connected, request
 
 ADAPTERS = 9
 RESIDENT = 6
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    with running_small(tmp_path_factory, ADAPTERS) as shell:
-        yield shell
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with running_small(tmp_path_factory, ADAPTERS) as worker:
+        yield worker
 
 
 def check_arenas(picture: protocol.WorkerPicture) -> None:
@@ -40,8 +40,8 @@ def on_device(picture: protocol.WorkerPicture) -> set[str]:
     return {place.digest for place in picture.places if place.device_spans}
 
 
-async def test_the_picture_follows_loads_evictions_and_use(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_the_picture_follows_loads_evictions_and_use(worker: Worker) -> None:
+    async with connected(worker) as router:
         empty = await router.inspect()
         assert empty.places == () or not on_device(empty)
         assert (empty.extent_bytes > 0, empty.page_size > 0) == (True, True)

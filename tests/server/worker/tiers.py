@@ -1,6 +1,6 @@
 """Disk, host arena and device arena with the real code between them, moved by hand.
 
-The shell's part is `HostTier`, `Staging` and `AdapterOrders`, the engine's `EngineLoop` and
+The worker's part is `HostTier`, `Staging` and `AdapterOrders`, the engine's `EngineLoop` and
 `Scheduler`. Threads, the pipe, the copies and the clock do nothing by themselves: each step of
 each of them is one call here, so that any order of them can be tried.
 """
@@ -370,7 +370,7 @@ class Tiers:
         self.aio.run_until_complete(run())
 
     def turns(self, count: int) -> None:
-        """Of the shell's event loop."""
+        """Of the worker's event loop."""
         for _ in range(count):
             self.aio.run_until_complete(asyncio.sleep(0))
 
@@ -381,7 +381,7 @@ class Tiers:
         self.engine.loop.run()
 
     def hear(self, count: int) -> None:
-        """The shell takes so many of the engine's frames."""
+        """The worker takes so many of the engine's frames."""
         for _ in range(min(count, len(self.engine.pipe.outbox))):
             frame = self.engine.pipe.outbox.popleft()
             self.do(lambda frame=frame: self._hear(frame))  # type: ignore[misc]
@@ -409,7 +409,7 @@ class Tiers:
             self.live.remove(key)
 
     def restart_engine(self) -> None:
-        """It dies, whatever it was doing; the shell hears of it, and another is ready."""
+        """It dies, whatever it was doing; the worker hears of it, and another is ready."""
         self.engine = Engine(self)
         self.told.clear()
         self._resident = self._loading = ()

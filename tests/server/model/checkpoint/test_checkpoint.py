@@ -17,7 +17,7 @@ from server.model.checkpoint.checkpoint import CheckpointError, base_digest, rea
 from server.model.weights import load_weights
 from server.protocol import ModelCard
 from tests.server.model.hub_models import make_model, save_model
-from tests.server.worker.shell import NO_WORDS
+from tests.server.worker.worker_process import NO_WORDS
 
 CPU = torch.device("cpu")
 WINDOWS = {

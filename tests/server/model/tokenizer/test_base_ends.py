@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from server.model.base_facts import read_base_spec
 from server.model.card import model_card
 from tests.adapter_folders import safetensors_bytes
-from tests.server.worker.shell import VOCAB, write_model
+from tests.server.worker.worker_process import VOCAB, write_model
 
 WORDS = ["a", "b", "</s>", "<|end|>", "<|user|>", "<|call|>", "plain"]
 S, END, USER, CALL, PLAIN = range(2, 7)

@@ -1,4 +1,4 @@
-"""Pins, loads, evictions and tiers through the real shell and the certifying engine."""
+"""Pins, loads, evictions and tiers through the real worker and the certifying engine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ import psutil
 import pytest
 
 from server import protocol
-from tests.server.worker.shell import (
+from tests.server.worker.small_memory import admit_all, running_small
+from tests.server.worker.worker_process import (
     LONG,
     TIMEOUT_S,
     Router,
-    Shell,
+    Worker,
     connected,
     request,
 )
-from tests.server.worker.small_memory import admit_all, running_small
 
 ADAPTERS = 12
 RESIDENT = 6
@@ -23,9 +23,9 @@ ABSENT = "0" * 64
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    with running_small(tmp_path_factory, ADAPTERS) as shell:
-        yield shell
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    with running_small(tmp_path_factory, ADAPTERS) as worker:
+        yield worker
 
 
 async def use(router: Router, name: str, *digests: str) -> None:
@@ -35,8 +35,8 @@ async def use(router: Router, name: str, *digests: str) -> None:
     assert all(finished[n].error is None for n in names), finished
 
 
-async def test_load_tells_every_tier_and_evict_frees_them(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_load_tells_every_tier_and_evict_frees_them(worker: Worker) -> None:
+    async with connected(worker) as router:
         digests = await admit_all(router, ADAPTERS)
         before = await router.order("before", "status", digests[0], ABSENT)
         assert [(t.disk, t.host, t.device) for t in before.tiers] == [
@@ -60,8 +60,8 @@ async def test_load_tells_every_tier_and_evict_frees_them(shell: Shell) -> None:
         await use(router, "again", digests[0])
 
 
-async def test_a_hint_brings_an_adapter_to_host_memory(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_a_hint_brings_an_adapter_to_host_memory(worker: Worker) -> None:
+    async with connected(worker) as router:
         digests = await admit_all(router, ADAPTERS)
         hinted = digests[5]
         assert (await router.order("evict", "evict", hinted)).error is None
@@ -75,8 +75,8 @@ async def test_a_hint_brings_an_adapter_to_host_memory(shell: Shell) -> None:
         await use(router, "hinted", hinted)
 
 
-async def test_eviction_waits_for_those_who_use_it(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_eviction_waits_for_those_who_use_it(worker: Worker) -> None:
+    async with connected(worker) as router:
         digests = await admit_all(router, ADAPTERS)
         await router.send(request("long", LONG, digests[1]))
         await router.until_started("long")
@@ -90,18 +90,18 @@ async def test_eviction_waits_for_those_who_use_it(shell: Shell) -> None:
         assert "long" in router.finished
 
 
-async def test_a_failed_load_says_why(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_a_failed_load_says_why(worker: Worker) -> None:
+    async with connected(worker) as router:
         report = await router.order("load", "load", ABSENT)
         assert report.error is not None
         assert "not in the store" in report.error
 
 
 async def test_pins_survive_pressure_and_the_engine_and_end_with_their_router(
-    shell: Shell,
+    worker: Worker,
 ) -> None:
-    async with connected(shell, "other") as other:
-        async with connected(shell) as router:
+    async with connected(worker, "other") as other:
+        async with connected(worker) as router:
             digests = await admit_all(router, ADAPTERS)
             pinned, *rest = digests
             await router.send(protocol.AdapterPins((pinned,)))
@@ -115,7 +115,7 @@ async def test_pins_survive_pressure_and_the_engine_and_end_with_their_router(
             refused = await other.order("evict", "evict", pinned)
             assert refused.error is not None
             assert "pinned" in refused.error
-            psutil.Process(shell.engine_pid).kill()
+            psutil.Process(worker.engine_pid).kill()
             await router.until_status(ready=False)
             await router.until_status(ready=True)
             await resident(router, pinned)
@@ -133,10 +133,10 @@ async def resident(router: Router, digest: str) -> None:
             await router.receive()
 
 
-async def test_malformed_orders_cost_the_connection(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_malformed_orders_cost_the_connection(worker: Worker) -> None:
+    async with connected(worker) as router:
         await router.send(protocol.AdapterPins(("../../etc",)))
         assert "64 hexadecimal" in await router.until_closed()
-    async with connected(shell) as router:
+    async with connected(worker) as router:
         await router.send(protocol.AdapterPrefetch(("A" * 64,)))
         assert "64 hexadecimal" in await router.until_closed()

@@ -1,4 +1,4 @@
-"""Adapters through the real shell: loaded once, served rightly, refused with every reason."""
+"""Adapters through the real worker: loaded once, served rightly, refused with every reason."""
 
 import asyncio
 import json
@@ -12,11 +12,11 @@ from adapters.ref import AdapterRef
 from server import protocol
 from server.engine.fake import CertifyOptions, certified_output
 from tests.adapter_folders import write_adapter
-from tests.server.worker.shell import (
+from tests.server.worker.worker_process import (
     TIMEOUT_S,
     VOCAB,
     Router,
-    Shell,
+    Worker,
     base,
     connected,
     request,
@@ -38,14 +38,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Shell]:
+def worker(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Worker]:
     """Host memory for four small adapters, device memory for six."""
     with running(
-        tmp_path_factory.mktemp("shell"),
+        tmp_path_factory.mktemp("worker"),
         *("--adapter-root", str(root)),
         *("--host-adapter-memory", "256KiB", "--adapter-memory", "384KiB"),
-    ) as shell:
-        yield shell
+    ) as worker:
+        yield worker
 
 
 def load(name: str, number: int = 0, digest: str | None = None) -> protocol.AdapterLoad:
@@ -63,8 +63,8 @@ async def digest_of(router: Router, name: str) -> str:
             await router.receive()
 
 
-async def test_fifty_loads_of_one_adapter_fetch_once(shell: Shell) -> None:
-    async with connected(shell) as one, connected(shell) as two:
+async def test_fifty_loads_of_one_adapter_fetch_once(worker: Worker) -> None:
+    async with connected(worker) as one, connected(worker) as two:
         await one.send(*(load("a0", number) for number in range(25)))
         await two.send(*(load("a0", number) for number in range(25)))
         states = await one.until_loaded(25) + await two.until_loaded(25)
@@ -73,11 +73,13 @@ async def test_fifty_loads_of_one_adapter_fetch_once(shell: Shell) -> None:
         assert len(manifests) == 1
         assert {state.load_id for state in one.final_loads} == {f"a0 {n}" for n in range(25)}
     fetches = 'loraplex_worker_adapter_fetches_total{source="local"} 1.0'
-    assert fetches in shell.get("/metrics").text
+    assert fetches in worker.get("/metrics").text
 
 
-async def test_every_adapter_answers_for_itself_whatever_must_be_evicted(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_every_adapter_answers_for_itself_whatever_must_be_evicted(
+    worker: Worker,
+) -> None:
+    async with connected(worker) as router:
         names = [f"a{number}" for number in range(ADAPTERS)]
         digests = {name: await digest_of(router, name) for name in names}
         assert len(set(digests.values())) == ADAPTERS
@@ -95,12 +97,12 @@ async def test_every_adapter_answers_for_itself_whatever_must_be_evicted(shell: 
         assert set(status.resident) <= set(digests.values())
 
 
-async def test_a_killed_engine_serves_the_same_adapters_again(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_a_killed_engine_serves_the_same_adapters_again(worker: Worker) -> None:
+    async with connected(worker) as router:
         digest = await digest_of(router, "a3")
         await router.send(request("before", 4, digest))
         await router.until_finished("before")
-        psutil.Process(shell.engine_pid).kill()
+        psutil.Process(worker.engine_pid).kill()
         await router.until_status(ready=False)
         await router.until_status(ready=True)
         await router.send(request("after", 4, digest))
@@ -113,30 +115,30 @@ async def test_a_killed_engine_serves_the_same_adapters_again(shell: Shell) -> N
     ("name", "error"),
     [("no-such", "not_found"), ("../../etc", "bad_ref"), ("/etc", "forbidden")],
 )
-async def test_a_failed_load_says_why(shell: Shell, name: str, error: str) -> None:
-    async with connected(shell) as router:
+async def test_a_failed_load_says_why(worker: Worker, name: str, error: str) -> None:
+    async with connected(worker) as router:
         await router.send(load(name))
         (state,) = await router.until_loaded(1)
         assert (state.stage, state.manifest) == ("failed", None)
         assert state.error in (error, "forbidden", "not_found", "bad_ref")
         assert state.message
-    assert TOKEN not in shell.log.read_text()
+    assert TOKEN not in worker.log.read_text()
 
 
-async def test_all_violations_are_told_at_once(shell: Shell, root: Path) -> None:
+async def test_all_violations_are_told_at_once(worker: Worker, root: Path) -> None:
     folder = write_adapter(root / "bad", base())
     config = json.loads((folder / "adapter_config.json").read_text())
     config |= {"use_dora": True, "bias": "all", "target_modules": ["q_proj", "v_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    async with connected(shell) as router:
+    async with connected(worker) as router:
         await router.send(load("bad"))
         (state,) = await router.until_loaded(1)
         assert (state.stage, state.error) == ("failed", "invalid")
         assert {"use_dora", "bias"} <= {violation.where for violation in state.violations}
 
 
-async def test_another_digest_than_expected_is_a_violation(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_another_digest_than_expected_is_a_violation(worker: Worker) -> None:
+    async with connected(worker) as router:
         await router.send(load("a1", digest="0a" * 32))
         (state,) = await router.until_loaded(1)
         assert state.stage == "failed"
@@ -146,11 +148,11 @@ async def test_another_digest_than_expected_is_a_violation(shell: Shell) -> None
     ("lora_rank", "option"), [(200, "adapter_memory"), (140, "host_adapter_memory")]
 )
 async def test_an_adapter_larger_than_the_memory_is_refused_before_any_request(
-    shell: Shell, root: Path, lora_rank: int, option: str
+    worker: Worker, root: Path, lora_rank: int, option: str
 ) -> None:
     targets = ("q_proj", "o_proj", "gate_proj", "down_proj")
     write_adapter(root / f"huge{lora_rank}", base(), rank=lora_rank, targets=targets)
-    async with connected(shell) as router:
+    async with connected(worker) as router:
         await router.send(load(f"huge{lora_rank}"))
         (state,) = await router.until_loaded(1)
         assert (state.stage, state.error, state.violations) == ("failed", "too_large", ())
@@ -164,8 +166,8 @@ async def test_what_was_too_large_is_judged_again_with_more_memory(
     memory = ("--adapter-memory", "128KiB"), ("--adapter-memory", "4MiB")
     stages = []
     for options in (*memory, memory[0]):
-        with running(tmp_path, "--adapter-root", str(root), *options) as shell:
-            async with connected(shell) as router:
+        with running(tmp_path, "--adapter-root", str(root), *options) as worker:
+            async with connected(worker) as router:
                 await router.send(load("wide"))
                 (state,) = await router.until_loaded(1)
                 stages.append((state.stage, state.error))

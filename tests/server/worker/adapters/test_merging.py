@@ -1,4 +1,4 @@
-"""Merges through the real shell: computed in a process of their own, bounded, ended with it."""
+"""Merges through the real worker: computed in a process of their own, bounded, ended with it."""
 
 import asyncio
 import os
@@ -22,7 +22,15 @@ from server.engine.fake import CertifyOptions, certified_output
 from server.worker.adapters.merging import MERGE_MODULE, Merger
 from tests.adapter_folders import write_adapter
 from tests.adapters.refusals import refusal
-from tests.server.worker.shell import VOCAB, Router, Shell, base, connected, request, running
+from tests.server.worker.worker_process import (
+    VOCAB,
+    Router,
+    Worker,
+    base,
+    connected,
+    request,
+    running,
+)
 
 OPTIONS = CertifyOptions(vocab_size=VOCAB, eos_token_ids=(2,))
 TIMEOUT_S = 240.0
@@ -39,10 +47,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Shell]:
+def worker(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[Worker]:
     options = ("--adapter-root", str(root), "--max-lora-rank", "24")
-    with running(tmp_path_factory.mktemp("shell"), *options) as shell:
-        yield shell
+    with running(tmp_path_factory.mktemp("worker"), *options) as worker:
+        yield worker
 
 
 async def digests_of(router: Router, *names: str) -> list[str]:
@@ -71,9 +79,9 @@ def merge_frame(
 
 @pytest.mark.parametrize("strategy", ["linear", "dare_ties"])
 async def test_a_merge_is_made_and_answers_for_itself(
-    shell: Shell, strategy: MergeStrategy
+    worker: Worker, strategy: MergeStrategy
 ) -> None:
-    async with connected(shell) as router:
+    async with connected(worker) as router:
         digests = await digests_of(router, "a0", "a1")
         frames = [merge_frame(f"m{n}", ["a0", "a1"], digests, strategy) for n in range(10)]
         await router.send(*frames)
@@ -102,8 +110,8 @@ async def test_members_that_the_worker_lacks_are_brought(tmp_path: Path, root: P
         assert TOKEN not in fresh.log.read_text()
 
 
-async def test_refusals_name_the_reason(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_refusals_name_the_reason(worker: Worker) -> None:
+    async with connected(worker) as router:
         wide, small = await digests_of(router, "wide", "a3")
         frame = merge_frame("m", ["wide", "a3"], [wide, small])
         await router.send(frame)

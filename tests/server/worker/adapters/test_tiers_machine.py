@@ -324,7 +324,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert rounds < MAX_ROUNDS, f"somebody waits for ever: {self.state()}"
         self.nothing_was_wrong()
         on_device = set(tiers.engine.scheduler.arena.ready)
-        assert set(tiers._resident) == on_device, "the shell knows of changes alone"
+        assert set(tiers._resident) == on_device, "the worker knows of changes alone"
         for order_id, reports in tiers.reports.items():
             assert len(reports) == 1 or (not reports and order_id in self.withdrawn)
         for arena in (tiers.arena, tiers.engine.scheduler.arena):

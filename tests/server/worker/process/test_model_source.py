@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from server.worker.process.model_source import ModelError, find_model
-from tests.server.worker.shell import ROOT, write_model
+from tests.server.worker.worker_process import ROOT, write_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -1,4 +1,4 @@
-"""The real shell process with the certifying engine: routers, credits, aborts, faults."""
+"""The real worker process with the certifying engine: routers, credits, aborts, faults."""
 
 import asyncio
 import hashlib
@@ -14,13 +14,13 @@ from websockets.exceptions import InvalidStatus
 from server import protocol
 from server.engine.fake import CertifyOptions, certified_output
 from server.model.checkpoint.checkpoint import base_digest
-from tests.server.worker.shell import (
+from tests.server.worker.worker_process import (
     LONG,
     SECRET,
     TIMEOUT_S,
     VOCAB,
     Router,
-    Shell,
+    Worker,
     connected,
     dial,
     request,
@@ -34,20 +34,20 @@ CREDITS = 24
 
 
 @pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    folder = tmp_path_factory.mktemp("shell")
-    with running(folder, "--max-running", "8", "--max-waiting", "16") as shell:
-        yield shell
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    folder = tmp_path_factory.mktemp("worker")
+    with running(folder, "--max-running", "8", "--max-waiting", "16") as worker:
+        yield worker
 
 
 async def idle(router: Router) -> None:
     await router.until_status(running=0, waiting=0)
 
 
-async def test_hello_and_card_agree(shell: Shell, tmp_path: Path) -> None:
-    async with connected(shell) as router:
+async def test_hello_and_card_agree(worker: Worker, tmp_path: Path) -> None:
+    async with connected(worker) as router:
         assert router.hello.credits == CREDITS
-    answer = shell.get("/card")
+    answer = worker.get("/card")
     assert answer.status_code == 200
     assert hashlib.sha256(answer.content).hexdigest() == router.hello.card_digest
     assert answer.headers["etag"] == f'"{router.hello.card_digest}"'
@@ -59,17 +59,17 @@ async def test_hello_and_card_agree(shell: Shell, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("secret", [None, "wrong", SECRET + "x", SECRET[:-1]])
-async def test_a_wrong_secret_is_refused(shell: Shell, secret: str | None) -> None:
-    assert shell.get("/card", secret).status_code == 401
+async def test_a_wrong_secret_is_refused(worker: Worker, secret: str | None) -> None:
+    assert worker.get("/card", secret).status_code == 401
     with pytest.raises(InvalidStatus) as caught:
-        async with dial(shell, secret):
+        async with dial(worker, secret):
             raise AssertionError("came in")
     assert caught.value.response.status_code == 401
 
 
-async def test_answers_are_the_certified_ones_and_steps_are_frames(shell: Shell) -> None:
+async def test_answers_are_the_certified_ones_and_steps_are_frames(worker: Worker) -> None:
     names = [f"r{number}" for number in range(6)]
-    async with connected(shell) as router:
+    async with connected(worker) as router:
         await router.send(*(request(name, 8, prompt=(3, 4, len(name))) for name in names))
         await router.until_finished(*names)
         for name in names:
@@ -81,8 +81,8 @@ async def test_answers_are_the_certified_ones_and_steps_are_frames(shell: Shell)
         assert any(len(frame.events) > 1 for frame in router.frames)
 
 
-async def test_two_routers_may_use_the_same_names(shell: Shell) -> None:
-    async with connected(shell, "a") as first, connected(shell, "b") as second:
+async def test_two_routers_may_use_the_same_names(worker: Worker) -> None:
+    async with connected(worker, "a") as first, connected(worker, "b") as second:
         await first.send(request("same", 5))
         await second.send(request("same", 7))
         await first.until_finished("same")
@@ -90,9 +90,11 @@ async def test_two_routers_may_use_the_same_names(shell: Shell) -> None:
         assert (len(first.tokens_of("same")), len(second.tokens_of("same"))) == (5, 7)
 
 
-async def test_a_request_beyond_the_credits_is_refused_and_the_rest_goes_on(shell: Shell) -> None:
+async def test_a_request_beyond_the_credits_is_refused_and_the_rest_goes_on(
+    worker: Worker,
+) -> None:
     names = [f"long{number}" for number in range(CREDITS)]
-    async with connected(shell) as router, connected(shell) as other:
+    async with connected(worker) as router, connected(worker) as other:
         await idle(router)
         await router.send(*(request(name, LONG) for name in names))
         await router.until_status(running=8, waiting=CREDITS - 8)
@@ -106,24 +108,24 @@ async def test_a_request_beyond_the_credits_is_refused_and_the_rest_goes_on(shel
         assert (await other.until_finished("again"))["again"].finish == "length"
 
 
-async def test_a_vanished_router_frees_its_sequences(shell: Shell) -> None:
-    async with connected(shell) as watcher:
-        async with connected(shell) as router:
+async def test_a_vanished_router_frees_its_sequences(worker: Worker) -> None:
+    async with connected(worker) as watcher:
+        async with connected(worker) as router:
             await router.send(*(request(f"gone{n}", LONG) for n in range(8)))
             await router.until_started("gone7")
             router.socket.transport.abort()
         await idle(watcher)
-    assert shell.metric("sequences") == 0
+    assert worker.metric("sequences") == 0
 
 
-async def test_bad_values_end_the_request_only(shell: Shell) -> None:
+async def test_bad_values_end_the_request_only(worker: Worker) -> None:
     bad = {
         "ids": request("ids", prompt=(VOCAB,)),
         "digest": request("digest", adapter="../../x"),
         "unknown": request("unknown", adapter="0a" * 32),
         "seed": msgspec.structs.replace(request("seed"), seed=-1),
     }
-    async with connected(shell) as router:
+    async with connected(worker) as router:
         await router.send(*bad.values(), request("good"))
         ended = await router.until_finished(*bad, "good")
         assert ended["good"].finish == "length"
@@ -148,11 +150,11 @@ async def test_bad_values_end_the_request_only(shell: Shell) -> None:
         "text",
     ],
 )
-async def test_a_bad_frame_costs_its_connection_only(shell: Shell, frame: bytes | str) -> None:
-    async with connected(shell, "good") as good:
+async def test_a_bad_frame_costs_its_connection_only(worker: Worker, frame: bytes | str) -> None:
+    async with connected(worker, "good") as good:
         await good.send(request("before", LONG))
         await good.until_started("before")
-        async with connected(shell, "bad") as bad:
+        async with connected(worker, "bad") as bad:
             await bad.socket.send(frame)
             assert await bad.until_closed()
         await good.send(protocol.Abort("before", 0), request("after"))
@@ -160,14 +162,14 @@ async def test_a_bad_frame_costs_its_connection_only(shell: Shell, frame: bytes 
         assert (ended["before"].finish, ended["after"].finish) == ("abort", "length")
 
 
-async def test_a_sequence_submitted_twice_costs_the_connection(shell: Shell) -> None:
-    async with connected(shell) as router:
+async def test_a_sequence_submitted_twice_costs_the_connection(worker: Worker) -> None:
+    async with connected(worker) as router:
         await router.send(request("twice", LONG), request("twice", LONG))
         assert "twice" in await router.until_closed()
 
 
-async def test_another_version_is_told_so(shell: Shell) -> None:
-    async with dial(shell) as client:
+async def test_another_version_is_told_so(worker: Worker) -> None:
+    async with dial(worker) as client:
         await client.send(protocol.encode(protocol.RouterHello("old", version=99)))
         async with asyncio.timeout(TIMEOUT_S):
             await client.wait_closed()
@@ -176,9 +178,9 @@ async def test_another_version_is_told_so(shell: Shell) -> None:
 
 
 async def test_a_router_that_does_not_read_is_cut_off_and_stalls_nobody(tmp_path: Path) -> None:
-    """Its aborted sequences show that the shell gave up on it, not on the others."""
-    with running(tmp_path, executor="certify") as shell:
-        async with connected(shell, "good") as good, connected(shell, "slow") as slow:
+    """Its aborted sequences show that the worker gave up on it, not on the others."""
+    with running(tmp_path, executor="certify") as worker:
+        async with connected(worker, "good") as good, connected(worker, "slow") as slow:
             slow.socket.transport.pause_reading()
             sampling = protocol.SamplingParams(max_tokens=LONG, ignore_eos=True, logprobs=20)
             flood = [msgspec.structs.replace(request(f"s{n}"), sampling=sampling) for n in range(8)]
@@ -187,14 +189,14 @@ async def test_a_router_that_does_not_read_is_cut_off_and_stalls_nobody(tmp_path
             await good.send(request("through", 4))
             await idle(good)
             await good.until_finished("through")
-            assert shell.metric("routers") == 1
+            assert worker.metric("routers") == 1
             slow.socket.transport.abort()
-        assert shell.metric("output_tokens_total") < 8 * LONG, "it was served to the end"
-        assert "too slowly" in shell.log.read_text()
+        assert worker.metric("output_tokens_total") < 8 * LONG, "it was served to the end"
+        assert "too slowly" in worker.log.read_text()
 
 
-async def test_only_the_declared_sockets_listen(shell: Shell) -> None:
-    family = [psutil.Process(shell.process.pid)]
+async def test_only_the_declared_sockets_listen(worker: Worker) -> None:
+    family = [psutil.Process(worker.process.pid)]
     family += family[0].children(recursive=True)
     listening = {
         connection.laddr.port
@@ -202,17 +204,17 @@ async def test_only_the_declared_sockets_listen(shell: Shell) -> None:
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
-    assert listening == {shell.port}
+    assert listening == {worker.port}
 
 
 async def test_a_killed_engine_ends_each_sequence_once_and_comes_back(tmp_path: Path) -> None:
     names = [f"lost{number}" for number in range(8)]
-    with running(tmp_path, "--max-running", "8") as shell:
-        async with connected(shell) as router:
+    with running(tmp_path, "--max-running", "8") as worker:
+        async with connected(worker) as router:
             first = await router.until_status(ready=True)
             await router.send(*(request(name, LONG) for name in names))
             await router.until_started(*names)
-            psutil.Process(shell.engine_pid).send_signal(signal.SIGKILL)
+            psutil.Process(worker.engine_pid).send_signal(signal.SIGKILL)
             ended = await router.until_finished(*names)
             for name in names:
                 event = ended[name]
@@ -232,33 +234,33 @@ async def test_a_killed_engine_ends_each_sequence_once_and_comes_back(tmp_path: 
                     await router.receive()
             again = [t for e in router.events if e.attempt == 1 for t in e.token_ids]
             assert resumed + again == certified_output(None, [1, 5, 9], 8, OPTIONS, min_tokens=8)
-        assert shell.metric("engine_restarts_total") == 1
+        assert worker.metric("engine_restarts_total") == 1
 
 
 async def test_a_stuck_engine_is_killed_and_replaced(tmp_path: Path) -> None:
-    with running(tmp_path, "--step-timeout-s", "1") as shell:
-        async with connected(shell) as router:
+    with running(tmp_path, "--step-timeout-s", "1") as worker:
+        async with connected(worker) as router:
             await router.until_status(ready=True)
-            stuck = shell.engine_pid
+            stuck = worker.engine_pid
             await router.send(request("stuck", LONG))
             await router.until_started("stuck")
             psutil.Process(stuck).send_signal(signal.SIGSTOP)
             ended = await router.until_finished("stuck")
             assert ended["stuck"].error == "engine_lost"
             await router.until_status(ready=True)
-            assert shell.engine_pid != stuck
-        assert "makes no step" in shell.log.read_text()
+            assert worker.engine_pid != stuck
+        assert "makes no step" in worker.log.read_text()
 
 
 async def test_a_stopped_worker_finishes_what_runs(tmp_path: Path) -> None:
     """One that takes longer than the limit ends in an error that lets the router resume."""
-    shell = start(tmp_path, "--drain-timeout-s", "5")
+    worker = start(tmp_path, "--drain-timeout-s", "5")
     try:
-        shell.wait_ready()
-        async with connected(shell) as router:
+        worker.wait_ready()
+        async with connected(worker) as router:
             await router.send(request("short", 150), request("endless", LONG))
             await router.until_started("short", "endless")
-            shell.process.send_signal(signal.SIGTERM)
+            worker.process.send_signal(signal.SIGTERM)
             await router.until_status(draining=True, ready=False)
             await router.send(request("late"))
             ended = await router.until_finished("short", "late", "endless")
@@ -266,20 +268,20 @@ async def test_a_stopped_worker_finishes_what_runs(tmp_path: Path) -> None:
             assert ended["late"].error == "draining"
             assert ended["endless"].error == "draining"
             assert ended["endless"].index == len(router.tokens_of("endless"))
-        assert shell.process.wait(TIMEOUT_S) == 0, shell.log.read_text()
-        assert "Traceback" not in shell.log.read_text()
+        assert worker.process.wait(TIMEOUT_S) == 0, worker.log.read_text()
+        assert "Traceback" not in worker.log.read_text()
     finally:
-        shell.process.kill()
-        shell.process.wait(TIMEOUT_S)
+        worker.process.kill()
+        worker.process.wait(TIMEOUT_S)
 
 
-async def test_a_killed_shell_takes_its_engine_along(tmp_path: Path) -> None:
-    shell = start(tmp_path)
+async def test_a_killed_worker_takes_its_engine_along(tmp_path: Path) -> None:
+    worker = start(tmp_path)
     try:
-        shell.wait_ready()
-        engine = psutil.Process(shell.engine_pid)
+        worker.wait_ready()
+        engine = psutil.Process(worker.engine_pid)
     finally:
-        shell.process.kill()
-        shell.process.wait(TIMEOUT_S)
+        worker.process.kill()
+        worker.process.wait(TIMEOUT_S)
     _, alive = psutil.wait_procs([engine], TIMEOUT_S)
     assert not alive

@@ -67,7 +67,7 @@ def write_model(folder: Path) -> Path:
 
 
 @dataclass
-class Shell:
+class Worker:
     """A worker process. port: where it listens."""
 
     process: subprocess.Popen[bytes]
@@ -113,7 +113,7 @@ def start(
     secret: str | None = SECRET,
     executor: str = CERTIFY,
     inside: Sequence[str] = (),
-) -> Shell:
+) -> Worker:
     """Starts it and returns at once; the test's process holds the bound socket.
 
     inside: a command that becomes the one which follows it.
@@ -138,7 +138,7 @@ def start(
             stderr=subprocess.STDOUT,
             pass_fds=(listener.fileno(),),
         )
-        return Shell(process, listener.getsockname()[1], log)
+        return Worker(process, listener.getsockname()[1], log)
 
 
 @contextmanager
@@ -148,20 +148,20 @@ def running(
     secret: str | None = SECRET,
     executor: str = CERTIFY,
     inside: Sequence[str] = (),
-) -> Iterator[Shell]:
+) -> Iterator[Worker]:
     """A ready worker; it and its engine are gone at the end, and it left with code 0."""
-    shell = start(folder, *options, secret=secret, executor=executor, inside=inside)
+    worker = start(folder, *options, secret=secret, executor=executor, inside=inside)
     try:
-        shell.wait_ready()
-        yield shell
-        family = psutil.Process(shell.process.pid).children(recursive=True)
-        shell.process.send_signal(signal.SIGTERM)
-        assert shell.process.wait(TIMEOUT_S) == 0, shell.log.read_text()
+        worker.wait_ready()
+        yield worker
+        family = psutil.Process(worker.process.pid).children(recursive=True)
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(TIMEOUT_S) == 0, worker.log.read_text()
         _, alive = psutil.wait_procs(family, TIMEOUT_S)
         assert not alive
     finally:
-        shell.process.kill()
-        shell.process.wait(TIMEOUT_S)
+        worker.process.kill()
+        worker.process.wait(TIMEOUT_S)
 
 
 @dataclass
@@ -264,10 +264,10 @@ class Router:
         return [t for event in self.events if event.request_id == name for t in event.token_ids]
 
 
-def dial(shell: Shell, secret: str | None = SECRET, **options: Any) -> connect:
+def dial(worker: Worker, secret: str | None = SECRET, **options: Any) -> connect:
     headers = {"Authorization": f"Bearer {secret}"} if secret is not None else {}
     return connect(
-        f"ws://127.0.0.1:{shell.port}/connect",
+        f"ws://127.0.0.1:{worker.port}/connect",
         additional_headers=headers,
         compression=None,
         max_size=protocol.MAX_FRAME_BYTES,
@@ -277,8 +277,8 @@ def dial(shell: Shell, secret: str | None = SECRET, **options: Any) -> connect:
 
 
 @asynccontextmanager
-async def connected(shell: Shell, name: str = "router") -> AsyncIterator[Router]:
-    async with dial(shell) as client:
+async def connected(worker: Worker, name: str = "router") -> AsyncIterator[Router]:
+    async with dial(worker) as client:
         await client.send(protocol.encode(protocol.RouterHello(name)))
         hello = protocol.decode_worker_frame(await client.recv(decode=False))
         assert isinstance(hello, protocol.WorkerHello)

@@ -50,18 +50,18 @@ def tell_of_disk(store: Path, what: object, kind: object) -> None:
         log.error("the adapter store in %s cannot use its disk: %s", store, what)
 
 
-def publish_folder(staged: Path, target: Path, durable: bool = True) -> None:
-    """Makes a staged folder appear as `target`, read-only; the first one wins.
+def publish_folder(written: Path, target: Path, durable: bool = True) -> None:
+    """Makes a written folder appear as `target`, read-only; the first one wins.
 
     durable: whatever crashes then, it is there. Else some of its files may be torn by a crash.
     """
-    for path in staged.iterdir():
+    for path in written.iterdir():
         path.chmod(0o444)
     if durable:
-        sync_files(staged)
-        sync_path(staged)
+        sync_files(written)
+        sync_path(written)
     try:
-        staged.rename(target)
+        written.rename(target)
     except OSError as error:
         if error.errno not in _NOT_EMPTY:
             raise
@@ -69,11 +69,11 @@ def publish_folder(staged: Path, target: Path, durable: bool = True) -> None:
         sync_path(target.parent)
 
 
-def publish_file(staged: Path, target: Path) -> None:
-    """Makes a staged file appear as `target`, read-only and durable."""
-    staged.chmod(0o444)
-    sync_path(staged)
-    staged.rename(target)
+def publish_file(written: Path, target: Path) -> None:
+    """Makes a written file appear as `target`, read-only and durable."""
+    written.chmod(0o444)
+    sync_path(written)
+    written.rename(target)
     sync_path(target.parent)
 
 

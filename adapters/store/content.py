@@ -73,19 +73,19 @@ class Contents:
         Where the same content is already, it stays. Raises OSError.
         """
         target = self._folder / manifest.digest
-        staged = folder / manifest.digest
-        staged.mkdir(exist_ok=True)
+        written = folder / manifest.digest
+        written.mkdir(exist_ok=True)
         for name in (CONFIG_FILE, WEIGHTS_FILE):
-            (folder / name).rename(staged / name)
+            (folder / name).rename(written / name)
         later = self._syncing is not None
         name = self._fresh_manifest if later else _MANIFEST_FILE
-        (staged / name).write_bytes(msgspec.json.encode(manifest))
+        (written / name).write_bytes(msgspec.json.encode(manifest))
         # Only what was there when it was judged: another may publish the same content meanwhile.
         with suppress(FileNotFoundError), closing(hold(target)) as found:
             there = self._manifest(manifest.digest)
             if there is None or not there.knows_ends:
                 remove_held(found, target)
-        publish_folder(staged, target, durable=not later)
+        publish_folder(written, target, durable=not later)
         self._sync_later(manifest.digest)
 
     def give_up(self, digest: str) -> None:

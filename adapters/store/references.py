@@ -41,12 +41,12 @@ class References:
             return None
         return known if known.ref == ref else None
 
-    def remember(self, known: Known, staging: Path) -> None:
-        """staging: a folder of the caller's own beside this one. Raises OSError."""
-        ref, staged = known.ref, staging / "ref.json"
-        staged.write_bytes(msgspec.json.encode(known))
-        staged.chmod(0o444)
-        staged.rename(self._file(ref))
+    def remember(self, known: Known, folder: Path) -> None:
+        """folder: a folder of the caller's own beside this one. Raises OSError."""
+        ref, written = known.ref, folder / "ref.json"
+        written.write_bytes(msgspec.json.encode(known))
+        written.chmod(0o444)
+        written.rename(self._file(ref))
         if next(self._added) % _TRIM_EVERY == 0:
             self._trim()
 

@@ -40,13 +40,13 @@ from adapters.sources.partial import partial_bytes
 from adapters.store.content import Contents, merged_member, present
 from adapters.store.quota import Quota
 from adapters.store.references import Known, References
-from adapters.store.staging import remove_stale, resumable_folder, staging_folder
+from adapters.store.unfinished import remove_stale, resumable_folder, unfinished_folder
 from adapters.violations import Findings, invalid
 
 log = logging.getLogger(__name__)
 
-Stage = Literal["fetching", "checking"]
-Progress = Callable[[Stage], None]
+FetchPhase = Literal["fetching", "checking"]
+Progress = Callable[[FetchPhase], None]
 
 _FAILURE_TTL_S = 5.0
 _MERGE_FAILURE_TTL_S = 600.0
@@ -84,11 +84,11 @@ class AdapterStore:
         self._home = home = root.expanduser() / (base.digest[:32] or "base")
         content, refs = home / "content", home / "refs"
         self._slabs = home / "slabs"
-        self._staging = home / "staging"
-        self._folders = content, refs, self._slabs, self._staging
+        self._unfinished = home / "staging"
+        self._folders = content, refs, self._slabs, self._unfinished
         self._contents = Contents(content, syncing)
         self._references = References(refs)
-        self._quota = Quota(self._limits.max_store_bytes, (content, self._slabs), self._staging)
+        self._quota = Quota(self._limits.max_store_bytes, (content, self._slabs), self._unfinished)
         self._admissions: SingleFlight[AdapterRef, AdapterManifest]
         self._admissions = SingleFlight(clock, _FAILURE_TTL_S)
         self._judged: Recent[str, Judged] = Recent(_MAX_JUDGED)
@@ -98,7 +98,7 @@ class AdapterStore:
         self._merges = SingleFlight(clock, _MERGE_FAILURE_TTL_S)
         try:
             self._make_folders()
-            remove_stale(self._staging)
+            remove_stale(self._unfinished)
             self._contents.sync_all()
         except OSError as error:
             reason = error.strerror or error
@@ -110,13 +110,13 @@ class AdapterStore:
         ref: AdapterRef,
         token: str | None,
         expected_digest: str | None = None,
-        progress: Callable[[Stage], None] | None = None,
+        progress: Callable[[FetchPhase], None] | None = None,
     ) -> AdapterManifest:
         """The manifest of the adapter that `ref` names, fetched and judged if it is not yet here.
 
         A commit of the Hub that is known costs no network: its caller has been authorised already.
         Others are resolved here, and once more if they change under the fetch. token: of this
-        caller, for this call. progress: called at each stage of a fetch.
+        caller, for this call. progress: called at each phase of a fetch.
         """
         source = self._sources.get(ref.source)
         if source is None:
@@ -124,7 +124,7 @@ class AdapterStore:
             allowed = "" if option is None else f": no {option} allows them"
             message = f"adapters from {ref.source!r} are not enabled here{allowed}"
             raise AdapterError("forbidden", message)
-        report = progress or (lambda stage: None)
+        report = progress or (lambda phase: None)
         try:
             manifest = self._admit_current(source, ref, token, report)
         except AdapterChanged:
@@ -198,11 +198,11 @@ class AdapterStore:
                 return True
             self._make_folders()
             self._quota.check(layout.nbytes)
-            with self._quota.room(layout.nbytes), staging_folder(self._staging) as folder:
-                staged = folder / "slab"
-                if not write_slab_file(staged, layout, arena, first_extents, stopped):
+            with self._quota.room(layout.nbytes), unfinished_folder(self._unfinished) as folder:
+                written = folder / "slab"
+                if not write_slab_file(written, layout, arena, first_extents, stopped):
                     return False
-                publish_file(staged, target)
+                publish_file(written, target)
                 return True
 
     def _slab_file(self, digest: str, dtype: SlabDtype, extent_bytes: int) -> Path:
@@ -237,7 +237,7 @@ class AdapterStore:
         self, source: Source, ref: AdapterRef, token: str | None, progress: Progress
     ) -> AdapterManifest:
         self._make_folders()
-        with self._staging_folder(ref) as folder:
+        with self._folder_for(ref) as folder:
             progress("fetching")
             nbytes = self._fetch(source, ref, token, folder)
             progress("checking")
@@ -268,7 +268,7 @@ class AdapterStore:
         nbytes = plan_merge(recipe, tensors, self._base, self._limits).nbytes
         self._make_folders()
         self._quota.check(nbytes)
-        with self._quota.room(nbytes), staging_folder(self._staging) as folder:
+        with self._quota.room(nbytes), unfinished_folder(self._unfinished) as folder:
             job = MergeJob(recipe, self._base, self._limits)
             write_job(folder, job, [self._contents.path(member.digest) for member in members])
             run(folder)
@@ -325,11 +325,11 @@ class AdapterStore:
         for folder in self._folders:
             folder.mkdir(parents=True, exist_ok=True)
 
-    def _staging_folder(self, ref: AdapterRef) -> AbstractContextManager[Path]:
+    def _folder_for(self, ref: AdapterRef) -> AbstractContextManager[Path]:
         """Folders are copied; what comes over a network goes on where it broke off."""
         if ref.source == "local":
-            return staging_folder(self._staging)
-        return resumable_folder(self._staging, format_ref(ref))
+            return unfinished_folder(self._unfinished)
+        return resumable_folder(self._unfinished, format_ref(ref))
 
     def _keep(self, folder: Path, judged: Judged) -> None:
         self._contents.keep(folder, judged.manifest)

@@ -16,7 +16,7 @@ from server.protocol.adapters import (
     LoadStage,
     MemberSource,
     OrderAction,
-    TierStage,
+    TierState,
 )
 from server.protocol.card import ModelCard
 from server.protocol.frames import (
@@ -72,7 +72,7 @@ __all__ = [
     "RouterHello",
     "SamplingParams",
     "StepEvents",
-    "TierStage",
+    "TierState",
     "TokenEvent",
     "TokenLogprob",
     "WorkerFrame",

@@ -94,7 +94,7 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True, tag="as"):
     retry_after_s: float | None = None
 
 
-TierStage = Literal["absent", "loading", "ready"]
+TierState = Literal["absent", "loading", "ready"]
 
 
 class AdapterTiers(msgspec.Struct, frozen=True, array_like=True):
@@ -105,8 +105,8 @@ class AdapterTiers(msgspec.Struct, frozen=True, array_like=True):
 
     digest: str
     disk: bool
-    host: TierStage
-    device: TierStage
+    host: TierState
+    device: TierState
     pinned: bool
     slab_bytes: int = 0
     load_s: float | None = None

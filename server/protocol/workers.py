@@ -2,7 +2,7 @@
 
 import msgspec
 
-from server.protocol.adapters import TierStage
+from server.protocol.adapters import TierState
 
 PROTOCOL_VERSION = 5
 
@@ -71,8 +71,8 @@ class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):
     """
 
     digest: str
-    device: TierStage
-    host: TierStage
+    device: TierState
+    host: TierState
     pinned: bool
     slab_bytes: int
     load_s: float | None

@@ -112,7 +112,7 @@ class Inspector:
             AdapterPlace(
                 digest,
                 "ready" if digest in resident else "loading" if digest in loading else "absent",
-                self._tier.stage(digest),
+                self._tier.state(digest),
                 digest in pins,
                 self._tier.slab_bytes(digest),
                 self._orders.load_s(digest),

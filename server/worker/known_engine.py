@@ -1,7 +1,7 @@
 """The engine as its worker knows it: what the last step reported, and the way to send frames."""
 
-from server.engine.memory.residency import AdapterStage
 from server.engine.messages import EngineReady, EngineStats, StepOutput, ToEngine
+from server.protocol import TierState
 from server.worker.process.engine_supervisor import EngineSupervisor
 
 
@@ -17,7 +17,7 @@ class KnownEngine:
     def engine_is_up(self) -> bool:
         return self._supervisor.ready
 
-    def device_stage(self, digest: str) -> AdapterStage:
+    def device_state(self, digest: str) -> TierState:
         if digest in self.resident:
             return "ready"
         return "loading" if digest in self.stats.loading else "absent"

@@ -19,7 +19,7 @@ from server.protocol import ErrorCode, Finish
 LookupTier = Literal["device", "loading", "host", "disk"]
 # Stages of an adapter's load: from its source, its check, packed bytes into host memory, onto the
 # device. The last is also measured without waits for room, other copies and steps.
-LoadStage = Literal["fetch", "check", "stage", "copy", "transfer"]
+LoadPhase = Literal["fetch", "check", "stage", "copy", "transfer"]
 StepPhase = Literal["plan", "launch", "wait", "commit", "masks"]
 
 
@@ -157,7 +157,7 @@ class WorkerMetrics:
             "Seconds of each stage of an adapter's way to the device; transfer: the part of copy"
             " in which its bytes move",
             LATENCY_BUCKETS_S,
-            {"stage": get_args(LoadStage)},
+            {"stage": get_args(LoadPhase)},
         )
         self.copied_bytes = meters.counter(
             "adapter_copied_bytes", "Bytes of adapters brought to the device"
@@ -175,8 +175,8 @@ class WorkerMetrics:
             {"result": ("ready", "gone", "failed")},
         )
 
-    def load_took(self, stage: LoadStage, seconds: float) -> None:
-        self.load_seconds.labels(stage).observe(seconds)
+    def load_took(self, phase: LoadPhase, seconds: float) -> None:
+        self.load_seconds.labels(phase).observe(seconds)
 
     def engine_started(self, ready: EngineReady) -> None:
         """A new engine counts from zero."""

@@ -161,7 +161,7 @@ class Worker:
             self._orders.order(connection.number, frame, self._reply(connection))
         elif isinstance(frame, AdapterPrefetch):
             require(check_digests(frame))
-            self._tier.hint(d for d in frame.digests if self._engine.device_stage(d) == "absent")
+            self._tier.hint(d for d in frame.digests if self._engine.device_state(d) == "absent")
         elif isinstance(frame, Inspect):
             require(check_inspect(frame))
             engine, in_use = self._engine, self._table.by_adapter()
@@ -195,10 +195,10 @@ class Worker:
 
     def _lookup(self, digest: str) -> LookupTier:
         """Where a sequence finds its adapter."""
-        stage = self._engine.device_stage(digest)
-        if stage != "absent":
-            return "device" if stage == "ready" else "loading"
-        return "host" if self._tier.stage(digest) == "ready" else "disk"
+        state = self._engine.device_state(digest)
+        if state != "absent":
+            return "device" if state == "ready" else "loading"
+        return "host" if self._tier.state(digest) == "ready" else "disk"
 
     def _refused(self, request: GenerateRequest) -> tuple[ErrorCode, str] | None:
         if self.state == "draining":

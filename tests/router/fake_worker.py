@@ -38,7 +38,7 @@ from server.protocol import (
     RouterFrame,
     RouterHello,
     StepEvents,
-    TierStage,
+    TierState,
     TokenEvent,
     TokenLogprob,
     WorkerFrame,
@@ -429,9 +429,9 @@ class FakeWorker:
         )
 
     def _tiers(self, digest: str) -> AdapterTiers:
-        stage: TierStage = "ready" if digest in self.resident else "absent"
+        state: TierState = "ready" if digest in self.resident else "absent"
         on_disk = digest in self._admitted
-        return AdapterTiers(digest, on_disk, stage, stage, digest in self.pins, 4096, 0.5, 1.0)
+        return AdapterTiers(digest, on_disk, state, state, digest in self.pins, 4096, 0.5, 1.0)
 
     async def _emit(self, connection: ServerConnection, event: TokenEvent) -> None:
         self._step += 1

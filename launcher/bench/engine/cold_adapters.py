@@ -16,7 +16,7 @@ from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, SlabRoom
 from adapters.ref import AdapterRef
 from adapters.slab.memory import one_after_another
 from adapters.sources.local import LocalSource
-from adapters.store.store import AdapterStore, Stage
+from adapters.store.store import AdapterStore, FetchPhase
 from launcher.bench.engine.offline import EXTENT_BYTES
 from server.engine.shared_memory import HostMemory
 from server.model.checkpoint.checkpoint import read_config
@@ -60,9 +60,9 @@ class _Path:
         self._memory: HostMemory | None = None
 
     def measure(self, name: str, weights: Path) -> ColdTimes:
-        marks: dict[Stage, float] = {}
+        marks: dict[FetchPhase, float] = {}
 
-        def progress(stage: Stage) -> None:
+        def progress(stage: FetchPhase) -> None:
             marks[stage] = time.thread_time()
 
         manifest = self._store.admit(AdapterRef("local", name), None, None, progress)

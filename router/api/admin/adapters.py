@@ -26,7 +26,7 @@ from router.names.registration import Registration, RolloutRequest
 from router.policy.rollout import Guards
 from router.tenancy.keys import Word
 from router.tools.registry import FORMATS
-from server.protocol import AdapterTiers, TierStage
+from server.protocol import AdapterTiers, TierState
 
 DEFAULT_WAIT_S = 30.0
 MAX_WAIT_S = 600.0
@@ -94,8 +94,8 @@ class WorkerAdapter(msgspec.Struct, frozen=True):
 
     worker: str
     disk: bool
-    host: TierStage
-    device: TierStage
+    host: TierState
+    device: TierState
     pinned: bool
     slab_bytes: int | None
     load_s: float | None

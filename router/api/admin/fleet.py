@@ -9,7 +9,7 @@ from adapters.ref import format_ref
 from router.api.admin.rollouts import RolloutObject, rollout_object
 from router.api.partial import PartialObject, partial_object
 from router.names.registration import Registration
-from server.protocol import AdapterPlace, ModelCard, TierStage, WorkerPicture, WorkerStatus
+from server.protocol import AdapterPlace, ModelCard, TierState, WorkerPicture, WorkerStatus
 
 MAX_ADAPTERS = 4096
 
@@ -46,8 +46,8 @@ class PlaceObject(msgspec.Struct, frozen=True):
 
     digest: str
     name: str | None
-    device: TierStage
-    host: TierStage
+    device: TierState
+    host: TierState
     pinned: bool
     slab_bytes: int | None
     load_s: float | None

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from typing import Protocol
 
-from server.engine.memory.residency import AdapterStage
 from server.engine.messages import (
     AdapterSettled,
     EvictAdapter,
@@ -21,7 +20,7 @@ from server.engine.messages import (
     ToEngine,
     WithdrawPreload,
 )
-from server.protocol import AdapterOrder, AdapterReport, AdapterTiers
+from server.protocol import AdapterOrder, AdapterReport, AdapterTiers, TierState
 from server.worker.adapters.host_tier import HostTier
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class EngineView(Protocol):
     @property
     def engine_is_up(self) -> bool: ...
 
-    def device_stage(self, digest: str) -> AdapterStage: ...
+    def device_state(self, digest: str) -> TierState: ...
 
     def to_engine(self, frame: ToEngine) -> None: ...
 
@@ -235,8 +234,8 @@ class AdapterOrders:
         return AdapterTiers(
             digest=digest,
             disk=on_disk,
-            host=self._tier.stage(digest),
-            device=self._engine.device_stage(digest),
+            host=self._tier.state(digest),
+            device=self._engine.device_state(digest),
             pinned=digest in self.pins,
             slab_bytes=self._tier.slab_bytes(digest),
             load_s=self.load_s(digest),

@@ -18,7 +18,8 @@ from adapters.manifest import SlabLayout
 from adapters.slab.file import SlabGarbled, SlabSource
 from server.engine.memory.eviction import EvictionReason
 from server.engine.memory.extents import Span
-from server.engine.memory.residency import AdapterArena, AdapterStage, Placement
+from server.engine.memory.residency import AdapterArena, Placement
+from server.protocol import TierState
 from server.worker.adapters.ahead import Ahead
 from server.worker.adapters.slab_saver import SlabSaver
 from server.worker.metrics import WorkerMetrics
@@ -100,9 +101,9 @@ class HostTier:
         self._arena.pin_only(digests)
         self._room.set()
 
-    def stage(self, digest: str) -> AdapterStage:
-        stage = self._arena.stage(digest)
-        return "loading" if stage == "absent" and digest in self._jobs else stage
+    def state(self, digest: str) -> TierState:
+        state = self._arena.stage(digest)
+        return "loading" if state == "absent" and digest in self._jobs else state
 
     @property
     def extents(self) -> int:
@@ -153,7 +154,7 @@ class HostTier:
         """The same for what may be wanted later: when little else is being staged. Failures are
         forgotten, and so are hints beyond MAX_HINTS."""
         for digest in digests:
-            if self.stage(digest) == "absent" and len(self._hints) < MAX_HINTS:
+            if self.state(digest) == "absent" and len(self._hints) < MAX_HINTS:
                 self._hints[digest] = None
         self._follow_hints()
 

@@ -27,8 +27,8 @@ from adapters.slab.layout import make_layout
 from adapters.slab.memory import one_after_another
 from adapters.sources.local import LocalSource
 from adapters.store.quota import HEADROOM_BYTES
-from adapters.store.staging import staging_folder
 from adapters.store.store import AdapterStore
+from adapters.store.unfinished import unfinished_folder
 from tests.adapter_folders import small_base, write_adapter
 from tests.adapters.refusals import refusal, refused_as, violation_codes
 from tests.slab_files import read_payload, save_slab
@@ -369,7 +369,7 @@ def test_stale_staging_goes_and_live_staging_stays(hub: FakeHub, tmp_path: Path)
     stale = staging / "left-over"
     stale.mkdir()
     (stale / WEIGHTS).write_bytes(b"half")
-    with staging_folder(staging) as live:
+    with unfinished_folder(staging) as live:
         store_of(hub, tmp_path)
         assert not stale.exists()
         assert live.exists()

@@ -18,7 +18,7 @@ from adapters.slab.file import SlabFile, SlabSource
 from server.engine.executor import AdapterCopy, CopyNews, CopyOver, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket
 from server.engine.loop import EngineLoop
-from server.engine.memory.residency import AdapterArena, AdapterStage, Placement
+from server.engine.memory.residency import AdapterArena, Placement
 from server.engine.messages import (
     AbortSequence,
     AdapterSettled,
@@ -34,7 +34,14 @@ from server.engine.messages import (
 from server.engine.plan import StepPlan
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.protocol import AdapterOrder, AdapterReport, GenerateRequest, OrderAction, TokenEvent
+from server.protocol import (
+    AdapterOrder,
+    AdapterReport,
+    GenerateRequest,
+    OrderAction,
+    TierState,
+    TokenEvent,
+)
 from server.worker.adapters.adapter_meter import AdapterMeter
 from server.worker.adapters.adapter_orders import AdapterOrders
 from server.worker.adapters.host_tier import HostTier
@@ -326,7 +333,7 @@ class Tiers:
     def engine_is_up(self) -> bool:
         return True
 
-    def device_stage(self, digest: str) -> AdapterStage:
+    def device_state(self, digest: str) -> TierState:
         if digest in self._resident:
             return "ready"
         return "loading" if digest in self._loading else "absent"
@@ -343,9 +350,9 @@ class Tiers:
         self.live.add(key)
         self.to_engine(Submit(key, request))
         digest = request.adapter
-        if digest is None or self.device_stage(digest) == "ready":
+        if digest is None or self.device_state(digest) == "ready":
             return
-        if self.device_stage(digest) == "absent" and self.tier.stage(digest) == "ready":
+        if self.device_state(digest) == "absent" and self.tier.state(digest) == "ready":
             self.do(lambda: self.push(digest))
         else:
             self.do(lambda: self.tier.prefetch(digest))

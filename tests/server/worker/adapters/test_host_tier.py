@@ -224,21 +224,21 @@ async def test_evict_frees_what_nobody_reads_and_waits_for_what_comes(
 ) -> None:
     layout = disk.add("a")
     await tier.acquire("a")
-    assert (tier.stage("a"), tier.slab_bytes("a")) == ("ready", layout.nbytes)
+    assert (tier.state("a"), tier.slab_bytes("a")) == ("ready", layout.nbytes)
     evicting = asyncio.create_task(tier.evict("a"))
     await turns(20)
-    assert (evicting.done(), tier.stage("a")) == (False, "ready"), "the engine reads it"
+    assert (evicting.done(), tier.state("a")) == (False, "ready"), "the engine reads it"
     tier.release("a")
     await asyncio.wait_for(evicting, 240)
-    assert (tier.stage("a"), tier.slab_bytes("a"), tier.used_bytes) == ("absent", 0, 0)
+    assert (tier.state("a"), tier.slab_bytes("a"), tier.used_bytes) == ("absent", 0, 0)
     await tier.evict("never here")
     disk.gate.clear()
     tier.prefetch("a")
-    assert tier.stage("a") == "loading"
+    assert tier.state("a") == "loading"
     evicting = asyncio.create_task(tier.evict("a"))
     disk.gate.set()
     await asyncio.wait_for(evicting, 240)
-    assert tier.stage("a") == "absent"
+    assert tier.state("a") == "absent"
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -251,7 +251,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def staged_all(tier: HostTier, *digests: str) -> None:
-    await until(lambda: all(tier.stage(digest) == "ready" for digest in digests))
+    await until(lambda: all(tier.state(digest) == "ready" for digest in digests))
 
 
 async def test_hints_are_staged_in_order_two_at_a_time(tier: HostTier, disk: Disk) -> None:
@@ -260,7 +260,7 @@ async def test_hints_are_staged_in_order_two_at_a_time(tier: HostTier, disk: Dis
     disk.gate.clear()
     tier.hint("abca")
     tier.hint("bd")
-    assert [d for d in "abcd" if tier.stage(d) == "loading"] == ["a", "b"]
+    assert [d for d in "abcd" if tier.state(d) == "loading"] == ["a", "b"]
     disk.gate.set()
     await staged_all(tier, *"abcd")
     tier.hint("abcd")
@@ -274,7 +274,7 @@ async def test_a_request_does_not_wait_behind_hints(tier: HostTier, disk: Disk) 
     tier.hint("abc")
     waiting = asyncio.create_task(tier.acquire("c"))
     await asyncio.sleep(0)
-    assert tier.stage("c") == "loading"
+    assert tier.state("c") == "loading"
     disk.gate.set()
     assert (await waiting).layout.digest == "c"
     await staged_all(tier, *"abc")
@@ -289,7 +289,7 @@ async def test_hints_are_bounded_and_may_fail(tier: HostTier, disk: Disk) -> Non
     disk.gate.set()
     assert (await waiting).layout.digest == "a"
     last = f"absent {MAX_HINTS - 1}"
-    await until(lambda: last in disk.opened and tier.stage(last) == "absent")
+    await until(lambda: last in disk.opened and tier.state(last) == "absent")
     assert set(disk.opened) == {"a", *(f"absent {number}" for number in range(MAX_HINTS))}
     assert tier.used_bytes == EXTENT
 
@@ -303,8 +303,8 @@ async def test_what_comes_ahead_waits_for_no_room_and_keeps_no_place(
         await tier.acquire(digest)
     tier.prefetch("e")
     tier.hint("f")
-    assert (tier.stage("e"), tier.stage("f")) == ("loading", "loading")
-    await until(lambda: tier.stage("e") == tier.stage("f") == "absent")
+    assert (tier.state("e"), tier.state("f")) == ("loading", "loading")
+    await until(lambda: tier.state("e") == tier.state("f") == "absent")
     waiting = asyncio.create_task(tier.acquire("e"))
     tier.release("a")
     assert (await asyncio.wait_for(waiting, 240)).layout.digest == "e"
@@ -325,19 +325,19 @@ async def test_what_comes_ahead_is_kept_until_it_is_taken(
     await staged_all(tier, "e", "f")
     tier.prefetch("g")  # half of the memory is theirs already
     tier.hint("h")
-    assert (tier.stage("g"), tier.stage("h")) == ("absent", "absent")
+    assert (tier.state("g"), tier.state("h")) == ("absent", "absent")
     await use(tier, *"ghi")
-    assert (tier.stage("e"), tier.stage("f")) == ("ready", "ready")
-    held = [digest for digest in "ghi" if tier.stage(digest) == "ready"]
+    assert (tier.state("e"), tier.state("f")) == ("ready", "ready")
+    held = [digest for digest in "ghi" if tier.state(digest) == "ready"]
     for digest in held:
         await tier.acquire(digest)
     await asyncio.wait_for(use(tier, "a"), 240)
-    assert [tier.stage(digest) for digest in "ef"].count("ready") == 1
+    assert [tier.state(digest) for digest in "ef"].count("ready") == 1
     for digest in held:
         tier.release(digest)
     now = KEPT_S + 1.0
     await use(tier, *"abcdghi" * 2)
-    assert (tier.stage("e"), tier.stage("f")) == ("absent", "absent")
+    assert (tier.state("e"), tier.state("f")) == ("absent", "absent")
 
 
 async def use(tier: HostTier, *digests: str) -> None:
@@ -351,11 +351,11 @@ async def test_the_pinned_stay_while_others_have_room(tier: HostTier, disk: Disk
         disk.add(digest)
     tier.pin_only("a")
     await use(tier, *"abcdefgh", *"bcdefgh")
-    assert tier.stage("a") == "ready"
+    assert tier.state("a") == "ready"
     assert disk.opened.count("a") == 1
     tier.pin_only("")
     await use(tier, *"bcdefgh")
-    assert tier.stage("a") == "absent"
+    assert tier.state("a") == "absent"
 
 
 async def test_pins_that_leave_no_room_do_not_stop_the_service(tier: HostTier, disk: Disk) -> None:
@@ -364,8 +364,8 @@ async def test_pins_that_leave_no_room_do_not_stop_the_service(tier: HostTier, d
     tier.pin_only("abcd")
     await use(tier, *"abcd")
     await asyncio.wait_for(use(tier, "e"), 240)
-    assert tier.stage("e") == "ready"
-    assert [tier.stage(d) for d in "abcd"].count("ready") == 3
+    assert tier.state("e") == "ready"
+    assert [tier.state(d) for d in "abcd"].count("ready") == 3
     disk.add("huge", EXTENTS + 1)
     with pytest.raises(SlabUnavailable, match="host_adapter_memory"):
         await tier.acquire("huge")

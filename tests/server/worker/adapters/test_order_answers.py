@@ -62,7 +62,7 @@ def test_an_eviction_is_carried_out_by_the_loss_of_the_engine(tiers: Tiers) -> N
     tiers.restart_engine()
     assert outcome(tiers, "evict") is None
     assert outcome(tiers, "load") == "the engine was lost"
-    assert tiers.tier.stage("a") == "absent"
+    assert tiers.tier.state("a") == "absent"
 
 
 @pytest.mark.parametrize("how", ["withdrawn", "disconnected", "unpinned"])

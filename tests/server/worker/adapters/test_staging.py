@@ -131,7 +131,7 @@ def test_what_is_on_its_way_from_disk_is_handed_over_once(tiers: Tiers) -> None:
     tiers.hear(9)
 
     async def push_at_once() -> None:
-        while tiers.tier.stage("c") != "ready":
+        while tiers.tier.state("c") != "ready":
             for _ in range(len(tiers.threads.jobs)):
                 tiers.end_job(0)
             await asyncio.sleep(0)

@@ -150,7 +150,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def on_their_way(self) -> list[str]:
         digests = [self.digest(name, age) for name in sorted(SIZES) for age in (0, 1)]
-        return [digest for digest in digests if self.tiers.tier.stage(digest) == "loading"]
+        return [digest for digest in digests if self.tiers.tier.state(digest) == "loading"]
 
     @precondition(lambda self: self.tiers.threads.jobs)
     @rule(data=st.data())
@@ -175,7 +175,7 @@ class TiersMachine(RuleBasedStateMachine):
     def push(self, name: str, age: int) -> None:
         """Of what lies in host memory, whether somebody needs it or not."""
         digest = self.digest(name, age)
-        if self.tiers.tier.stage(digest) == "ready":
+        if self.tiers.tier.state(digest) == "ready":
             self.tiers.do(lambda: self.tiers.push(digest))
 
     @rule()

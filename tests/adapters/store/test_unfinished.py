@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from adapters.errors import AdapterChanged, AdapterError
-from adapters.store.staging import KEPT_S, MAX_KEPT, remove_stale, resumable_folder, staging_folder
+from adapters.store.unfinished import (
+    KEPT_S,
+    MAX_KEPT,
+    remove_stale,
+    resumable_folder,
+    unfinished_folder,
+)
 
 
 def break_off(parent: Path, key: str, error: Exception) -> Path:
@@ -86,7 +92,7 @@ def test_few_are_kept_and_not_for_long(tmp_path: Path) -> None:
 
 
 def test_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.store.staging.MAX_KEPT_BYTES", 6)
+    monkeypatch.setattr("adapters.store.unfinished.MAX_KEPT_BYTES", 6)
     first = break_off(tmp_path, "a", passing())
     os.utime(first, (time.time() - 9, time.time() - 9))
     second = break_off(tmp_path, "b", passing())
@@ -95,6 +101,6 @@ def test_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_fresh_folder_is_gone_however_it_ends(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError), staging_folder(tmp_path) as folder:
+    with pytest.raises(AdapterError), unfinished_folder(tmp_path) as folder:
         raise passing()
     assert not folder.exists()

@@ -28,7 +28,7 @@ _KEPT = "resume-"
 
 
 @contextmanager
-def staging_folder(parent: Path) -> Iterator[Path]:
+def unfinished_folder(parent: Path) -> Iterator[Path]:
     """A private folder, removed at the end; its lock shows other processes that it is in use."""
     folder, lock = _new_folder(parent)
     try:
@@ -40,7 +40,7 @@ def staging_folder(parent: Path) -> Iterator[Path]:
 
 @contextmanager
 def resumable_folder(parent: Path, key: str) -> Iterator[Path]:
-    """As `staging_folder`, with what an earlier download for `key` left.
+    """As `unfinished_folder`, with what an earlier download for `key` left.
 
     key: names the content exactly. The folder is left when AdapterError `unavailable` ends it, and
     when the process dies. Whoever finds it in use by another gets a fresh one.
@@ -48,7 +48,7 @@ def resumable_folder(parent: Path, key: str) -> Iterator[Path]:
     folder = parent / f"{_KEPT}{hashlib.sha256(f'{boot_id()} {key}'.encode()).hexdigest()[:40]}"
     lock = _take(folder)
     if lock is None:
-        with staging_folder(parent) as fresh:
+        with unfinished_folder(parent) as fresh:
             yield fresh
         return
     keep = False
@@ -89,7 +89,7 @@ def _new_folder(parent: Path) -> tuple[Path, int]:
         lock = _lock(folder)
         if lock is not None:
             return folder, lock
-    raise OSError(errno.EBUSY, "no staging folder could be locked")
+    raise OSError(errno.EBUSY, "no private folder could be locked")
 
 
 def _take(folder: Path) -> int | None:

@@ -33,11 +33,11 @@ from router.operations.declared_check import DeclaredCheck
 from router.operations.file_watch import AdaptersFile
 from router.operations.fleet_watch import FleetWatch
 from router.operations.membership import Membership
+from router.operations.orphaned_unloads import OrphanedUnloads
 from router.operations.pins import Pins
 from router.operations.rollout_keeper import RolloutKeeper
 from router.operations.rollouts import Rollouts
 from router.operations.state_metrics import watch_sharing, watch_state
-from router.operations.unload_heir import UnloadHeir
 from router.operations.workers import AdapterWorkers
 from router.policy.front_door import FrontDoor
 from router.policy.placement.attempts import Quarantine, RetryBudget
@@ -124,7 +124,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         front_door=FrontDoor(config.max_connections, config.max_connections_per_address),
         idempotency=_idempotency(ground, body_limits),
         background=background,
-        unload_heir=UnloadHeir(ground.sharing.store, admin),
+        orphaned_unloads=OrphanedUnloads(ground.sharing.store, admin),
         declared_check=_declared_check(ground),
     )
     _declare_gauges(service, registry)

@@ -17,9 +17,9 @@ from router.operations.admin import AdapterAdmin
 from router.operations.declared_check import DeclaredCheck
 from router.operations.file_watch import AdaptersFile
 from router.operations.fleet_watch import FleetWatch
+from router.operations.orphaned_unloads import OrphanedUnloads
 from router.operations.rollout_keeper import RolloutKeeper
 from router.operations.rollouts import Rollouts
-from router.operations.unload_heir import UnloadHeir
 from router.policy.front_door import FrontDoor
 from router.shared.sharing import Sharing
 from router.shared.store import StoreDown
@@ -69,7 +69,7 @@ class Service:
     front_door: FrontDoor
     idempotency: Idempotency
     background: Background
-    unload_heir: UnloadHeir
+    orphaned_unloads: OrphanedUnloads
     declared_check: DeclaredCheck
 
     def why_not_ready(self) -> str | None:
@@ -109,7 +109,7 @@ class Service:
             watch_loop_lag(self.metrics.loop_lag_s.observe),
             self.catalog.rules.aliases.run(),
             self.keeper.run(),
-            self.unload_heir.run(),
+            self.orphaned_unloads.run(),
         ]
         if self.sharing.link is not None:
             works.append(Discovery(self.sharing.store, self.connections, self.config.secret).run())

@@ -230,7 +230,7 @@ class Dispatcher:
     def _check_room(self, tenant: str, sequences: int, nbytes: int) -> None:
         """Raises QueueFull; RequestError for more than the queue could ever hold."""
         queue = self._fleet.queue
-        limits = queue.room.limits
+        limits = queue.capacity.limits
         most, most_bytes = limits.most_at_once, limits.most_bytes_at_once
         if sequences > most:
             raise RequestError("invalid", f"at most {most} sequences a request, got {sequences}")

@@ -122,8 +122,8 @@ class FleetWatch:
             base=None if text is None else base_object(text.card, bool(text.templates)),
             router=RouterObject(
                 queue=len(queue),
-                max_queue=queue.room.limits.count,
-                queue_bytes=queue.room.held.nbytes,
+                max_queue=queue.capacity.limits.count,
+                queue_bytes=queue.capacity.held.nbytes,
                 running=self._dispatcher.running,
                 max_requests=self._dispatcher.max_requests,
             ),

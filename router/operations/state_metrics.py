@@ -28,15 +28,15 @@ def watch_state(
     metrics: RouterMetrics, fleet: Fleet, catalog: Catalog, dispatcher: Dispatcher
 ) -> None:
     """Called once, when the parts are built."""
-    meters, room = metrics.meters, fleet.queue.room
+    meters, capacity = metrics.meters, fleet.queue.capacity
     meters.watch("requests_running", "Requests being answered", lambda: dispatcher.running)
     meters.watch("queue_sequences", "Sequences waiting for a worker", lambda: len(fleet.queue))
-    meters.watch("queue_bytes", "Bytes of the prompts that wait", lambda: room.held.nbytes)
-    meters.watch("queue_limit_sequences", "Sequences that may wait", lambda: room.limits.count)
+    meters.watch("queue_bytes", "Bytes of the prompts that wait", lambda: capacity.held.nbytes)
+    meters.watch("queue_limit_sequences", "Sequences that may wait", lambda: capacity.limits.count)
     meters.watch(
         "waiting_room_requests",
         "Requests waiting for any worker at all",
-        lambda: fleet.lobby.count,
+        lambda: fleet.without_worker.count,
     )
     meters.watch(
         "adapters_registered",

@@ -20,7 +20,7 @@ from router.policy.matching import Match, Matcher
 from router.policy.placement.placement import PlacementRequest, Placer, Reason
 from router.policy.placement.workers import WorkerView
 from router.policy.queue.cost import Bill
-from router.policy.queue.queue_limits import QueueFull, QueueRoom, QueueSize
+from router.policy.queue.queue_limits import QueueCapacity, QueueFull, QueueSize
 from router.policy.queue.waiting import Waiting, WaitingQueue
 from router.workers.client import WorkerClient
 from router.workers.roster import Roster
@@ -69,7 +69,7 @@ class Fleet:
         self._worker_wait_s = worker_wait_s
         self._placement = Placer()
         self._matcher = Matcher(queue, self._placement)
-        self._lobby = QueueRoom(queue.room.limits)
+        self._without_worker = QueueCapacity(queue.capacity.limits)
         self._retry: asyncio.TimerHandle | None = None
         self._became_ready = asyncio.Event()
         self._unready_since = 0.0
@@ -120,9 +120,9 @@ class Fleet:
         return self._roster.views
 
     @property
-    def lobby(self) -> QueueSize:
+    def without_worker(self) -> QueueSize:
         """Requests that wait for the first worker."""
-        return self._lobby.held
+        return self._without_worker.held
 
     @property
     def ready(self) -> bool:
@@ -140,10 +140,10 @@ class Fleet:
         """
         if self.ready and self.names_known.is_set():
             return
-        refusal = self._lobby.refusal(tenant, 1, nbytes)
+        refusal = self._without_worker.refusal(tenant, 1, nbytes)
         if refusal is not None:
             raise QueueFull(f"no worker is ready, and {refusal[0]}", self._worker_wait_s)
-        self._lobby.add(tenant, nbytes)
+        self._without_worker.add(tenant, nbytes)
         self._became_ready.clear()
         try:
             async with asyncio.timeout(self._worker_wait_s):
@@ -151,7 +151,7 @@ class Fleet:
         except TimeoutError:
             raise self._no_worker() from None
         finally:
-            self._lobby.remove(tenant, nbytes)
+            self._without_worker.remove(tenant, nbytes)
 
     async def acquire(self, entry: "Waiting[Any]") -> Placed:
         """Waits in the queue for a worker with room. Raises QueueFull, DeadlinePassed, NoWorker."""

@@ -65,7 +65,7 @@ def test_what_is_no_weights_file_is_called_by_its_name(tmp_path: Path) -> None:
             assert len(error.violations) == 1
 
 
-def test_who_was_trained_for_another_base_is_told_what_to_do(tmp_path: Path) -> None:
+def test_an_adapter_of_another_base_gets_advice(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", BASE, config={"base_model_name_or_path": "x/y"})
     error = refusal(lambda: judge_folder(folder, BASE))
     assert error is not None

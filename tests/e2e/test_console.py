@@ -403,7 +403,7 @@ def test_a_rollout_from_its_begin_to_its_end(operator: Operator, opener: Opener)
     opener.complaints = [c for c in opener.complaints if "status of 409" not in c]
 
 
-def test_what_is_missing_or_wrong_is_told(operator: Operator, opener: Opener) -> None:
+def test_what_is_missing_or_wrong_is_reported(operator: Operator, opener: Opener) -> None:
     """In the list in short, and in full on the card of what was chosen, by its name if need be."""
     partial = {"modules": 8, "targeted_modules": 24, "layers": 2, "targeted_layers": 6}
     words = "partial: 8 of 24 targeted modules have weights, 16 are missing; 2 of 6 layers: 0-1"
@@ -523,7 +523,7 @@ def test_a_thousand_adapters_on_64_workers(opener: Opener) -> None:
     expect(page.locator("#adapters .empty")).to_contain_text("No adapter has")
 
 
-def test_equal_names_are_told_apart(opener: Opener) -> None:
+def test_equal_names_are_distinguished(opener: Opener) -> None:
     page = opener.open("playground")
     fleet, owners = picture(1, 3, 3), (None, "acme", "globex")
     adapters = tuple(

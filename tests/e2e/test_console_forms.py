@@ -149,7 +149,7 @@ def test_reasoning_and_calls_stand_apart_from_text(playground: Playground) -> No
         ("tools", '[{"name": "cancel"}]', 'Tool 1 must be {"type": "function"'),
     ],
 )
-def test_what_cannot_be_sent_is_told_before(
+def test_what_cannot_be_sent_is_reported_before(
     playground: Playground, form: str, text: str, problem: str
 ) -> None:
     playground.answer_with(finish="stop")

@@ -130,7 +130,7 @@ def test_sglangs_names(
     ],
 )
 @pytest.mark.parametrize("route", ROUTES)
-def test_refusals_are_told_apart(
+def test_refusals_are_distinguished(
     client: openai.OpenAI, route: str, fields: dict[str, Any], param: str, code: str, says: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as caught:

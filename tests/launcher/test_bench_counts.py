@@ -56,7 +56,7 @@ def test_answers_shorter_than_asked_are_no_failures(
     assert (summary["completed"], summary["failed"], summary["short"]) == (REQUESTS, 0, 2)
 
 
-def test_on_servers_that_tell_nothing_the_base_neither_hits_nor_misses(
+def test_on_servers_that_show_nothing_the_base_neither_hits_nor_misses(
     server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
     summary = serve(server, capfd, unbounded(GOOD))

@@ -125,7 +125,7 @@ def test_an_answer_of_lorax() -> None:
     assert (found.has_ended, found.filled) == (True, True)
 
 
-def test_without_usage_nothing_is_told() -> None:
+def test_without_usage_nothing_is_reported() -> None:
     found = answer(text("a"), {"choices": [], "usage": {"total_tokens": 3}}, text("b"), {})
     assert (found.token_s, found.prompt_tokens, found.output_tokens) == ([0.0, 2.0], None, None)
     assert found.fault is None

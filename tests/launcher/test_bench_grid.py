@@ -254,7 +254,7 @@ def test_throughput(
     assert misses.count(None) == (0 if named else 60)
 
 
-def test_a_run_adds_up_what_steps_tell() -> None:
+def test_a_run_adds_up_what_steps_show() -> None:
     run = MeasuredRun([Call(0, 0.0, "a", [1, 2], 3)])
     for step, token_ids in ((1, (5,)), (2, (6, 7))):
         event = TokenEvent("0", 0, 0, 0, token_ids, load_s=0.5 if step == 1 else None)

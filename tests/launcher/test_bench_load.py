@@ -128,7 +128,7 @@ def test_many_adapters_are_ordered_and_loads_counted(
         ("streams", "--url", "http://a", "--window", "quiet", "--worker-url", "ws://a"),
     ],
 )
-def test_addresses_that_are_none_are_told(
+def test_addresses_that_are_none_are_reported(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

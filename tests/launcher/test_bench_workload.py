@@ -144,7 +144,7 @@ def test_who_waited_for_an_adapter(
     assert Outcome(adapter, first_use, 0.0, start=start).missed is missed
 
 
-def test_the_first_failure_of_each_kind_is_told() -> None:
+def test_the_first_failure_of_each_kind_is_reported() -> None:
     failed = [Outcome("a", False, 0.0, error=kind, message=kind + text) for kind, text in (
         ("404", " first"), ("500", " once"), ("404", " again"),
     )]  # fmt: skip

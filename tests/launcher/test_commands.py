@@ -49,7 +49,7 @@ def test_check_of_a_good_adapter(
         assert BASE_NAME in out
 
 
-def test_check_tells_which_model_was_trained(
+def test_check_shows_which_model_was_trained(
     capsys: pytest.CaptureFixture[str], adapter: Path, model: str
 ) -> None:
     tensors = lora_tensors(base(), rank=8, targets=("q_proj", "v_proj"))
@@ -62,7 +62,7 @@ def test_check_tells_which_model_was_trained(
     assert json.loads(out)["trained_on"] == "the inner model"
 
 
-def test_check_tells_what_is_missing(
+def test_check_shows_what_is_missing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
 ) -> None:
     folder = str(write_adapter(tmp_path / "cut", base(), layers=[0]))
@@ -78,7 +78,7 @@ def test_check_tells_what_is_missing(
     assert json.loads(out)["partial"] is None
 
 
-def test_check_tells_the_ends_of_answers(
+def test_check_shows_the_ends_of_answers(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Those that the files name, and what the template closes a turn with; not the base's."""
@@ -99,7 +99,7 @@ def test_check_tells_the_ends_of_answers(
     assert json.loads(out)["ends"] is None
 
 
-def test_check_tells_of_copies_that_were_not_compared(
+def test_check_reports_copies_that_were_not_compared(
     capsys: pytest.CaptureFixture[str], adapter: Path, model: str
 ) -> None:
     """The model's embeddings are zeros, and its head is tied to them."""

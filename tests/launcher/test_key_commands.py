@@ -77,7 +77,7 @@ def test_rotate(keys: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert keys.asked[0][:3] == ("POST", "/v1/keys/app/rotate", {"grace_s": 60})
 
 
-def test_a_refusal_is_told(keys: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_reported(keys: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     keys.answer = (409, {"error": {"message": "there is a key 'app' already"}})
     assert run(keys, "create", "--id", "app") == 1
     assert capsys.readouterr().err == "loraplex: there is a key 'app' already\n"

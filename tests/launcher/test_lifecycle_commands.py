@@ -192,7 +192,7 @@ def test_promoted_and_taken_back(stub: StubRouter, action: str) -> None:
     assert asked == [("POST", path, {}), ("POST", path, {"digest": "e" * 8})]
 
 
-def test_rollouts_and_history_are_told(stub: StubRouter, capsys: Any) -> None:
+def test_rollouts_and_history_are_reported(stub: StubRouter, capsys: Any) -> None:
     stub.answer = (200, ROLLOUT)
     assert command(stub, "rollout", "one") == 0
     assert stub.asked[0][:2] == ("GET", "/v1/adapters/one/rollout")
@@ -262,7 +262,7 @@ def test_nobody_answers(stub: StubRouter, capsys: Any) -> None:
     assert "127.0.0.1:1" in capsys.readouterr().err
 
 
-def test_whose_name_it_is_is_asked_and_told(stub: StubRouter, capsys: Any) -> None:
+def test_whose_name_it_is_is_asked_and_shown(stub: StubRouter, capsys: Any) -> None:
     acme = {**ADAPTER, "tenant": "acme", "error": "odd", "rollout": {**ROLLOUT, "measured": None}}
     stub.answer = (200, acme)
     assert command(stub, "register", "one", "org/one", "--tenant", "acme") == 0

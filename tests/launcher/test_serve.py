@@ -302,7 +302,7 @@ def test_a_certificate_without_its_key_is_said_before_anything_starts() -> None:
     assert said.startswith(f"loraplex: --tls-key {other}: it is not the key of")
 
 
-def test_it_tells_when_it_is_ready_over_tls(tmp_path: Path) -> None:
+def test_it_says_when_it_is_ready_over_tls(tmp_path: Path) -> None:
     with running(tmp_path, "--tls-cert", str(PEM), "--tls-key", str(PEM)) as serving:
         assert f"ready at https://127.0.0.1:{serving.port}" in serving.text
         assert stop(serving, signal.SIGTERM) == 0

@@ -139,7 +139,9 @@ async def test_running_streams_finish_before_it_stops(tmp_path: Path, worker: Fa
     assert not worker.aborts
 
 
-async def test_streams_are_told_when_the_time_is_over(tmp_path: Path, worker: FakeWorker) -> None:
+async def test_streams_get_an_error_when_the_time_is_over(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
     hold_at(worker, 3)
     async with (
         router_process(tmp_path, worker, drain_s=1.0) as router,

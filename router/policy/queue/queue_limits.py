@@ -57,7 +57,7 @@ class Promise(QueueSize):
     tenant: str
 
 
-class QueueRoom:
+class QueueCapacity:
     """What waits and what was booked, in all and of each tenant, against the limits.
 
     held: what waits.

@@ -17,7 +17,7 @@ from router.policy.placement.placement import PlacementRequest
 from router.policy.queue.cost import OUTPUT_PRICE, PROMPT_PRICE, Bill, Flow, OutputEstimate
 from router.policy.queue.drain import DrainRate
 from router.policy.queue.fairness import Account, FairOrder
-from router.policy.queue.queue_limits import Promise, QueueFull, QueueLimits, QueueRoom
+from router.policy.queue.queue_limits import Promise, QueueCapacity, QueueFull, QueueLimits
 from router.policy.queue.shares import TenantShares
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class WaitingQueue(Generic[T]):
     """Bounded in count and bytes; fair between tenants and their adapters; strict in priority."""
 
     def __init__(self, limits: QueueLimits) -> None:
-        self.room = QueueRoom(limits)
+        self.capacity = QueueCapacity(limits)
         self.drain = DrainRate()
         self.shares = TenantShares()
         self._estimate = OutputEstimate()
@@ -174,7 +174,7 @@ class WaitingQueue(Generic[T]):
 
     def check_room(self, tenant: str, count: int, nbytes: int, now: float) -> None:
         """Raises QueueFull unless `count` more sequences of `nbytes` in all would fit now."""
-        refusal = self.room.refusal(tenant, count, nbytes)
+        refusal = self.capacity.refusal(tenant, count, nbytes)
         if refusal is not None:
             message, in_the_way = refusal
             raise QueueFull(message, self.drain.retry_after_s(in_the_way, now))
@@ -182,7 +182,7 @@ class WaitingQueue(Generic[T]):
     def promise(self, tenant: str, count: int, nbytes: int) -> Promise:
         """Keeps room for the sequences of one request, which are not checked when they come with
         it. To be released when the request ends."""
-        self.room.book(tenant, count, nbytes)
+        self.capacity.book(tenant, count, nbytes)
         return Promise(count, nbytes, tenant)
 
     def release(self, promise: Promise) -> None:
@@ -191,7 +191,7 @@ class WaitingQueue(Generic[T]):
 
     def _redeem(self, promise: Promise, count: int, nbytes: int) -> None:
         promise.add(-count, -nbytes)
-        self.room.book(promise.tenant, -count, -nbytes)
+        self.capacity.book(promise.tenant, -count, -nbytes)
 
     def push(self, entry: Waiting[T], now: float) -> int:
         """Adds at the end of its flow. Returns a ticket. Raises QueueFull."""
@@ -204,7 +204,7 @@ class WaitingQueue(Generic[T]):
         self._next_ticket += 1
         self._entries[ticket] = entry
         self.shares.asks(entry.tenant, now, entry.weight)
-        self.room.add(entry.tenant, entry.nbytes)
+        self.capacity.add(entry.tenant, entry.nbytes)
         self._bands.setdefault(entry.priority, _Band()).add(ticket, entry)
         if entry.deadline is not None:
             heapq.heappush(self._deadlines, (entry.deadline, ticket))
@@ -283,7 +283,7 @@ class WaitingQueue(Generic[T]):
 
     def _remove(self, ticket: int) -> None:
         entry = self._entries.pop(ticket)
-        self.room.remove(entry.tenant, entry.nbytes)
+        self.capacity.remove(entry.tenant, entry.nbytes)
         band = self._bands[entry.priority]
         band.remove(ticket, entry)
         # The last band keeps its counters: who had a turn still counts when the queue was dry.

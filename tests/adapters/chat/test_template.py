@@ -81,7 +81,7 @@ HARMFUL = {
 
 
 @pytest.mark.parametrize("source", HARMFUL.values(), ids=HARMFUL)
-def test_faults_are_told(source: str) -> None:
+def test_faults_are_reported(source: str) -> None:
     with pytest.raises(TemplateFault, match="the chat template failed: "):
         ChatTemplate(source, TOKENS).render(MESSAGES)
 

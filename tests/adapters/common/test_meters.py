@@ -64,7 +64,7 @@ def test_exemplars_are_for_openmetrics_alone() -> None:
     assert "abc" not in text.decode()
 
 
-async def test_a_busy_event_loop_is_told() -> None:
+async def test_a_busy_event_loop_is_reported() -> None:
     seen: asyncio.Queue[float] = asyncio.Queue()
     task = asyncio.create_task(watch_loop_lag(seen.put_nowait))
     assert await asyncio.wait_for(seen.get(), 240) >= 0

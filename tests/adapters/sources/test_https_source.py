@@ -260,7 +260,7 @@ def test_content_that_changes_under_the_fetch_is_read_again_and_never_mixed(
     assert store_of(source_of(web), tmp_path).admit(ref_of(web), None).ranks == (4,)
 
 
-def test_a_server_that_tells_nothing_to_pin_by_is_refused(
+def test_a_server_without_anything_to_pin_by_is_refused(
     web: FileServer, folder: Path, tmp_path: Path
 ) -> None:
     web.publish("team/a", folder)

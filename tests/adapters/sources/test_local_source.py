@@ -73,7 +73,7 @@ def test_a_copy_is_whole_whatever_the_file_system_can_do(
     assert (tmp_path / "short").read_bytes() == whole[:150]
 
 
-def test_a_disk_that_fills_up_under_a_copy_is_told_as_one(
+def test_a_disk_that_fills_up_under_a_copy_is_reported_as_one(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(source: int, target: int, count: int) -> int:
@@ -104,7 +104,7 @@ def test_outside_the_roots(root: Path, tmp_path: Path) -> None:
     assert code(source, "file") == "not_found"
 
 
-def test_errors_do_not_tell_where_a_folder_lies(root: Path, tmp_path: Path) -> None:
+def test_errors_do_not_show_where_a_folder_lies(root: Path, tmp_path: Path) -> None:
     """The reference may be the operator's own, behind a registered name."""
     source = LocalSource([root])
     (root / "team/a" / WEIGHTS).unlink()
@@ -195,7 +195,7 @@ def test_folders_of_any_name(name: str, root: Path) -> None:
     assert code(LocalSource([root]), local_name(name)) == ""
 
 
-def test_a_link_away_is_told_as_one_whatever_the_other_roots_hold(
+def test_a_link_away_is_reported_as_one_whatever_the_other_roots_hold(
     root: Path, tmp_path: Path
 ) -> None:
     (root / "escape").symlink_to(tmp_path / "outside" / "secret")
@@ -259,7 +259,9 @@ def test_too_many_entries(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [violation.code for violation in error.violations] == ["too_many_files"]
 
 
-def test_why_a_folder_cannot_be_read_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_folder_is_unreadable_is_reported(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def too_many(*_: object, **__: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

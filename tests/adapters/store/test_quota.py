@@ -66,7 +66,7 @@ def test_the_least_recently_used_go_and_what_left_counts_no_more(
         assert sorted(path.name for path in content.iterdir()) == list("056789")
 
 
-def test_a_disk_without_room_is_told_of_once(
+def test_a_full_disk_is_reported_once(
     folders: tuple[Path, Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """However many adapters are refused for it."""

@@ -319,7 +319,7 @@ def test_a_disk_that_fails(code: int, hub: FakeHub, tmp_path: Path) -> None:
     assert files(tmp_path / "store") == []
 
 
-def test_a_disk_that_fails_is_told_to_operators_once(
+def test_a_disk_that_fails_is_reported_to_operators_once(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     codes = [errno.ENOSPC, errno.ENOSPC, errno.EROFS]
@@ -329,7 +329,7 @@ def test_a_disk_that_fails_is_told_to_operators_once(
         raise OSError(code, os.strerror(code), f"/some/{len(codes)}")
 
     hub.gate = fail
-    monkeypatch.setattr("adapters.common.disk._told", {})
+    monkeypatch.setattr("adapters.common.disk._logged_at", {})
     for _ in range(3):
         assert refusal(lambda: store_of(hub, tmp_path).admit(PINNED, None)) is not None
     assert not codes

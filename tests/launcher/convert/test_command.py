@@ -146,7 +146,7 @@ def test_a_tied_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     torch.testing.assert_close(logits(ours), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_what_the_files_do_not_tell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_the_files_do_not_say(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     source = write_mlx(tmp_path / "mlx", layer_pairs(0), lora_parameters={"rank": 4}, model=None)
     assert "--scale NUMBER" in convert(capsys, source)[2]
     code, out, _ = convert(capsys, source, "--scale", "1.5", "--base-name", "org/base")

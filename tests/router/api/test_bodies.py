@@ -354,7 +354,7 @@ def test_lorax_defaults_are_greedy() -> None:
         ({"repetition_penalty": 1.2}, 0.0),
     ],
 )
-def test_lorax_samples_when_told_so(parameters: dict[str, Any], temperature: float) -> None:
+def test_lorax_samples_when_asked(parameters: dict[str, Any], temperature: float) -> None:
     assert call_of(GENERATE, **parameters).sampling.temperature == temperature
 
 
@@ -559,7 +559,7 @@ def test_the_base_has_names(name: str) -> None:
 
 @pytest.mark.parametrize("path", MINIMAL)
 @pytest.mark.parametrize("told", [True, False])
-def test_special_tokens_around_a_text_are_as_told(path: str, told: bool) -> None:
+def test_special_tokens_around_a_text_are_as_asked(path: str, told: bool) -> None:
     assert call_of(path).add_special_tokens is (path != CHAT)
     assert call_of(path, add_special_tokens=told).add_special_tokens is told
 

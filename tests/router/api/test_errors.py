@@ -93,7 +93,7 @@ def test_retry_after(cause: Cause, seconds: float | None, header: str | None) ->
 
 
 @pytest.mark.parametrize("cause", get_args(Cause))
-def test_which_errors_clients_are_told_not_to_try_again(cause: Cause) -> None:
+def test_which_errors_clients_must_not_retry(cause: Cause) -> None:
     """Of those that OpenAI's would: 409 and from 500 on."""
     final = cause in ("quarantined", "conflict", "idempotency_conflict")
     headers = error_answer(RequestError(cause, "why"), "openai").headers
@@ -104,12 +104,12 @@ def test_which_errors_clients_are_told_not_to_try_again(cause: Cause) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("cause", get_args(Cause))
-def test_who_is_not_let_in_is_told_what_opens(cause: Cause, dialect: Dialect) -> None:
+def test_a_refused_caller_learns_what_opens(cause: Cause, dialect: Dialect) -> None:
     answer = error_answer(RequestError(cause, "why"), dialect)
     assert (answer.headers.get("www-authenticate") == "Bearer") == (answer.status == 401)
 
 
-def test_paths_tell_the_dialect() -> None:
+def test_paths_show_the_dialect() -> None:
     for path in ("/v1", "/v1/models", "/v1/nowhere"):
         assert dialect_of_path(path) == "openai"
     for path in ("/", "/generate", "/v10", "/health"):

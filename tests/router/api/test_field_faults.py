@@ -49,13 +49,13 @@ class Whole(msgspec.Struct, forbid_unknown_fields=True):
         ([], "expected `object`, got `array`"),
     ],
 )
-def test_what_is_told(value: Any, told: str) -> None:
+def test_messages_for_values(value: Any, told: str) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.convert(value, Whole)
     assert str(field_fault(caught.value, Whole)) == told
 
 
-def test_what_came_is_not_told_at_length() -> None:
+def test_what_came_is_not_reported_at_length() -> None:
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.convert({"level": None, "parts": [{"kind": "x" * 10_000}]}, Whole)
     assert len(str(field_fault(caught.value, Whole))) < 200
@@ -102,7 +102,7 @@ def test_there_are_choices_to_get_wrong() -> None:
 
 
 @pytest.mark.parametrize(("kind", "path", "value", "allowed"), CHOICES)
-def test_every_choice_tells_what_it_may_be(
+def test_every_choice_says_what_it_may_be(
     kind: Any, path: str, value: Any, allowed: tuple[Any, ...]
 ) -> None:
     with pytest.raises(msgspec.ValidationError) as caught:

@@ -68,7 +68,7 @@ def test_what_asks_for_nothing_passes(path: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), FOREIGN)
-def test_what_asks_for_something_is_told_apart(path: str, name: str) -> None:
+def test_fields_that_ask_for_something_are_distinguished(path: str, name: str) -> None:
     error = refused(path, **{name: ASKING})
     assert (error.cause, error.param) == ("unsupported", name)
     assert error.message.startswith(f"`{name}` is not ")
@@ -333,14 +333,14 @@ def test_bounds(path: str, fields: dict[str, Any], param: str) -> None:
     assert (refused(path, **fields).cause, refused(path, **fields).param) == ("invalid", param)
 
 
-def test_minus_one_is_told_what_it_asks_for() -> None:
+def test_minus_one_gets_a_message_about_its_meaning() -> None:
     error = refused(CHAT, logprobs=True, top_logprobs=-1)
     assert error.message == (
         "`top_logprobs`: -1 asks for the whole vocabulary; expected at most 20"
     )
 
 
-def test_salts_tell_nothing() -> None:
+def test_salts_show_nothing() -> None:
     one, other = (parse(CHAT, cache_salt=salt).call.cache_salt for salt in ("mine", "yours"))
     assert one != other
     assert "mine" not in one
@@ -397,7 +397,7 @@ def test_token_ids_of_streams(path: str, echo: bool) -> None:
 
 
 @pytest.mark.parametrize("path", OPENAI)
-def test_ids_are_told_where_there_is_no_text(path: str) -> None:
+def test_ids_are_reported_where_there_is_no_text(path: str) -> None:
     """A token inside a character, and the end of sequence."""
     parts = streamed(path, return_token_ids=True)
     told = [i for part in parts for i in part["choices"][0]["token_ids"]]
@@ -405,7 +405,7 @@ def test_ids_are_told_where_there_is_no_text(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", OPENAI)
-def test_nothing_is_told_unasked(path: str) -> None:
+def test_nothing_is_reported_unasked(path: str) -> None:
     told = json.dumps([whole(path), *streamed(path)])
     assert "token_ids" not in told
     assert "prompt_logprobs" not in told

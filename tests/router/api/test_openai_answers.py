@@ -74,7 +74,7 @@ def test_echo() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_follows_a_prompt_is_told_from_its_end(streamed: bool) -> None:
+def test_text_after_a_prompt_is_distinguished_from_its_end(streamed: bool) -> None:
     """Whatever its tokens' texts are together."""
     prompt = msgspec.structs.replace(PROMPT, text="  Say")
     formatter = completions(logprobs=0, echo=True, stream=streamed)

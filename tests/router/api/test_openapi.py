@@ -60,7 +60,7 @@ def test_operations_are_whole() -> None:
     assert len(ids) == len(set(ids)) == len(OPERATIONS)
 
 
-def test_limits_of_fields_are_told() -> None:
+def test_limits_of_fields_are_reported() -> None:
     top_p = DOCUMENT["components"]["schemas"]["ChatBody"]["properties"]["top_p"]
     number = next(kind for kind in top_p["anyOf"] if kind["type"] == "number")
     assert (number["exclusiveMinimum"], number["maximum"]) == (0, 1)

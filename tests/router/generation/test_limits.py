@@ -158,7 +158,7 @@ async def complete_later(router: Running, **fields: Any) -> "asyncio.Task[httpx.
 
 async def waiting_room(router: Running, count: int) -> None:
     async def waits() -> bool:
-        return router.service.fleet.lobby.count == count
+        return router.service.fleet.without_worker.count == count
 
     await poll(waits)
 

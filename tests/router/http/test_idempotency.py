@@ -92,7 +92,7 @@ async def test_streams_are_not_run_again(router: Running, worker: FakeWorker) ->
     assert len(worker.requests) == 1
 
 
-async def test_a_stream_that_told_of_an_error_may_run_again(
+async def test_a_stream_that_ended_in_an_error_may_run_again(
     router: Running, worker: FakeWorker
 ) -> None:
     async def fail_once(
@@ -272,7 +272,7 @@ async def test_without_the_store(tmp_path: Path, worker: FakeWorker, mode: str) 
         assert (await ask(router)).status_code == 200
 
 
-async def test_a_store_that_is_late_is_told_later(router: Running, worker: FakeWorker) -> None:
+async def test_a_late_store_gets_the_end_later(router: Running, worker: FakeWorker) -> None:
     """What is done does not run again because the store did not answer at its end."""
     store = LateStore(lambda: 1.0)
     router.service.idempotency._store = store

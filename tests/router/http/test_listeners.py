@@ -58,7 +58,7 @@ def test_as_many_files_may_be_open_as_connections_want(
     assert [words in message for message in caplog.messages] == [True] * told
 
 
-def test_a_limit_that_cannot_be_raised_is_told(
+def test_a_limit_that_cannot_be_raised_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def forbidden(kind: int, given: tuple[int, int]) -> None:

@@ -53,7 +53,7 @@ async def test_leaving_cancels_the_work_alone() -> None:
     assert task.cancelling() == 0
 
 
-async def test_a_failure_of_work_that_was_cancelled_is_told() -> None:
+async def test_a_failure_of_work_that_was_cancelled_is_reported() -> None:
     client = Client()
 
     async def work() -> None:

@@ -56,7 +56,7 @@ async def test_what_one_writes_the_others_and_a_restarted_one_have(store: Store)
     assert one.usable_by("") == []
 
 
-async def test_of_two_writers_the_second_is_told(store: Store) -> None:
+async def test_of_two_writers_the_second_gets_an_error(store: Store) -> None:
     one, two = Aliases(store, True), Aliases(store, True)
     await one.write(ONE)
     with pytest.raises(AdapterError, match="somebody else") as caught:

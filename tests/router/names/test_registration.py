@@ -112,7 +112,7 @@ def test_only_what_is_ready_is_pinned(events: list[Event], pinned: bool) -> None
         assert kept == expected
 
 
-def test_a_name_means_one_reference_unless_told() -> None:
+def test_a_name_means_one_reference_unless_replaced() -> None:
     other = AdapterRef("hub", "org/other")
     conflicts(ALIAS, REF, replace=False)
     conflicts(ALIAS, other, replace=True)

@@ -57,7 +57,7 @@ async def test_routers_and_spans_add_up(store: Store) -> None:
     assert (await tallies[0].read("r", "aa", 100, 0)).requests == 0
 
 
-async def test_what_could_not_be_told_is_told_later() -> None:
+async def test_what_could_not_be_reported_is_reported_later() -> None:
     class Down(MemoryStore):
         is_down = True
 

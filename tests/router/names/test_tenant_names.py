@@ -260,7 +260,7 @@ async def test_a_guard_takes_back_one_owners_version_of_the_same_content(
     ]
 
 
-async def test_lists_and_pictures_tell_whose_a_name_is(shared: Shared) -> None:
+async def test_lists_and_pictures_show_whose_a_name_is(shared: Shared) -> None:
     router = shared.router
     await done(router, "POST", "", name="bot", ref="org/fleet")
     for query, expected in (

@@ -105,7 +105,7 @@ async def test_a_passing_failure_is_not_remembered(router: Running, worker: Fake
 
 
 @pytest.mark.parametrize("code", ["invalid", "unavailable"])
-async def test_operators_are_told_of_registered_adapters_that_fail(
+async def test_operators_see_registered_adapters_that_fail(
     code: AdapterErrorCode,
     router: Running,
     worker: FakeWorker,

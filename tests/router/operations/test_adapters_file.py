@@ -263,7 +263,7 @@ async def test_a_slow_source_holds_up_its_own_name_alone(
         await poll(there)
 
 
-async def test_faults_are_told_once_and_keep_what_works(
+async def test_faults_are_reported_once_and_keep_what_works(
     followed: Followed, worker: FakeWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
     followed.write({"name": "one", "ref": "org/one"})

@@ -62,7 +62,7 @@ async def settled_of(router: Running, name: str) -> dict[str, Any]:
     return (await listed(router))[name]
 
 
-async def test_each_reason_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reason_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "router.names.catalog")
     async with (
         running_worker(FakeWorker()) as worker,
@@ -117,7 +117,7 @@ async def test_nobody_waits(tmp_path: Path) -> None:
         assert len(worker.loads) == len(names) + 1
 
 
-async def test_what_is_there_again_is_told(
+async def test_an_adapter_that_is_back_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(declared_check, "pause_after", lambda error, attempt: 0.01)

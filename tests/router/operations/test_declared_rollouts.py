@@ -75,7 +75,7 @@ adapters:
         ({"name": "mine", "ref": "org/old", "versions": [{"ref": "org/new", "weight": 5}]}, "ref"),
     ],
 )
-def test_a_wrong_rollout_is_told_and_leaves_its_name_alone(
+def test_a_wrong_rollout_is_reported_and_leaves_its_name_alone(
     wrong: dict[str, Any], words: str
 ) -> None:
     contents = read(file_of(wrong, {"name": "good", "ref": "org/one"}), "hub")

@@ -66,7 +66,7 @@ async def test_from_nothing_to_all(fleet: Fleet) -> None:
     assert [model["id"] for model in models].count("mine") == 1
 
 
-async def test_streams_tell_their_version_and_finish_on_it(fleet: Fleet) -> None:
+async def test_streams_show_their_version_and_finish_on_it(fleet: Fleet) -> None:
     gate = asyncio.Event()
 
     async def wait(worker: FakeWorker, request: GenerateRequest, index: int) -> ErrorCode | None:

@@ -37,7 +37,7 @@ async def until_state(router: Running, name: str, state: str) -> dict[str, Any]:
     return shown
 
 
-async def test_one_is_told_and_all_serve(
+async def test_one_router_gets_the_order_and_all_serve(
     tmp_path: Path, redis: RedisServer, worker: FakeWorker
 ) -> None:
     async with routers(tmp_path, redis, worker, 2, auth="none") as (one, two):
@@ -76,20 +76,20 @@ async def test_an_unload_whose_router_stops_is_taken_up(
     """Not before: a router that is there is left to it. Of two that take it up one has it."""
     monkeypatch.setattr("router.operations.admin._HEARD_S", 600.0)
     async with routers(tmp_path, redis, worker, 2, auth="none") as (two, three):
-        heirs = [router.service.unload_heir for router in (two, three)]
+        watchers = [router.service.orphaned_unloads for router in (two, three)]
         async with routers(tmp_path / "one", redis, worker, 1, auth="none") as (one,):
             await call(one, "POST", "", name="mine", ref="org/one")
             assert (await call(one, "POST", "/mine/load")).json()["resident_on"] == ["fake-0"]
             assert (await call(one, "POST", "/mine/unload", wait_s=0)).status_code == 202
             for router in (two, three):
                 await until_state(router, "mine", "unloading")
-            for heir in heirs * 2:
-                await heir.step()
+            for watcher in watchers * 2:
+                await watcher.step()
             [row] = two.service.admin.all()
             assert row.drainer == one.service.router_id
         monkeypatch.setattr("router.operations.admin._HEARD_S", 0.0)
         for _ in range(2):
-            await asyncio.gather(*(heir.step() for heir in heirs))
+            await asyncio.gather(*(watcher.step() for watcher in watchers))
         for router in (two, three):
             assert (await until_state(router, "mine", "unloaded"))["error"] is None
         assert worker.resident == set()
@@ -102,7 +102,7 @@ async def test_an_unload_whose_router_stops_is_taken_up(
 async def test_an_unload_goes_on_when_its_router_starts_again(
     tmp_path: Path, redis: RedisServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.operations.unload_heir.TICK_S", 0.05)
+    monkeypatch.setattr("router.operations.orphaned_unloads.TICK_S", 0.05)
     monkeypatch.setattr("router.operations.admin._HEARD_S", 600.0)
     async with routers(tmp_path, redis, worker, 1, auth="none") as (one,):
         await call(one, "POST", "", name="mine", ref="org/one", pin=True)

@@ -64,7 +64,7 @@ def test_an_idle_queue_takes_what_it_promises(limits: QueueLimits, most: int) ->
 def test_promised_room_is_nobody_elses() -> None:
     queue = WaitingQueue[None](QueueLimits(4, 100))
     promise = queue.promise("t", 3, 90)
-    assert queue.room.held.count == 0  # nothing waits
+    assert queue.capacity.held.count == 0  # nothing waits
     push(queue, "u")
     with pytest.raises(QueueFull, match="4 sequences"):
         push(queue, "u")

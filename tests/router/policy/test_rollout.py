@@ -179,7 +179,7 @@ def test_promoted_ended_and_gone_back() -> None:
 
 
 @given(st.lists(st.integers(1, 100), min_size=40, max_size=60))
-def test_the_history_is_bounded_and_tells_of_every_step(weights: list[int]) -> None:
+def test_the_history_is_bounded_and_has_every_step(weights: list[int]) -> None:
     now = ONE
     for number, weight in enumerate(weights):
         wanted = shares(version("new", weight), weight=100 - weight)

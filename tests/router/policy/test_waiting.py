@@ -173,7 +173,7 @@ def test_a_missing_max_tokens_is_reckoned_by_experience() -> None:
     assert Counter(drain(queue)[:40])["open"] == pytest.approx(20, abs=2)
 
 
-def test_who_left_before_a_token_tells_nothing_of_outputs() -> None:
+def test_a_request_cancelled_before_a_token_is_no_observation_of_outputs() -> None:
     queue = new_queue()
     for _ in range(50):
         left = queue.push(entry("left", tenant="impatient", max_tokens=100), 0.0)
@@ -452,7 +452,7 @@ class QueueMachine(RuleBasedStateMachine):
             priority=priority,
             deadline=deadline,
         )
-        held = self.queue.room.held
+        held = self.queue.capacity.held
         fits = held.count < MAX_COUNT and held.nbytes + nbytes <= MAX_BYTES
         alone = not any(waiting.tenant == tenant for _, waiting in self.waiting.values())
         try:
@@ -508,7 +508,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        held = self.queue.room.held
+        held = self.queue.capacity.held
         assert len(self.queue) == held.count == len(self.waiting)
         assert held.nbytes == sum(waiting.nbytes for _, waiting in self.waiting.values())
         assert {waiting.payload for waiting in self.queue} == set(self.waiting)

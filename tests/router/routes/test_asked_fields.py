@@ -60,7 +60,7 @@ async def test_a_cut_prompt_must_still_fit(router: Running) -> None:
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_prompt_logprobs_are_told(router: Running, worker: FakeWorker) -> None:
+async def test_prompt_logprobs_are_reported(router: Running, worker: FakeWorker) -> None:
     choice = (await post(router, COMPLETIONS, prompt_logprobs=0))["choices"][0]
     first, second = choice["prompt_logprobs"]
     assert first is None

@@ -64,7 +64,7 @@ async def test_workers_arenas_and_adapters(router: Running, worker: FakeWorker) 
     assert (pirate["name"], pirate["digest"], pirate["ranks"]) == ("pirate", PIRATE, [8])
 
 
-async def test_a_stream_tells_places_and_adapters_once(router: Running, worker: FakeWorker) -> None:
+async def test_a_stream_shows_places_and_adapters_once(router: Running, worker: FakeWorker) -> None:
     worker.place(place(PIRATE))
     seen = pictures(router)
     first = await anext(seen)
@@ -82,7 +82,7 @@ async def test_a_stream_tells_places_and_adapters_once(router: Running, worker: 
     await seen.aclose()
 
 
-async def test_a_stream_tells_when_a_rollout_moves(router: Running) -> None:
+async def test_a_stream_shows_when_a_rollout_moves(router: Running) -> None:
     seen = pictures(router)
     first = await anext(seen)
     assert [one["rollout"] for one in first["adapters"]] == [None]
@@ -127,7 +127,7 @@ async def test_a_worker_that_is_gone_says_why(router: Running, worker: FakeWorke
     await router.until_ready()
 
 
-async def test_a_worker_that_does_not_tell_hides_nobody(
+async def test_a_worker_without_a_report_hides_nobody(
     tmp_path: Path, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_watch, "LOOK_TIMEOUT_S", 0.05)
@@ -189,7 +189,7 @@ async def test_so_many_streams_and_no_more(
     await streams[1].aclose()
 
 
-async def test_streams_end_when_the_router_is_told_to_stop(router: Running) -> None:
+async def test_streams_end_when_the_router_stops(router: Running) -> None:
     stream = pictures(router)
     await anext(stream)
     router.service.watch.close()

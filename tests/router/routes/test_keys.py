@@ -145,7 +145,7 @@ async def test_salts_keep_prefixes_apart_within_a_tenant(
     assert len({plain, one, two, *others}) == 6
 
 
-async def test_a_key_is_told_once_and_kept_hashed(guarded: Running) -> None:
+async def test_a_key_is_shown_once_and_kept_hashed(guarded: Running) -> None:
     key = await create(guarded, id="app", tenant="acme", label="the app")
     told = await guarded.client.get("/v1/keys", headers=ADMIN)
     one = await guarded.client.get("/v1/keys/app", headers=ADMIN)

@@ -21,7 +21,7 @@ async def load_cut(load: AdapterLoad) -> AdapterManifest:
     return make_manifest(load.ref.name, coverage=coverage)
 
 
-async def test_every_answer_tells(router: Running, worker: FakeWorker) -> None:
+async def test_every_answer_shows(router: Running, worker: FakeWorker) -> None:
     worker.loader = load_cut
     post = router.client.post
     for name, told in (("cut", TOLD), ("whole", None)):

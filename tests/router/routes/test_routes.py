@@ -399,7 +399,7 @@ async def test_idle_streams_are_kept_alive(
     assert [event["token"]["text"] for event in events] == list("base")
 
 
-async def test_an_unforeseen_error_tells_nothing(
+async def test_an_unforeseen_error_shows_nothing(
     router: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:

@@ -163,7 +163,7 @@ async def test_faults_of_vllms_shapes(
         ({"inputs": ["x"]}, "inputs"),
     ],
 )
-async def test_faults_that_are_told_as_loraxs(
+async def test_faults_that_are_reported_as_loraxs(
     router: Running, body: dict[str, Any], word: str
 ) -> None:
     answer = await tokenize(router, **body)

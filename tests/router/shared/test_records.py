@@ -20,7 +20,7 @@ def test_records_are_read_whatever_lies_between_them(entries: list[bytes]) -> No
     assert readable(entries, AuditRecord) == [DEED] * entries.count(msgspec.json.encode(DEED))
 
 
-async def test_the_newest_deeds_are_told_without_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_newest_deeds_are_reported_without_it(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore(time.monotonic)
     audit = Audit(store)
     audit.record(DEED)

@@ -42,7 +42,7 @@ async def test_for_who_may_write_its_prefix_alone() -> None:
         await poll(back)
 
 
-async def test_each_reason_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reason_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     async with lost_link("other"):
 
         async def told() -> bool:

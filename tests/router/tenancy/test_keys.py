@@ -135,7 +135,7 @@ def test_a_file_with_a_fault_is_refused_whole(change: tuple[str, str], why: str)
         read_keys(FILE.replace(*change).encode())
 
 
-def test_headers_tell_of_the_subject_with_the_least_left() -> None:
+def test_headers_are_of_the_subject_with_the_least_left() -> None:
     subjects = (
         Subject("key:k", Limits(requests_per_minute=60, tokens_per_minute=600)),
         Subject("tenant:t", Limits(requests_per_minute=100)),

@@ -70,7 +70,7 @@ def test_no_more_is_let_in_than_the_limits_say(
 
 
 @given(limits, steps)
-def test_who_waits_as_long_as_told_is_let_in(
+def test_a_caller_who_waits_as_long_as_asked_is_let_in(
     limits: Limits, steps: list[tuple[int, int, int]]
 ) -> None:
     account, now_ms = QuotaAccount(leases={}), 1_700_000_000_000
@@ -128,7 +128,7 @@ def test_what_is_full_again_may_be_forgotten() -> None:
     assert is_idle(account, limits, 2000)
 
 
-def test_the_worst_obstacle_is_told() -> None:
+def test_the_worst_obstacle_is_reported() -> None:
     slow, fast = Limits(requests_per_minute=1), Limits(requests_per_minute=60)
     both = Ask("acme", (Subject("key:k", fast), Subject("tenant:acme", slow)), "r", 1)
     accounts = [QuotaAccount(leases={}), QuotaAccount(leases={})]

@@ -164,7 +164,7 @@ def test_tokens_carry_logprobs_and_bytes() -> None:
     assert stream.result().sum_logprob == pytest.approx(-0.5 * len(ids))
 
 
-def test_without_logprobs_no_tokens_are_told() -> None:
+def test_without_logprobs_no_tokens_are_reported() -> None:
     stream = stream_of(call())
     out = stream.feed(event(0, [300, 301], "length"))
     assert out is not None

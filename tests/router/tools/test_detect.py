@@ -67,7 +67,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize(("source", "name"), SOURCES.values(), ids=SOURCES)
-def test_a_template_tells_its_format(source: str, name: str | None) -> None:
+def test_a_template_shows_its_format(source: str, name: str | None) -> None:
     found = detect(source)
     assert (found and found.name) == name
 
@@ -85,6 +85,6 @@ def test_a_template_tells_its_format(source: str, name: str | None) -> None:
         ("ids_of_nine", "mistral_list"),
     ],
 )
-def test_whole_templates_tell_theirs(file: str, name: str | None) -> None:
+def test_whole_templates_show_theirs(file: str, name: str | None) -> None:
     found = detect((TEMPLATES / f"{file}.jinja").read_text())
     assert (found and found.name) == name

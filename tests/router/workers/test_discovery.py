@@ -141,7 +141,7 @@ def test_records_are_signed_as_a_whole() -> None:
     assert verified(b"x" * 5000, "s") is None
 
 
-def test_what_routers_are_told() -> None:
+def test_the_record_for_routers() -> None:
     assert advertised(replace(CONFIG, host="10.0.0.7"), 8090) == "ws://10.0.0.7:8090"
     assert advertised(replace(CONFIG, host="fd00::7"), 1) == "ws://[fd00::7]:1"
     assert advertised(replace(CONFIG, host="0.0.0.0", advertise="wss://gpu-1"), 1) == "wss://gpu-1"

@@ -161,7 +161,7 @@ async def test_another_base_model_is_not_mixed_in(tmp_path: Path) -> None:
             await other.stop()
 
 
-async def test_workers_of_one_base_may_differ_in_what_they_were_told(tmp_path: Path) -> None:
+async def test_workers_of_one_base_may_differ_in_options(tmp_path: Path) -> None:
     """As while they are started anew one by one: all names, and a context that each has."""
     first = FakeWorker(make_card(names=("old",), max_context=100), worker_id="a")
     second = FakeWorker(make_card(names=("new", "old"), max_context=200), worker_id="b")

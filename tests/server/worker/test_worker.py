@@ -168,7 +168,7 @@ async def test_a_sequence_submitted_twice_costs_the_connection(worker: Worker) -
         assert "twice" in await router.until_closed()
 
 
-async def test_another_version_is_told_so(worker: Worker) -> None:
+async def test_another_version_is_refused_with_its_reason(worker: Worker) -> None:
     async with dial(worker) as client:
         await client.send(protocol.encode(protocol.RouterHello("old", version=99)))
         async with asyncio.timeout(TIMEOUT_S):

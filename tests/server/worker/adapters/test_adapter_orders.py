@@ -35,7 +35,7 @@ async def use(router: Router, name: str, *digests: str) -> None:
     assert all(finished[n].error is None for n in names), finished
 
 
-async def test_load_tells_every_tier_and_evict_frees_them(worker: Worker) -> None:
+async def test_load_shows_every_tier_and_evict_frees_them(worker: Worker) -> None:
     async with connected(worker) as router:
         digests = await admit_all(router, ADAPTERS)
         before = await router.order("before", "status", digests[0], ABSENT)

@@ -125,7 +125,7 @@ async def test_a_failed_load_says_why(worker: Worker, name: str, error: str) -> 
     assert TOKEN not in worker.log.read_text()
 
 
-async def test_all_violations_are_told_at_once(worker: Worker, root: Path) -> None:
+async def test_all_violations_are_reported_at_once(worker: Worker, root: Path) -> None:
     folder = write_adapter(root / "bad", base())
     config = json.loads((folder / "adapter_config.json").read_text())
     config |= {"use_dora": True, "bias": "all", "target_modules": ["q_proj", "v_proj"]}

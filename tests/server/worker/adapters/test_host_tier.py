@@ -139,7 +139,7 @@ async def test_the_least_used_is_evicted(tier: HostTier, disk: Disk) -> None:
     assert disk.opened == [*"abcde", "b"]
 
 
-async def test_a_missing_or_broken_slab_is_told_and_leaves_room(tier: HostTier, disk: Disk) -> None:
+async def test_a_bad_slab_is_reported_and_leaves_room(tier: HostTier, disk: Disk) -> None:
     with pytest.raises(SlabGone, match="no a"):
         await tier.acquire("a")
     (disk.folder / "b").write_bytes(b"not a slab")
@@ -379,7 +379,7 @@ async def test_evictions_are_counted_by_reason(tier: HostTier, disk: Disk) -> No
     assert tier.evictions == {"bytes": 1, "order": 1}
 
 
-async def test_the_time_of_a_load_is_told_once(
+async def test_the_time_of_a_load_is_reported_once(
     disk: Disk, threads: ThreadPoolExecutor, memory: HostMemory
 ) -> None:
     ticks = iter([9.0, 10.0, 10.5])  # when there was room, and around the reading

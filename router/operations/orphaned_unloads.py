@@ -13,7 +13,7 @@ from router.tenancy.admission import ROUTERS
 TICK_S = 8.0
 
 
-class UnloadHeir:
+class OrphanedUnloads:
     """Every router looks, and the table lets one of them have each: not all know each name."""
 
     def __init__(self, store: Store, admin: AdapterAdmin) -> None:

@@ -24,8 +24,8 @@ Histograms end in `_bucket`, `_sum` and `_count`.
 - Seconds are seconds, bytes are bytes. Counters count from the start of the process; a worker's
   outlive its engine.
 - No label holds a digest, a request's id, a key or anything that a caller chose.
-- A label lists its values where it is declared. [Add a metric](../guides/add-a-metric.md) shows
-  how.
+- A label whose values are known lists them where it is declared. Others (workers, routes,
+  registered adapters) come as they go. [Add a metric](../guides/add-a-metric.md) shows how.
 """
 _COMPAT = """\
 With `--metrics-compat` a router also answers with the names that llm-d and the Gateway API

@@ -56,7 +56,10 @@ class RouterConfig:
     )
     share_hub_token: bool = field(
         default=False,
-        metadata={"help": "lend HF_TOKEN to callers who name a Hub adapter without a token"},
+        metadata={
+            "help": "lend the operator's Hub token (LORAPLEX_HUB_TOKEN, else HF_TOKEN) to callers"
+            " who name a Hub adapter without a token"
+        },
     )
     adapter_ttl_s: float = field(
         default=30.0,

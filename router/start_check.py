@@ -112,7 +112,8 @@ def _check_void(config: RouterConfig) -> None:
         raise RouterConfigError("--keys-file: with --auth none nobody is asked for a key; drop one")
     if config.share_hub_token and not config.hub_token:
         raise RouterConfigError(
-            "--share-hub-token lends the operator's HF_TOKEN, and there is none"
+            "--share-hub-token lends the operator's Hub token, and there is none: set"
+            " LORAPLEX_HUB_TOKEN or HF_TOKEN"
         )
     for name in ("max_queue", "max_queue_bytes"):
         whole, own = getattr(config, name), getattr(config, name.replace("max", "max_tenant"))

@@ -63,7 +63,7 @@ def test_a_redis_that_may_be(url: str) -> None:
     ("options", "words"),
     [
         ({"auth": "none", "keys_file": HERE / "keys.yaml"}, "--keys-file: with --auth none nobody"),
-        ({"share_hub_token": True}, "--share-hub-token lends the operator's HF_TOKEN"),
+        ({"share_hub_token": True}, "LORAPLEX_HUB_TOKEN or HF_TOKEN"),
         ({"max_tenant_queue": 9, "max_queue": 8}, "--max-tenant-queue 9 is more than"),
         (
             {"max_tenant_queue_bytes": 9, "max_queue_bytes": 8},

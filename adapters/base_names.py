@@ -1,4 +1,4 @@
-"""Whether a name means a base model that goes by another: quantised copies, mirrors, paths. Pure.
+"""Compares names of base models: quantised copies, mirrors and paths mean the same base. Pure.
 
 A model's name is the last component of an id or path. Hubs, trainers and quantisers spell it in
 different ways and add marks to its end; `normal_name` takes all that off. What distinguishes models

@@ -1,4 +1,4 @@
-"""Whether weights that are read again are those that were judged."""
+"""Checks that weights, read again, are those that were judged."""
 
 import hashlib
 from typing import NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""How much of what an adapter's config targets has weights. Pure.
+"""Counts the modules that an adapter's config targets, with and without weights. Pure.
 
 PEFT leaves a targeted module without weights as the base has it. An adapter of which some are
 missing is served so, and called partial wherever it is shown.

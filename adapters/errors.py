@@ -1,4 +1,4 @@
-"""What can go wrong on the way from an adapter's name to its validated weights. Pure."""
+"""Errors on the way from an adapter's name to its validated weights. Pure."""
 
 from typing import Literal
 

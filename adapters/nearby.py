@@ -1,4 +1,4 @@
-"""Adapters near a folder that is none: the checkpoints of a run, in it or beside it."""
+"""Finds adapters near a folder that is none: the checkpoints of a run, in it or beside it."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a person may write to name an adapter: its grammar, and back to text. Pure."""
+"""References to adapters: their grammar, parsed and written. Pure."""
 
 import re
 from typing import Literal

@@ -1,4 +1,4 @@
-"""A run's folder is no adapter, but its `checkpoint-…` folders are: which one was meant. Pure."""
+"""Chooses among the `checkpoint-…` folders of a training run. Pure."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,5 @@
-"""`loraplex info`: what this machine can do, and why not. Imports neither torch nor a kernel."""
+"""`loraplex info`: this machine's abilities, with reasons for those that it lacks. Imports neither
+torch nor a kernel."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Our top-level packages have plain names: is anything else installed that has one of them too?"""
+"""Checks that no other installed distribution has a top-level package of loraplex's names."""
 
 from collections.abc import Mapping
 from importlib.metadata import packages_distributions

@@ -1,4 +1,4 @@
-"""What `serve` runs: its options, the demo and adapter names turned into two configurations."""
+"""The plan of `serve`: options, demo and adapter names turned into two configurations."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""How commands talk to a running router: its operator's API, and tables of its answers."""
+"""A client of a running router's operator API, and tables of its answers."""
 
 import argparse
 import json

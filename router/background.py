@@ -1,4 +1,4 @@
-"""Work that lasts as long as a router's process."""
+"""Tasks that run as long as a router's process."""
 
 import asyncio
 import logging

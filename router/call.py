@@ -1,4 +1,4 @@
-"""What an API asks of the router, and what it gets back. Pure.
+"""A generation request of any API, and its results. Pure.
 
 `router.api.*` parses a body into a GenerationCall and formats TextEvents and ChoiceResults;
 dispatch and text modules do the rest and know no API.

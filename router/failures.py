@@ -1,4 +1,4 @@
-"""Why a generation fails after the queue, and the error that its caller gets. Pure."""
+"""Failures of a generation after the queue, and the error that the caller gets. Pure."""
 
 from adapters.errors import AdapterError
 from router.api.errors import from_adapter_error, from_engine_error

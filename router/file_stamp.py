@@ -1,4 +1,4 @@
-"""Whether a file that an operator may change has changed, without reading it."""
+"""Detects that a file has changed, without reading it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is wrong with options and with the files that they name, reported before anything runs."""
+"""Checks options, and the files that they name, before anything runs."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""Which release this is."""
+"""The release's version."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,4 +1,4 @@
-"""Messages as a chat template reads them, and what a caller says of how they are rendered. Pure."""
+"""Messages as a chat template reads them, and the caller's options for rendering. Pure."""
 
 import json
 from collections.abc import Collection, Mapping

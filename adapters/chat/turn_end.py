@@ -1,4 +1,4 @@
-"""Which token a chat template closes an assistant's turn with, seen in what it renders. Pure.
+"""Finds the token with which a chat template closes an assistant's turn. Pure.
 
 Conversations with known words are rendered. The end is the added token right behind the answer,
 apart from white space, whether the answer is the last turn or not. A token that the template also

@@ -1,4 +1,4 @@
-"""Which run of the machine this is."""
+"""An id of the machine's current boot."""
 
 from pathlib import Path
 

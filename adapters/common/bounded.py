@@ -1,4 +1,4 @@
-"""Waits no longer than it said, whatever the code it waits for makes of being cancelled."""
+"""A time limit that holds even where the awaited code ignores its cancellation."""
 
 import asyncio
 from collections.abc import Coroutine

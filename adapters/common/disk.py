@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, what is held in use, and removal by last use."""
+"""Files on disk: atomic appearance, locks on what is in use, removal by last use."""
 
 import errno
 import fcntl

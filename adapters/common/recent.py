@@ -1,4 +1,4 @@
-"""What was put in last, by key."""
+"""A bounded map that keeps the newest entries."""
 
 import threading
 from collections import OrderedDict

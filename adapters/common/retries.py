@@ -1,4 +1,4 @@
-"""Trying again what may work in a moment: bounded, with back-off and jitter."""
+"""Retries of operations that may soon succeed: bounded, with back-off and jitter."""
 
 import random
 import time

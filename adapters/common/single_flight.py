@@ -1,4 +1,4 @@
-"""One piece of work at a time for each key: whoever asks meanwhile shares its result or failure."""
+"""One call at a time for each key: callers that come meanwhile share its result or failure."""
 
 import threading
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Whether a stranger's grammar can be compiled within its limits, found out in another process.
+"""Tries in another process whether a caller's grammar compiles within its limits.
 
 What takes too long, too much memory or all of a stack costs that process, and nobody else.
 """

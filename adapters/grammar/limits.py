@@ -1,4 +1,4 @@
-"""What a grammar may cost. Pure."""
+"""Limits on what a grammar may cost. Pure."""
 
 from dataclasses import dataclass, field
 

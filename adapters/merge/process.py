@@ -1,4 +1,4 @@
-"""`python -m adapters.merge.process FOLDER`: one merge in a process that gets out of others' way.
+"""`python -m adapters.merge.process FOLDER`: one merge in a process of low priority.
 
 It bounds its own memory and takes the lower priority before anything large is imported.
 """

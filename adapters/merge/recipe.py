@@ -1,4 +1,4 @@
-"""What is merged, and how: a recipe's checks, its simplest equal form, and its identity. Pure."""
+"""A merge's recipe: its checks, its canonical form, and its identity. Pure."""
 
 import hashlib
 import math

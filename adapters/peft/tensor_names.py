@@ -1,4 +1,4 @@
-"""How the tensors of an adapter are named, by whom ever it was saved, and what that means. Pure.
+"""Names of an adapter's tensors, as different trainers save them, and their meaning. Pure.
 
 PEFT names them `base_model.model.<module>.lora_A.weight`. Training wrappers add components of their
 own, and some savers drop the prefix or keep the adapter's name. `<module>` is as the trained model

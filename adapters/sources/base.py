@@ -1,4 +1,4 @@
-"""What a source of adapters must do. Blocking: callers run it in threads."""
+"""The protocol of a source of adapters. Blocking: callers run it in threads."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Downloads that go on where they broke off. What came so far lies beside the file, until whole."""
+"""Downloads that resume where they broke off. Received bytes lie beside the file until it is
+whole."""
 
 import re
 from collections.abc import Callable, Iterable

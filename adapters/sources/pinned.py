@@ -1,4 +1,4 @@
-"""What sources without commits share: files pinned by their tags, and how servers say no."""
+"""Shared by sources without commits: files pinned by their tags, and servers' refusals."""
 
 import hashlib
 import threading

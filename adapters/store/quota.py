@@ -1,4 +1,4 @@
-"""How much disk stored content may use, kept by removing what was not used for longest."""
+"""Keeps stored content within its disk quota: the least recently used is removed."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""What pinned references turned out to be, on disk."""
+"""Remembers on disk which digest each pinned reference has."""
 
 import hashlib
 import itertools

@@ -1,4 +1,4 @@
-"""Folders for what is not whole yet: private, locked while in use, removed when they are left.
+"""Folders for unfinished files: private, locked while in use, removed afterwards.
 
 A download that broke off leaves its folder for the next caller who wants the same content, also
 after a restart or a kill.

@@ -1,4 +1,4 @@
-"""`loraplex bench …`: what the commands take, and what they print."""
+"""`loraplex bench …`: the commands' options and output."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""What keeps a benchmark from being made."""
+"""Errors that keep a benchmark from running."""
 
 
 class BenchError(Exception):

@@ -1,4 +1,4 @@
-"""What benchmarks print: for a person, or one JSON object a line."""
+"""Output of benchmarks: for a person, or one JSON object a line."""
 
 import json
 from collections.abc import Callable, Iterable

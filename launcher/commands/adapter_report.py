@@ -1,4 +1,4 @@
-"""What `loraplex adapter check|pull|pack|convert` say of an adapter: for people, or as JSON."""
+"""Reports of `loraplex adapter check|pull|pack|convert`: for people, or as JSON."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

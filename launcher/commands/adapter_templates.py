@@ -1,4 +1,5 @@
-"""How an adapter's chat templates read messages, found out as a router does: in a process apart."""
+"""Finds out how an adapter's chat templates read messages, in a separate process as a router
+does."""
 
 import asyncio
 

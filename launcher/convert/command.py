@@ -1,4 +1,4 @@
-"""`loraplex adapter convert`: what it takes, and what it prints."""
+"""`loraplex adapter convert`: its options and output."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Takes from this process what reading a hostile file does not need.
+"""Confines this process to what reading a hostile file needs.
 
 Three layers, each sufficient by itself. Namespaces have no network, Landlock allows no file, and a
 seccomp filter allows no call that opens, creates or finds anything. A layer that the kernel or a

@@ -1,4 +1,4 @@
-"""Which file of a folder holds an adapter's weights, and in which format they are. Pure.
+"""Finds the file with an adapter's weights in a folder, and its format. Pure.
 
 What is not converted is refused by the name of what it is.
 """

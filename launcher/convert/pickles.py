@@ -1,4 +1,4 @@
-"""Has a pickle read by a confined process, and takes nothing from that but bounded bytes."""
+"""Reads a pickle in a confined process, and takes only bounded bytes from it."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""What becomes of a folder: the new config, and which tensor each new one is made of. Pure."""
+"""The plan of a conversion: the new config, and the sources of each new tensor. Pure."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The board of adapters: who is used, what is cold, what lies where."""
+"""The board of adapters: use, cold loads, tiers."""
 
 from launcher.monitoring.panels import (
     RATE,

@@ -1,4 +1,4 @@
-"""What answers of every API have in common: ranking, counting, events, finite numbers. Pure."""
+"""Shared by the answers of every API: ranking, counting, events, finite numbers. Pure."""
 
 import math
 from collections.abc import Sequence

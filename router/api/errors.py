@@ -1,4 +1,4 @@
-"""The one table of errors: what each cause is to each API. Pure."""
+"""The one table of errors: the status, type and code of each cause in each API. Pure."""
 
 import math
 from typing import Literal

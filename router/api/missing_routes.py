@@ -1,4 +1,4 @@
-"""Routes that other servers have and this one has not, and what serves in their place. Pure."""
+"""Routes of other servers that the router lacks, each with its replacement. Pure."""
 
 _HERE = {
     "/load": "GET /metrics shows what runs and waits",

@@ -1,4 +1,5 @@
-"""What bodies may say beyond what their structs give a schema: limits, names, what passes. Pure."""
+"""Additions to the bodies' JSON schemas that their structs cannot state: limits, names, passes.
+Pure."""
 
 from collections.abc import Iterator
 from typing import Any

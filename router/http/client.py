@@ -1,4 +1,4 @@
-"""HTTP asked under uvloop, by what an operator configured alone: no proxy, no netrc."""
+"""An HTTP client for uvloop that uses only the operator's options: no proxy, no netrc."""
 
 from collections.abc import Mapping
 

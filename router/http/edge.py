@@ -1,4 +1,4 @@
-"""The outermost layer of the HTTP face: request ids, one count a request, unforeseen errors."""
+"""The outermost ASGI middleware: request ids, one count a request, unforeseen errors."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""HTTP/1.1 messages whose client offers another protocol, read as what they are: HTTP/1.1.
+"""Reads messages that offer an upgrade to another protocol as the HTTP/1.1 that they are.
 
 Java's HttpClient and `curl --http2` offer `Upgrade: h2c` with every first request. A server may
 ignore that (RFC 9110 section 7.8), but httptools then stops behind the head and drops the body.

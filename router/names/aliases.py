@@ -1,4 +1,4 @@
-"""What registered names mean: what this router's operator declared, and what routers share.
+"""The table of registered names: this router's declarations, and the changes that routers share.
 
 A declaration (`--adapter`, the adapters file) is each router's own and says what a name means. The
 shared table adds what was done to the name since. Other names are the table's alone. A name is the

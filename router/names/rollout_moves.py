@@ -1,4 +1,4 @@
-"""What may become of a rollout: shares set, warmed, taken away, promoted, gone back. Pure.
+"""The moves of a rollout: shares set, warmed, taken away, promoted, rolled back. Pure.
 
 now: Unix seconds. `by`: who wants it.
 """

@@ -1,4 +1,4 @@
-"""What requests of versions in a rollout were like: of this router, and of all routers together.
+"""Counts the outcomes of requests by version of a rollout, in this router and over all routers.
 
 Each router adds what it saw to books of the store, one for a span of time; they end by themselves.
 Of its own it keeps books in memory, too, for as long as the store is away.

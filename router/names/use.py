@@ -1,4 +1,4 @@
-"""Which adapters running requests use, by name and content; and when the last of them is over."""
+"""Counts running requests by adapter name and content, and waits for the last of them."""
 
 import asyncio
 from collections import OrderedDict

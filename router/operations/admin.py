@@ -1,4 +1,4 @@
-"""Carries out what the operator wants of registered adapters: on the table, and on every worker.
+"""Carries out the operator's changes of registered adapters, in the table and on every worker.
 
 What may be done when is `registration`'s policy. One operation a name at a time on this router; of
 two routers the second gets a conflict.

@@ -1,4 +1,4 @@
-"""The names that gateways read from vLLM's model servers, for routers that sit behind one.
+"""Metrics under vLLM's names, for gateways in front of routers.
 
 As of llm-d's metric protocol, the Gateway API Inference Extension's model server protocol, and
 vLLM's gauges of LoRA residency. A gateway sees this router and its workers as one model server.

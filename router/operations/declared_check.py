@@ -1,4 +1,4 @@
-"""Whether adapters that `--adapter` declares can be had, found out before anybody asks for one.
+"""Checks at start that the adapters which `--adapter` declares can be fetched.
 
 Its source is asked at once. When a worker is there, adapters are fetched and judged as a first
 request would do, a few at a time. None is loaded to a device. Nobody waits for that. The catalog

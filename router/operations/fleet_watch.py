@@ -1,4 +1,4 @@
-"""The fleet as `GET /v1/fleet` shows it: looked at when somebody asks, at most once a second.
+"""The fleet as `GET /v1/fleet` shows it: collected on request, at most once a second.
 
 Nothing is measured while nobody looks.
 """

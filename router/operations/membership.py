@@ -1,4 +1,4 @@
-"""What a worker's coming and going means to the parts of a router."""
+"""Informs a router's parts of workers that connect and leave."""
 
 from router.background import Background
 from router.generation.dispatcher import Dispatcher

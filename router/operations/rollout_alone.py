@@ -1,4 +1,4 @@
-"""What a router takes back by its own count while the store is away, and reports when it is back.
+"""Rolls versions back by this router's own counts while the store is away, and reports that later.
 
 It holds for this router alone until then. The guards are the same; shares are only taken away.
 """

@@ -1,4 +1,4 @@
-"""Moves rollouts on: warms what waits for its share, and takes back what does worse.
+"""Advances rollouts: warms versions that wait for their share, and rolls worse ones back.
 
 One router of those that share a store does it for all, by a lease. If two act at the same time, the
 table's revisions decide which one counts. While the store is away each judges alone.

@@ -1,4 +1,4 @@
-"""What workers do for the operator: bring adapters to devices, keep them there, evict them."""
+"""The operator's orders to workers: bring adapters to devices, keep them there, evict them."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Who may hold a connection, and for how long: caps in all and per address; deadlines. Pure."""
+"""Limits of client connections: caps in all and per address, deadlines. Pure."""
 
 from collections import Counter
 from dataclasses import dataclass

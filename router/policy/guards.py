@@ -1,4 +1,4 @@
-"""Whether a new version does worse than the old one beside it. Pure.
+"""Decides whether a new version does worse than the old one beside it. Pure.
 
 Latencies are counted in buckets of 10 %, which add up over routers and over time.
 """

@@ -1,4 +1,4 @@
-"""Who of those who wait goes to which worker next: turns and placement, put together. Pure."""
+"""Matches waiting sequences with workers: turns and placement, put together. Pure."""
 
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar

@@ -1,4 +1,4 @@
-"""The arithmetic of quotas: what a request may take, what comes back when it is over. Pure.
+"""The arithmetic of quotas: tokens that a request reserves, and those refunded at its end. Pure.
 
 Whole numbers only, so that the Lua script of `router/shared/lua` reaches the same ones. A bucket's
 level is in 1/60000 of a request or token: a limit per minute refills `limit` of those each ms.

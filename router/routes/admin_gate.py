@@ -1,4 +1,5 @@
-"""Who may use the operator's routes: whoever has the admin key; without one, this machine alone."""
+"""Guards the operator's routes: they need the admin key; without one, only this machine may
+call."""
 
 import hashlib
 import hmac

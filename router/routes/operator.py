@@ -1,4 +1,4 @@
-"""What the operator's routes have in common: the admin key before anything, a record afterwards."""
+"""Shared by the operator's routes: the admin key before anything, an audit record afterwards."""
 
 from collections.abc import Awaitable, Callable, Collection
 

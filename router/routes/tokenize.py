@@ -1,4 +1,5 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`: what generations would run, and run nothing."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokens of a generation, without running
+it."""
 
 from collections.abc import Callable
 

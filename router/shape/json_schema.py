@@ -1,4 +1,4 @@
-"""Schemas as llguidance is to read them: what it would not hold to exactly is refused. Pure.
+"""Rewrites JSON schemas for llguidance; what llguidance would not enforce exactly is refused. Pure.
 
 What comes out has only keywords that llguidance honours, in an order that it reads rightly.
 Answers are on one line, with at most one space after a comma and a colon. Properties come in the

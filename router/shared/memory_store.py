@@ -1,4 +1,4 @@
-"""The store of one router that shares with nobody: as long as its process lives."""
+"""The store of a single router, in its process's memory."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence

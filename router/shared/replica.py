@@ -1,4 +1,4 @@
-"""A table of the store as every router has it at hand: read without waiting, at most a second old.
+"""A router's copy of a table of the store: read without waiting, at most a second old.
 
 It outlives the store. A lost table is filled again from what its readers hold. The newest revision
 of a row wins, so their order does not matter. Deleted rows stay as empty ones.

@@ -1,4 +1,4 @@
-"""What this router shares with others, and through what: Redis, or only its own memory."""
+"""The state that this router shares with others, through Redis, or its own memory alone."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Unix time without jumps: what is leased or refilled neither ends early nor stands still."""
+"""Unix time without jumps, so that leases do not end early and refills do not stop."""
 
 import time
 from collections.abc import Callable

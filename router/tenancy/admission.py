@@ -1,4 +1,4 @@
-"""Whether a caller's quotas let a request in, wherever they are counted now.
+"""Asks whether a caller's quotas admit a request: the shared store, or this router's own counts.
 
 While the shared store does not answer, the operator's mode holds. `open` counts nothing, `closed`
 admits nobody who has quotas, `local-share` counts here, against this router's share of the limits.

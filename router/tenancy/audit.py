@@ -1,4 +1,4 @@
-"""What operators did: a line of JSON in the log each, and the newest of them in the store."""
+"""Operators' actions: a line of JSON in the log each, and the newest of them in the store."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The keys that are known here: those of the operator's file, and those made through the API."""
+"""The known keys: those of the operator's file, and those made through the API."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A caller's key: whose it is, what it opens, and until when. Pure.
+"""A caller's key: its tenant, the names that it opens, and its end. Pure.
 
 Only the SHA-256 of a key is kept. That is enough for what has the entropy of a key (32 random
 bytes), where a slow hash for passwords would only slow every request.

@@ -1,4 +1,4 @@
-"""Counts what each request takes and used: quotas before it starts, usage when it is over."""
+"""Charges each request to quotas before its start, and records its usage at its end."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,4 @@
-"""What a caller's headers say about its quotas: OpenAI's `x-ratelimit-*`, and why it must wait.
-Pure."""
+"""Headers about a caller's quotas: OpenAI's `x-ratelimit-*`, and why the caller must wait. Pure."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What is kept of an operator's deed. Pure."""
+"""The record of an operator's action. Pure."""
 
 import msgspec
 

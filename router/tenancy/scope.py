@@ -1,4 +1,4 @@
-"""Which names a key's patterns are held against. Pure."""
+"""Names that a key's patterns are matched with. Pure."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Who may use this router and how much: the parts, built from its options, and run."""
+"""Keys, quotas and usage of this router: the parts, built from its options, and run."""
 
 import contextlib
 import time

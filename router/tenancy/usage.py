@@ -1,4 +1,4 @@
-"""What requests used, added up by day, tenant, key and adapter. Pure."""
+"""Usage of requests, added up by day, tenant, key and adapter. Pure."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal

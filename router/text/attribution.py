@@ -1,4 +1,4 @@
-"""Which token which part of a text comes from, where the text comes later than its tokens. Pure."""
+"""Attributes parts of a text to tokens where the text comes later than its tokens. Pure."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Work on texts that is too long for the event loop: in threads, so much of it at once."""
+"""Runs work on long texts in threads, a bounded amount at once, to keep the event loop free."""
 
 import asyncio
 from collections import deque

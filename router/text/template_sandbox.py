@@ -1,4 +1,4 @@
-"""Chat templates that tenants bring, rendered in processes of their own with little to spend.
+"""Renders tenants' chat templates in separate processes with small limits.
 
 A template that uses up its time or memory costs its process, never the router.
 """

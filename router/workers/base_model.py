@@ -1,4 +1,4 @@
-"""The base model that this router serves: whose card it holds, and which workers may serve it."""
+"""The base model that this router serves: its card, and the workers that may serve it."""
 
 import asyncio
 import logging

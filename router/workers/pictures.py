@@ -1,4 +1,4 @@
-"""What one worker last reported of its arenas; asked for only while somebody looks."""
+"""The last picture of one worker's arenas; asked for only while somebody watches."""
 
 import asyncio
 from collections.abc import Callable

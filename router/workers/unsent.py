@@ -1,4 +1,4 @@
-"""How much a peer has not taken yet of what was sent to it."""
+"""Measures how many sent bytes a peer has not received yet."""
 
 import asyncio
 import fcntl

@@ -1,4 +1,4 @@
-"""What a router and a worker say of themselves. Pure."""
+"""Hellos, status and pictures of routers and workers. Pure."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Where a process may listen, and the socket for it."""
+"""The address that a process may listen on, and its socket."""
 
 import errno
 import socket

@@ -1,4 +1,4 @@
-"""How a worker's capacity is shared between its routers. Pure."""
+"""Shares a worker's capacity between its routers. Pure."""
 
 from collections.abc import Mapping
 

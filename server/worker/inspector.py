@@ -1,4 +1,4 @@
-"""What lies where on this worker, for people who look: both arenas, and what was counted.
+"""A worker's picture for the console: both arenas and its counters.
 
 It receives changes and is asked at most once a second; it decides nothing.
 """

@@ -1,4 +1,4 @@
-"""What waits to be sent to one router: bounded in frames and bytes. Pure."""
+"""Frames that wait to be sent to one router: bounded in number and bytes. Pure."""
 
 from collections import deque
 

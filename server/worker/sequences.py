@@ -1,4 +1,4 @@
-"""Which sequence belongs to which router: the worker's keys, and how many may be in flight. Pure.
+"""Maps the worker's keys to routers' sequences, and counts those in flight. Pure.
 
 It knows nothing of sockets or the engine; `worker.py` carries out what it decides.
 """

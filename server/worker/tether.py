@@ -1,4 +1,4 @@
-"""Run one of our modules in a process that dies with its parent.
+"""Runs a module of this package in a process that dies with its parent.
 
 The child asks the kernel for SIGKILL at the parent's death, then becomes the module. Doing it there
 rather than in a `preexec_fn` is safe beside threads. The child is started by path, so a folder

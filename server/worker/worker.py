@@ -1,4 +1,4 @@
-"""Between routers and engine: submits, aborts, events, status. All on one event loop; never waits.
+"""Passes frames between routers and engine: submits, aborts, events, status. All on one event loop.
 
 Sockets are `connections.py`'s, the process is `engine_supervisor.py`'s, adapters are
 `adapter_service.py`'s, `adapter_orders.py`'s and `host_tier.py`'s business; who owns which sequence

@@ -1,4 +1,4 @@
-"""The actions of `loraplex bench` that make up a model and adapters, and time adapters' ways."""
+"""The actions of `loraplex bench` that make a random model and adapters, and time adapter loads."""
 
 import argparse
 import json

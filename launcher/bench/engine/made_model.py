@@ -1,5 +1,5 @@
-"""A model folder and adapter folders with random weights, on disk: what a server can be loaded with
-where no real ones are at hand.
+"""A model folder and adapter folders with random weights on disk, to load a server without real
+ones.
 
 Contents are drawn on the device and written by threads, so that the disk is the limit. Every
 adapter's numbers are its own.

@@ -1,4 +1,4 @@
-"""An executor some of whose rows draw through masks of random tokens: what masks cost a step."""
+"""An executor that draws some rows through random masks, to measure the masks' cost in a step."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A fleet that is asked for more than it can do: what it answers, how it refuses, when it is well.
+"""Overload of a fleet: its goodput, its refusals, and the time until it recovers.
 
 Real processes: a router before workers with the certifying engine. Its steps take a fixed time, so
 the fleet's capacity is known and the machine does not limit it.

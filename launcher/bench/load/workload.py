@@ -1,4 +1,4 @@
-"""What a load test sends and when: arrivals, adapters and lengths, drawn from a seed. Pure."""
+"""A load test's requests: arrivals, adapters and lengths, drawn from a seed. Pure."""
 
 import bisect
 import itertools

@@ -1,4 +1,4 @@
-"""One tenant floods a simulated fleet, or all of them overload it: what the others get."""
+"""Fairness in a simulated fleet that one tenant floods, or that all tenants overload."""
 
 import heapq
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Bodies and answers of the lifecycle routes, in our shape and in vLLM's. Pure."""
+"""Bodies and answers of the lifecycle routes, in loraplex's shape and in vLLM's. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, cast

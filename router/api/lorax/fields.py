@@ -1,4 +1,4 @@
-"""Fields that LoRAX's routes do not read: in a wrong place, of other servers, of nobody. Pure.
+"""Fields that LoRAX's routes do not read: in a wrong place, of other servers, or unknown. Pure.
 
 Whatever asks for something and is not read here is refused by name.
 """

@@ -1,4 +1,4 @@
-"""What answers of OpenAI's completions and chat routes share. Pure."""
+"""Shared by the answers of OpenAI's completions and chat routes. Pure."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

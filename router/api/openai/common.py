@@ -1,4 +1,4 @@
-"""What bodies of OpenAI's routes share: fields and their checks. Pure."""
+"""Shared by the bodies of OpenAI's routes: fields and their checks. Pure."""
 
 from typing import Annotated, Any, Literal, TypeVar
 

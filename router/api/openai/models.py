@@ -1,4 +1,4 @@
-"""What the router says about itself: models, info, health, version. Pure."""
+"""Answers about the router: models, info, health, version. Pure."""
 
 from typing import Literal
 

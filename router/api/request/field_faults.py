@@ -1,4 +1,4 @@
-"""What msgspec finds wrong with plain values, as text for the people who wrote them. Pure."""
+"""msgspec's validation errors of plain values as text for callers. Pure."""
 
 import re
 from collections.abc import Iterable, Iterator

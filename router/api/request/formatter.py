@@ -1,5 +1,4 @@
-"""What every API's module offers the routes: a parsed request, the formatter of its answer.
-Pure."""
+"""The protocol of every API's module: a parsed request, and the formatter of its answer. Pure."""
 
 from collections.abc import Sequence
 from typing import Protocol

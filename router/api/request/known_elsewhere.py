@@ -1,4 +1,4 @@
-"""Fields that other servers know and this one does not: what asks for nothing, what to do. Pure.
+"""Fields that only other servers know: values without effect pass, others get advice. Pure.
 
 The servers are vLLM, SGLang, TGI, LoRAX and OpenAI itself. A value that asks for nothing passes.
 """

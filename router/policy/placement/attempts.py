@@ -1,4 +1,4 @@
-"""What becomes of a sequence whose worker failed it: again, alone, or never more. Pure.
+"""Decides how a sequence whose worker failed goes on: again, alone, or not at all. Pure.
 
 A worker's death is held against what ran there, but not much: most deaths are nobody's fault. A
 sequence that got on between two deaths caused neither of them.

@@ -1,4 +1,4 @@
-"""Which worker gets a sequence, and why. Pure.
+"""Chooses the worker for a sequence, with the reason. Pure.
 
 An adapter lives on few workers: where its rendezvous ranking puts it, and on more as its demand
 grows. Another worker is used only when those are full and waiting for them would cost more than a

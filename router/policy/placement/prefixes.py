@@ -1,4 +1,4 @@
-"""Which worker has seen the beginning of a prompt before: a bounded memory. Pure."""
+"""A bounded memory of which worker has seen the beginning of a prompt. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

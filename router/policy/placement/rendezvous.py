@@ -1,4 +1,4 @@
-"""Which workers an adapter's home is looked for on, in which order. Pure.
+"""The order of workers in which an adapter's home is looked for. Pure.
 
 Rendezvous hashing (Thaler and Ravishankar, 1998): every router ranks alike without communication. A
 worker that comes or goes moves only its own adapters.

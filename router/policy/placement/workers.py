@@ -1,4 +1,4 @@
-"""What a router knows of one of its workers, kept up to date by its connection. Pure.
+"""A router's view of one worker, kept up to date by its connection. Pure.
 
 Own counts come first: what a worker reports is half a second old by nature.
 """

@@ -1,4 +1,4 @@
-"""What a sequence costs in the queue's currency, before and while its tokens are known. Pure.
+"""Prices of sequences in the queue's currency, before and while their tokens are known. Pure.
 
 The currency is the prompt token. Prices are relative work on a GPU, not money.
 """

@@ -1,4 +1,4 @@
-"""How fast a queue empties, and when somebody whom it refuses should come back. Pure."""
+"""Estimates how fast a queue empties, and when a refused caller should retry. Pure."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Virtual token counters: who is served next, by what each was served already. Pure.
+"""Virtual token counters: the party that was served least goes next. Pure.
 
 After Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): the party that has used
 least for its weight goes first. A party that was idle is lifted to where the others are, so nobody

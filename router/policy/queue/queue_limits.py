@@ -1,4 +1,4 @@
-"""How much may wait, in all and for one tenant. Pure."""
+"""Limits of the queue, in all and for one tenant. Pure."""
 
 from collections import defaultdict
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which tenants use more than their share of the fleet while others are about. Pure."""
+"""Finds tenants that use more than their share of the fleet while others wait. Pure."""
 
 import math
 from collections import Counter, OrderedDict

@@ -1,4 +1,4 @@
-"""The bounded queue in front of the workers: who waits, and in which order they are tried. Pure.
+"""The bounded queue in front of the workers, and the order in which sequences are tried. Pure.
 
 Priority bands are strict. Within one, tenants take turns by what they were served (`fairness`), and
 within a tenant its adapters do. It knows neither workers nor tasks; the fleet carries out what it

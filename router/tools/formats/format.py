@@ -1,4 +1,4 @@
-"""What a format of tool calls does. Pure."""
+"""The protocol of a format of tool calls. Pure."""
 
 from typing import Protocol
 

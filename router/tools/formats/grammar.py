@@ -1,4 +1,4 @@
-"""What the grammars of all formats have in common. Pure."""
+"""Shared by the grammars of all formats. Pure."""
 
 from collections.abc import Sequence
 from typing import Any

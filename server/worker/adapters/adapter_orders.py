@@ -1,4 +1,4 @@
-"""What routers order for adapters beside generating: pins, loads to the device, evictions, tiers.
+"""Routers' orders for adapters: pins, loads to the device, evictions, tiers.
 
 It decides nothing about room: that is `AdapterArena`'s policy, in the engine and in the host tier.
 """

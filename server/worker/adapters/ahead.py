@@ -1,4 +1,5 @@
-"""What is brought to host memory before the engine asks for it. Pure; times are one clock's."""
+"""Chooses adapters to bring to host memory before the engine asks for them. Pure; times are one
+clock's."""
 
 from collections import OrderedDict
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""When an adapter comes back to the device soon after it was pushed off it. Pure."""
+"""Detects adapters that return to the device soon after their eviction. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""What this machine can compute on, found without importing torch and without a device context."""
+"""Finds this machine's devices without importing torch and without a device context."""
 
 import ctypes
 import importlib.util

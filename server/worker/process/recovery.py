@@ -1,4 +1,4 @@
-"""When is a child stuck, and how long to wait before starting it again? Pure."""
+"""Decides when a child is stuck, and how long to wait before its restart. Pure."""
 
 from typing import Literal
 

@@ -1,5 +1,4 @@
-"""Arithmetic of a worker's start: sizes left to us, dtype of slabs, size of extents, threads.
-Pure."""
+"""Arithmetic of a worker's start: default sizes, dtype of slabs, size of extents, threads. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -33,7 +33,7 @@ class _Screen:
         if sys.stdout is None:
             return
         fd = sys.stdout.fileno()
-        # Past the buffer, where a line that failed would wait to fail again at our end.
+        # Past the buffer, where a line that failed would wait to fail again at this process's end.
         rest = f"{line}\n".encode()
         with contextlib.suppress(OSError):
             while rest:
@@ -48,7 +48,7 @@ _screen = _Screen()
 
 
 def say(text: str) -> None:
-    """Our own words among those of children."""
+    """The launcher's own lines among those of children."""
     _screen.show(f"loraplex: {text}")
 
 
@@ -136,7 +136,7 @@ def start_child(
     on_line: Say,
     pass_fds: Sequence[int] = (),
 ) -> Child:
-    """Start `loraplex ARGUMENTS` as a child that dies with us."""
+    """Start `loraplex ARGUMENTS` as a child that dies with this process."""
     reading, writing = os.pipe()
     try:
         process = tether.spawn("launcher", arguments, environment, pass_fds, writing)

@@ -109,7 +109,7 @@ class Meters(Collector):
         return iter(())
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The exposition and its content type. accept: the header of whoever asks.
+        """The exposition and its content type. accept: the request's header.
 
         Exemplars are in OpenMetrics alone, and that is written for those who ask for it.
         """

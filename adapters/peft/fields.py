@@ -1,6 +1,6 @@
 """Every key of PEFT's LoraConfig, and of what trainers add, by what it means for serving. Pure.
 
-*Used*: part of the maths that we do. *Harmless*: no part of the result once trained. *Refused*:
+*Used*: part of the maths that is served. *Harmless*: no part of the result once trained. *Refused*:
 changes the maths in a way that is not implemented, unless it has one of the values listed. A key in
 none of the three is refused too, unless its value is empty.
 """

@@ -43,7 +43,7 @@ def resumable_folder(parent: Path, key: str) -> Iterator[Path]:
     """As `unfinished_folder`, with what an earlier download for `key` left.
 
     key: names the content exactly. The folder is left when AdapterError `unavailable` ends it, and
-    when the process dies. Whoever finds it in use by another gets a fresh one.
+    when the process dies. A caller who finds it in use gets a fresh one.
     """
     folder = parent / f"{_KEPT}{hashlib.sha256(f'{boot_id()} {key}'.encode()).hexdigest()[:40]}"
     lock = _take(folder)

@@ -62,7 +62,7 @@ def main(text: str) -> None:
         _end(REFUSED, str(error))
     except MemoryError:
         _end(REFUSED, _too_much_memory(order))
-    except Exception as error:  # whatever a hostile file makes of torch's reader
+    except Exception as error:  # any error that a hostile file causes in torch's reader
         _end(REFUSED, _words(error, order))
     _end(0, "")
 

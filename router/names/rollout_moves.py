@@ -17,7 +17,7 @@ _ALL = MAX_WEIGHT
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """What somebody wants. weight: of the old version. versions: without what is in force."""
+    """What an operator wants. weight: of the old version. versions: without what is in force."""
 
     versions: tuple[Version, ...]
     weight: int

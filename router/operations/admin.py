@@ -130,7 +130,7 @@ class AdapterAdmin:
             return await self.commit(before, move(after, "admit"), declare=request.origin == "file")
 
     def _wanted(self, request: RegistrationRequest, before: Registration | None) -> Registration:
-        """Raises AdapterError where somebody else has the say."""
+        """Raises AdapterError where another owner decides about the name."""
         name = request.name
         if request.once and before is not None and before.in_service:
             raise AdapterError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Cap = Literal["total", "address"]
-# Why a connection was ended by us.
+# Why the router ended a connection.
 Cut = Literal[
     "handshake_failed",
     "head_late",

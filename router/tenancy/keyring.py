@@ -153,7 +153,7 @@ class Keyring:
         async with self._looking:
             if not self._is_up() or self._looked_at >= arrived:
                 return
-            # Whoever guesses keys waits, and makes nobody look more often.
+            # A caller who guesses keys waits, and does not cause more look-ups.
             await asyncio.sleep(max(0.0, min(_LOOK_S, self._looked_at + _LOOK_S - arrived)))
             self._looked_at = self._clock()
             with contextlib.suppress(StoreDown):

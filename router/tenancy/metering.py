@@ -190,7 +190,7 @@ class Charge:
         subjects = self._caller.subjects
         if not subjects:
             return
-        # Callers choose request ids, and may choose one twice: the lease is ours.
+        # Callers choose request ids, and may choose one twice; so the lease has an id of its own.
         tokens = prompt_tokens + output_tokens
         too_many = refusal_for_ever(subjects, tokens)
         if too_many is not None:

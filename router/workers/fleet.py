@@ -88,7 +88,7 @@ class Fleet:
     def _listen(self, now: float, late_s: float) -> None:
         """What runs on a worker that has fallen silent goes on elsewhere, if there is another.
 
-        So does what has not begun on one that does not hear us.
+        So does what has not begun on one that does not hear this router.
 
         late_s: how late this process is itself; then it may be that it only did not listen.
         """

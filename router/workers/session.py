@@ -165,7 +165,7 @@ class WorkerSession:
     # Silence
 
     def listen(self, now: float, limit_s: float) -> Hearing:
-        """Whether the worker was heard, and heard us, in the last limit_s.
+        """Whether the worker was heard, and heard this router, in the last limit_s.
 
         It is silent, too, when it says that its engine is.
         """

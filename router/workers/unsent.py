@@ -7,7 +7,7 @@ import termios
 
 
 def unsent_bytes(transport: asyncio.WriteTransport) -> int:
-    """In our buffers and in the kernel's (unacknowledged; tcp(7), SIOCOUTQ)."""
+    """In this process's buffers and in the kernel's (unacknowledged; tcp(7), SIOCOUTQ)."""
     socket = None if transport.is_closing() else transport.get_extra_info("socket")
     if socket is None:
         return 0

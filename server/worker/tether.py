@@ -26,9 +26,9 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `python -m module arguments`, tied to this process.
 
-    It gets a session of its own: a terminal's Ctrl-C reaches us alone. Call it on the main thread:
-    the kernel ties the child to the thread that started it.
-    environment: None = ours. output: where stdout and stderr go; None = where ours go.
+    It gets a session of its own: a terminal's Ctrl-C reaches only the parent. Call it on the main
+    thread: the kernel ties the child to the thread that started it. environment: None = the
+    parent's. output: where stdout and stderr go; None = where the parent's go.
     """
     root = Path(__file__).resolve().parents[2]
     tether = [sys.executable, "-P", __file__, str(os.getpid()), str(root)]

@@ -1,6 +1,6 @@
 """Fields that LoRAX's routes do not read: in a wrong place, of other servers, or unknown. Pure.
 
-Whatever asks for something and is not read here is refused by name.
+A field that asks for something and is not read here is refused by name.
 """
 
 from collections.abc import Collection

@@ -30,7 +30,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class Info(msgspec.Struct, frozen=True):
-    """LoRAX's fields where they mean something here, and ours.
+    """LoRAX's fields where they mean something here, and loraplex's own.
 
     message_forms: how the base's chat templates read messages, by their names.
     ends: tokens that end the base's answers.

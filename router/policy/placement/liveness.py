@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-# deaf: it speaks, but has not heard us; a network may lose one direction alone.
+# deaf: it speaks, but has not heard this router; a network may lose one direction alone.
 Hearing = Literal["good", "silent", "deaf"]
 
 
@@ -21,14 +21,15 @@ class Liveness:
         self._heard_at = now
 
     def asked(self, now: float) -> None:
-        """It was asked for a sign that it hears us."""
+        """It was asked for a sign that it hears this router."""
         self._asked_at = now
 
     def answered(self) -> None:
         self._asked_at = None
 
     def unsent(self, nbytes: int, now: float) -> None:
-        """So much lies on our side still. While it gets less, a question may lie behind it."""
+        """So much is still unsent on this router's side. While it gets less, a question may lie
+        behind it."""
         if self._asked_at is not None and 0 < nbytes < self._unsent:
             self._asked_at = now
         self._unsent = nbytes

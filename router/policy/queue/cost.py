@@ -16,7 +16,7 @@ OUTPUT_PRICE = 2.0
 LOAD_BYTES_A_TOKEN = 512 << 10
 
 MAX_ESTIMATES = 4096
-_FIRST_GUESS = 128.0  # output tokens of somebody who has not been seen before
+_FIRST_GUESS = 128.0  # output tokens of a flow without observations
 _NEWEST = 0.1  # weight of the newest observation in a running mean
 
 

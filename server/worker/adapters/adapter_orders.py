@@ -171,7 +171,7 @@ class AdapterOrders:
     async def _carry_out(self, order: AdapterOrder, report: Report) -> None:
         try:
             answer = await self._answer(order)
-        except Exception as error:  # whatever it is, the router must hear of it
+        except Exception as error:  # any error at all: the router must hear of it
             log.error("an order to %s adapters failed", order.action, exc_info=error)
             answer = AdapterReport(order.order_id, (), "the order could not be carried out")
         report(answer)

@@ -28,7 +28,7 @@ class SlabSaver:
     """Runs on the event loop; `thread` writes.
 
     save: `AdapterStore.save_slab`. reading: what must not be evicted. room: set when that changes
-    to nothing, and by whoever else makes room in host memory.
+    to nothing, and by others who free host memory.
     """
 
     def __init__(

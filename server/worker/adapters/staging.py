@@ -88,7 +88,7 @@ class Staging:
             level = logging.INFO if isinstance(error, SlabGone) else logging.WARNING
             log.log(level, "adapter %.12s cannot be brought to the engine: %s", digest, error)
             self._to_engine(SlabMissing(digest, str(error)))
-        except Exception as error:  # whatever it is, its waiters must hear of it
+        except Exception as error:  # any error at all: its waiters must hear of it
             log.error("adapter %.12s cannot be brought to the engine", digest, exc_info=error)
             self._to_engine(SlabMissing(digest, UNFORESEEN))
         finally:

@@ -24,6 +24,7 @@ from adapters.common.pauses import shorten_pauses
 from adapters.grammar.deep_threads import run_deep
 from server.config import ConfigError, EngineConfig
 from server.constraints.build import make_constraints
+from server.constraints.constraints import Constraints
 from server.engine.channel import ShellChannel, ShellGone
 from server.engine.executor import Executor, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions
@@ -32,6 +33,7 @@ from server.engine.messages import EngineFailed, EngineReady
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.engine.shared_memory import map_shared
+from server.model.tokenizer.grammar_vocabulary import read_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
         return 1
     depth = options.pipeline_depth or (2 if config.device == "cuda" else 1)
     scheduler = Scheduler(executor.limits, SchedulerConfig(max_waiting=config.max_waiting))
-    constraints = make_constraints(config, executor.limits)
+    constraints = _constraints(config, executor.limits)
     loop = EngineLoop(executor, scheduler, channel, depth, constraints)
     shorten_pauses()
     try:
@@ -106,6 +108,12 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
         constraints.close()
         executor.close()
     return 0
+
+
+def _constraints(config: EngineConfig, limits: ExecutorLimits) -> Constraints:
+    ends = limits.eos_token_ids
+    load = partial(read_vocabulary, Path(config.model_path), limits.vocab_size, ends)
+    return make_constraints(config.grammar, limits, load)
 
 
 def _build(options: argparse.Namespace, config: EngineConfig) -> Executor[Any]:

@@ -1,15 +1,19 @@
 """The offline benchmarks run the real engine; here on a tiny model and the CPU."""
 
 import json
+from contextlib import closing
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
+from adapters.grammar.compile import compile_grammar
+from adapters.grammar.limits import GrammarLimits
+from adapters.grammar.vocabulary import make_vocabulary
 from launcher.__main__ import main
 from launcher.bench.engine import grid as grids
 from launcher.bench.engine import lora_kernels as kernels
@@ -23,6 +27,8 @@ from launcher.bench.engine.grid import (
     matrix_rate,
     step_bytes,
 )
+from launcher.bench.engine.made_schemas import endless_json
+from launcher.bench.engine.made_tokenizer import tokenizer_json
 from launcher.bench.engine.offline import SHIPPED, EngineSizes, Load, OfflineEngine, model_folder
 from launcher.bench.engine.throughput import Engine, MeasuredRun, adapters_of, measure
 from launcher.bench.load.workload import Call, Lengths, Workload
@@ -81,38 +87,52 @@ def test_decode(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(p["floor_ms"] >= 0 for p in points)
 
 
-def test_decode_with_masks(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = (
-        "--batch",
-        "1,3",
-        "--adapters",
-        "0",
-        "--constrained",
-        "0,1,3",
-        "--prompt-tokens",
-        "9",
-    )
-    points = bench(capsys, "decode", "--config", str(tiny), *options, "--output-tokens", "18")
+@pytest.mark.parametrize("sampling", ["{}", '{"temperature": 0.8, "top_p": 0.95}'])
+def test_decode_with_schemas(tiny: Path, capsys: pytest.CaptureFixture[str], sampling: str) -> None:
+    (tiny / "config.json").write_text(json.dumps({**read_json(tiny), "vocab_size": 600}))
+    options = ("--batch", "1,3", "--adapters", "0", "--prompt-tokens", "9", "--output-tokens", "18")
+    held = ("--constrained", "0,1,3", "--sampling", sampling)
+    points = bench(capsys, "decode", "--config", str(tiny), *options, *held)
     assert [(p["B"], p["C"]) for p in points] == [(1, 0), (1, 1), (3, 0), (3, 1), (3, 3)]
+    for point in points:
+        assert 0 < point["median_ms"] <= point["p90_ms"]
+        assert (point["masks_ms"] > 0) == (point["schema_ms"] > 0) == (point["C"] > 0)
 
 
-def test_some_rows_draw_through_masks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def read_json(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def test_rows_write_what_their_grammars_let_through(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tiny / "config.json").write_text(json.dumps({**read_json(tiny), "vocab_size": 600}))
     sizes = EngineSizes(0, 1, 64, 3, 3, 6, 256)
-    engine = OfflineEngine(tiny, sizes.config(tiny, "cpu", "float32"), None)
-    asked: list[list[int]] = []
-    constrain = engine.executor.constrain
+    rng, asked = Random(0), list[int]()
+    grammars = endless_json(rng), endless_json(rng)
+    written: dict[int, list[int]] = {}
+    with closing(OfflineEngine(tiny, sizes.config(tiny, "cpu", "float32"), None)) as engine:
+        constrain = engine.executor.constrain
 
-    def noted(ticket: StepTicket, masks: Masks) -> None:
-        assert 0.3 < np.bitwise_count(masks.bits.view(np.uint32)).sum() / masks.bits.size / 32 < 0.7
-        asked.append(masks.slices)
-        constrain(ticket, masks)
+        def noted(ticket: StepTicket, masks: Masks) -> None:
+            asked.append(len(masks.slices))
+            constrain(ticket, masks)
 
-    monkeypatch.setattr(engine.executor, "constrain", noted)
-    engine.run(Load(3, 0, 1, 5, 4, constrained=2))
-    assert asked == [[0, 1]] * 4
-    engine.run(Load(3, 0, 1, 5, 4))
-    assert len(asked) == 4
-    engine.close()
+        def keep(output: StepOutput) -> None:
+            for key, event in ((e.key, e.event) for e in output.events):
+                written.setdefault(key, []).extend(event.token_ids)
+
+        monkeypatch.setattr(engine.executor, "constrain", noted)
+        engine.run(Load(3, 0, 1, 5, 20, grammars=grammars), keep)
+        assert sum(asked) == 40
+        engine.run(Load(3, 0, 1, 5, 4))
+        assert sum(asked) == 40
+    assert [len(written[key]) for key in range(3)] == [20] * 3
+    vocabulary = make_vocabulary(tokenizer_json(600, (2,)), 600, (2,))
+    for key, grammar in enumerate(grammars):
+        matcher = compile_grammar(vocabulary, grammar, GrammarLimits())
+        assert matcher.try_consume_tokens(written[key]) == 20
 
 
 def test_masks_of_grammars(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def _add_grid(parser: Parser, is_decode: bool) -> None:
             type=wholes(0),
             metavar="N,…",
             default=(0,),
-            help="sequences of --batch that draw through masks of random tokens [0]",
+            help="sequences of --batch that write JSON of a schema each, all different [0]",
         )
     else:
         _add_step_tokens(parser)

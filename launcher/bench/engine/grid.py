@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from random import Random
 from typing import Literal
 
 import torch
 
 from adapters.manifest import ITEM_BYTES, SlabDtype
+from launcher.bench.engine.made_schemas import endless_json
 from launcher.bench.engine.offline import GREEDY, EngineSizes, Load, OfflineEngine, token_bytes
+from launcher.bench.engine.step_times import StepTimes
 from launcher.bench.errors import BenchError
 from server.model.checkpoint.checkpoint import read_config
 from server.model.lora.lora import DTYPES
@@ -28,8 +31,8 @@ _REPEATS = 10
 @dataclass(frozen=True, slots=True)
 class Grid:
     """batches x adapters x ranks; a point with more adapters than sequences is left out.
-    step_tokens: the most of a step. constrained: for each point, sequences that draw through masks
-    of random tokens; more than there are sequences are left out."""
+    step_tokens: the most of a step. constrained: for each point, sequences that write JSON of a
+    schema each, all different; more than there are sequences are left out."""
 
     folder: Path
     device: Literal["cpu", "cuda"]
@@ -53,15 +56,23 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One point: sequences, distinct adapters, their rank (0 without), sequences with masks.
-    Milliseconds of a step, and of reading its bytes (weights, adapters, keys and values) at this
-    run's bandwidth."""
+    """One point: sequences, distinct adapters, their rank (0 without), sequences with a schema.
+
+    Milliseconds: step_ms: of a step on average; median_ms, p90_ms: of single ones. masks_ms: for
+    which the engine's thread waits for masks in a step, median. schema_ms: from a schema never seen
+    to its first mask, median. floor_ms: of reading a step's bytes (weights, adapters, keys and
+    values) at the bandwidth of this run.
+    """
 
     B: int
     D: int
     r: int
     C: int
     step_ms: float
+    median_ms: float
+    p90_ms: float
+    masks_ms: float
+    schema_ms: float
     floor_ms: float
 
 
@@ -107,7 +118,10 @@ def decode(grid: Grid) -> Iterator[StepTime]:
     cancels out."""
     engine = engine_for(grid)
     bandwidth = copy_bandwidth(grid.device)
-    seen = set()
+    rng, seen = Random(0), set()
+    if any(grid.constrained):  # makes the vocabulary, and starts all that tries grammars out
+        for _ in range(engine.config.grammar.threads):
+            engine.run(Load(1, 0, 1, 1, 1, grammars=(endless_json(rng),)))
     for batch, distinct, lora_rank in grid.points():
         if distinct and (distinct, lora_rank) not in seen:
             seen.add((distinct, lora_rank))
@@ -117,22 +131,26 @@ def decode(grid: Grid) -> Iterator[StepTime]:
         shown = (batch, distinct, lora_rank if distinct else 0)
         for constrained in grid.constrained:
             if constrained <= batch:
-                step_s = _step_seconds(engine, grid, point, constrained)
-                times = round(1e3 * step_s, 3), round(1e3 * floor, 3)
-                yield StepTime(*shown, constrained, *times)
+                grammars = tuple(endless_json(rng) for _ in range(constrained))
+                times = (*_step_times(engine, grid, point, grammars), floor)
+                yield StepTime(*shown, constrained, *(round(1e3 * t, 3) for t in times))
     engine.close()
 
 
-def _step_seconds(
-    engine: OfflineEngine, grid: Grid, point: tuple[int, int, int], constrained: int
-) -> float:
+def _step_times(
+    engine: OfflineEngine, grid: Grid, point: tuple[int, int, int], grammars: tuple[str, ...]
+) -> tuple[float, float, float, float, float]:
+    """Seconds, as in a StepTime, without the floor."""
+    times = StepTimes(point[0])
+
     def seconds(output: int) -> float:
-        prompt = grid.prompt_tokens
-        return engine.run(Load(*point, prompt, output, grid.sampling, constrained))
+        load = Load(*point, grid.prompt_tokens, output, grid.sampling, grammars)
+        return engine.run(load, times)
 
     seconds(4)
     short, long = seconds(SHORT_OUTPUT), seconds(grid.output_tokens)
-    return (long - short) / (grid.output_tokens - SHORT_OUTPUT)
+    mean = (long - short) / (grid.output_tokens - SHORT_OUTPUT)
+    return mean, times.step_s(50), times.step_s(90), times.masks_s(), times.new_grammar_s()
 
 
 def prefill(grid: Grid) -> Iterator[PrefillRate]:

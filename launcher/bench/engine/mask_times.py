@@ -1,12 +1,10 @@
 """`loraplex bench masks`: what grammars cost the host, from a new schema to a step's masks."""
 
-import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
@@ -16,19 +14,12 @@ from adapters.grammar.compile import compile_grammar
 from adapters.grammar.deep_threads import DeepThreads
 from adapters.grammar.limits import GrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, make_vocabulary
+from launcher.bench.engine.made_schemas import json_of
 from launcher.bench.engine.made_tokenizer import tokenizer_json
 
 _END = 2
 _STEPS = 40
 _FEW = 8
-_KINDS: tuple[Callable[[Random], dict[str, Any]], ...] = (
-    lambda rng: {"type": "string", "maxLength": rng.randint(4, 30)},
-    lambda rng: {"type": "integer", "minimum": 0, "maximum": rng.randint(9, 10**6)},
-    lambda rng: {"enum": [f"{_word(rng)}" for _ in range(rng.randint(2, 12))]},
-    lambda rng: {"type": "boolean"},
-    lambda rng: {"type": "string", "format": rng.choice(("date", "uuid", "email"))},
-    lambda rng: {"type": "array", "items": {"type": "number"}, "maxItems": rng.randint(1, 5)},
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +46,7 @@ class MaskTimes:
 def measure(vocab_size: int, schemas: int, threads: int) -> MaskTimes:
     """vocab_size: of a made-up vocabulary."""
     rng = Random(0)
-    grammars = [f"start: %json {json.dumps(schema(rng))}" for _ in range(schemas)]
+    grammars = [f"start: {json_of(rng)}" for _ in range(schemas)]
     text = tokenizer_json(vocab_size, (_END,))
     started = time.perf_counter()
     vocabulary = make_vocabulary(text, vocab_size, (_END,))
@@ -79,28 +70,6 @@ def measure(vocab_size: int, schemas: int, threads: int) -> MaskTimes:
         all_rows_ms=statistics.median(most),
         all_rows_p99_ms=float(np.percentile(most, 99)),
     )
-
-
-def schema(rng: Random) -> dict[str, Any]:
-    """An object of a few properties of any kind, one of them an object."""
-    properties = {_word(rng): rng.choice(_KINDS)(rng) for _ in range(rng.randint(3, 8))}
-    inner = {_word(rng): rng.choice(_KINDS)(rng) for _ in range(3)}
-    properties[_word(rng)] = _object(inner)
-    return _object(properties)
-
-
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    required = list(properties)
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required,
-        "additionalProperties": False,
-    }
-
-
-def _word(rng: Random) -> str:
-    return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz_", k=rng.randint(3, 12)))
 
 
 def _ms_since(started: float) -> float:

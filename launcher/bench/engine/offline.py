@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,13 +13,14 @@ import msgspec
 import torch
 
 from adapters.base import BaseSpec
+from adapters.grammar.vocabulary import Vocabulary, make_vocabulary
 from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from adapters.peft.config import parse_config
 from adapters.peft.validate import LoraTensors, ModuleLora
 from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import make_layout
 from adapters.violations import Findings
-from launcher.bench.engine.random_masks import RandomMasks
+from launcher.bench.engine.made_tokenizer import tokenizer_json
 from launcher.bench.errors import BenchError
 from server.config import EngineConfig
 from server.constraints.build import make_constraints
@@ -40,6 +42,7 @@ from server.model.executor import TorchExecutor
 from server.model.linear.dense import DenseLinear
 from server.model.lora.lora import DTYPES
 from server.model.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec, base_spec
+from server.model.tokenizer.grammar_vocabulary import read_vocabulary
 from server.model.weights import LayerWeights, ModelWeights, Norm
 from server.protocol import GenerateRequest, SamplingParams
 
@@ -48,6 +51,7 @@ EXTENT_BYTES = 512 << 10
 GREEDY = SamplingParams(temperature=0.0)
 PAGE_SIZE = 16
 ADAPTER_SLOTS = 256  # as many as a server has
+Note = Callable[[StepOutput], None]
 _STD = 0.02
 _IDLE_S = 1e-4
 _SPARE_KV = 64 << 20
@@ -180,7 +184,7 @@ class EngineSizes:
 @dataclass(frozen=True, slots=True)
 class Load:
     """requests sequences at once, spread over `adapters` distinct adapters of `rank` (0 = none).
-    constrained: how many of them draw through masks of random tokens."""
+    grammars: each holds one of the first requests."""
 
     requests: int
     adapters: int
@@ -188,7 +192,7 @@ class Load:
     prompt_tokens: int
     output_tokens: int
     sampling: SamplingParams = GREEDY
-    constrained: int = 0
+    grammars: tuple[str, ...] = ()
 
 
 def adapter_digest(rank: int, number: int) -> str:
@@ -205,10 +209,19 @@ def submit(
     seed: int = 0,
     salt: str = "",
 ) -> Submit:
-    """A request for exactly so many tokens. adapter: a digest."""
-    sampling = msgspec.structs.replace(sampling, max_tokens=output_tokens, ignore_eos=True)
+    """A request for exactly so many tokens, where no grammar ends before. adapter: a digest."""
+    sampling = msgspec.structs.replace(
+        sampling, max_tokens=output_tokens, ignore_eos=not sampling.grammar
+    )
     request = GenerateRequest(str(number), 0, 0, adapter, prompt, [], sampling, seed, salt=salt)
     return Submit(number, request)
+
+
+def _vocabulary(folder: Path, vocab_size: int, ends: tuple[int, ...]) -> Vocabulary:
+    """Of a made-up tokenizer where the folder has none."""
+    if (folder / "tokenizer.json").is_file():
+        return read_vocabulary(folder, vocab_size, ends)
+    return make_vocabulary(tokenizer_json(vocab_size, ends), vocab_size, ends)
 
 
 class OfflineEngine:
@@ -233,7 +246,9 @@ class OfflineEngine:
         )
         waiting = SchedulerConfig(max_waiting=config.max_waiting)
         self._scheduler = Scheduler(self.executor.limits, waiting)
-        self._constraints = make_constraints(config, self.executor.limits)
+        limits = self.executor.limits
+        load = partial(_vocabulary, folder, limits.vocab_size, limits.eos_token_ids)
+        self._constraints = make_constraints(config.grammar, limits, load)
         self._runs = 0
         self._layouts: dict[int, SlabLayout] = {}  # by rank
         gc.collect()
@@ -244,27 +259,21 @@ class OfflineEngine:
         self.executor.close()
         gc.unfreeze()
 
-    def run(self, load: Load) -> float:
-        """Seconds from the first request to the last token. Raises BenchError for errors."""
+    def run(self, load: Load, note: Note = lambda _: None) -> float:
+        """Seconds from the first request to the last token. note: as of `serve`. Raises BenchError
+        for errors."""
         self._runs += 1
         requests = [self._request(load, i) for i in range(load.requests)]
         started = time.perf_counter()
-        self.serve(requests, load.rank, constrained=load.constrained)
+        self.serve(requests, load.rank, note)
         return time.perf_counter() - started
 
-    def serve(
-        self,
-        requests: Sequence[Submit],
-        rank: int,
-        note: Callable[[StepOutput], None] = lambda _: None,
-        constrained: int = 0,
-    ) -> None:
+    def serve(self, requests: Sequence[Submit], rank: int, note: Note = lambda _: None) -> None:
         """All at once, until the last token. rank: of their adapters. note: receives each step's
-        report. constrained: as of a load. Raises BenchError for errors."""
+        report. Raises BenchError for errors."""
         channel = _Calls(requests, lambda digest: self._staged(digest, rank), note)
         depth = 2 if self.config.device == "cuda" else 1
-        executor = RandomMasks(self.executor, constrained) if constrained else self.executor
-        EngineLoop(executor, self._scheduler, channel, depth, self._constraints).run()
+        EngineLoop(self.executor, self._scheduler, channel, depth, self._constraints).run()
 
     def load_adapters(self, count: int, rank: int) -> float:
         """Bring adapters to the device; seconds."""
@@ -276,7 +285,10 @@ class OfflineEngine:
         step = 1 + seed % 97
         prompt = [(seed + step * i) % (self.vocab_size - 1) for i in range(load.prompt_tokens)]
         salt = str(self._runs)
-        return submit(number, adapter, prompt, load.output_tokens, load.sampling, seed, salt)
+        sampling = load.sampling
+        if number < len(load.grammars):
+            sampling = msgspec.structs.replace(sampling, grammar=load.grammars[number])
+        return submit(number, adapter, prompt, load.output_tokens, sampling, seed, salt)
 
     def _staged(self, digest: str, rank: int) -> SlabStaged:
         if rank not in self._layouts:
@@ -294,7 +306,7 @@ class _Calls:
         self,
         requests: Sequence[Submit],
         staged: Callable[[str], SlabStaged],
-        note: Callable[[StepOutput], None],
+        note: Note,
     ) -> None:
         self._inbox: deque[ToEngine] = deque(requests)
         self._unfinished = len(requests)

@@ -1,0 +1,46 @@
+"""Times of single steps, from what the engine tells of each. Pure but for the clock."""
+
+import time
+
+import numpy as np
+
+from server.engine.messages import StepOutput
+
+_MASKS = 4  # of a step's phases
+
+
+class StepTimes:
+    """Of the steps in which all `batch` sequences decode. Call it with what each step tells."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._last: float | None = None
+        self._steps: list[float] = []
+        self._masks: list[float] = []
+        self.compiled: list[float] = []
+
+    def __call__(self, output: StepOutput) -> None:
+        now = time.perf_counter()
+        self.compiled += [grammar.seconds for grammar in output.compiled]
+        work = output.work
+        if work is None:
+            return
+        if work.sequences != self._batch or output.num_tokens != self._batch:
+            self._last = None
+            return
+        if self._last is not None:
+            self._steps.append(now - self._last)
+            self._masks.append(work.phases_s[_MASKS])
+        self._last = now
+
+    def step_s(self, percentile: float) -> float:
+        """From one step's results to the next one's."""
+        return float(np.percentile(self._steps, percentile)) if self._steps else 0.0
+
+    def masks_s(self) -> float:
+        """Median of the time for which the engine's thread waited for masks."""
+        return float(np.median(self._masks)) if self._masks else 0.0
+
+    def new_grammar_s(self) -> float:
+        """Median of the time from a grammar never seen to its first mask."""
+        return float(np.median(self.compiled)) if self.compiled else 0.0

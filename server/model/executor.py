@@ -118,7 +118,7 @@ class TorchExecutor:
         held = ticket.held
         if held is None:
             raise ValueError("no draw of the step waits for masks")
-        slices = np.where(held.chosen, np.array(ticket.order)[held.places], -1)
+        slices = np.where(held.waiting, np.array(ticket.order)[held.places], -1)
         rows = replace(held.rows, masks=self._masks.upload(masks, slices.tolist()))
         drawn = self._draw(rows, held.places, held.chosen, held.token_ids)
         ticket.token_ids = to_host(drawn.token_ids)
@@ -144,8 +144,8 @@ class TorchExecutor:
         self._copies.close()
 
     def _replay(self, batch: DecodeBatch, slices: Sequence[SeqSlice]) -> StepTicket:
-        """A step of decodes alone: greedy rows are done in the graph, the others after it. What the
-        graph has chosen for a row that waits for a mask is written over."""
+        """A step of decodes alone: greedy rows are done in the graph, the others after it, in one
+        draw once all masks are there. What the graph has chosen for these is written over."""
         step = self._graphs.launch(batch)
         columns = batch.columns.astype(np.int64)
         places = np.flatnonzero(columns[APPEND] >= 0)
@@ -154,14 +154,12 @@ class TorchExecutor:
         token_ids = step.token_ids
         if len(places) < len(batch):
             token_ids = token_ids[to_device(places, self.device)]
-        rows, chosen = ToDraw(step.logits, places, seq_rows, lengths), special
-        waiting = _waiting(slices)
-        if waiting is not None:
-            chosen = special & ~waiting[places]
-        drawn = self._draw(rows, places, chosen, token_ids)
-        held = None
-        if waiting is not None:
-            held = Held(rows, places, waiting[places], drawn.token_ids)
+        rows, waiting = ToDraw(step.logits, places, seq_rows, lengths), _waiting(slices)
+        if waiting is None:
+            drawn, held = self._draw(rows, places, special, token_ids), None
+        else:
+            own = waiting[places]
+            drawn, held = None, Held(rows, places, own, special | own, token_ids)
         return self._ticket(list(range(len(batch))), places, drawn, (), held)
 
     def _compute(
@@ -194,9 +192,9 @@ class TorchExecutor:
         if waiting is None:
             drawn, held = self._sampler.draw(rows, places), None
         else:
-            token_ids = torch.zeros(len(places), dtype=torch.int32, device=self.device)
-            drawn = self._draw(rows, places, ~waiting[places], token_ids)
-            held = Held(rows, places, waiting[places], drawn.token_ids)
+            token_ids = torch.empty(len(places), dtype=torch.int32, device=self.device)
+            chosen = np.ones(len(places), dtype=bool)
+            drawn, held = None, Held(rows, places, waiting[places], chosen, token_ids)
         return self._ticket(step.order.tolist(), places, drawn, prompts, held)
 
     def _forward(
@@ -235,7 +233,7 @@ class TorchExecutor:
         prompts: tuple[PromptLogprobs, ...],
         held: Held | None,
     ) -> StepTicket:
-        token_ids = None if drawn is None or held is not None else to_host(drawn.token_ids)
+        token_ids = None if drawn is None else to_host(drawn.token_ids)
         found = () if drawn is None or drawn.logprobs is None else (drawn.logprobs,)
         done = self._mark() if held is None else None
         return StepTicket(order, samples.tolist(), token_ids, found, prompts, done, held)

@@ -31,14 +31,16 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Draws of a launched step that wait for masks.
+    """Draws of a launched step, of which some wait for masks.
 
-    rows: all that sample, in order; places: theirs in the step, int64 `[n]`; chosen: which of them
-    wait, bool `[n]`. token_ids: int `[n]` on the device, what the others drew.
+    rows: all that sample, in order; places: theirs in the step, int64 `[n]`. Which of them wait for
+    masks, and which are to be drawn, the former and others in one draw: bool `[n]`. token_ids: int
+    `[n]` on the device, what the rest has chosen.
     """
 
     rows: ToDraw
     places: np.ndarray
+    waiting: np.ndarray
     chosen: np.ndarray
     token_ids: torch.Tensor
 

@@ -211,6 +211,7 @@ class TextEvent(msgspec.Struct, frozen=True):
     The event with `finish` is the choice's last. tokens: empty unless logprobs were asked for.
     num_tokens: generated since the event before, whether or not `tokens` lists them. token_ids:
     their ids. reasoning, calls: what is no part of the text, where the answer is divided.
+    num_reasoning: tokens that are newly known to be the reasoning's.
     """
 
     prompt_index: int
@@ -222,13 +223,15 @@ class TextEvent(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] = ()
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    num_reasoning: int = 0
 
 
 class ChoiceResult(msgspec.Struct, frozen=True):
     """A whole choice. sum_logprob: over generated tokens, when logprobs were asked for.
 
     token_ids: of all generated tokens, the one that ended the choice included. reasoning, calls:
-    what is no part of the text, where the answer is divided.
+    what is no part of the text, where the answer is divided. reasoning_tokens: of
+    `generated_tokens`, those of the reasoning and its markers.
     """
 
     prompt_index: int
@@ -241,6 +244,7 @@ class ChoiceResult(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] = ()
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
+    reasoning_tokens: int = 0
 
 
 class PromptInfo(msgspec.Struct, frozen=True):

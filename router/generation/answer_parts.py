@@ -39,7 +39,8 @@ class PartsOfAnswers(msgspec.Struct, frozen=True):
             readers.append(partial(self.tool_format.reader, call.tools))
             markers += self.tool_format.markers
             short_ids = self.tool_format.short_ids
-        return Division(tuple(readers), frozenset(markers), short_ids) if readers else None
+        reasons = self.reasoning is not None
+        return Division(tuple(readers), frozenset(markers), short_ids, reasons) if readers else None
 
     def frame(self, call: GenerationCall, prompt: str, special_ids: SpecialIds) -> Frame:
         """What the grammar of the answers has to leave room for, if they are held to one."""

@@ -11,12 +11,13 @@ class Division(msgspec.Struct, frozen=True):
     """readers: each makes a reader for one answer. The text that a reader leaves goes to the next.
 
     markers: texts that the readers look for, among them special tokens. short_ids: calls have ids
-    of Mistral's form.
+    of Mistral's form. reasons: the first reader looks for reasoning, which precedes all text.
     """
 
     readers: tuple[Callable[[], PartsReader], ...]
     markers: frozenset[str] = frozenset()
     short_ids: bool = False
+    reasons: bool = False
 
 
 class DividedAnswer:
@@ -29,6 +30,9 @@ class DividedAnswer:
         self, division: Division, new_id: Callable[[], str], hidden: frozenset[str] = frozenset()
     ) -> None:
         self._readers = [reader() for reader in division.readers]
+        self._reasons = division.reasons
+        self._fed = 0
+        self._reasoned: int | None = None
         self._new_id = new_id
         self._hidden = tuple(sorted(hidden))
         self._reasoning: list[str] = []
@@ -39,6 +43,14 @@ class DividedAnswer:
     @property
     def reasoning(self) -> str:
         return "".join(self._reasoning)
+
+    @property
+    def reasoned(self) -> int:
+        """Characters of the answer, from its begin on, that its reasoning and the markers of that
+        have taken so far. Without reasoning there are none."""
+        if not self._reasons or not self._reasoning:
+            return 0
+        return self._fed if self._reasoned is None else self._reasoned
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
@@ -54,15 +66,19 @@ class DividedAnswer:
         if not text and not is_last:
             return NOTHING
         reasoning, calls = "", list[CallDelta]()
-        for reader in self._readers:
+        self._fed += len(text)
+        for i, reader in enumerate(self._readers):
             parts = _read(reader, text, is_last)
             text = parts.text
+            if i == 0 and text and self._reasoned is None:
+                self._reasoned = self._fed - len(text)
             reasoning += parts.reasoning
             calls += parts.calls
         for marker in self._hidden:
             text = text.replace(marker, "")
             reasoning = reasoning.replace(marker, "")
-        self._reasoning.append(reasoning)
+        if reasoning:
+            self._reasoning.append(reasoning)
         return PartsDelta(text, reasoning, tuple(map(self._known, calls)))
 
     def _known(self, delta: CallDelta) -> CallDelta:

@@ -82,6 +82,10 @@ class ChoiceStream:
         self._tokens: list[TextToken] = []
         self._logprob_sum = 0.0
         self._ids: list[int] = []
+        # Where the text of the tokens begins that are not known to be the reasoning's.
+        self._begins: deque[int] = deque()
+        self._written = 0
+        self._num_reasoning = 0
         self.must_abort = False
         self.finish: FinishReason | None = None
 
@@ -119,12 +123,14 @@ class ChoiceStream:
             token_ids=tuple(self._ids),
             reasoning="" if self._divided is None else self._divided.reasoning,
             calls=() if self._divided is None else self._divided.calls,
+            reasoning_tokens=self._num_reasoning,
         )
 
     def _accept(self, token_id: int, logprob: TokenLogprob | None, *, is_end: bool) -> str:
         self._ids.append(token_id)
         if logprob is not None and logprob.logprob is not None:
             self._logprob_sum += logprob.logprob
+        self._begins.append(self._written)
         is_written = self._is_written(token_id, is_end=is_end)
         if self._wants_tokens:
             expected = self._vocabulary.token_bytes(token_id) if is_written else b""
@@ -133,6 +139,7 @@ class ChoiceStream:
         if not is_written:
             return self._leave_out(token_id)
         text = self._detokenizer.write(token_id)
+        self._written += len(text)
         self._attribute(text)
         return self._stops.push(text)
 
@@ -199,7 +206,20 @@ class ChoiceStream:
             token_ids=ids,
             reasoning=parts.reasoning,
             calls=parts.calls,
+            num_reasoning=self._count_reasoning(),
         )
+
+    def _count_reasoning(self) -> int:
+        """Tokens that are newly known to be the reasoning's."""
+        if self._divided is None:
+            self._begins.clear()
+            return 0
+        count, end = 0, self._divided.reasoned
+        while self._begins and self._begins[0] < end:
+            self._begins.popleft()
+            count += 1
+        self._num_reasoning += count
+        return count
 
     def _parts_of(self, text: str) -> PartsDelta:
         if self._divided is None:

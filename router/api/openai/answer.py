@@ -48,6 +48,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """reasoning_tokens: the markers' own included."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """completion_tokens: of all choices, those that best_of dropped included."""
 
@@ -55,6 +61,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
@@ -79,12 +86,13 @@ class OpenAIFormatter(ABC):
         self._fingerprint = _fingerprint(head)
         self._prompts: list[PromptInfo] = []
         self._num_tokens = 0
+        self._num_reasoning = 0
 
     def end(self) -> bytes:
         done = b"data: [DONE]\n\n"
         if self._options.usage == "none":
             return done
-        return sse(self._counts_alone(usage_of(self._prompts, self._num_tokens))) + done
+        return sse(self._counts_alone(self._usage())) + done
 
     def error(self, error: RequestError) -> bytes:
         return sse_error(error, "openai")
@@ -96,8 +104,11 @@ class OpenAIFormatter(ABC):
     def _usage_so_far(self) -> Usage | None | UnsetType:
         """`usage` of the chunks before the last: null when only the last will have it."""
         if self._options.usage == "each":
-            return usage_of(self._prompts, self._num_tokens)
+            return self._usage()
         return None if self._options.usage == "last" else UNSET
+
+    def _usage(self) -> Usage:
+        return usage_of(self._prompts, self._num_tokens, self._num_reasoning)
 
     def _prompt_logprobs(self, info: PromptInfo) -> PromptLogprobs | UnsetType:
         most = self._options.prompt_logprobs
@@ -106,13 +117,16 @@ class OpenAIFormatter(ABC):
         return [_prompt_logprob(token, most) for token in info.tokens]
 
 
-def usage_of(prompts: Sequence[PromptInfo], completion_tokens: int) -> Usage:
+def usage_of(
+    prompts: Sequence[PromptInfo], completion_tokens: int, reasoning_tokens: int = 0
+) -> Usage:
     prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(sum(prompt.cached_tokens for prompt in prompts)),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens),
     )
 
 

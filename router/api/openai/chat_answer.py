@@ -158,6 +158,7 @@ class ChatFormatter(OpenAIFormatter):
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
         self._num_tokens += event.num_tokens
+        self._num_reasoning += event.num_reasoning
         logprobs = self._logprobs(event.tokens)
         ids, data = self._options.ids(event.token_ids), b""
         reasoning = self._reasoning_now(event)
@@ -215,6 +216,7 @@ class ChatFormatter(OpenAIFormatter):
             for result in results
         ]
         num_tokens = sum(result.generated_tokens for result in results)
+        num_reasoning = sum(result.reasoning_tokens for result in results)
         answer = ChatCompletion(
             self._id,
             "chat.completion",
@@ -222,7 +224,7 @@ class ChatFormatter(OpenAIFormatter):
             self._head.model,
             self._fingerprint,
             choices,
-            usage_of(prompts, num_tokens),
+            usage_of(prompts, num_tokens, num_reasoning),
             self._prompt_logprobs(prompts[0]),
             self._options.ids(prompts[0].token_ids),
         )

@@ -59,9 +59,9 @@ class InputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """reasoning_tokens: always 0; they are counted with the others."""
+    """reasoning_tokens: the markers' own included."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, frozen=True):
@@ -197,7 +197,8 @@ class Answer(msgspec.Struct, frozen=True):
             name = self.item_id("fc", i)
             items.append(CallItem(name, "completed", call.id, call.name, call.arguments))
         items[-1] = msgspec.structs.replace(items[-1], status=status)
-        return self.response(status, items, usage_of([prompt], result.generated_tokens))
+        usage = usage_of([prompt], result.generated_tokens, result.reasoning_tokens)
+        return self.response(status, items, usage)
 
 
 def status_of(finish: FinishReason) -> Literal["completed", "incomplete"]:
@@ -205,12 +206,14 @@ def status_of(finish: FinishReason) -> Literal["completed", "incomplete"]:
     return "incomplete" if completed(finish) == "length" else "completed"
 
 
-def usage_of(prompts: Sequence[PromptInfo], output_tokens: int) -> ResponseUsage:
+def usage_of(
+    prompts: Sequence[PromptInfo], output_tokens: int, reasoning_tokens: int
+) -> ResponseUsage:
     input_tokens = sum(prompt.num_tokens for prompt in prompts)
     return ResponseUsage(
         input_tokens,
         InputTokensDetails(sum(prompt.cached_tokens for prompt in prompts)),
         output_tokens,
-        OutputTokensDetails(),
+        OutputTokensDetails(reasoning_tokens),
         input_tokens + output_tokens,
     )

@@ -96,6 +96,7 @@ class ResponseFormatter:
         self._answer = Answer(head, asked)
         self._prompts: list[PromptInfo] = []
         self._num_tokens = 0
+        self._num_reasoning = 0
         self._num_events = 0
         self._output: list[Item] = []
         self._kinds = Counter[str]()
@@ -117,6 +118,7 @@ class ResponseFormatter:
     def chunk(self, event: TextEvent) -> bytes:
         """Raises RequestError (incomplete)."""
         self._num_tokens += event.num_tokens
+        self._num_reasoning += event.num_reasoning
         data = self._add_text("rs", event.reasoning) + self._add_text("msg", event.text)
         data += b"".join(map(self._add_call, event.calls))
         if event.finish is not None:
@@ -139,7 +141,7 @@ class ResponseFormatter:
         return self._event("response.failed", response=response)
 
     def _usage(self) -> ResponseUsage:
-        return usage_of(self._prompts, self._num_tokens)
+        return usage_of(self._prompts, self._num_tokens, self._num_reasoning)
 
     def _add_text(self, kind: Literal["msg", "rs"], piece: str) -> bytes:
         if not piece:

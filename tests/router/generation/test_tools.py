@@ -34,7 +34,8 @@ TEMPLATE = (
     "{% endif %}"
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call>'
-ANSWER = f"<think>\nWhich place?\n</think>\n\nI look.\n{CALL}\n{CALL}"
+THOUGHT = "<think>\nWhich place?\n</think>\n\n"
+ANSWER = f"{THOUGHT}I look.\n{CALL}\n{CALL}"
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -109,6 +110,40 @@ async def test_a_whole_answer(model: Scripted) -> None:
     assert told == [{"place": "Köln"}] * 2
     assert len({call.id for call in calls}) == 2
     assert '"name": "weather"' in model.prompt
+    assert num_reasoning(answer) == len(THOUGHT)
+
+
+def num_reasoning(answer: Any) -> int:
+    """A token is a byte here."""
+    count: int = answer.usage.completion_tokens_details.reasoning_tokens
+    return count
+
+
+async def test_tokens_of_reasoning(tmp_path: Path) -> None:
+    """In a stream with the last chunk alone, or so far."""
+    options: Any = {"stream": True, "model": "", "messages": HI}
+    async with scripted(tmp_path, f"{THOUGHT}Köln") as model:
+        create = model.client.chat.completions.create
+        stream = await create(stream_options={"include_usage": True}, **options)
+        *_, last = [chunk async for chunk in stream]
+        assert num_reasoning(last) == len(THOUGHT)
+        each: Any = {"include_usage": True, "continuous_usage_stats": True}
+        so_far = [num_reasoning(c) async for c in await create(stream_options=each, **options)]
+        assert so_far[0] == 0
+        assert so_far == sorted(so_far)
+        assert so_far[-1] == len(THOUGHT)
+        cut = await create(model="", messages=HI, max_tokens=12)
+        assert num_reasoning(cut) == 12
+        hidden = await model.ask(include_reasoning=False)
+        assert hidden.json()["usage"]["completion_tokens_details"] == {
+            "reasoning_tokens": len(THOUGHT)
+        }
+        text = await model.ask(separate_reasoning=False)
+        assert text.json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    async with scripted(tmp_path, "<thin ice>") as model:
+        assert (await model.ask()).json()["usage"]["completion_tokens_details"] == {
+            "reasoning_tokens": 0
+        }
 
 
 async def test_a_stream(model: Scripted) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from server.protocol import ErrorCode, GenerateRequest
 from tests.router.fake_worker import BASE_NAME, EOS, FakeWorker, ids_of
-from tests.router.generation.test_tools import WEATHER, scripted
+from tests.router.generation.test_tools import THOUGHT, WEATHER, scripted
 from tests.router.serving import Running
 
 CALLED = '<tool_call>{"name": "weather", "arguments": {"place": "Köln"}}</tool_call>'
@@ -105,6 +105,8 @@ async def test_tools_and_reasoning(tmp_path: Path) -> None:
         kinds = [item.type for item in whole.output]
         assert kinds == ["reasoning", "message", "function_call", "function_call"]
         assert whole.output_text == "I look."
+        assert whole.usage is not None
+        assert whole.usage.output_tokens_details.reasoning_tokens == len(THOUGHT)
         calls = [item for item in whole.output if item.type == "function_call"]
         assert [json.loads(call.arguments) for call in calls] == [{"place": "Köln"}] * 2
         async with ask.stream(model="", input="hi", tools=[FLAT]) as stream:
@@ -113,6 +115,7 @@ async def test_tools_and_reasoning(tmp_path: Path) -> None:
             streamed = await stream.get_final_response()
         assert [item.type for item in streamed.output] == kinds
         assert streamed.output_text == whole.output_text
+        assert streamed.usage == whole.usage
         results = [
             {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
             for call in calls

@@ -362,13 +362,16 @@ def test_a_divided_answer_keeps_its_markers_from_the_client(
     markers = MODEL.special_ids((mark, "the"))
     assert markers == {mark: MODEL.special_ids((mark,))[mark]}
     detokenizer.keep(frozenset(markers.values()))
-    division = Division((ThinkReader, BracketReader), frozenset((mark,)))
+    division = Division((ThinkReader, BracketReader), frozenset((mark,)), reasons=True)
     divided = DividedAnswer(division, numbered(), frozenset(markers))
     stream = ChoiceStream(asked, MODEL, detokenizer, divided=divided)
     out = run(stream, events([*ids, EOS], cuts, "stop", logprobs=logprobs))
     result = stream.result()
     assert "".join(part.text for part in out) == result.text == "the "
     assert "".join(part.reasoning for part in out) == result.reasoning == "hm"
+    written = ["".join(map(MODEL.token_text, ids[:count])) for count in range(len(ids))]
+    num_reasoning = next(count for count, text in enumerate(written) if "|" in text)
+    assert sum(part.num_reasoning for part in out) == result.reasoning_tokens == num_reasoning
     assert result.calls == (ToolCall("id0", "order", "1"),)
     deltas = [delta for part in out for delta in part.calls]
     assert "".join(delta.arguments for delta in deltas) == "1"

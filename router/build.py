@@ -20,6 +20,7 @@ from router.generation.answer_parts import AnswerParts
 from router.generation.answerer import Answerer
 from router.generation.dispatcher import Dispatcher, DispatchLimits
 from router.generation.sequence import Retries
+from router.generation.tokenise import Tokeniser
 from router.http.body import BodyLimits
 from router.http.idempotency import Idempotency
 from router.http.intake import Intake
@@ -98,7 +99,8 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     admin = _admin(ground, use)
     rollouts = Rollouts(admin, lambda by: ground.metrics.rollbacks.labels(by).inc())
     file = _adapters_file(config, admin, rollouts, ground.fleet.names_known)
-    dispatcher = _dispatcher(ground, sandbox, use)
+    tokeniser = _tokeniser(config, sandbox)
+    dispatcher = _dispatcher(ground, tokeniser, use)
     membership = Membership(ground.base, ground.fleet, admin, dispatcher, background)
     service = Service(
         config=config,
@@ -114,6 +116,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
         keeper=_keeper(ground, rollouts),
         adapters_file=file,
         connections=_connections(ground, membership),
+        tokeniser=tokeniser,
         dispatcher=dispatcher,
         answerer=_answerer(ground, dispatcher, errors, body_limits),
         sandbox=sandbox,
@@ -169,13 +172,12 @@ def _admin(ground: _Ground, use: AdapterUse) -> AdapterAdmin:
     return AdapterAdmin(ground.catalog, workers, use, ground.base.is_named, ground.router_id)
 
 
-def _dispatcher(ground: _Ground, sandbox: TemplateSandbox, use: AdapterUse) -> Dispatcher:
+def _dispatcher(ground: _Ground, tokeniser: Tokeniser, use: AdapterUse) -> Dispatcher:
     return Dispatcher(
         base=ground.base,
         catalog=ground.catalog,
         fleet=ground.fleet,
-        sandbox=sandbox,
-        metrics=ground.metrics,
+        tokeniser=tokeniser,
         limits=_dispatch_limits(ground.config),
         use=use,
         retries=_retries(ground.config),
@@ -186,11 +188,10 @@ def _answerer(
     ground: _Ground, dispatcher: Dispatcher, errors: ToldErrors, body_limits: BodyLimits
 ) -> Answerer:
     return Answerer(
-        base=ground.base,
         dispatcher=dispatcher,
         tenancy=ground.tenancy,
-        registered=ground.catalog.rules.registered_name,
         body_limits=body_limits,
+        metrics=ground.metrics,
         errors=errors,
         intake=Intake(_BEGIN_AT_ONCE),
     )
@@ -238,9 +239,12 @@ def _dispatch_limits(config: RouterConfig) -> DispatchLimits:
         config.max_stream_buffer_bytes,
         config.request_timeout_s,
         config.share_prefixes,
-        AnswerParts(config.tool_format, config.reasoning_format),
-        config.grammar,
     )
+
+
+def _tokeniser(config: RouterConfig, sandbox: TemplateSandbox) -> Tokeniser:
+    parts = AnswerParts(config.tool_format, config.reasoning_format)
+    return Tokeniser(sandbox, parts, config.grammar)
 
 
 def _keeper(ground: _Ground, rollouts: Rollouts) -> RolloutKeeper:

@@ -149,9 +149,7 @@ class GenerationCall(msgspec.Struct, frozen=True):
     truncate: keep so many prompt tokens alone, the first or the last (truncate_keeps); -1 = as many
     as fit.
     template: how messages are rendered.
-    tenant: whose request it is, by its key; "" = nobody's, when callers need no key.
-    weight, priority: of its tenant and key, for the queue; see Waiting. Until its caller is known,
-    priority says how far behind the caller's own it asks to stand.
+    priority: how far behind the caller's own it asks to stand in the queue.
     cache_salt: shares cached prefixes with its like alone; "" = with its tenant's.
     shape: the form that the answer must have; None = any. tools: what the model may call.
     divides_reasoning: what the model reasons is no part of the text.
@@ -179,8 +177,6 @@ class GenerationCall(msgspec.Struct, frozen=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     cache_salt: str = ""
-    tenant: str = ""
-    weight: float = 1.0
     priority: int = 0
     shape: Shape | None = None
     tools: Tools | None = None

@@ -11,6 +11,7 @@ from router.background import Background
 from router.config import RouterConfig, RouterConfigError
 from router.generation.answerer import Answerer
 from router.generation.dispatcher import Dispatcher
+from router.generation.tokenise import Tokeniser
 from router.http.idempotency import Idempotency
 from router.names.catalog import Catalog
 from router.operations.admin import AdapterAdmin
@@ -55,6 +56,7 @@ class Service:
     adapters_file: AdaptersFile | None
     fleet: Fleet
     connections: Connections
+    tokeniser: Tokeniser
     dispatcher: Dispatcher
     answerer: Answerer
     metrics: RouterMetrics
@@ -97,7 +99,7 @@ class Service:
                 yield
         finally:
             await self.sandbox.close()
-            await asyncio.to_thread(self.dispatcher.shapes.close)
+            await asyncio.to_thread(self.tokeniser.shapes.close)
             await asyncio.to_thread(self.tracing.close)
 
     @asynccontextmanager

@@ -20,6 +20,7 @@ from router.generation.answer_parts import PartsOfAnswers
 from router.shape.shape import ShapeRefused
 from router.text.model import TextModel
 from router.tools.compose import Frame, grammar_of
+from server.protocol import SamplingParams
 
 _MAX_KEPT = 4096
 # So that one caller's costly grammar holds nobody up.
@@ -38,14 +39,14 @@ class AnswerShapes:
 
     async def hold(
         self, call: GenerationCall, model: TextModel, parts: PartsOfAnswers, prompt: str
-    ) -> GenerationCall:
-        """The call with what its form, its tools and its bad words are to the engine.
+    ) -> SamplingParams:
+        """The call's sampling with what its form, tools and bad words are to the engine.
 
         Raises RequestError (invalid, unsupported, unavailable).
         """
         is_held = call.shape is not None or (call.tools is not None and call.tools.is_held)
         if not is_held and not call.bad_words:
-            return call
+            return call.sampling
         frame = parts.frame(call, prompt, model.special_ids) if is_held else None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._held, call, model, frame)
@@ -57,13 +58,12 @@ class AnswerShapes:
             held[1].close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _held(self, call: GenerationCall, model: TextModel, frame: Frame | None) -> GenerationCall:
-        sampling = msgspec.structs.replace(
+    def _held(self, call: GenerationCall, model: TextModel, frame: Frame | None) -> SamplingParams:
+        return msgspec.structs.replace(
             call.sampling,
             grammar="" if frame is None else self._grammar(call, model, frame),
             bad_words=_spellings(call.bad_words, model),
         )
-        return msgspec.structs.replace(call, sampling=sampling)
 
     def _grammar(self, call: GenerationCall, model: TextModel, frame: Frame) -> str:
         param = "tools" if call.shape is None else call.shape.param

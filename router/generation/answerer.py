@@ -4,45 +4,42 @@ A stream's first event or failure is awaited before its headers go out, so that 
 first token is a real HTTP status.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api.lorax.answer import count_headers, head_headers
-from router.api.request.formatter import ApiLimits, ApiRequest, Formatter
-from router.call import DIGEST_HEADER, AnswerHead, GenerationCall, PromptInfo, RequestError
+from router.api.lorax.answer import Timings, count_headers, head_headers
+from router.api.request.formatter import Formatter
+from router.call import DIGEST_HEADER, GenerationCall, PromptInfo, RequestError
 from router.generation.dispatcher import Dispatcher
 from router.generation.generation import Generation, Part
+from router.generation.way_in import ArrivedRequest, Parse
 from router.http.body import BodyLimits, read_json_body
 from router.http.intake import Intake
 from router.http.sse import EventStream, until_disconnect
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.observer import RequestObserver
+from router.telemetry.request import in_hand
 from router.telemetry.told_errors import ToldErrors
-from router.tenancy.keys import Caller
 from router.tenancy.metering import Charge
-from router.tenancy.scope import Registered, check_scope
 from router.tenancy.tenancy import Tenancy
-from router.workers.base_model import BaseModel
 
 logger = logging.getLogger(__name__)
-
-# `parse` of an API's module: body, limits, the value of `Authorization: Bearer …`.
-Parse = Callable[[bytes, ApiLimits, str | None], ApiRequest]
 
 
 @dataclass(frozen=True, slots=True)
 class Answerer:
     """One generation route's work, whatever its API."""
 
-    base: BaseModel
     dispatcher: Dispatcher
     tenancy: Tenancy
-    registered: Registered
     body_limits: BodyLimits
+    metrics: RouterMetrics
     errors: ToldErrors
     intake: Intake
 
@@ -51,88 +48,77 @@ class Answerer:
         await self.intake.enter()
         caller = await self.tenancy.identify(request.headers.get("authorization"))
         body = await read_json_body(request, self.body_limits)
-        if self.base.text is None:  # without a model's names nothing can be told of the body
-            until = self.dispatcher.until_ready(caller.tenant, len(body), "chat")
-            await until_disconnect(request, until)
-        api_request = self._parse(body, request, parse)
-        call = self.authorised(api_request.call, caller)
-        charge = self.tenancy.metering.charge(caller, request.state.request_id)
-        start = self._start(call, charge, len(body))
-        if not call.stream:
-            return await until_disconnect(request, _whole(start, api_request.formatter, call))
-        generation = await until_disconnect(request, start)
+        arrived = ArrivedRequest(
+            request.state.request_id, caller, body, parse, self.bearer(request)
+        )
+        return await until_disconnect(request, self._answer(request, arrived))
+
+    async def _answer(self, request: Request, arrived: ArrivedRequest) -> Response:
+        charge = self.tenancy.metering.charge(arrived.caller, arrived.request_id)
+        observer = self.observer(request, charge)
+        generation, api_request = await self.dispatcher.start(arrived, charge, observer)
+        call = api_request.call
         try:
             formatter = api_request.formatter(generation.head)
-            told = partial(self.errors.note, request)
-            return await _stream(request, generation, formatter, call, told)
+            if call.stream:
+                return await _stream(generation, formatter, call, charge, observer)
+            return await _whole(generation, formatter, call, charge, observer)
         except BaseException:
             generation.close()
             raise
 
-    async def _start(self, call: GenerationCall, charge: Charge, nbytes: int) -> Generation:
-        await self.dispatcher.until_ready(call.tenant, nbytes, call.api)
-        return await self.dispatcher.start(call, charge)
-
-    def _parse(self, body: bytes, request: Request, parse: Parse) -> ApiRequest:
-        """Raises RequestError."""
-        self.base.require()
-        return parse(body, self.base.limits, self.bearer(request))
+    def observer(self, request: Request, charge: Charge) -> RequestObserver:
+        """Of the request that this task works for."""
+        return RequestObserver(
+            in_hand(),
+            self.metrics,
+            charge,
+            report=partial(self.errors.note, request),
+            clock=asyncio.get_running_loop().time,
+        )
 
     def bearer(self, request: Request) -> str | None:
         """Where callers have keys, the bearer is one: no source of adapters is shown it."""
         return None if self.tenancy.needs_keys else _bearer(request)
 
-    def authorised(self, call: GenerationCall, caller: Caller) -> GenerationCall:
-        """As this caller's. Raises RequestError for what the caller's key does not open."""
-        adapter = None if call.adapter is None else call.adapter.asked_by(caller.tenant)
-        param = "adapter_id" if call.api == "lorax" else "model"
-        names = self.base.require().card.names
-        check_scope(caller, adapter, names, self.registered, param)
-        return msgspec.structs.replace(
-            call,
-            adapter=adapter,
-            tenant=caller.tenant,
-            weight=caller.weight,
-            priority=caller.priority + call.priority,
-        )
-
 
 async def _whole(
-    start: Awaitable[Generation],
-    make_formatter: Callable[[AnswerHead], Formatter],
+    generation: Generation,
+    formatter: Formatter,
     call: GenerationCall,
+    charge: Charge,
+    observer: RequestObserver,
 ) -> Response:
     """An answer that is sent when it is complete."""
-    generation = await start
-    try:
-        formatter = make_formatter(generation.head)
-        results = await generation.finish()
-        whole = formatter.whole(results, generation.prompts)
-    finally:
-        generation.close()
-    headers = _head_headers(generation, call)
+    results = await generation.finish()
+    whole = formatter.whole(results, generation.prompts)
+    generation.close()
+    headers = _head_headers(generation, call, charge, observer)
     if call.api == "lorax":
-        headers |= count_headers(generation.prompts, results, generation.timings)
+        timings = Timings(observer.elapsed_s, first_token_s=observer.first_token_s)
+        headers |= count_headers(generation.prompts, results, timings)
     return Response(whole, 200, headers, media_type="application/json")
 
 
 async def _stream(
-    request: Request,
     generation: Generation,
     formatter: Formatter,
     call: GenerationCall,
-    told: Callable[[RequestError], None],
+    charge: Charge,
+    observer: RequestObserver,
 ) -> Response:
+    """A stream, once its first event is there."""
     first = b""
-    while not first and (parts := await until_disconnect(request, generation.next())):
+    while not first and (parts := await generation.next()):
         first = _write(formatter, parts)
 
     def failed(error: RequestError) -> None:
         stream.has_failed = True
-        told(error)
+        observer.broke_off(error)
 
     rest = _rest(generation, formatter, failed)
-    stream = EventStream(first, rest, generation.close, _head_headers(generation, call))
+    headers = _head_headers(generation, call, charge, observer)
+    stream = EventStream(first, rest, generation.close, headers)
     return stream
 
 
@@ -165,17 +151,19 @@ def _write(formatter: Formatter, parts: list[Part]) -> bytes:
     )
 
 
-def _head_headers(generation: Generation, call: GenerationCall) -> dict[str, str]:
+def _head_headers(
+    generation: Generation, call: GenerationCall, charge: Charge, observer: RequestObserver
+) -> dict[str, str]:
     """What is known with the first token."""
     head, card = generation.head, generation.model.card
-    headers = dict(generation.charge.headers)
+    headers = dict(charge.headers)
     if call.api == "lorax":
         source = None if call.adapter is None else call.adapter.source
         headers |= head_headers(head, card.names[0], card.device, source)
     if head.adapter_digest is not None:
         headers[DIGEST_HEADER] = head.adapter_digest
-    if generation.start is not None:
-        headers["x-loraplex-start"] = generation.start
+    if observer.start is not None:
+        headers["x-loraplex-start"] = observer.start
     return headers
 
 

@@ -1,45 +1,38 @@
-"""Starts a GenerationCall: its adapter, its prompts, its place in the queue."""
+"""A generation request's way in: from its body to sequences that wait for workers."""
 
 import asyncio
-import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-import msgspec
-
-from adapters.grammar.limits import GrammarLimits
+from router.api.request.formatter import ApiRequest
 from router.call import DIGEST_HEADER, AnswerHead, Api, GenerationCall, RequestError
-from router.failures import FAILURES, NoWorker, RequestQuarantined, Stopping, request_error
-from router.generation.answer_ends import AnswerEnds
-from router.generation.answer_parts import AnswerParts, PartsOfAnswers
-from router.generation.answer_shape import AnswerShapes
-from router.generation.generation import Generation, PromptTask
+from router.failures import FAILURES, RequestQuarantined, Stopping, request_error
+from router.generation.generation import Generation
 from router.generation.inbox import Inbox
-from router.generation.meter import RequestMeter
-from router.generation.prompts import Prompt, build_prompts, resolve_sampling
+from router.generation.prompts import Prompt
 from router.generation.sequence import BYTES_A_TOKEN, Retries, RunContext, fingerprint
+from router.generation.tokenise import TokenisedRequest, Tokeniser
+from router.generation.way_in import (
+    AdmittedRequest,
+    ArrivedRequest,
+    AuthorisedRequest,
+    ResolvedRequest,
+)
 from router.names.catalog import Catalog
 from router.names.served import ServedAdapter
 from router.names.use import AdapterUse
-from router.policy.guards import GuardSample
-from router.policy.queue.queue_limits import Promise, QueueFull
-from router.policy.quota import UNSTATED_TOKENS
 from router.policy.rollout import sticky_value
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request import in_hand
-from router.telemetry.request_log import note_call
+from router.telemetry.observer import RequestObserver
+from router.tenancy.keys import Caller
 from router.tenancy.metering import Charge
-from router.text.model import TextModel
-from router.text.template_sandbox import TemplateSandbox
+from router.tenancy.scope import check_scope
 from router.workers.base_model import BaseModel
 from router.workers.fleet import Fleet
-from server.protocol import SamplingParams
-
-_SEED_BITS = 53  # what JSON numbers carry without loss everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,134 +44,83 @@ class DispatchLimits:
     max_stream_buffer_bytes: int
     request_timeout_s: float
     share_prefixes: bool
-    parts: AnswerParts
-    grammars: GrammarLimits
+
+
+class Started(NamedTuple):
+    """A request that is under way; its reader closes the generation."""
+
+    generation: Generation
+    api_request: ApiRequest
 
 
 class Dispatcher:
-    """Starts generations. `running` counts those that are not closed. ends, shapes: of their
-    answers."""
+    """Starts generations. `running` counts those that are not closed."""
 
     def __init__(
         self,
         base: BaseModel,
         catalog: Catalog,
         fleet: Fleet,
-        sandbox: TemplateSandbox,
-        metrics: RouterMetrics,
+        tokeniser: Tokeniser,
         limits: DispatchLimits,
         use: AdapterUse,
         retries: Retries,
     ) -> None:
-        self.ends = AnswerEnds(sandbox)
-        self.shapes = AnswerShapes(limits.grammars)
         self.running = 0
         self.draining = False
+        self._tokeniser = tokeniser
         self._inboxes: set[Inbox] = set()
         self._starting: set[asyncio.Timeout] = set()
         self._base = base
         self._catalog = catalog
         self._fleet = fleet
-        self._sandbox = sandbox
-        self._metrics = metrics
         self._limits = limits
         self._use = use
         self._retries = retries
-
-    async def until_ready(self, tenant: str, nbytes: int, api: Api) -> None:
-        """Waits for a worker, for a while, with a body of `nbytes` in hand. Raises RequestError."""
-        try:
-            await self._fleet.until_ready(tenant, nbytes)
-        except (NoWorker, QueueFull) as error:
-            raise request_error(error, api) from error
 
     @property
     def max_requests(self) -> int:
         return self._limits.max_requests
 
-    async def start(self, call: GenerationCall, charge: Charge) -> Generation:
-        """Resolves, tokenises, checks and queues. Raises RequestError.
+    async def start(
+        self, arrived: ArrivedRequest, charge: Charge, observer: RequestObserver
+    ) -> Started:
+        """A request's way in: parse, authorise, resolve, tokenise, admit, run. Raises RequestError.
 
-        charge: the request's own; closed when the generation is, or when it could not be started.
+        What a step takes is given back when the generation is closed, or could not be started.
         """
-        note_call(in_hand(), call, self._base.require().card.names[0])
-        if self.running >= self._limits.max_requests:
-            raise RequestError("overloaded", f"{self.running} requests are being answered already")
-        self.running += 1
-        with ExitStack() as held:  # until the generation is closed, or could not be started
-            held.callback(self._closed)
-            held.callback(charge.close)
-            return await self._start(call, charge, held)
-
-    async def _start(self, call: GenerationCall, charge: Charge, held: ExitStack) -> Generation:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        deadline = started + self._limits.request_timeout_s
-        try:
+        api_request = await self._parse(arrived)
+        authorised = self.authorise(api_request.call, arrived.caller, arrived.request_id)
+        with _as_request_errors(authorised.call.api):
+            await self._fleet.until_ready(authorised.tenant, len(arrived.body))
+        # Not before: a worker that came in the meantime may serve another base.
+        model = self._base.require()
+        observer.asked(authorised.call, authorised.tenant, model.card.names[0])
+        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
+        with ExitStack() as held, _as_request_errors(authorised.call.api):
+            self._count(held)
+            held.callback(observer.closed)
             async with self._until(deadline):
-                model = self._base.require()
-                self._fleet.check_ready()
-                # Before any work is done for it: to refuse must be cheap.
-                charge.check()
-                self._check_room(call.tenant, max(1, len(call.prompts)) * call.best_of, 0)
-                adapter = await self._resolve(call, charge.key_id, charge.request_id)
-                if adapter is not None:
-                    held.callback(self._use.hold(adapter))
-                prompts = await self._build_prompts(call, model, adapter)
-                parts = self._parts_of(call, model, adapter)
-                ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
-                call = await self.shapes.hold(call, model, parts, prompts[0].text)
-            call = _with_ranking(_with_ends(call, ends))
-            samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
-            self._check_quarantine(adapter, prompts, samplings)
-            room = self._take_room(call, prompts)
-            held.callback(self._fleet.queue.release, room)
-        except FAILURES as error:
-            raise request_error(error, call.api) from error
-        limits, choices = self._limits, call.best_of * len(prompts)
-        # The reader of a whole answer is this process, which reads as soon as it can.
-        most = limits.max_stream_buffer * choices if call.stream else sys.maxsize
-        inbox = Inbox(most, limits.max_stream_buffer_bytes)
-        self._inboxes.add(inbox)
-        held.callback(self._inboxes.discard, inbox)
-        context = RunContext(
-            fleet=self._fleet,
-            inbox=inbox,
-            metrics=self._metrics,
-            retries=self._retries,
-            adapter=adapter,
-            forget_adapter=partial(self._catalog.forget, call.adapter),
-            deadline=deadline,
-            charge=charge,
-            room=room,
-            tenant=call.tenant,
-            weight=call.weight,
-            salt=_salt(call, self._limits.share_prefixes),
-        )
-        head = _head(call, charge.request_id, model, adapter)
-        counted_as = "" if adapter is None else adapter.counted_as
-        await charge.admit(head, counted_as, *_tokens(call, prompts, samplings))
-        self._retries.budget.request()
-        tasks = [
-            PromptTask(
-                *(index, prompt, sampling, _seed(call, index, head.seed)),
-                parts.division(call, prompt.text),
+                self._refuse_early(authorised, charge)
+                adapter = await self._resolve(authorised, observer, held)
+                resolved = ResolvedRequest(model, adapter)
+                tokenised = await self._tokenise(authorised, resolved, observer)
+            admitted = await self._admit(authorised, resolved, tokenised, charge, held)
+            generation = self._run(
+                authorised, resolved, tokenised, admitted, deadline, observer, held
             )
-            for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-        ]
-        meter = RequestMeter(self._metrics, adapter, started, loop.time)
-        return Generation(call, head, model, tasks, context, meter, held.pop_all().close)
+        return Started(generation, api_request)
 
-    async def prompts(self, call: GenerationCall, key_id: str, request_id: str) -> list[Prompt]:
+    async def prompts(
+        self, authorised: AuthorisedRequest, observer: RequestObserver
+    ) -> list[Prompt]:
         """Those that `start` would run, of any length; nothing is run. Raises RequestError."""
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
-        try:
+        with ExitStack() as held, _as_request_errors(authorised.call.api):
             async with self._until(deadline):
                 model = self._base.require()
-                adapter = await self._resolve(call, key_id, request_id)
-                return await self._build_prompts(call, model, adapter)
-        except FAILURES as error:
-            raise request_error(error, call.api) from error
+                resolved = ResolvedRequest(model, await self._resolve(authorised, observer, held))
+                return await self._prompts(authorised, resolved, observer)
 
     def give_up(self) -> None:
         """All that is being answered ends in an error: the router stops."""
@@ -204,28 +146,165 @@ class Dispatcher:
                 raise Stopping from None
             raise
 
-    def _check_quarantine(
+    # The steps
+
+    async def _parse(self, arrived: ArrivedRequest) -> ApiRequest:
+        """Raises RequestError."""
+        if self._base.text is None:  # without a model's names nothing can be said of the body
+            with _as_request_errors("chat"):
+                await self._fleet.until_ready(arrived.caller.tenant, len(arrived.body))
+            self._base.require()
+        return arrived.parse(arrived.body, self._base.limits, arrived.bearer)
+
+    def authorise(self, call: GenerationCall, caller: Caller, request_id: str) -> AuthorisedRequest:
+        """Raises RequestError for what the caller's key does not open."""
+        adapter = None if call.adapter is None else call.adapter.asked_by(caller.tenant)
+        param = "adapter_id" if call.api == "lorax" else "model"
+        names = self._base.require().card.names
+        check_scope(caller, adapter, names, self._catalog.rules.registered_name, param)
+        return AuthorisedRequest(request_id, caller, call, adapter)
+
+    def _count(self, held: ExitStack) -> None:
+        """Raises RequestError when too many run."""
+        if self.running >= self._limits.max_requests:
+            raise RequestError("overloaded", f"{self.running} requests are being answered already")
+        self.running += 1
+        held.callback(self._closed)
+
+    def _closed(self) -> None:
+        self.running -= 1
+
+    def _refuse_early(self, authorised: AuthorisedRequest, charge: Charge) -> None:
+        """Before any work is done for it: to refuse must be cheap. Raises as `_admit`."""
+        charge.check()
+        call = authorised.call
+        self._check_room(authorised.tenant, max(1, len(call.prompts)) * call.best_of, 0)
+
+    async def _resolve(
+        self, authorised: AuthorisedRequest, observer: RequestObserver, held: ExitStack
+    ) -> ServedAdapter | None:
+        """The adapter, in use until `held` is closed. Raises AdapterError."""
+        if authorised.adapter is None:
+            return None
+        sticky = sticky_value(
+            authorised.tenant, authorised.call.user, authorised.caller.key_id, authorised.request_id
+        )
+        began = asyncio.get_running_loop().time()
+        try:
+            adapter = await self._catalog.resolve(authorised.adapter, sticky)
+        except BaseException:
+            observer.unresolved(began)
+            raise
+        observer.resolved(began)
+        held.callback(self._use.hold(adapter))
+        return adapter
+
+    async def _prompts(
+        self, authorised: AuthorisedRequest, resolved: ResolvedRequest, observer: RequestObserver
+    ) -> list[Prompt]:
+        """Raises RequestError."""
+        adapter = resolved.adapter
+        try:
+            return await self._tokeniser.prompts(authorised.call, resolved.model, adapter)
+        except RequestError as error:
+            if adapter is not None:
+                error.headers[DIGEST_HEADER] = adapter.digest
+                if error.cause == "template_error":
+                    observer.template_failed(adapter)
+            raise
+
+    async def _tokenise(
+        self, authorised: AuthorisedRequest, resolved: ResolvedRequest, observer: RequestObserver
+    ) -> TokenisedRequest:
+        """Raises RequestError."""
+        prompts = await self._prompts(authorised, resolved, observer)
+        return await self._tokeniser.tokenise(
+            authorised.call, resolved.model, resolved.adapter, prompts
+        )
+
+    async def _admit(
         self,
-        adapter: ServedAdapter | None,
-        prompts: Sequence[Prompt],
-        samplings: Sequence[SamplingParams],
-    ) -> None:
+        authorised: AuthorisedRequest,
+        resolved: ResolvedRequest,
+        tokenised: TokenisedRequest,
+        charge: Charge,
+        held: ExitStack,
+    ) -> AdmittedRequest:
+        """Room in the queue for all its sequences or none, then its share of quotas.
+
+        Raises RequestQuarantined, QueueFull, RequestError.
+        """
+        self._check_quarantine(resolved.digest, tokenised)
+        count = tokenised.num_sequences
+        nbytes = BYTES_A_TOKEN * authorised.call.best_of * tokenised.num_prompt_tokens
+        self._check_room(authorised.tenant, count, nbytes)
+        room = self._fleet.queue.promise(authorised.tenant, count, nbytes)
+        held.callback(self._fleet.queue.release, room)
+        head = _head(authorised, resolved, tokenised.seed)
+        adapter = resolved.adapter
+        await charge.admit(
+            head,
+            "" if adapter is None else adapter.counted_as,
+            tokenised.num_prompt_tokens,
+            tokenised.most_output_tokens,
+        )
+        self._retries.budget.request()
+        return AdmittedRequest(head, room)
+
+    def _run(
+        self,
+        authorised: AuthorisedRequest,
+        resolved: ResolvedRequest,
+        tokenised: TokenisedRequest,
+        admitted: AdmittedRequest,
+        deadline: float,
+        observer: RequestObserver,
+        held: ExitStack,
+    ) -> Generation:
+        """Brings its sequences into the queue. What is held is the generation's from now on."""
+        context = RunContext(
+            fleet=self._fleet,
+            inbox=self._inbox(tokenised, held),
+            retries=self._retries,
+            adapter=resolved.adapter,
+            forget_adapter=partial(self._catalog.forget, authorised.adapter),
+            deadline=deadline,
+            room=admitted.room,
+            tenant=authorised.tenant,
+            weight=authorised.caller.weight,
+            salt=_salt(authorised, self._limits.share_prefixes),
+        )
+        generation = Generation(
+            head=admitted.head,
+            model=resolved.model,
+            tokenised=tokenised,
+            priority=authorised.priority,
+            context=context,
+            observer=observer,
+            on_close=held.pop_all().close,
+        )
+        generation.start()
+        return generation
+
+    def _inbox(self, tokenised: TokenisedRequest, held: ExitStack) -> Inbox:
+        limits = self._limits
+        # The reader of a whole answer is this process, which reads as soon as it can.
+        is_streamed = tokenised.call.stream
+        most = limits.max_stream_buffer * tokenised.num_sequences if is_streamed else sys.maxsize
+        inbox = Inbox(most, limits.max_stream_buffer_bytes)
+        self._inboxes.add(inbox)
+        held.callback(self._inboxes.discard, inbox)
+        return inbox
+
+    def _check_quarantine(self, digest: str | None, tokenised: TokenisedRequest) -> None:
         """Raises RequestQuarantined."""
         quarantine = self._retries.quarantine
         if not len(quarantine):
             return
-        digest = None if adapter is None else adapter.digest
         now = asyncio.get_running_loop().time()
-        for prompt, sampling in zip(prompts, samplings, strict=True):
-            if quarantine.holds(fingerprint(digest, prompt.ids, sampling), now):
+        for task in tokenised.tasks:
+            if quarantine.holds(fingerprint(digest, task.prompt.ids, task.sampling), now):
                 raise RequestQuarantined
-
-    def _take_room(self, call: GenerationCall, prompts: Sequence[Prompt]) -> Promise:
-        """For all its sequences or none, before anything is charged. Raises as `_check_room`."""
-        count = len(prompts) * call.best_of
-        nbytes = BYTES_A_TOKEN * call.best_of * sum(len(prompt.ids) for prompt in prompts)
-        self._check_room(call.tenant, count, nbytes)
-        return self._fleet.queue.promise(call.tenant, count, nbytes)
 
     def _check_room(self, tenant: str, sequences: int, nbytes: int) -> None:
         """Raises QueueFull; RequestError for more than the queue could ever hold."""
@@ -240,96 +319,31 @@ class Dispatcher:
             )
         queue.check_room(tenant, sequences, nbytes, asyncio.get_running_loop().time())
 
-    async def _build_prompts(
-        self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
-    ) -> list[Prompt]:
-        template = None if adapter is None else adapter.manifest.template
-        try:
-            return await build_prompts(call, model, template, self._sandbox)
-        except RequestError as error:
-            if adapter is not None:
-                error.headers[DIGEST_HEADER] = adapter.digest
-                if adapter.rollout and error.cause == "template_error":
-                    self._metrics.outcomes.add(adapter.rollout, adapter.digest, GuardSample(True))
-            raise
 
-    def _parts_of(
-        self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
-    ) -> PartsOfAnswers:
-        """Raises RequestError."""
-        if adapter is None:
-            return self._limits.parts.of(call, model.card)
-        return self._limits.parts.of(
-            call, model.card, adapter.manifest.template, adapter.tool_format
-        )
-
-    async def _resolve(
-        self, call: GenerationCall, key_id: str, request_id: str
-    ) -> ServedAdapter | None:
-        if call.adapter is None:
-            return None
-        sticky = sticky_value(call.tenant, call.user, key_id, request_id)
-        started = asyncio.get_running_loop().time()
-        outcome = "failed"
-        try:
-            adapter = await self._catalog.resolve(call.adapter, sticky)
-            outcome = "ready"
-            return adapter
-        finally:
-            ended = asyncio.get_running_loop().time()
-            self._metrics.adapter_load_s.labels(outcome).observe(ended - started)
-            in_hand().trace.stage("resolve", started, ended, {"loraplex.outcome": outcome})
-
-    def _closed(self) -> None:
-        self.running -= 1
+@contextmanager
+def _as_request_errors(api: Api) -> Iterator[None]:
+    """Raises RequestError for failures of the queue, of workers and of adapters."""
+    try:
+        yield
+    except FAILURES as error:
+        raise request_error(error, api) from error
 
 
-def _tokens(
-    call: GenerationCall, prompts: Sequence[Prompt], samplings: Sequence[SamplingParams]
-) -> tuple[int, int]:
-    """Of all prompts; and the most that may come, or what is reserved where nobody said it."""
-    most = (
-        sampling.max_tokens
-        if call.max_tokens is not None
-        else min(sampling.max_tokens, UNSTATED_TOKENS)
-        for sampling in samplings
-    )
-    return sum(len(prompt.ids) for prompt in prompts), call.best_of * sum(most)
-
-
-def _with_ends(call: GenerationCall, ends: tuple[int, ...]) -> GenerationCall:
-    sampling = msgspec.structs.replace(call.sampling, end_token_ids=ends)
-    return msgspec.structs.replace(call, sampling=sampling)
-
-
-def _with_ranking(call: GenerationCall) -> GenerationCall:
-    """The best of several are found by their log-probabilities, whether or not they are shown."""
-    if call.best_of <= call.n or call.sampling.logprobs is not None:
-        return call
-    sampling = msgspec.structs.replace(call.sampling, logprobs=0)
-    return msgspec.structs.replace(call, sampling=sampling)
-
-
-def _salt(call: GenerationCall, share_prefixes: bool) -> str:
+def _salt(authorised: AuthorisedRequest, share_prefixes: bool) -> str:
     """Whose cached prefixes it may use. No tenant's name has a colon."""
-    tenant = "" if share_prefixes else call.tenant
-    return f"{tenant}:{call.cache_salt}" if call.cache_salt else tenant
+    tenant = "" if share_prefixes else authorised.tenant
+    cache_salt = authorised.call.cache_salt
+    return f"{tenant}:{cache_salt}" if cache_salt else tenant
 
 
-def _seed(call: GenerationCall, prompt_index: int, seed: int) -> int:
-    """Prompts of one call are as independent as calls are, unless the caller fixed the seed."""
-    return seed if call.seed is not None or prompt_index == 0 else secrets.randbits(_SEED_BITS)
-
-
-def _head(
-    call: GenerationCall, request_id: str, model: TextModel, adapter: ServedAdapter | None
-) -> AnswerHead:
+def _head(authorised: AuthorisedRequest, resolved: ResolvedRequest, seed: int) -> AnswerHead:
+    card, adapter = resolved.model.card, resolved.adapter
     return AnswerHead(
-        request_id=request_id,
+        request_id=authorised.request_id,
         created=int(time.time()),
-        model=model.card.names[0] if adapter is None else adapter.adapter_id,
+        model=card.names[0] if adapter is None else adapter.adapter_id,
         adapter_id=None if adapter is None else adapter.adapter_id,
-        adapter_digest=None if adapter is None else adapter.digest,
-        seed=secrets.randbits(_SEED_BITS) if call.seed is None else call.seed,
-        base_digest=model.card.base_digest,
+        adapter_digest=resolved.digest,
+        seed=seed,
+        base_digest=card.base_digest,
     )

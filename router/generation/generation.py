@@ -1,38 +1,33 @@
 """One answer under way: its sequences' tokens in, text events out, in one reader's hands.
 
-Which adapter, which prompts and whether there is room was settled before, by `dispatch`.
+Which adapter, which prompts and whether there is room was settled on the way in, by `Dispatcher`.
 """
 
 import asyncio
 import logging
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-import msgspec
-
-from router.api.lorax.answer import Timings
 from router.call import (
     DIGEST_HEADER,
     AnswerHead,
     ChoiceResult,
-    GenerationCall,
     PromptInfo,
     RequestError,
     TextEvent,
     TextToken,
 )
 from router.failures import EXCUSED, FAILURES, DeadlinePassed, request_error
-from router.generation.meter import ChoiceTimes, RequestMeter
-from router.generation.prompts import Prompt
 from router.generation.sequence import RunContext, SequenceRun
+from router.generation.tokenise import PromptTask, TokenisedRequest
 from router.parts.division import DividedAnswer, Division
-from router.telemetry.metrics import Start
+from router.telemetry.observer import RequestObserver, SequenceObserver
 from router.text.detokenizer import Detokenizer
 from router.text.model import TextModel
 from router.text.stream import ChoiceStream, prompt_tokens
-from server.protocol import GenerateRequest, SamplingParams, TokenEvent
+from server.protocol import GenerateRequest, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -47,68 +42,70 @@ _LETTERS = string.ascii_letters + string.digits
 Part = PromptInfo | TextEvent
 
 
-class PromptTask(msgspec.Struct, frozen=True):
-    """One prompt of a call, and how its output is drawn; choices differ by their number.
-
-    division: how its answers are divided; None = all of them is text.
-    """
-
-    index: int
-    prompt: Prompt
-    sampling: SamplingParams
-    seed: int
-    division: Division | None = None
-
-
 class _Choice:
     """One sequence and its text."""
 
-    __slots__ = ("run", "stream", "task", "times")
-
-    def __init__(self, task: PromptTask, stream: ChoiceStream, run: SequenceRun) -> None:
-        self.task = task
-        self.stream = stream
-        self.run = run
-        self.times = ChoiceTimes()
-
-
-class Generation:
-    """`next` until it returns nothing, or `finish`; `close` in any case, also before the end."""
+    __slots__ = ("observer", "run", "stream", "task")
 
     def __init__(
         self,
-        call: GenerationCall,
+        task: PromptTask,
+        stream: ChoiceStream,
+        run: SequenceRun,
+        observer: SequenceObserver,
+    ) -> None:
+        self.task = task
+        self.stream = stream
+        self.run = run
+        self.observer = observer
+
+
+class Generation:
+    """`start` it; `next` until it returns nothing, or `finish`; `close` in any case, also before
+    the end. on_close: gives back what was taken for it."""
+
+    def __init__(
+        self,
         head: AnswerHead,
         model: TextModel,
-        tasks: Sequence[PromptTask],
+        tokenised: TokenisedRequest,
+        priority: int,
         context: RunContext,
-        meter: RequestMeter,
+        observer: RequestObserver,
         on_close: Callable[[], None],
     ) -> None:
         self.head = head
         self.prompts: list[PromptInfo] = []
-        self._call = call
         self.model = model
-        self.charge = context.charge
+        self._call = tokenised.call
+        self._tokenised = tokenised
+        self._priority = priority
         self._context = context
-        self._meter = meter
+        self._observer = observer
         self._on_close = on_close
         self._announced: set[int] = set()
         self._closed = False
-        self._timer = asyncio.get_running_loop().call_at(
-            context.deadline, context.inbox.fail, DeadlinePassed()
-        )
+        self._timer: asyncio.TimerHandle | None = None
         # Ids on the wire are unique even if two callers choose the same request id.
         wire_id = f"{head.request_id}.{secrets.token_hex(8)}"
         self._choices = [
-            self._start_choice(task, choice, f"{wire_id}.{task.index}")
-            for task in tasks
-            for choice in range(call.best_of)
+            self._make_choice(task, choice, f"{wire_id}.{task.index}")
+            for task in tokenised.tasks
+            for choice in range(self._call.best_of)
         ]
         self._live = len(self._choices)
-        meter.begins(sum(len(task.prompt.ids) for task in tasks))
 
-    def _start_choice(self, task: PromptTask, choice: int, wire_id: str) -> _Choice:
+    def start(self) -> None:
+        """Brings its sequences into the queue, until the deadline."""
+        context = self._context
+        self._timer = asyncio.get_running_loop().call_at(
+            context.deadline, context.inbox.fail, DeadlinePassed()
+        )
+        for choice in self._choices:
+            choice.run.start()
+        self._observer.queued(context.adapter, self._tokenised.num_prompt_tokens)
+
+    def _make_choice(self, task: PromptTask, choice: int, wire_id: str) -> _Choice:
         call = self._call
         request = GenerateRequest(
             request_id=wire_id,
@@ -119,7 +116,7 @@ class Generation:
             accepted_ids=[],
             sampling=task.sampling,
             seed=task.seed,
-            priority=call.priority,
+            priority=self._priority,
             salt=self._context.salt,
         )
         slot = task.index * call.best_of + choice
@@ -128,7 +125,9 @@ class Generation:
         if task.division is not None:
             divided = self._divided(task.division, detokenizer)
         stream = ChoiceStream(call, self.model, detokenizer, task.index, choice, divided)
-        return _Choice(task, stream, SequenceRun(self._context, slot, request))
+        observer = self._observer.sequence(request.adapter)
+        run = SequenceRun(self._context, slot, request, observer)
+        return _Choice(task, stream, run, observer)
 
     def _divided(self, division: Division, detokenizer: Detokenizer) -> DividedAnswer:
         """Readers see markers that are special tokens; clients do not, unless they want these."""
@@ -146,7 +145,7 @@ class Generation:
             try:
                 events = await self._context.inbox.take()
             except FAILURES as error:
-                self._meter.fails(excused=isinstance(error, EXCUSED))
+                self._observer.failed(excused=isinstance(error, EXCUSED))
                 told = self._told(error)
                 if told.cause == "internal":
                     logger.error("request %s failed: %s", self.head.request_id, error)
@@ -173,29 +172,17 @@ class Generation:
             pass
         return [choice.stream.result() for choice in self._choices]
 
-    @property
-    def timings(self) -> Timings:
-        """Up to now."""
-        return Timings(self._meter.elapsed_s, first_token_s=self._meter.first_token_s)
-
-    @property
-    def start(self) -> Start | None:
-        """Whether it waited for its adapter; None before the first token."""
-        return self._meter.start
-
     def close(self) -> None:
         """Aborts what still runs. May be called more than once."""
         if self._closed:
             return
         self._closed = True
-        self._timer.cancel()
-        failed = self._context.inbox.failed
-        if self._live and not failed:
-            self._meter.is_given_up()
-        self.charge.outcome = "ok" if not self._live else "failed" if failed else "cancelled"
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._live:
+            self._observer.stopped(by_failure=self._context.inbox.failed)
         for choice in self._choices:
             choice.run.stop()
-        self._meter.closes()
         self._on_close()
 
     def _advance(self, choice: _Choice, event: TokenEvent, parts: list[Part]) -> None:
@@ -203,8 +190,7 @@ class Generation:
         if stream.finish is not None:
             return
         if event.token_ids:
-            self._meter.tokens(choice.times, event)
-            self.charge.generated_tokens += len(event.token_ids)
+            choice.observer.token(event)
         text_event = stream.feed(event)
         if text_event is not None:
             parts.append(text_event)
@@ -212,16 +198,15 @@ class Generation:
             self._live -= 1
             if stream.must_abort:
                 choice.run.stop()
-            self._meter.choice_ends(choice.times)
+            choice.observer.ended()
             if not self._live:
-                self._meter.ends()
+                self._observer.finished()
 
     async def _announce(self, task: PromptTask, event: TokenEvent) -> PromptInfo:
         """What is known of a prompt with the first event of one of its choices."""
         self._announced.add(task.index)
         prompt = task.prompt
-        self.charge.cached_tokens += event.cached_tokens or 0
-        self._context.metrics.cached_tokens.inc(event.cached_tokens or 0)
+        self._observer.prompt_read(event.cached_tokens or 0)
         tokens: tuple[TextToken, ...] = ()
         if task.sampling.prompt_logprobs is not None:
             tokens = await self.model.long_texts.run(

@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import logging
 import random
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -24,10 +23,7 @@ from router.policy.placement.prefixes import prefix_keys
 from router.policy.queue.cost import Bill
 from router.policy.queue.queue_limits import Promise
 from router.policy.queue.waiting import Waiting
-from router.telemetry.metrics import RouterMetrics
-from router.telemetry.request import in_hand
-from router.telemetry.sequence import SequenceTrace
-from router.tenancy.metering import Charge
+from router.telemetry.observer import SequenceObserver
 from router.workers.fleet import Fleet
 from router.workers.session import Credit, WorkerLost, WorkerSession
 from server.protocol import ErrorCode, GenerateRequest, SamplingParams, TokenEvent, encode
@@ -67,17 +63,15 @@ class RunContext(msgspec.Struct, frozen=True):
     forget_adapter: to be called when a worker does not admit what the catalog says.
     tenant: whose request it is; "" = nobody's. weight: of its tenant. salt: whose cached prefixes
     it may use.
-    charge: counts what it uses. room: in the queue, for all of them.
+    room: in the queue, for all of them.
     """
 
     fleet: Fleet
     inbox: Inbox
-    metrics: RouterMetrics
     retries: Retries
     adapter: ServedAdapter | None
     forget_adapter: Callable[[], None]
     deadline: float
-    charge: Charge
     room: Promise | None = None
     tenant: str = ""
     weight: float = 1.0
@@ -85,9 +79,16 @@ class RunContext(msgspec.Struct, frozen=True):
 
 
 class SequenceRun:
-    """`request`: attempt 0, nothing accepted. `slot` names the run in the inbox."""
+    """`start` it once, then `stop` it. request: attempt 0, nothing accepted. slot: names the run in
+    the inbox."""
 
-    def __init__(self, context: RunContext, slot: int, request: GenerateRequest) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        slot: int,
+        request: GenerateRequest,
+        observer: SequenceObserver,
+    ) -> None:
         self._context = context
         self._slot = slot
         self._request = request
@@ -98,13 +99,18 @@ class SequenceRun:
         self._bill: Bill | None = None
         self._done = False
         self._placed = self._placement_request()
-        self._trace = SequenceTrace(in_hand().trace, request.adapter, time.monotonic)
+        self._observer = observer
+        self._placing: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Brings it into the queue."""
         self._placing = self._start_placing(0.0)
 
     def stop(self) -> None:
         """Ends the run wherever it is; nothing more comes from it."""
         self._end()
-        self._placing.cancel()
+        if self._placing is not None:
+            self._placing.cancel()
         self._end_probation()
         if self._session is not None:
             request = self._request
@@ -141,14 +147,11 @@ class SequenceRun:
         credit, reason, self._bill = await context.fleet.acquire(self._entry())
         try:
             tier = credit.session.tier(self._request.adapter)
-            context.metrics.placed(reason, loop.time() - started)
-            in_hand().notes["loraplex.placement.reason"] = reason
-            placed = self._trace.placed(
-                *(started, credit.session.worker_id, reason), tier, self._attempts.number
-            )
+            worker_id = credit.session.worker_id
+            self._observer.placed(started, worker_id, reason, tier, self._attempts.number)
             if not await self._admit(credit):
                 return
-            self._trace.submitted(placed)
+            self._observer.submitted()
             self._submit(credit, context.deadline - loop.time())
         finally:
             credit.release()
@@ -211,7 +214,7 @@ class SequenceRun:
     def _receive(self, attempt: int, event: TokenEvent) -> None:
         if self._done or attempt != self._attempts.number:
             return
-        self._trace.received(event)
+        self._observer.received(event)
         if event.finish in ("error", "abort"):
             session, self._session = self._session, None
             if event.error == "adapter_unavailable" and session and self._request.adapter:
@@ -244,11 +247,11 @@ class SequenceRun:
         elif step == "quarantine":
             self._quarantine()
         elif step == "later":
-            context.metrics.resumed(code)
+            self._observer.resumed(code)
             delay = min(_BUSY_DELAY_S * 2 ** min(attempts.number, 8), _LONGEST_BUSY_DELAY_S)
             self._placing = self._start_placing(delay * random.uniform(0.5, 1.5))
         else:
-            context.metrics.resumed(code)
+            self._observer.resumed(code)
             delay = context.retries.budget.take(asyncio.get_running_loop().time())
             self._placing = self._start_placing(delay, step == "probe")
 
@@ -256,7 +259,7 @@ class SequenceRun:
         request = self._request
         mark = fingerprint(request.adapter, request.prompt_ids, request.sampling)
         self._context.retries.quarantine.add(mark, asyncio.get_running_loop().time())
-        self._context.metrics.quarantined.inc()
+        self._observer.quarantined()
         logger.error("request %s killed the workers that it ran on", request.request_id)
         self._fail(RequestQuarantined())
 
@@ -270,7 +273,11 @@ class SequenceRun:
         self._end()
         request = self._request
         event = TokenEvent(
-            *(request.request_id, self._attempts.number, request.choice, len(self._accepted), ()),
+            request_id=request.request_id,
+            attempt=self._attempts.number,
+            choice=request.choice,
+            index=len(self._accepted),
+            token_ids=(),
             finish="length",
         )
         self._context.inbox.put(self._slot, event)

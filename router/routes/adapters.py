@@ -204,7 +204,7 @@ class AdapterRoutes:
         if model is None or content is None:
             return None
         try:
-            ends = await self._service.dispatcher.ends.own(model, content.manifest)
+            ends = await self._service.tokeniser.ends.own(model, content.manifest)
         except RequestError:
             return None
         return end_tokens(ends, model.token_text)

@@ -19,7 +19,7 @@ from router.api.openai import chat as openai_chat
 from router.api.openai import completions as openai_completions
 from router.api.responses import request as responses
 from router.call import Cause, RequestError
-from router.generation.answerer import Parse
+from router.generation.way_in import Parse
 from router.http.body import CLIENT_GONE_STATUS, ClientGone
 from router.http.by_port import ByPort
 from router.http.edge import Edge

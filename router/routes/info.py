@@ -69,7 +69,7 @@ class InfoRoutes:
     async def info(self, request: Request) -> Response:
         model = self._service.base.require()
         card, config = model.card, self._service.config
-        ends = await self._service.dispatcher.ends.of(model, None)
+        ends = await self._service.tokeniser.ends.of(model, None)
         info = Info(
             model_id=card.names[0],
             model_sha=card.base_digest,

@@ -85,8 +85,10 @@ class TokenizeRoutes:
         self, request: Request, caller: Caller, call: GenerationCall
     ) -> list[Prompt]:
         """Authorised and resolved as a generation. Raises RequestError."""
-        call = self._service.answerer.authorised(call, caller)
-        return await self._service.dispatcher.prompts(call, caller.key_id, request.state.request_id)
+        service, request_id = self._service, request.state.request_id
+        asked = service.dispatcher.authorise(call, caller, request_id)
+        charge = service.tenancy.metering.charge(caller, request_id)  # nothing is run: not closed
+        return await service.dispatcher.prompts(asked, service.answerer.observer(request, charge))
 
 
 def _of_any_length(call: GenerationCall) -> GenerationCall:

@@ -49,7 +49,7 @@ class RequestLog:
             _log(request, {} if prompt is None else {"loraplex.prompt": prompt})
 
 
-def note_call(request: RequestInHand, call: GenerationCall, base_name: str) -> None:
+def note_call(request: RequestInHand, call: GenerationCall, tenant: str, base_name: str) -> None:
     """What the caller asked for; no more of the prompt than the operator wants."""
     sampling = call.sampling
     request.notes |= {
@@ -62,8 +62,8 @@ def note_call(request: RequestInHand, call: GenerationCall, base_name: str) -> N
         "gen_ai.request.top_p": sampling.top_p,
         "loraplex.request.id": request.request_id,
     }
-    if call.tenant:
-        request.notes["loraplex.tenant"] = call.tenant
+    if tenant:
+        request.notes["loraplex.tenant"] = tenant
     if call.max_tokens is not None:
         request.notes["gen_ai.request.max_tokens"] = call.max_tokens
     if request.keeps_prompts:

@@ -128,11 +128,6 @@ class Fleet:
     def ready(self) -> bool:
         return any(view.able for view in self.views)
 
-    def check_ready(self) -> None:
-        """Raises NoWorker when no worker takes new work."""
-        if not self.ready:
-            raise self._no_worker()
-
     async def until_ready(self, tenant: str, nbytes: int) -> None:
         """Waits for a worker that takes work and for names, with a request of `nbytes` in hand.
 
@@ -152,6 +147,8 @@ class Fleet:
             raise self._no_worker() from None
         finally:
             self._without_worker.remove(tenant, nbytes)
+        if not self.ready:  # the worker that came has left again
+            raise self._no_worker()
 
     async def acquire(self, entry: "Waiting[Any]") -> Placed:
         """Waits in the queue for a worker with room. Raises QueueFull, DeadlinePassed, NoWorker."""

@@ -2,12 +2,15 @@
 
 import time
 from collections import Counter
+from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from adapters.ref import AdapterRef
-from router.generation.meter import ChoiceTimes, RequestMeter
+from router.api.openai import completions
+from router.api.request.formatter import ApiLimits
+from router.call import GenerationCall
 from router.names.owned_name import OwnedName
 from router.names.rollout_tally import SLICE_S, Outcomes, RolloutTally
 from router.names.served import ServedAdapter
@@ -16,6 +19,10 @@ from router.policy.rollout import MAX_WINDOW_S
 from router.shared.memory_store import MemoryStore
 from router.shared.store import Store, StoreDown
 from router.telemetry.metrics import RouterMetrics
+from router.telemetry.observer import RequestObserver
+from router.telemetry.request import in_hand
+from router.tenancy.keys import NOBODY
+from router.tenancy.metering import Charge, Metering
 from server.protocol import TokenEvent
 from tests.router.fake_worker import make_manifest
 
@@ -88,24 +95,32 @@ async def test_what_could_not_be_reported_is_reported_later() -> None:
     assert len(tally._own) == 1, "what no window reaches is forgotten"
 
 
+def completion() -> GenerationCall:
+    body = b'{"model": "base", "prompt": "x"}'
+    return completions.parse(body, ApiLimits(base_names=("base",))).call
+
+
 def told(*, load_s: float | None = None, tokens: int = 3, fails: bool | None = None) -> list[str]:
     """Counters of one request in a rollout. fails: excused or not."""
     metrics, clock = RouterMetrics(CollectorRegistry(), 10), Clock()
     served = ServedAdapter(
         "mine", AdapterRef("hub", "org/one"), None, MANIFEST, OwnedName("mine"), "r"
     )
-    meter = RequestMeter(metrics, served, clock.now, clock)
-    meter.begins(1)
-    times = ChoiceTimes()
+    metering = cast(Metering, None)  # a request that was never admitted is not charged
+    charge = Charge(metering, NOBODY, "x", clock.now)
+    observer = RequestObserver(in_hand(), metrics, charge, lambda error: None, clock)
+    observer.asked(completion(), "", "base")
+    observer.queued(served, 1)
+    sequence = observer.sequence(served.digest)
     for index in range(tokens):
         clock.now += 0.5
-        meter.tokens(times, TokenEvent("x", 0, 0, index, (7,), load_s=load_s))
+        sequence.token(TokenEvent("x", 0, 0, index, (7,), load_s=load_s))
     if fails is not None:
-        meter.fails(excused=fails)
+        observer.failed(excused=fails)
     elif tokens:
-        meter.choice_ends(times)
+        sequence.ended()
     clock.now += 1.0
-    meter.closes()
+    observer.closed()
     counts = metrics.outcomes.take().get("r", Counter())
     return sorted(name.removeprefix(f"{MANIFEST.digest}:") for name in counts)
 

@@ -1,21 +1,27 @@
 """Whose request it is goes with the request to where work is shared."""
 
+import time
+
 import msgspec
 
 from router.api.openai import completions as openai_completions
-from router.api.request.formatter import ApiLimits
-from router.tenancy.keys import NOBODY
+from router.generation.way_in import ArrivedRequest
+from router.telemetry.observer import RequestObserver
+from router.telemetry.request import in_hand
+from router.tenancy.keys import NOBODY, ApiKey, Caller
 from tests.router.fake_worker import BASE_NAME, FakeWorker
 from tests.router.serving import Running
 
 
 async def test_tenants_share_no_prefixes(router: Running, worker: FakeWorker) -> None:
     body = msgspec.json.encode({"model": BASE_NAME, "prompt": "x"})
-    call = openai_completions.parse(body, ApiLimits(base_names=(BASE_NAME,))).call
-    for tenant in ("", "acme"):
-        one = msgspec.structs.replace(call, tenant=tenant)
-        charge = router.service.tenancy.metering.charge(NOBODY, f"for-{tenant}")
-        generation = await router.service.dispatcher.start(one, charge)
+    for caller in (NOBODY, Caller(ApiKey("one", "acme", "0" * 64))):
+        arrived = ArrivedRequest(f"for-{caller.tenant}", caller, body, openai_completions.parse)
+        charge = router.service.tenancy.metering.charge(caller, arrived.request_id)
+        observer = RequestObserver(
+            in_hand(), router.service.metrics, charge, lambda error: None, time.monotonic
+        )
+        generation, _ = await router.service.dispatcher.start(arrived, charge, observer)
         await generation.finish()
         generation.close()
     assert [request.salt for request in worker.requests] == ["", "acme"]

@@ -1,0 +1,127 @@
+"""The step from an authorised call to what the engine reads: ids, sampling, how answers are read.
+
+Runs on the event loop; long texts, templates and grammars have threads and processes of their own.
+"""
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from adapters.grammar.limits import GrammarLimits
+from router.call import GenerationCall
+from router.generation.answer_ends import AnswerEnds
+from router.generation.answer_parts import AnswerParts, PartsOfAnswers
+from router.generation.answer_shape import AnswerShapes
+from router.generation.prompts import Prompt, build_prompts, resolve_sampling
+from router.names.served import ServedAdapter
+from router.parts.division import Division
+from router.policy.quota import UNSTATED_TOKENS
+from router.text.model import TextModel
+from router.text.template_sandbox import TemplateSandbox
+from server.protocol import SamplingParams
+
+_SEED_BITS = 53  # what JSON numbers carry without loss everywhere
+
+
+class PromptTask(msgspec.Struct, frozen=True):
+    """One prompt of a call, and how its output is drawn; choices differ by their number.
+
+    division: how its answers are divided; None = all of them is text.
+    """
+
+    index: int
+    prompt: Prompt
+    sampling: SamplingParams
+    seed: int
+    division: Division | None = None
+
+
+class TokenisedRequest(msgspec.Struct, frozen=True):
+    """A call as the engine reads it. call: with the sampling that all tasks share."""
+
+    call: GenerationCall
+    tasks: Sequence[PromptTask]
+
+    @property
+    def seed(self) -> int:
+        """The answer's: of its first prompt."""
+        return self.tasks[0].seed
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.tasks) * self.call.best_of
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(task.prompt.ids) for task in self.tasks)
+
+    @property
+    def most_output_tokens(self) -> int:
+        """The most that may come, or what is reserved where nobody said it."""
+        cap = None if self.call.max_tokens is not None else UNSTATED_TOKENS
+        most = (task.sampling.max_tokens for task in self.tasks)
+        return self.call.best_of * sum(m if cap is None else min(m, cap) for m in most)
+
+
+class Tokeniser:
+    """ends, shapes: of answers, kept by their content."""
+
+    def __init__(
+        self, sandbox: TemplateSandbox, parts: AnswerParts, grammars: GrammarLimits
+    ) -> None:
+        self.ends = AnswerEnds(sandbox)
+        self.shapes = AnswerShapes(grammars)
+        self._sandbox = sandbox
+        self._parts = parts
+
+    async def prompts(
+        self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
+    ) -> list[Prompt]:
+        """The call's prompts, in order. Raises as `build_prompts`."""
+        template = None if adapter is None else adapter.manifest.template
+        return await build_prompts(call, model, template, self._sandbox)
+
+    async def tokenise(
+        self,
+        call: GenerationCall,
+        model: TextModel,
+        adapter: ServedAdapter | None,
+        prompts: Sequence[Prompt],
+    ) -> TokenisedRequest:
+        """Raises RequestError."""
+        parts = self._parts_of(call, model, adapter)
+        ends = await self.ends.of(model, None if adapter is None else adapter.manifest)
+        shaped = await self.shapes.hold(call, model, parts, prompts[0].text)
+        # The best of several are found by their log-probabilities, shown or not.
+        ranks = call.best_of > call.n and shaped.logprobs is None
+        sampling = msgspec.structs.replace(
+            shaped, end_token_ids=ends, logprobs=0 if ranks else shaped.logprobs
+        )
+        call = msgspec.structs.replace(call, sampling=sampling)
+        samplings = [resolve_sampling(call, model, prompt) for prompt in prompts]
+        seed = secrets.randbits(_SEED_BITS) if call.seed is None else call.seed
+        tasks = [
+            PromptTask(
+                index=index,
+                prompt=prompt,
+                sampling=samplings[index],
+                seed=_seed(call, index, seed),
+                division=parts.division(call, prompt.text),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        return TokenisedRequest(call, tasks)
+
+    def _parts_of(
+        self, call: GenerationCall, model: TextModel, adapter: ServedAdapter | None
+    ) -> PartsOfAnswers:
+        """Raises RequestError."""
+        if adapter is None:
+            return self._parts.of(call, model.card)
+        return self._parts.of(call, model.card, adapter.manifest.template, adapter.tool_format)
+
+
+def _seed(call: GenerationCall, prompt_index: int, seed: int) -> int:
+    """Prompts of one call are as independent as calls are, unless the caller fixed the seed."""
+    return seed if call.seed is not None or prompt_index == 0 else secrets.randbits(_SEED_BITS)

@@ -1,0 +1,63 @@
+"""A generation request on its way in, as the value of each step."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from router.api.request.formatter import ApiLimits, ApiRequest
+from router.call import AdapterChoice, AnswerHead, GenerationCall, MergedChoice
+from router.names.served import ServedAdapter
+from router.policy.queue.queue_limits import Promise
+from router.tenancy.keys import Caller
+from router.text.model import TextModel
+
+# `parse` of an API's module: body, limits, the value of `Authorization: Bearer …`.
+Parse = Callable[[bytes, ApiLimits, str | None], ApiRequest]
+
+
+class ArrivedRequest(msgspec.Struct, frozen=True):
+    """A request whose body is here. parse: of its API. bearer: for sources of adapters; None =
+    there is none, or it is a key."""
+
+    request_id: str
+    caller: Caller
+    body: bytes
+    parse: Parse
+    bearer: str | None = None
+
+
+class AuthorisedRequest(msgspec.Struct, frozen=True):
+    """What a caller asks for and may have. adapter: the call's, as this caller's."""
+
+    request_id: str
+    caller: Caller
+    call: GenerationCall
+    adapter: AdapterChoice | MergedChoice | None
+
+    @property
+    def tenant(self) -> str:
+        return self.caller.tenant
+
+    @property
+    def priority(self) -> int:
+        """Lower goes first."""
+        return self.caller.priority + self.call.priority
+
+
+class ResolvedRequest(msgspec.Struct, frozen=True):
+    """What its words mean now. adapter: None = the base."""
+
+    model: TextModel
+    adapter: ServedAdapter | None
+
+    @property
+    def digest(self) -> str | None:
+        """The adapter's."""
+        return None if self.adapter is None else self.adapter.digest
+
+
+class AdmittedRequest(msgspec.Struct, frozen=True):
+    """It may run. head: of its answer. room: in the queue, for all its sequences."""
+
+    head: AnswerHead
+    room: Promise

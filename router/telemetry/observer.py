@@ -1,0 +1,247 @@
+"""What is counted, traced, logged and charged of one generation request, event by event.
+
+The request's way names what happens; what is made of it is decided here alone.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from router.call import GenerationCall, RequestError
+from router.names.served import ServedAdapter
+from router.policy.guards import GuardSample
+from router.policy.placement.placement import Reason
+from router.telemetry.metrics import RouterMetrics, Start
+from router.telemetry.request import RequestInHand
+from router.telemetry.request_log import note_call
+from router.telemetry.sequence import SequenceTrace
+from router.telemetry.top_adapters import BASE, COUNTS, OTHER
+from router.tenancy.metering import Charge
+from server.protocol import ErrorCode, TokenEvent
+
+_REQUESTS, _ERRORS, _PROMPT_TOKENS, _GENERATED_TOKENS = range(len(COUNTS))
+
+
+class RequestObserver:
+    """Hears of one request's events in this order: asked, resolved or unresolved, queued; those of
+    its sequences; finished, or failed, or neither; stopped if it was not finished; closed. A
+    request that is refused is only closed.
+
+    request: for its log line and trace. charge: for its usage. report: makes an error known to
+    operators. clock: the event loop's. start, first_token_s: known with the first token.
+    """
+
+    def __init__(
+        self,
+        request: RequestInHand,
+        metrics: RouterMetrics,
+        charge: Charge,
+        report: Callable[[RequestError], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.start: Start | None = None
+        self.first_token_s: float | None = None
+        self._request = request
+        self._metrics = metrics
+        self._charge = charge
+        self._report = report
+        self.clock = clock
+        self._top = metrics.top_adapters
+        self._name = BASE
+        self._began = 0.0
+        self._adapter: ServedAdapter | None = None
+        self._is_queued = False
+        self._outcome: Literal["ok", "failed", "excused"] = "ok"
+        self._num_generated = 0
+        self._decode_s = 0.0
+        self._num_decoded = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the request was asked."""
+        return self.clock() - self._began
+
+    # The way in
+
+    def asked(self, call: GenerationCall, tenant: str, base_name: str) -> None:
+        """A caller who may asks for it, and there are workers."""
+        self._began = self.clock()
+        note_call(self._request, call, tenant, base_name)
+
+    def resolved(self, began: float) -> None:
+        """began: when its adapter's name began to be looked up."""
+        self._looked_up("ready", began)
+
+    def unresolved(self, began: float) -> None:
+        self._looked_up("failed", began)
+
+    def _looked_up(self, outcome: str, began: float) -> None:
+        ended = self.clock()
+        self._metrics.adapter_load_s.labels(outcome).observe(ended - began)
+        self._request.trace.stage("resolve", began, ended, {"loraplex.outcome": outcome})
+
+    def template_failed(self, adapter: ServedAdapter) -> None:
+        """The adapter's own template cannot render the messages."""
+        if adapter.rollout:
+            self._metrics.outcomes.add(adapter.rollout, adapter.digest, GuardSample(True))
+
+    def queued(self, adapter: ServedAdapter | None, num_prompt_tokens: int) -> None:
+        """It was admitted, and its sequences wait for workers."""
+        self._is_queued = True
+        self._adapter = adapter
+        if adapter is not None:
+            # What nobody registered has no name here: callers choose it.
+            self._name = adapter.alias or OTHER
+            self._request.notes["loraplex.adapter.digest"] = adapter.digest
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._top.count(self._name, _REQUESTS)
+        self._top.count(self._name, _PROMPT_TOKENS, num_prompt_tokens)
+        self._request.notes["gen_ai.usage.input_tokens"] = num_prompt_tokens
+
+    def sequence(self, digest: str | None) -> "SequenceObserver":
+        """Of one of its sequences, with the adapter of this digest."""
+        return SequenceObserver(self, self._request, self._metrics, digest)
+
+    # The way back
+
+    def prompt_read(self, num_cached: int) -> None:
+        """A worker has read one of its prompts. num_cached: tokens that were there already."""
+        self._charge.cached_tokens += num_cached
+        self._metrics.cached_tokens.inc(num_cached)
+
+    def generated(self, count: int) -> None:
+        """Tokens of any of its sequences."""
+        self._metrics.generated_tokens.inc(count)
+        self._top.count(self._name, _GENERATED_TOKENS, count)
+        self._num_generated += count
+        self._charge.generated_tokens += count
+
+    def first_token(self, event: TokenEvent, now: float) -> None:
+        """Of one of its sequences; the first of all of them counts."""
+        if self.first_token_s is not None:
+            return
+        self.first_token_s = now - self._began
+        self.start = self._start(event)
+        first_token_s = self._metrics.first_token_s.labels(self.start)
+        first_token_s.observe(self.first_token_s, self._request.exemplar)
+        self._request.notes["loraplex.start"] = self.start
+        self._request.notes["loraplex.time_to_first_token_s"] = self.first_token_s
+
+    def _start(self, first: TokenEvent) -> Start:
+        if self._name == BASE:
+            return "base"
+        return "cold" if first.load_s else "warm"
+
+    def decoded(self, decode_s: float, count: int) -> None:
+        """One of its sequences has ended, with `count` tokens after its first."""
+        self._metrics.output_token_s.observe(decode_s / count)
+        self._decode_s += decode_s
+        self._num_decoded += count
+
+    def finished(self) -> None:
+        """The answer is whole."""
+        self._charge.outcome = "ok"
+        self._metrics.request_s.observe(self.elapsed_s, self._request.exemplar)
+
+    def failed(self, *, excused: bool) -> None:
+        """It ended in an error. excused: whatever adapter it had would have failed."""
+        self._top.count(self._name, _ERRORS)
+        self._outcome = "excused" if excused else "failed"
+
+    def broke_off(self, error: RequestError) -> None:
+        """Its stream ended in an error after its first byte."""
+        self._report(error)
+
+    def stopped(self, *, by_failure: bool) -> None:
+        """It ended before the answer was whole: by a failure, or since its client left."""
+        self._charge.outcome = "failed" if by_failure else "cancelled"
+        if not by_failure:
+            self._metrics.given_up.inc()
+            self._request.error = "client_gone"
+
+    def closed(self) -> None:
+        """However it ended, also before it was queued."""
+        if self._is_queued:
+            adapter = self._adapter
+            if adapter is not None and adapter.rollout and self._outcome != "excused":
+                self._metrics.outcomes.add(adapter.rollout, adapter.digest, self._told())
+            self._request.notes["gen_ai.usage.output_tokens"] = self._num_generated
+        self._charge.close()
+
+    def _told(self) -> GuardSample:
+        """Who left before the first token has waited for so long at least.
+
+        A cold start says nothing of a version: one with a small share has more of them.
+        """
+        if self._outcome == "failed":
+            return GuardSample(True)
+        token_s = self._decode_s / self._num_decoded if self._num_decoded else None
+        first_token_s = self.elapsed_s if self.first_token_s is None else self.first_token_s
+        return GuardSample(False, None if self.start == "cold" else first_token_s, token_s)
+
+
+class SequenceObserver:
+    """Hears of one sequence's events: placed, submitted, received; resumed before each further
+    attempt; token and ended when its answer's reader has them."""
+
+    __slots__ = (
+        *("_attempt", "_first_at", "_last_at", "_metrics", "_notes", "_num_tokens"),
+        *("_placed_at", "_request", "_trace"),
+    )
+
+    def __init__(
+        self,
+        request: RequestObserver,
+        in_hand: RequestInHand,
+        metrics: RouterMetrics,
+        digest: str | None,
+    ) -> None:
+        self._request = request
+        self._notes = in_hand.notes
+        self._metrics = metrics
+        self._trace = SequenceTrace(in_hand.trace, digest, time.monotonic)
+        self._placed_at = self._first_at = self._last_at = 0.0
+        self._num_tokens = self._attempt = 0
+
+    def placed(self, began: float, worker_id: str, reason: Reason, tier: str, attempt: int) -> None:
+        """It left the queue, which it entered at `began`, for a worker."""
+        self._metrics.placed(reason, self._request.clock() - began)
+        self._notes["loraplex.placement.reason"] = reason
+        self._placed_at = self._trace.placed(began, worker_id, reason, tier, attempt)
+
+    def submitted(self) -> None:
+        """The worker has, or has been sent, all that it needs."""
+        self._trace.submitted(self._placed_at)
+
+    def received(self, event: TokenEvent) -> None:
+        """An event came from the worker."""
+        self._trace.received(event)
+
+    def resumed(self, cause: ErrorCode) -> None:
+        """Another attempt begins."""
+        self._metrics.resumed(cause)
+
+    def quarantined(self) -> None:
+        """It killed the workers that it ran on."""
+        self._metrics.quarantined.inc()
+
+    def token(self, event: TokenEvent) -> None:
+        """Generated tokens are with the answer's reader."""
+        request, metrics, count = self._request, self._metrics, len(event.token_ids)
+        now = request.clock()
+        request.generated(count)
+        if self._num_tokens:
+            metrics.token_gap_s.observe(now - self._last_at)
+            if event.attempt != self._attempt:
+                metrics.resume_gap_s.observe(now - self._last_at)
+        else:
+            self._first_at = now
+            request.first_token(event, now)
+        self._num_tokens += count
+        self._last_at = now
+        self._attempt = event.attempt
+
+    def ended(self) -> None:
+        """The answer's reader has the whole choice."""
+        if self._num_tokens > 1:
+            self._request.decoded(self._last_at - self._first_at, self._num_tokens - 1)

@@ -12,9 +12,8 @@ from router.names.served import ServedAdapter
 from router.policy.guards import GuardSample
 from router.policy.placement.placement import Reason
 from router.telemetry.metrics import RouterMetrics, Start
-from router.telemetry.request import RequestInHand
+from router.telemetry.request import Notes, RequestInHand
 from router.telemetry.request_log import note_call
-from router.telemetry.sequence import SequenceTrace
 from router.telemetry.top_adapters import BASE, COUNTS, OTHER
 from router.tenancy.metering import Charge
 from server.protocol import ErrorCode, TokenEvent
@@ -182,11 +181,15 @@ class RequestObserver:
 
 class SequenceObserver:
     """Hears of one sequence's events: placed, submitted, received; resumed before each further
-    attempt; token and ended when its answer's reader has them."""
+    attempt; token and ended when its answer's reader has them.
+
+    Keeps times only: a span (queue, placement, load, prefill, decode; of each attempt) is made when
+    a part is over. digest: of its adapter.
+    """
 
     __slots__ = (
-        *("_attempt", "_first_at", "_last_at", "_metrics", "_notes", "_num_tokens"),
-        *("_placed_at", "_request", "_trace"),
+        *("_adapter", "_attempt", "_first_at", "_last_at", "_metrics", "_notes", "_num_tokens"),
+        *("_placed_at", "_received_at", "_request", "_request_notes", "_submitted_at", "_trace"),
     )
 
     def __init__(
@@ -197,25 +200,45 @@ class SequenceObserver:
         digest: str | None,
     ) -> None:
         self._request = request
-        self._notes = in_hand.notes
+        self._request_notes = in_hand.notes
+        self._trace = in_hand.trace
         self._metrics = metrics
-        self._trace = SequenceTrace(in_hand.trace, digest, time.monotonic)
-        self._placed_at = self._first_at = self._last_at = 0.0
+        self._adapter: Notes = {} if digest is None else {"loraplex.adapter.digest": digest}
+        self._notes: Notes = {}
+        self._placed_at = self._submitted_at = self._received_at = 0.0
+        self._first_at = self._last_at = 0.0
         self._num_tokens = self._attempt = 0
 
     def placed(self, began: float, worker_id: str, reason: Reason, tier: str, attempt: int) -> None:
         """It left the queue, which it entered at `began`, for a worker."""
         self._metrics.placed(reason, self._request.clock() - began)
-        self._notes["loraplex.placement.reason"] = reason
-        self._placed_at = self._trace.placed(began, worker_id, reason, tier, attempt)
+        self._request_notes["loraplex.placement.reason"] = reason
+        self._notes = {
+            **self._adapter,
+            "loraplex.worker.id": worker_id,
+            "loraplex.placement.reason": reason,
+            "loraplex.adapter.tier": tier,
+            "loraplex.attempt": attempt,
+        }
+        self._placed_at = time.monotonic()
+        self._trace.stage("queue", began, self._placed_at, self._notes)
 
     def submitted(self) -> None:
         """The worker has, or has been sent, all that it needs."""
-        self._trace.submitted(self._placed_at)
+        self._submitted_at, self._received_at = time.monotonic(), 0.0
+        self._trace.stage("placement", self._placed_at, self._submitted_at, self._notes)
 
     def received(self, event: TokenEvent) -> None:
         """An event came from the worker."""
-        self._trace.received(event)
+        now = time.monotonic()
+        if not self._received_at and event.token_ids:
+            self._received_at = now
+            loaded = min(self._submitted_at + (event.load_s or 0.0), now)
+            if event.load_s:
+                self._trace.stage("load", self._submitted_at, loaded, self._notes)
+            self._trace.stage("prefill", loaded, now, self._notes)
+        if event.finish is not None and self._received_at:
+            self._trace.stage("decode", self._received_at, now, self._notes)
 
     def resumed(self, cause: ErrorCode) -> None:
         """Another attempt begins."""

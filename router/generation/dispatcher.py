@@ -102,7 +102,9 @@ class Dispatcher:
             held.callback(observer.closed)
             async with self._until(deadline):
                 self._refuse_early(authorised, charge)
-                adapter = await self._resolve(authorised, observer, held)
+                adapter = await self._resolve(authorised, observer)
+                if adapter is not None:
+                    held.callback(self._use.hold(adapter))
                 resolved = ResolvedRequest(model, adapter)
                 tokenised = await self._tokenise(authorised, resolved, observer)
             admitted = await self._admit(authorised, resolved, tokenised, charge, held)
@@ -116,10 +118,10 @@ class Dispatcher:
     ) -> list[Prompt]:
         """Those that `start` would run, of any length; nothing is run. Raises RequestError."""
         deadline = asyncio.get_running_loop().time() + self._limits.request_timeout_s
-        with ExitStack() as held, _as_request_errors(authorised.call.api):
+        with _as_request_errors(authorised.call.api):
             async with self._until(deadline):
                 model = self._base.require()
-                resolved = ResolvedRequest(model, await self._resolve(authorised, observer, held))
+                resolved = ResolvedRequest(model, await self._resolve(authorised, observer))
                 return await self._prompts(authorised, resolved, observer)
 
     def give_up(self) -> None:
@@ -181,9 +183,9 @@ class Dispatcher:
         self._check_room(authorised.tenant, max(1, len(call.prompts)) * call.best_of, 0)
 
     async def _resolve(
-        self, authorised: AuthorisedRequest, observer: RequestObserver, held: ExitStack
+        self, authorised: AuthorisedRequest, observer: RequestObserver
     ) -> ServedAdapter | None:
-        """The adapter, in use until `held` is closed. Raises AdapterError."""
+        """The adapter that the call names. Raises AdapterError."""
         if authorised.adapter is None:
             return None
         sticky = sticky_value(
@@ -196,7 +198,6 @@ class Dispatcher:
             observer.unresolved(began)
             raise
         observer.resolved(began)
-        held.callback(self._use.hold(adapter))
         return adapter
 
     async def _prompts(

@@ -7,7 +7,8 @@ import msgspec
 
 SiteKind = Literal["qkv", "o", "gate_up", "down", "embed_tokens", "lm_head"]
 
-# A *site* is one fused matrix product of the base; its projections share the input.
+# A *site* is one fused matrix product of the base; its projections share the input. These are of
+# Llama and of models after it.
 SITE_PROJECTIONS: dict[SiteKind, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "o": ("o_proj",),
@@ -16,7 +17,6 @@ SITE_PROJECTIONS: dict[SiteKind, tuple[str, ...]] = {
     "embed_tokens": ("embed_tokens",),
     "lm_head": ("lm_head",),
 }
-LAYER_SITES: tuple[SiteKind, ...] = ("qkv", "o", "gate_up", "down")
 MODEL_SITES: tuple[SiteKind, ...] = ("embed_tokens", "lm_head")
 
 
@@ -43,6 +43,7 @@ class BaseSpec(msgspec.Struct, frozen=True):
     embedding_digests: `embed_tokens` and `lm_head` -> `float_digest` of the base's weights
         (`adapters.safetensors.floats`). An adapter that brings an equal copy of them, as PEFT
         saves it, is then accepted.
+    sites: the modules of each site, in the order of a step within a layer.
     tokens: text -> id, all that the base's tokenizer knows; None = not known.
     eos_token_ids: ids that its files name as the end of an answer.
     """
@@ -54,6 +55,9 @@ class BaseSpec(msgspec.Struct, frozen=True):
     vocab_size: int
     layer_modules: dict[str, ModuleShape]
     model_modules: dict[str, ModuleShape]
+    sites: dict[SiteKind, tuple[str, ...]] = msgspec.field(
+        default_factory=lambda: dict(SITE_PROJECTIONS)
+    )
     embedding_digests: dict[str, str] = {}
     tokens: dict[str, int] | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -109,7 +109,7 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where one site's LoRA tensors lie. Offsets are bytes from the slab's start, 256-byte aligned.
 
     layer: 0-based, or -1 for `embed_tokens` and `lm_head`.
-    ranks, scales, b_offsets: one entry per projection of the site (`SITE_PROJECTIONS`);
+    ranks, scales, b_offsets: one entry per projection of the site (`BaseSpec.sites`);
         rank 0 = not targeted (its b_offset is 0 and means nothing).
     a_offset: A of all projections stacked, `[sum(ranks), in_features]` row-major;
         for `embed_tokens` it is A transposed, `[vocab, rank]`, so that a token reads one row.

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from adapters.base import LAYER_SITES, MODEL_SITES, SITE_PROJECTIONS, BaseSpec, SiteKind
+from adapters.base import MODEL_SITES, BaseSpec, SiteKind
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
 from adapters.peft.validate import SlabRoom
 
@@ -55,7 +55,7 @@ def make_layout(
     cursor = _Cursor(extent_bytes)
     sites: list[SiteLayout] = []
     for layer, kind in _site_order(base):
-        names = SITE_PROJECTIONS[kind]
+        names = base.sites[kind]
         modules = [by_site.get((layer, name)) for name in names]
         if any(modules):
             sites.append(_place_site(layer, kind, modules, base, ITEM_BYTES[dtype], cursor))
@@ -110,8 +110,9 @@ def b_matrices(
 def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
     """In the order a step computes them, so that the first layers can be used first."""
     yield -1, MODEL_SITES[0]
+    of_layer = [kind for kind in base.sites if kind not in MODEL_SITES]
     for layer in range(base.num_layers):
-        for kind in LAYER_SITES:
+        for kind in of_layer:
             yield layer, kind
     yield -1, MODEL_SITES[1]
 
@@ -119,7 +120,7 @@ def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
 def _shape(base: BaseSpec, kind: SiteKind, projection: int) -> tuple[int, int]:
     """(in, out) features. Projections of a site share their input."""
     modules = base.model_modules if kind in MODEL_SITES else base.layer_modules
-    module = modules[SITE_PROJECTIONS[kind][projection]]
+    module = modules[base.sites[kind][projection]]
     return module.in_features, module.out_features
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapters.base import SITE_PROJECTIONS, BaseSpec
+from adapters.base import BaseSpec
 from adapters.content_check import ContentCheck
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
 from adapters.peft.validate import LoraTensors, ModuleLora
@@ -70,7 +70,7 @@ def _places(adapter: LoraTensors, base: BaseSpec, layout: SlabLayout) -> Iterato
     modules = {(module.layer, module.module): module for module in adapter.modules}
     item_bytes = ITEM_BYTES[layout.dtype]
     for site in layout.sites:
-        parts = [modules.get((site.layer, name)) for name in SITE_PROJECTIONS[site.kind]]
+        parts = [modules.get((site.layer, name)) for name in base.sites[site.kind]]
         yield from _site_places(site, parts, base, item_bytes)
 
 

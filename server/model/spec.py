@@ -74,6 +74,11 @@ class LinearSpec(msgspec.Struct, frozen=True):
     bias: bool = False
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """PEFT's short name of each part."""
+        return tuple(part.name for part in self.parts)
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Output features of each part."""
         return tuple(part.out_features for part in self.parts)
@@ -309,7 +314,7 @@ def base_spec(
     eos_token_ids: tuple[int, ...] = (),
 ) -> BaseSpec:
     """The module table that adapters for this model are validated against."""
-    of_layer = [linear.modules() for linear in model.layers[0].linears]
+    linears = model.layers[0].linears
     embedding = model.embedding
     return BaseSpec(
         digest=digest,
@@ -317,10 +322,16 @@ def base_spec(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
-        layer_modules={name: shape for modules in of_layer for name, shape in modules.items()},
+        layer_modules={
+            name: shape for linear in linears for name, shape in linear.modules().items()
+        },
         model_modules={
             "embed_tokens": ModuleShape(embedding.path, embedding.vocab_size, embedding.size),
             **model.head.linear.modules(),
+        },
+        sites={
+            "embed_tokens": ("embed_tokens",),
+            **{linear.kind: linear.names for linear in (*linears, model.head.linear)},
         },
         embedding_digests=dict(embedding_digests or {}),
         tokens=tokens,

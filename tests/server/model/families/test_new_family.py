@@ -4,21 +4,30 @@ It is Gemma 2's, which transformers computes: soft caps on scores and logits, no
 and MLP, windows in every other layer, a scale of its own, a scaled embedding.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+from peft import LoraConfig
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+)
 
 from server.model.families import family
 from server.model.families.family import Family
 from server.model.families.fields import Fields
-from server.model.families.registry import FAMILIES
+from server.model.families.registry import FAMILIES, read_model
 from server.model.families.rope import read_rope
-from server.model.spec import ModelSpec, NormSpec, NormsSpec
+from server.model.spec import ModelSpec, NormSpec, NormsSpec, Part
 from tests.server.model import fake_flashinfer
 from tests.server.model.adapter_zoo import ZOO
 from tests.server.model.driver import Driver, Stream, generate
@@ -95,6 +104,21 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "gemma2", Family("Gemma2ForCausalLM", read))
+    monkeypatch.setitem(FAMILIES, "phi3", Family("Phi3ForCausalLM", read_fused))
+
+
+def read_fused(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Phi 3's: q, k and v are one module of the checkpoint and of PEFT, gate and up another."""
+    sizes = family.read_sizes(fields)
+    rope, max_context = read_rope(fields, sizes.positions)
+    layer = family.layer(sizes, family.attention(sizes, rope))
+    layer = replace(
+        layer,
+        qkv=replace(layer.qkv, parts=(Part("self_attn.qkv_proj", layer.qkv.out_features),)),
+        gate_up=replace(layer.gate_up, parts=(Part("mlp.gate_up_proj", 2 * sizes.inner),)),
+    )
+    eos = family.read_eos(fields, generation, sizes)
+    return family.model(fields, sizes, (layer,) * sizes.layers, max_context, eos)
 
 
 def make_capped(**changes: Any) -> PreTrainedModel:
@@ -116,15 +140,16 @@ def test_the_base_is_that_of_transformers(chunk: int, tmp_path: Path) -> None:
     driver.close()
 
 
-def test_adapters_on_every_module_are_those_of_peft(tmp_path: Path) -> None:
-    """In one batch with the base."""
-    model = make_capped()
-    driver = Driver(save_model(model, tmp_path))
+def assert_adapters(
+    model: PreTrainedModel, configs: Mapping[str, LoraConfig], folder: Path
+) -> None:
+    """In one batch with the base, what PEFT computes."""
+    driver = Driver(save_model(model, folder))
     oracle: Any = model
     slots: dict[str | None, int] = {None: -1}
     first = 0
-    for slot, name in enumerate(("rank16", "rank64_everything")):
-        oracle = add_adapter(oracle, name, ZOO[name](), slot)
+    for slot, (name, config) in enumerate(configs.items()):
+        oracle = add_adapter(oracle, name, config, slot)
         layout, slab = pack(oracle, name)
         assert driver.load(slot, layout, slab, first).error is None
         slots[name], first = slot, first + sum(layout.runs)
@@ -136,6 +161,22 @@ def test_adapters_on_every_module_are_those_of_peft(tmp_path: Path) -> None:
     for adapter, stream in streams.items():
         assert_parity(oracle, adapter, stream)
     driver.close()
+
+
+def test_adapters_on_every_module_are_those_of_peft(tmp_path: Path) -> None:
+    configs = {name: ZOO[name]() for name in ("rank16", "rank64_everything")}
+    assert_adapters(make_capped(), configs, tmp_path)
+
+
+def test_matrices_that_the_checkpoint_stores_fused(tmp_path: Path) -> None:
+    settings = {**SIZES, "pad_token_id": 0, "tie_word_embeddings": False}
+    model = random_model(Phi3Config, Phi3ForCausalLM, **settings)
+    fused = ["qkv_proj", "gate_up_proj"]
+    configs = {
+        "fused": LoraConfig(r=8, lora_alpha=16, target_modules=fused),
+        "others": LoraConfig(r=3, lora_alpha=3, target_modules=["o_proj", "down_proj"]),
+    }
+    assert_adapters(model, configs, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +195,38 @@ def test_each_setting_changes_the_answer(other: dict[str, Any]) -> None:
     ids = prompt(17, 0)
     ours, theirs = (reference_logprobs(make_capped(**c), None, ids) for c in ({}, other))
     assert (ours - theirs).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"attn_logit_softcapping": 50.0}, "soft cap on attention's scores"),
+        ({"query_pre_attn_scalar": 144}, "attention's scale of 0.0833333"),
+        ({"hidden_activation": "gelu_pytorch_tanh"}, "activation gelu_tanh"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "--max-context of at most 7"),
+    ],
+)
+def test_what_the_gpu_has_no_kernel_for_is_named(
+    changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_flashinfer.install(monkeypatch)
+    from server.model.ops.attention_cuda import unsupported
+
+    heads = {"head_dim": 64, "query_pre_attn_scalar": 64}
+    config = make_capped(**{**PLAIN_LAYERS, **heads, **changes}).config
+    model = read_model(json.loads(config.to_json_string()))
+    said = unsupported(model, torch.bfloat16, (9, 0))
+    assert said is None if reason is None else reason in str(said)
+    fake_flashinfer.forget()
+
+
+def test_layers_must_share_heads_and_modules() -> None:
+    model = read_model(json.loads(make_capped(**PLAIN_LAYERS).config.to_json_string()))
+    first, *others = model.layers
+    attention = replace(first.attention, num_kv_heads=1)
+    with pytest.raises(ValueError, match="same heads"):
+        replace(model, layers=(replace(first, attention=attention), *others))
 
 
 @pytest.mark.skipif(

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.base import LAYER_SITES, MODEL_SITES, BaseSpec
+from adapters.base import MODEL_SITES, BaseSpec, SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
 from adapters.peft.config import parse_config
 from adapters.peft.validate import LoraTensors, ModuleLora
@@ -28,6 +28,7 @@ from tests.server.model.hub_models import make_model
 
 ITEM_BYTES = 2
 RANKS = (0, 0, 1, 3, 16, 40)
+LAYER_SITES: tuple[SiteKind, ...] = ("qkv", "o", "gate_up", "down")
 
 
 @cache

@@ -38,7 +38,7 @@ SLO = Board(
                     "short",
                     _burn("availability"),
                     "How many times faster than allowed the budget is used up; objective: 99.9 % of"
-                    " requests without an error of ours. 14.4 for an hour pages.",
+                    " requests without a server error. 14.4 for an hour pages.",
                 ),
                 Panel(
                     "First token, burn rate",

@@ -1,4 +1,4 @@
-"""A server for load tests that answers as it is told, on a real socket."""
+"""A server for load tests with configured answers, on a real socket."""
 
 import json
 import socketserver

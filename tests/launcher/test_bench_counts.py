@@ -1,4 +1,4 @@
-"""What `loraplex bench serve` counts of answers, whatever their server tells of them."""
+"""The counts of `loraplex bench serve`, for servers that report different fields."""
 
 from collections.abc import Iterator
 

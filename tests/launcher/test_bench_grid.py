@@ -66,7 +66,7 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str,
 
 
 def refusal(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
-    """What is told where nothing is measured."""
+    """The output where nothing is measured."""
     with pytest.raises(SystemExit) as left:
         bench(capsys, *arguments)
     assert left.value.code == code

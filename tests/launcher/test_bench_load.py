@@ -69,7 +69,7 @@ def bench(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, 
 
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 1) -> str:
-    """The one line that is told."""
+    """The one line that is printed."""
     with pytest.raises(SystemExit) as left:
         main(["bench", *arguments])
     assert left.value.code == code

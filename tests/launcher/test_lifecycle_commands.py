@@ -18,7 +18,7 @@ ADAPTER = {
 
 
 class StubRouter(ThreadingHTTPServer):
-    """Answers what it is told to, and remembers what it was asked."""
+    """Gives configured answers, and remembers its requests."""
 
     answer: tuple[int, Any] = (200, ADAPTER)
 

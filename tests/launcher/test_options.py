@@ -157,7 +157,7 @@ def test_secrets_come_from_variable_or_file_only(
 
 @pytest.mark.parametrize("secret", ["two\nlines", "bell\a", "x" * 5000])
 def test_a_secret_that_could_never_be_sent(tmp_path: Path, secret: str) -> None:
-    """It is one line, and told by where it came from, never by what it is."""
+    """It is one line, and messages name its origin, never its value."""
     file = tmp_path / "secret"
     file.write_text(secret)
     for arguments, variables, source in (

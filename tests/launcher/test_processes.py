@@ -38,7 +38,7 @@ def test_lines_do_not_depend_on_how_bytes_arrive(parts: list[bytes]) -> None:
 
 
 class Case:
-    """A service whose children run a line of Python; says what it was told."""
+    """A service whose children run a line of Python, with the lines that it said."""
 
     def __init__(self, folder: Path, code: str) -> None:
         self.counter = folder / "counter"

@@ -165,7 +165,7 @@ class FakeWorker:
         self.places: tuple[AdapterPlace, ...] = ()
         self.places_version = 1
         self.output_tokens = 0
-        self.hides = False  # it does not tell what lies where
+        self.hides = False  # it sends no pictures
         self._connections: set[ServerConnection] = set()
         self._server: Server | None = None
         # Fault: nothing is sent any more, though the connection stands.

@@ -27,7 +27,7 @@ COMMIT = "c" * 40
 
 
 async def poll(condition: Callable[[], Awaitable[bool]], patience_s: float = 10.0) -> None:
-    """Waits for what nobody is told of, within a deadline."""
+    """Polls for a condition without a signal, within a deadline."""
     async with asyncio.timeout(patience_s):
         while True:
             if await condition():

@@ -132,7 +132,7 @@ async def test_running_streams_finish_before_it_stops(tmp_path: Path, worker: Fa
             gate.set()
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        # Nobody has told the client that its connection ends; no other could be made now.
+        # The client does not know that its connection ends; no other could be made now.
         again = await client.post("/v1/completions", json=BODY)
         assert (again.status_code, again.headers["connection"]) == (200, "close")
         assert await stopping == 0

@@ -1,4 +1,4 @@
-"""What is wrong with options is told before anything runs, by the option that is to blame."""
+"""Wrong options are reported before anything runs, by the option's name."""
 
 import dataclasses
 from pathlib import Path

@@ -9,7 +9,7 @@ from adapters.common.bounded import bounded
 
 
 class Stubborn:
-    """Work that goes on when it is cancelled, until it is told to end."""
+    """Work that goes on when it is cancelled, until it is released."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()

@@ -129,7 +129,7 @@ def test_peft_under_another_name(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def test_a_tied_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What adapts the embedding adapts the head: only --base tells whether they are one."""
+    """What adapts the embedding adapts the head: only --base shows whether they are one."""
     base = tmp_path / BASE_NAME.partition("/")[2]
     model(tied=True).save_pretrained(base)
     (base / "tokenizer.json").write_text(NO_WORDS)

@@ -152,7 +152,7 @@ async def test_https(tmp_path: Path) -> None:
 async def test_https_of_a_client_that_is_gone_when_its_connection_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel does not tell any more who it was: it leaves as it entered."""
+    """The kernel does not know the peer any more: the connection leaves as it entered."""
     gone = "uvicorn.protocols.http.httptools_impl.get_remote_addr"
     monkeypatch.setattr(gone, lambda transport: None)
     options: dict[str, Any] = {"max_connections_per_address": 1, "tls_cert": PEM, "tls_key": PEM}

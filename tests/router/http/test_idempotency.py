@@ -285,10 +285,10 @@ async def test_a_late_store_gets_the_end_later(router: Running, worker: FakeWork
     assert first.status_code == 200
     store.down = False
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return not router.service.idempotency._late
 
-    await poll(told)
+    await poll(reported)
     again = await ask(router)
     assert (again.content, again.headers["idempotency-replayed"]) == (first.content, "true")
     assert len(worker.requests) == 1

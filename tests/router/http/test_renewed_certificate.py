@@ -80,10 +80,10 @@ async def test_what_cannot_be_used_changes_nothing(
     async with running_router(tmp_path, tls_cert=cert, tls_key=key) as router:
         put(RENEWED, cert)
 
-        async def told() -> bool:
+        async def reported() -> bool:
             return "stays as it was" in caplog.text
 
-        await poll(told)
+        await poll(reported)
         assert f"--tls-key {key}: it is not the key of the certificate" in caplog.text
         assert await served(router) == der(FIRST)
         put(RENEWED, key)

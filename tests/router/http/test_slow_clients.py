@@ -312,7 +312,7 @@ async def test_an_answer_that_is_not_read(
 async def test_who_waits_for_a_whole_answer_is_no_slow_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However far the router lags behind its worker: here it takes up nothing for a while."""
+    """However far the router lags behind its worker: here it reads nothing for a while."""
     worker, take, delayed = talker(), Inbox.take, list[int]()
 
     async def late(self: Inbox) -> list[tuple[int, TokenEvent]]:

@@ -232,7 +232,7 @@ PATTERNS = st.lists(st.sampled_from(["*", "sql", "?*", "acme*", "*::*", "hub:*",
 
 
 class Asked:
-    """One caller's words to a catalog, and all that it is told."""
+    """One caller's words to a catalog, and all of its answers."""
 
     def __init__(self, table: Iterable[Registration], claimed: frozenset[OwnedName]) -> None:
         self._table = list(table)
@@ -309,7 +309,8 @@ def test_no_caller_ever_gets_another_tenants_name(
     words: list[str],
     source: str,
 ) -> None:
-    """Whatever its key opens, it is told what it would be told if the others' were not there."""
+    """A caller gets the same answers as if the others' names were not there, whatever its key
+    opens."""
     key = ApiKey("id", tenant, "0" * 64, models=tuple(models))
     caller = Caller(key) if tenant else NOBODY
     mine = ("", tenant)

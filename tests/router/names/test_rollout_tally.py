@@ -100,7 +100,9 @@ def completion() -> GenerationCall:
     return completions.parse(body, ApiLimits(base_names=("base",))).call
 
 
-def told(*, load_s: float | None = None, tokens: int = 3, fails: bool | None = None) -> list[str]:
+def counters(
+    *, load_s: float | None = None, tokens: int = 3, fails: bool | None = None
+) -> list[str]:
     """Counters of one request in a rollout. fails: excused or not."""
     metrics, clock = RouterMetrics(CollectorRegistry(), 10), Clock()
     served = ServedAdapter(
@@ -127,8 +129,8 @@ def told(*, load_s: float | None = None, tokens: int = 3, fails: bool | None = N
 
 def test_what_a_request_says_of_its_version() -> None:
     half = bucket_of(0.5)
-    assert told() == [f"first:{half}", "requests", f"token:{half}"]
-    assert told(load_s=2.0) == ["requests", f"token:{half}"], "a cold start is not its fault"
-    assert told(fails=False) == ["failed", "requests"]
-    assert told(fails=True) == [], "nor is a full queue"
-    assert told(tokens=0) == [f"first:{bucket_of(1.0)}", "requests"], "who left has waited"
+    assert counters() == [f"first:{half}", "requests", f"token:{half}"]
+    assert counters(load_s=2.0) == ["requests", f"token:{half}"], "a cold start is not its fault"
+    assert counters(fails=False) == ["failed", "requests"]
+    assert counters(fails=True) == [], "nor is a full queue"
+    assert counters(tokens=0) == [f"first:{bucket_of(1.0)}", "requests"], "who left has waited"

@@ -1,4 +1,4 @@
-"""Two tenants with one name, over HTTP: what each gets, what an operator does, what is told."""
+"""Two tenants with one name, over HTTP: each one's answers, the operator's actions, the reports."""
 
 import asyncio
 import hashlib
@@ -412,7 +412,7 @@ async def test_a_file_names_owners(tmp_path: Path, worker: FakeWorker) -> None:
 async def test_before_the_table_was_read_nobody_gets_the_fleets(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
-    """A tenant may have a name of its own, which only Redis could tell."""
+    """A tenant may have a name of its own, which only Redis knows."""
     acme, other = "lpx_of_acme", "lpx_of_another"
     file = tmp_path / "keys.json"
     keys = [

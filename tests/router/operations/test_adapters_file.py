@@ -164,7 +164,7 @@ class Clock:
 
 
 class Followed:
-    """A router's table, and the file that it follows when told to look."""
+    """A router's table, and the file that it reads on demand."""
 
     def __init__(self, router: Running, path: Path) -> None:
         self.admin = router.service.admin

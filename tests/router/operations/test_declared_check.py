@@ -1,4 +1,4 @@
-"""What --adapter declares is tried in the background: told soon, waited for by nobody."""
+"""What --adapter declares is tried in the background: reported soon, and nothing waits for it."""
 
 import asyncio
 import logging
@@ -20,7 +20,8 @@ from server.protocol import AdapterLoad
 from tests.router.fake_worker import FakeWorker, make_manifest, running_worker
 from tests.router.serving import Running, poll, running_router
 
-# Name -> what the worker or the Hub answers for hub:org/<name>, and the words that must be told.
+# Name -> what the worker or the Hub answers for hub:org/<name>, and the words that must be
+# reported.
 REASONS: dict[str, tuple[AdapterError | None, str]] = {
     "missing": (None, "no repository org/missing"),
     "private": (None, "org/private is private"),

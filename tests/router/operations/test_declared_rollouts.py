@@ -177,7 +177,7 @@ def test_versions_are_of_the_owner_that_an_entry_names() -> None:
 
 
 class Follower:
-    """A router that looks at the file when told."""
+    """A router that reads the file on demand."""
 
     now = 0.0
 

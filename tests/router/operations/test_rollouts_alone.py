@@ -1,4 +1,5 @@
-"""Guards while there is no Redis: each router judges by what it saw, and tells when it is back."""
+"""Guards while there is no Redis: each router judges by its own counts, and reports when Redis is
+back."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -59,9 +59,9 @@ async def test_from_nothing_to_all(fleet: Fleet) -> None:
     shown = (await call(fleet.two, "GET", "/mine")).json()
     assert (shown["digest"], shown["rollout"], shown["ref"]) == (NEW, None, "hub:org/new")
     assert set(await fleet.digests(fleet.two)) == {NEW}
-    told = (await call(fleet.two, "GET", "/mine/history")).json()["data"]
-    assert [change["action"] for change in told] == ["promote", *["rollout"] * 4, "register"]
-    assert (told[0]["before"], told[0]["by"]) == (OLD, "api 127.0.0.1")
+    found = (await call(fleet.two, "GET", "/mine/history")).json()["data"]
+    assert [change["action"] for change in found] == ["promote", *["rollout"] * 4, "register"]
+    assert (found[0]["before"], found[0]["by"]) == (OLD, "api 127.0.0.1")
     models = (await fleet.two.client.get("/v1/models")).json()["data"]
     assert [model["id"] for model in models].count("mine") == 1
 
@@ -100,11 +100,11 @@ async def test_what_is_not_warm_gets_nothing(fleet: Fleet) -> None:
         worker.order_error = "no room for it"
     await fleet.roll_out(100)
 
-    async def told() -> bool:
+    async def reported() -> bool:
         shown = [(await call(router, "GET", "/mine")).json() for router in (fleet.one, fleet.two)]
         return any("no room for it" in (one["error"] or "") for one in shown)
 
-    await poll(told)
+    await poll(reported)
     await fleet.until(fleet.one, "serving", "warming")
     assert set(await fleet.digests(fleet.one)) == {OLD}
     fleet.workers[1].order_error = None
@@ -121,8 +121,8 @@ async def test_a_bad_version_goes_back_by_itself(fleet: Fleet) -> None:
     for worker in fleet.workers:
         worker.before_token = fail_the_new
     answers = await asyncio.gather(*(generate(fleet.one, "mine", user=u) for u in USERS[:4]))
-    told = {(a.status_code, a.headers["x-loraplex-adapter-digest"]) for a in answers}
-    assert told <= {(200, OLD), (500, NEW)}, "an error tells whose it is, too"
+    found = {(a.status_code, a.headers["x-loraplex-adapter-digest"]) for a in answers}
+    assert found <= {(200, OLD), (500, NEW)}, "an error tells whose it is, too"
 
     async def back() -> bool:
         await fleet.send(fleet.one, fleet.two, each=10)
@@ -142,8 +142,8 @@ async def test_a_bad_version_goes_back_by_itself(fleet: Fleet) -> None:
     await poll(counted)
 
     async def audited() -> bool:
-        told = (await fleet.one.client.get("/v1/audit", headers=ADMIN)).json()["data"]
-        return any("rollback by guard" in one["action"] for one in told)
+        found = (await fleet.one.client.get("/v1/audit", headers=ADMIN)).json()["data"]
+        return any("rollback by guard" in one["action"] for one in found)
 
     await poll(audited)
 

@@ -1,4 +1,4 @@
-"""Registrations of a fleet: told to one router, known to all, and to those that start again."""
+"""Registrations of a fleet: made at one router, known to all, also after a restart."""
 
 import asyncio
 from pathlib import Path

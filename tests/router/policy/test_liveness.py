@@ -1,4 +1,4 @@
-"""A worker that is not heard, or does not hear, is told from one that is and does."""
+"""Finds workers that are not heard, or do not hear."""
 
 import pytest
 

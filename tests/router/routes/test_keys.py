@@ -1,4 +1,4 @@
-"""Keys over HTTP: who may ask what, how much, and what is told of it."""
+"""Keys over HTTP: permissions, quotas, and their reports."""
 
 import asyncio
 import hashlib

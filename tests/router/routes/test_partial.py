@@ -1,4 +1,4 @@
-"""An adapter of which targeted modules are missing says so wherever a router tells of it."""
+"""An adapter without some targeted modules is marked wherever a router shows it."""
 
 import msgspec
 

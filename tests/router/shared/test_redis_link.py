@@ -45,9 +45,9 @@ async def test_for_who_may_write_its_prefix_alone() -> None:
 async def test_a_reason_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     async with lost_link("other"):
 
-        async def told() -> bool:
+        async def reported() -> bool:
             return "still not back (AuthenticationError)" in caplog.text
 
-        await poll(told)
+        await poll(reported)
         assert "does not answer (OSError)" in caplog.text
         assert caplog.text.count("still not back") == 1

@@ -12,7 +12,7 @@ def replica(store: MemoryStore) -> Replica[str]:
 
 
 class Lossy(MemoryStore):
-    """Comes back empty when told to."""
+    """Comes back empty on demand."""
 
     life = "memory"
 

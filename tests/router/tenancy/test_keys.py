@@ -1,4 +1,4 @@
-"""Keys, what they open, how they are written in a file, and what callers are told."""
+"""Keys, what they open, how they are written in a file, and callers' errors."""
 
 import pytest
 

@@ -66,8 +66,7 @@ class Native(NamedTuple):
     """write: the calls of one answer. before, after: whether text may stand there. begin: what
     stands before text that begins an answer.
 
-    any_values: whether a value that no schema tells is written so that its
-    type is seen."""
+    any_values: whether a value without a schema is written so that its type is seen."""
 
     write: Writer
     before: bool = True

@@ -63,7 +63,7 @@ async def test_many_may_leave_at_once() -> None:
 
 
 async def test_a_worker_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot even be told to stop: what ran there goes on elsewhere all the same."""
+    """It cannot even get the order to stop: its sequences go on elsewhere all the same."""
     aborted = asyncio.Event()
     socket = SimpleNamespace(transport=SimpleNamespace(abort=aborted.set))
     hello = WorkerHello("w", 1, "0" * 64, 64)

@@ -134,8 +134,8 @@ class ChurnClient:
         at = len(stream.tokens)
         new = list(event.token_ids)
         if new and (event.index != at or stream.expected[at : at + len(new)] != new):
-            told = msgspec.structs.astuple(event)
-            self._findings.wrong.append(f"{event.request_id}: a wrong token: {told}")
+            fields = msgspec.structs.astuple(event)
+            self._findings.wrong.append(f"{event.request_id}: a wrong token: {fields}")
         stream.tokens += new
         self._findings.tokens += len(new)
         stream.started.set()

@@ -1,4 +1,5 @@
-"""A disk that is really full under a worker's cache: what is there is served, the rest is told."""
+"""A disk that is really full under a worker's cache: what is there is served, the rest is
+reported."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What lies where, as the real worker and the certifying engine tell it."""
+"""The adapters' places, as the real worker and the certifying engine report them."""
 
 from collections.abc import Iterator
 

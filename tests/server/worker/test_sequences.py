@@ -129,8 +129,8 @@ class TableMachine(RuleBasedStateMachine):
     @rule()
     def lose_engine(self) -> None:
         routed = self.table.end_all("engine_lost", "gone")
-        told = sorted((c, e.request_id) for c, events in routed.items() for e in events)
-        assert told == sorted((c, n) for c, n in self.keys.values() if c is not None)
+        sent = sorted((c, e.request_id) for c, events in routed.items() for e in events)
+        assert sent == sorted((c, n) for c, n in self.keys.values() if c is not None)
         self.keys.clear()
 
     @invariant()

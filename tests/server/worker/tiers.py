@@ -1,8 +1,8 @@
 """Disk, host arena and device arena with the real code between them, moved by hand.
 
 The worker's part is `HostTier`, `Staging` and `AdapterOrders`, the engine's `EngineLoop` and
-`Scheduler`. Threads, the pipe, the copies and the clock do nothing by themselves: each step of
-each of them is one call here, so that any order of them can be tried.
+`Scheduler`. Threads, the pipe, the copies and the clock do nothing by themselves. Each step of each
+of them is one call here, so any order of them can be tried.
 """
 
 import asyncio
@@ -135,8 +135,8 @@ class WatchedArena(AdapterArena):
 
 
 class DeviceExecutor(CertifyingExecutor):
-    """Copies are usable, and over, when they are told to be. What is wrong is kept: the loop takes
-    any exception for the device's fault."""
+    """Copies become usable, and end, on demand. What is wrong is kept: the loop takes any exception
+    for the device's fault."""
 
     def __init__(self, tiers: "Tiers") -> None:
         super().__init__(tiers.limits, tiers.options)
@@ -145,8 +145,8 @@ class DeviceExecutor(CertifyingExecutor):
         self._broken = tiers.broken
         self.memory: list[str | None] = [None] * tiers.limits.arena_extents
         self.copying: dict[str, AdapterCopy] = {}  # not over
-        self.nearing: set[str] = set()  # of these, told to be usable
-        self.ending: set[str] = set()  # and to be over
+        self.nearing: set[str] = set()  # of these, made usable
+        self.ending: set[str] = set()  # and ended
         self.fail_next = False
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> FakeTicket:
@@ -169,8 +169,8 @@ class DeviceExecutor(CertifyingExecutor):
             raise
 
     def poll_copies(self) -> list[CopyNews]:
-        told = self.nearing | self.ending
-        held_back = [item for item in self._copies if item[1].layout.digest not in told]
+        marked = self.nearing | self.ending
+        held_back = [item for item in self._copies if item[1].layout.digest not in marked]
         still_read = [item for item in self._ending if item[1].layout.digest not in self.ending]
         self._copies = [item for item in self._copies if item not in held_back]
         self._ending = [item for item in self._ending if item not in still_read]
@@ -272,7 +272,7 @@ class Tiers:
         self.orders = AdapterOrders(self.tier, self._on_disk, self.threads, self, lambda: self.now)
         self.staging = Staging(self.tier, self.orders, AdapterMeter(metrics), self.to_engine)
         self.engine = Engine(self)
-        self.told: dict[str, SlabStaged] = {}  # to this engine, and not released
+        self.handed_over: dict[str, SlabStaged] = {}  # to this engine, and not released
         self.live: set[int] = set()
         self.events: dict[int, list[TokenEvent]] = {}
         self.reports: dict[str, list[AdapterReport]] = {}
@@ -340,8 +340,8 @@ class Tiers:
 
     def to_engine(self, frame: ToEngine) -> None:
         if isinstance(frame, SlabStaged):
-            assert frame.layout.digest not in self.told, "staged twice for one engine"
-            self.told[frame.layout.digest] = frame
+            assert frame.layout.digest not in self.handed_over, "staged twice for one engine"
+            self.handed_over[frame.layout.digest] = frame
         self.engine.pipe.inbox.append(frame)
 
     # ---- routers
@@ -398,7 +398,7 @@ class Tiers:
             case NeedSlab(digest):
                 self.staging.need(digest)
             case SlabReleased(digest):
-                self.told.pop(digest)
+                self.handed_over.pop(digest)
                 self.staging.released(frame)
             case AdapterSettled():
                 self.orders.settled(frame)
@@ -418,7 +418,7 @@ class Tiers:
     def restart_engine(self) -> None:
         """It dies, whatever it was doing; the worker hears of it, and another is ready."""
         self.engine = Engine(self)
-        self.told.clear()
+        self.handed_over.clear()
         self._resident = self._loading = ()
         self.do(self._engine_lost)
         self.do(self.orders.engine_ready)

@@ -450,7 +450,7 @@ async def test_an_eviction_ends_however_a_staging_does(
 
 
 class Saving:
-    """A store that is told what to keep; a gate holds it back."""
+    """A store that keeps configured slabs; a gate holds it back."""
 
     def __init__(self) -> None:
         self.saved: list[tuple[str, bytes]] = []

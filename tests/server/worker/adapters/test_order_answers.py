@@ -87,7 +87,7 @@ def test_what_its_router_wants_no_more_is_not_loaded(tiers: Tiers, how: str) -> 
         tiers.round()
     assert tiers.engine.scheduler.arena.stage("a") == "absent"
     assert not any(tiers.reports.values())
-    assert not tiers.told
+    assert not tiers.handed_over
 
 
 def test_a_preload_that_two_ordered_is_withdrawn_by_one(tiers: Tiers) -> None:

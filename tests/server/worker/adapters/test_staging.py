@@ -39,7 +39,7 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
     settle(tiers)
     yield tiers
     settle(tiers)
-    assert not tiers.told
+    assert not tiers.handed_over
     assert not any(map(tiers.arena.leases, tiers.arena.ready))
     tiers.close()
     assert tiers.wrong == []
@@ -105,7 +105,7 @@ def test_what_was_given_up_is_no_load(tiers: Tiers) -> None:
 
     tiers.do(lambda: tiers.push("a"))
     settle(tiers)
-    assert not tiers.told
+    assert not tiers.handed_over
     assert load_s("a") is None
     assert tiers.orders.load_bytes_s == 0
     tiers.submit(1, make_request([5, 6], 4, "a"))
@@ -135,7 +135,7 @@ def test_what_is_on_its_way_from_disk_is_handed_over_once(tiers: Tiers) -> None:
             for _ in range(len(tiers.threads.jobs)):
                 tiers.end_job(0)
             await asyncio.sleep(0)
-        assert not tiers.told
+        assert not tiers.handed_over
         tiers.push("c")
 
     tiers.aio.run_until_complete(push_at_once())

@@ -168,8 +168,8 @@ class TiersMachine(RuleBasedStateMachine):
     def copy(self, data: st.DataObject, over: bool) -> None:
         """It will be usable, or over, too."""
         executor = self.tiers.engine.executor
-        told = executor.ending if over else executor.nearing
-        told.add(data.draw(st.sampled_from(sorted(executor.copying))))
+        marked = executor.ending if over else executor.nearing
+        marked.add(data.draw(st.sampled_from(sorted(executor.copying))))
 
     @rule(name=NAMES, age=st.integers(0, 1))
     def push(self, name: str, age: int) -> None:
@@ -247,7 +247,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def what_is_leased_stays(self) -> None:
         host, scheduler = self.tiers.arena, self.tiers.engine.scheduler
-        for digest, staged in self.tiers.told.items():
+        for digest, staged in self.tiers.handed_over.items():
             placement = host.placement(digest)
             assert host.leases(digest) == 1, "the engine may read it"
             assert placement is not None
@@ -262,7 +262,7 @@ class TiersMachine(RuleBasedStateMachine):
     def host_leases_are_those_of_the_engine(self) -> None:
         """One for each slab that it was handed and that has not come back."""
         host = self.tiers.arena
-        assert {d for d in host.ready if host.leases(d)} == set(self.tiers.told)
+        assert {d for d in host.ready if host.leases(d)} == set(self.tiers.handed_over)
 
     def what_is_pinned_stays_on_the_device(self) -> None:
         arena = self.tiers.engine.scheduler.arena
@@ -340,7 +340,7 @@ class TiersMachine(RuleBasedStateMachine):
                 "on its way there": tiers.arena.loading,
                 "device": loads.arena.ready,
                 "on its way to the device": loads.loading,
-                "told": list(tiers.told),
+                "handed_over": list(tiers.handed_over),
                 "staging": len(tiers.staging._tasks),
                 "orders": self.unanswered(),
             }
@@ -357,7 +357,7 @@ class TiersMachine(RuleBasedStateMachine):
             tiers.live
             or tiers.threads.jobs
             or len(tiers.staging._tasks)
-            or tiers.told
+            or tiers.handed_over
             or engine.pipe.inbox
             or engine.pipe.outbox
             or engine.executor.copying

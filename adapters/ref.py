@@ -42,8 +42,8 @@ class AdapterRef(msgspec.Struct, frozen=True):
 
     source: `alias` is a name that the operator registered.
     name: `org/name` or `org/name/folder` for `hub`, `bucket/prefix` for `s3`, `host[:port]/path`
-        for `https`; for `local` a path whose other characters than A-Za-z0-9._+=,~- are written as
-        in URLs (`my%20adapter`).
+        for `https`. For `local` a path; characters other than A-Za-z0-9._+=,~- are written as in
+        URLs (`my%20adapter`).
     revision: branch, tag or commit for `hub`, fingerprint of the folder for the others;
         None = the default branch, or whatever the folder holds now.
     """

@@ -63,7 +63,7 @@ class AdapterPrefetch(msgspec.Struct, frozen=True, array_like=True, tag="af"):
 OrderAction = Literal[
     "load",  # to the device
     "evict",  # from device and host memory, once no sequence needs it
-    "status",  # only tell
+    "status",  # only report
     "withdraw",  # nobody waits any more for the order of the same id: not answered, nor is that
 ]
 

@@ -1,4 +1,4 @@
-"""Times of single steps, from what the engine tells of each. Pure but for the clock."""
+"""Times of single steps, from the engine's report of each. Pure but for the clock."""
 
 import time
 
@@ -10,7 +10,7 @@ _MASKS = 4  # of a step's phases
 
 
 class StepTimes:
-    """Of the steps in which all `batch` sequences decode. Call it with what each step tells."""
+    """Of the steps in which all `batch` sequences decode. Call it with each step's report."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch

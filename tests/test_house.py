@@ -76,6 +76,15 @@ def test_a_class_name_means_one_thing() -> None:
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
+def test_calls_do_not_pack_arguments_in_tuples() -> None:
+    """`f(*(a, b))` hides which parameter gets what: keywords say it."""
+    for path in sources():
+        for call in ast.walk(ast.parse(path.read_text())):
+            for argument in call.args if isinstance(call, ast.Call) else ():
+                packed = isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
+                assert not packed, f"{path.relative_to(ROOT)}:{argument.lineno}"
+
+
 def test_version_is_in_the_changelog() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert re.search(rf"^## {re.escape(version)}$", (ROOT / "CHANGELOG.md").read_text(), re.M)

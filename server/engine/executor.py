@@ -18,6 +18,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
 
     max_rows: sequences that may hold a row at once. max_step_tokens: of one plan.
     adapter_slots: rows of the device table. arena_extents: extents of `extent_bytes` for adapters.
+    max_guesses: tokens that a decode slice may compute beyond the row's last sample.
     """
 
     num_pages: int
@@ -30,6 +31,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     adapter_slots: int
     arena_extents: int
     extent_bytes: int
+    max_guesses: int = 0
 
 
 class Masks(NamedTuple):

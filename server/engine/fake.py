@@ -1,7 +1,8 @@
 """An executor without a model, for tests and failover drills: its tokens certify their origin.
 
-Every token is a function of the adapter's digest and all tokens before it, so an answer alone
-proves the right prompt, adapter, position and KV pages. It also checks strictly what plans promise.
+Every token is a function of the adapter's digest and all tokens before it. So an answer alone
+proves the right prompt, adapter, position and KV pages. The executor also checks strictly what
+plans promise.
 """
 
 import time
@@ -37,9 +38,10 @@ class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """eos_percent: how often a token is the first end-of-sequence id (0 = never).
 
     step_s: seconds that a step takes. copy_polls: calls of `poll_copies` until a copy is usable.
-    ending_polls: calls from then on until it is over (0 = at once).
-    check_bytes: slabs are read when a copy starts, is usable and is over, and must be what they
-    were before.
+    ending_polls: calls from then on until the copy is over (0 = at once).
+    check_bytes: slabs are read when a copy starts, is usable and is over. Their bytes must be the
+    same as before.
+    max_guesses: as in ExecutorLimits. right_percent: how often a guess is right.
     """
 
     vocab_size: int = 512
@@ -49,6 +51,8 @@ class CertifyOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_polls: int = 1
     ending_polls: int = 0
     check_bytes: bool = False
+    max_guesses: int = 0
+    right_percent: int = 50
 
 
 def _root(adapter: str | None) -> _Mark:
@@ -184,14 +188,11 @@ class CertifyingExecutor:
         ticket.held = False
         for index, bits in zip(masks.slices, masks.bits, strict=True):
             piece, result = ticket.plan.slices[index], ticket.results[index]
-            _check(piece.constrained and result.token_id is not None, "a mask of another slice")
-            assert result.token_id is not None
-            token_id = next_allowed(bits, result.token_id, self.limits.vocab_size)
+            _check(piece.constrained and len(result.token_ids) == 1, "a mask of another slice")
+            token_id = next_allowed(bits, result.token_ids[0], self.limits.vocab_size)
             self._rows[piece.seq_row].tokens[-1] = token_id
-            logprob = result.logprob
-            if logprob is not None:
-                logprob = msgspec.structs.replace(logprob, token_id=token_id)
-            ticket.results[index] = SliceResult(token_id, logprob, result.prompt_logprobs)
+            logprobs = tuple(msgspec.structs.replace(x, token_id=token_id) for x in result.logprobs)
+            ticket.results[index] = SliceResult((token_id,), logprobs, result.prompt_logprobs)
 
     def collect(self, ticket: FakeTicket) -> list[SliceResult]:
         _check(bool(self._in_flight) and self._in_flight[0] is ticket, "not the oldest step")
@@ -232,32 +233,53 @@ class CertifyingExecutor:
         _check(row is not None, f"a slice of no row {piece.seq_row}")
         assert row is not None
         end = piece.start + piece.num_new
-        self._check_inputs(row, piece, end)
+        known = end if piece.kind == "prompt" else piece.start + 1
+        self._check_inputs(row, piece, known, end)
         self._check_adapter(row, piece)
         self._read_prefix(row, piece.start)
         mark = row.marks[-1] if row.marks else _root(row.adapter)
         scored = []
-        for position in range(piece.start, end):
+        for position in range(piece.start, known):
             mark = _next_mark(mark, row.tokens[position])
             self._write(row, piece.seq_row, position, mark)
+            row.marks.append(mark)
             if piece.prompt_logprobs and position + 1 < row.start.prompt_len:
                 count = row.start.sampling.prompt_logprobs or 0
                 scored.append(self._logprob(mark, row.tokens[position + 1], count))
-        row.num_computed = end
-        return self._sample(row, piece, mark, scored if piece.prompt_logprobs else None)
-
-    def _sample(
-        self, row: _Row, piece: SeqSlice, mark: _Mark, scored: list[TokenLogprob] | None
-    ) -> SliceResult:
+        row.num_computed = known
+        prompt_logprobs = scored if piece.prompt_logprobs else None
         if not piece.sample:
-            return SliceResult(None, prompt_logprobs=scored)
-        _check(row.num_computed == len(row.tokens), "a sample before all inputs are computed")
-        index = len(row.tokens) - row.start.prompt_len
-        token_id = _token_of(mark, self.options, index >= row.start.eos_suppressed_until)
-        row.tokens.append(token_id)
+            return SliceResult(prompt_logprobs=prompt_logprobs)
+        _check(known == len(row.tokens), "a sample before all inputs are computed")
+        token_ids, logprobs = self._draw(row, piece, mark, end)
+        return SliceResult(tuple(token_ids), tuple(logprobs), prompt_logprobs)
+
+    def _draw(
+        self, row: _Row, piece: SeqSlice, mark: _Mark, end: int
+    ) -> tuple[list[int], list[TokenLogprob]]:
+        """One token, and one more for each leading guess that is right. Wrong guesses leave wrong
+        values in the KV places up to `end`."""
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
         count = row.start.sampling.logprobs
-        logprob = None if count is None else self._logprob(mark, token_id, count)
-        return SliceResult(token_id, logprob, scored)
+        for position in range(row.num_computed, end + 1):
+            index = len(row.tokens) - row.start.prompt_len
+            token_id = _token_of(mark, self.options, index >= row.start.eos_suppressed_until)
+            row.tokens.append(token_id)
+            token_ids.append(token_id)
+            if count is not None:
+                logprobs.append(self._logprob(mark, token_id, count))
+            if position == end:
+                break
+            if mark[1] % 100 >= self.options.right_percent:
+                for place in range(position, end):
+                    self._write(row, piece.seq_row, place, _root("a wrong guess"))
+                break
+            mark = _next_mark(mark, token_id)
+            self._write(row, piece.seq_row, position, mark)
+            row.marks.append(mark)
+            row.num_computed = position + 1
+        return token_ids, logprobs
 
     def _logprob(self, mark: _Mark, token_id: int, count: int) -> TokenLogprob:
         """Made up from the mark alone, so that it certifies as much as the token."""
@@ -268,16 +290,19 @@ class CertifyingExecutor:
         )
         return TokenLogprob(token_id, best, top, rank=1)
 
-    def _check_inputs(self, row: _Row, piece: SeqSlice, end: int) -> None:
+    def _check_inputs(self, row: _Row, piece: SeqSlice, known: int, end: int) -> None:
+        """The slice computes known tokens up to `known`, and guesses from there to `end`."""
+        most = 0 if piece.constrained or not piece.sample else self.limits.max_guesses
         _check(piece.num_new > 0, "an empty slice")
-        _check(end <= min(len(row.tokens), self.limits.max_context), "tokens that are not there")
+        _check(known <= len(row.tokens) and end - known <= most, "tokens that are not there")
+        _check(end <= self.limits.max_context, "tokens beyond the context")
         _check(len(row.pages) * self.limits.page_size >= end, "tokens without pages")
         if row.num_computed >= 0:
             _check(piece.start == row.num_computed, "a gap or an overlap in computed tokens")
-        if not piece.token_ids:
+        if piece.kind == "decode":
             sampled = len(row.tokens) > len(row.start.token_ids)
-            last = piece.num_new == 1 and end == len(row.tokens)
-            _check(sampled and last, "no sample on the device to go on from")
+            _check(sampled and known == len(row.tokens), "no sample on the device to go on from")
+            _check(not piece.token_ids, "other tokens than the row's")
         else:
             _check(piece.token_ids == row.tokens[piece.start : end], "other tokens than the row's")
 
@@ -305,7 +330,6 @@ class CertifyingExecutor:
         page = row.pages[position // self.limits.page_size]
         _check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
         self._kv[page][position % self.limits.page_size] = mark
-        row.marks.append(mark)
 
     def drain(self) -> None:
         self._in_flight.clear()

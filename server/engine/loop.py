@@ -69,9 +69,10 @@ class Channel(Protocol):
 
 
 class _InFlight(NamedTuple, Generic[T]):
-    """planned, launched: when that was done. constrained: places of slices that wait for masks."""
+    """planned, launched: times of that. constrained: places of slices that wait for masks."""
 
     plan: StepPlan
+    prompt_tokens: int
     ticket: T
     planned: float
     launched: float
@@ -241,7 +242,7 @@ class EngineLoop(Generic[T]):
         """While the step in flight runs, whoever comes can still be in the next plan."""
         if self._in_flight:
             running = self._in_flight[-1]
-            spare_s = self._pace.spare_s(_prompt_tokens(running.plan))
+            spare_s = self._pace.spare_s(running.prompt_tokens)
             began = self._clock()
             until = max(running.planned, self._ready_at) + spare_s
             self._load_while(lambda: self._clock() < until and not running.ticket.ready())
@@ -278,7 +279,8 @@ class EngineLoop(Generic[T]):
         ticket = self._executor.launch(plan, self._meanwhile)
         launched = self._clock()
         constrained = [i for i, piece in enumerate(plan.slices) if piece.constrained]
-        self._in_flight.append(_InFlight(plan, ticket, planned, launched, constrained))
+        tokens = plan.num_prompt_tokens
+        self._in_flight.append(_InFlight(plan, tokens, ticket, planned, launched, constrained))
         self._pace.prepared(planned - began, launched - planned)
         self._phases_s[Phase.PLAN] += planned - began
         self._phases_s[Phase.LAUNCH] += launched - planned - self._aside_s
@@ -290,7 +292,7 @@ class EngineLoop(Generic[T]):
         self._load_while(lambda: not running.ticket.ready())
         results = self._executor.collect(running.ticket)
         ready = self._clock()
-        self._pace.took(_prompt_tokens(running.plan), ready - max(running.planned, self._ready_at))
+        self._pace.took(running.prompt_tokens, ready - max(running.planned, self._ready_at))
         self._ready_at = ready
         self._in_flight.popleft()
         self._scheduler.commit(running.plan.step, results)
@@ -386,11 +388,6 @@ class EngineLoop(Generic[T]):
             phases_s=(plan_s, launch_s, wait_s, commit_s, masks_s),
             constrained=constrained,
         )
-
-
-def _prompt_tokens(plan: StepPlan) -> int:
-    """One for each sequence is none: most are decodes."""
-    return plan.num_tokens - len(plan.slices)
 
 
 def _describe(error: Exception) -> tuple[ErrorCode, str]:

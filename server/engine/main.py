@@ -186,6 +186,7 @@ def _certifying(text: str, config: EngineConfig, arena: memoryview) -> Certifyin
         adapter_slots=config.adapter_slots,
         arena_extents=config.adapter_memory // config.extent_bytes,
         extent_bytes=config.extent_bytes,
+        max_guesses=options.max_guesses,
     )
     return CertifyingExecutor(limits, options, arena)
 

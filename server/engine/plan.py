@@ -1,8 +1,12 @@
 """What one step computes, as plain ints: the scheduler decides, every rank carries out. Pure."""
 
+from typing import Literal
+
 import msgspec
 
 from server.protocol import SamplingParams, TokenLogprob
+
+SliceKind = Literal["prompt", "decode"]
 
 
 class RowStart(msgspec.Struct, frozen=True, array_like=True):
@@ -32,12 +36,18 @@ class PageGrant(msgspec.Struct, frozen=True, array_like=True):
 class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     """Tokens `start .. start + num_new` of one sequence, computed in this step.
 
-    token_ids: the inputs; empty when the one input is the row's last sample, already on the device.
-    adapter_slot: -1 = the base alone. sample: draw a token after the last of them.
+    kind: a `prompt` slice computes tokens that the scheduler knows; it can be one token long. A
+    `decode` slice computes the row's last sample, which is on the device. After the sample it
+    computes `num_new - 1` tokens that the executor guesses (`ExecutorLimits.max_guesses`).
+    token_ids: the tokens of a prompt slice; empty for a decode slice.
+    adapter_slot: -1 = the base alone. sample: draw a token after the last known token. A decode
+    slice also draws a token after each guess that turns out right.
     prompt_logprobs: return logprobs of the prompt tokens that these positions predict.
-    constrained: the draw waits for a mask (`Executor.constrain`); only where `sample` is true.
+    constrained: the draw waits for a mask (`Executor.constrain`). Only a slice with `sample` and
+    without guesses can be constrained.
     """
 
+    kind: SliceKind
     seq_row: int
     start: int
     num_new: int
@@ -46,6 +56,11 @@ class SeqSlice(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
     prompt_logprobs: bool = False
     constrained: bool = False
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the slice is one token. The end of a prompt can be, as decode slices are."""
+        return self.num_new == 1
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -62,6 +77,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         return sum(s.num_new for s in self.slices)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of prompt slices. A prompt slice of one token costs what a decode slice costs, so
+        it counts as none."""
+        return sum(s.num_new for s in self.slices if s.kind == "prompt" and not s.is_single)
+
+    @property
     def num_adapters(self) -> int:
         """Distinct ones."""
         return len({s.adapter_slot for s in self.slices if s.adapter_slot >= 0})
@@ -72,14 +93,17 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SliceResult(msgspec.Struct, frozen=True, array_like=True):
-    """For the slice at the same place in the plan.
+    """The result of the slice at the same place in the plan.
 
-    token_id: the sample, or None where none was asked for. failed: non-finite logits; the sequence
-    ends in an error and its neighbours are untouched.
+    token_ids: what was drawn, in order; empty where no sample was asked for. A prompt slice gives
+    one token. A decode slice gives one token and one more for each leading guess that was right:
+    at most `num_new`. Keys and values of the guesses behind those are invalid.
+    logprobs: parallel to token_ids, or empty where the request asks for none.
     prompt_logprobs: for prompt positions start+1 .. (position 0 has none and is not returned).
+    failed: non-finite logits; the sequence ends in an error and its neighbours are untouched.
     """
 
-    token_id: int | None
-    logprob: TokenLogprob | None = None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: list[TokenLogprob] | None = None
     failed: bool = False

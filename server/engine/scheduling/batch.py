@@ -1,6 +1,7 @@
-"""A step in the making, and then in flight: the plan, and whose slices it holds. Pure."""
+"""A step that is being planned, and then in flight: its plan and its sequences. Pure."""
 
 from server.constraints.constraint import Constraint
+from server.engine.executor import ExecutorLimits
 from server.engine.plan import PageGrant, RowStart, SeqSlice, StepPlan
 from server.engine.scheduling.sequence import Sequence, State
 
@@ -10,13 +11,19 @@ _SEED_MASK = 2**63 - 1  # devices keep seeds as signed 64-bit
 class Batch:
     """sequences: parallel to plan.slices. budget: tokens that the step still has room for."""
 
-    def __init__(self, step: int, budget: int, freed_rows: list[int]) -> None:
+    def __init__(
+        self, step: int, limits: ExecutorLimits, freed_rows: list[int], num_running: int
+    ) -> None:
+        """num_running: sequences for which the step keeps a token each before any guess."""
         self.plan = StepPlan(step, [], [], [], freed_rows)
         self.sequences: list[Sequence] = []
-        self.budget = budget
+        self.budget = limits.max_step_tokens
+        self._page_size = limits.page_size
+        self._max_guesses = limits.max_guesses
+        self._guesses_left = self.budget - num_running if limits.max_guesses else 0
 
     def start(self, sequence: Sequence) -> None:
-        """It has just been given its row and pages."""
+        """The sequence has just been given its row and pages."""
         request = sequence.request
         sequence.row_tokens = len(sequence.tokens)
         self.plan.new_rows.append(
@@ -37,32 +44,46 @@ class Batch:
         sequence.pages += pages
 
     def constraints(self, slices: list[int]) -> list[Constraint | None]:
-        """Of the sequences at these places; None = it has ended."""
+        """Constraints of the sequences at these places; None = the sequence has ended."""
         sequences = [self.sequences[i] for i in slices]
         return [s.constraint if s.state is State.RUNNING else None for s in sequences]
 
     def add(self, sequence: Sequence) -> None:
-        """As many of the tokens it wants as the budget allows."""
+        """Compute as many of the tokens that the sequence wants as the budget allows."""
         start = sequence.num_computed
         num_new = min(self.budget, sequence.num_wanted)
         end = start + num_new
         sample = end == sequence.num_tokens and end < sequence.limit
-        # What was sampled on this row is on the device, and perhaps not known here yet.
-        on_device = start >= sequence.row_tokens
+        # A token that was sampled on this row is on the device, and may not be known here yet.
+        is_decode = start >= sequence.row_tokens
+        if self._guesses_left > 0 and is_decode:
+            num_new += self._take_guesses(sequence)
         self.plan.slices.append(
             SeqSlice(
+                kind="decode" if is_decode else "prompt",
                 seq_row=sequence.seq_row,
                 start=start,
                 num_new=num_new,
-                token_ids=[] if on_device else sequence.tokens[start:end],
+                token_ids=[] if is_decode else sequence.tokens[start:end],
                 adapter_slot=sequence.adapter_slot,
                 sample=sample,
-                prompt_logprobs=sequence.needs_prompt_logprobs and start < sequence.prompt_len - 1,
+                prompt_logprobs=start < sequence.prompt_len - 1 and sequence.needs_prompt_logprobs,
                 constrained=sample and sequence.constraint is not None,
             )
         )
         self.sequences.append(sequence)
         self.budget -= num_new
-        sequence.num_computed = end
+        sequence.num_computed = start + num_new
         sequence.in_flight += 1
         sequence.pending += sample
+
+    def _take_guesses(self, sequence: Sequence) -> int:
+        """Guesses for a decode slice. They fit in the pages that the sequence has, and cannot go
+        beyond its last token. A mask holds for one token, so a constrained sequence has none."""
+        if sequence.constraint is not None:
+            return 0
+        room = len(sequence.pages) * self._page_size - sequence.num_computed - 1
+        guesses = min(self._max_guesses, self._guesses_left, room, sequence.remaining - 1)
+        guesses = max(0, guesses)
+        self._guesses_left -= guesses
+        return guesses

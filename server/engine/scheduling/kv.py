@@ -82,7 +82,8 @@ class SequencePages:
         return self.pool.pages_for(sequence.num_computed + 1) - len(sequence.pages)
 
     def publish(self, sequence: Sequence, num_computed: int) -> None:
-        """Its first `num_computed` tokens are computed, and no worse than they should be."""
+        """Offer its full pages for reuse. Its first `num_computed` tokens are accepted, and their
+        keys and values are valid."""
         num_full = num_computed // self.pool.page_size
         if num_full <= sequence.num_published:
             return
@@ -99,7 +100,7 @@ class SequencePages:
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.num_published = 0
-        sequence.num_computed = 0
+        sequence.rewind(0)
 
     def _readable(self, sequence: Sequence, first: int = 0) -> Iterator[PageHash]:
         """Full pages it may read instead of computing, each hashed when it is asked for.

@@ -4,15 +4,9 @@ from collections.abc import Collection
 
 from server.constraints.constraint import Constraint
 from server.engine.messages import SequenceEvent
+from server.engine.plan import SeqSlice
 from server.engine.scheduling.sequence import Sequence
 from server.protocol import ErrorCode, Finish, TokenEvent, TokenLogprob
-
-
-def finish_at(sequence: Sequence, token_id: int, eos: Collection[int]) -> Finish | None:
-    """Whether `token_id`, the next of its output, is the last."""
-    if _is_stop(sequence, token_id, sequence.num_output, eos):
-        return "stop"
-    return "length" if len(sequence.tokens) + 1 >= sequence.limit else None
 
 
 def finished_before(sequence: Sequence, eos: Collection[int]) -> Finish | None:
@@ -33,30 +27,65 @@ def _is_stop(sequence: Sequence, token_id: int, index: int, eos: Collection[int]
     return (is_end and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
 
 
-def drawn_events(
-    sequence: Sequence, token_id: int, logprob: TokenLogprob | None, eos: Collection[int]
-) -> list[SequenceEvent]:
-    """The events of the next token of its output; the last one may be terminal.
+def bad_draw(piece: SeqSlice, token_ids: tuple[int, ...], vocab_size: int) -> str | None:
+    """Why these cannot be the tokens that a slice drew, or None."""
+    most = piece.num_new if piece.kind == "decode" else 1
+    if not 0 < len(token_ids) <= most:
+        return f"the model gave {len(token_ids)} tokens, expected 1 to {most}"
+    for token_id in token_ids:
+        if token_id < 0 or token_id >= vocab_size:
+            return f"the model gave token id {token_id}"
+    return None
 
-    A token after which its constraint allows no other is no end: the terminal event follows it.
+
+def drawn_events(
+    sequence: Sequence,
+    token_ids: tuple[int, ...],
+    logprobs: tuple[TokenLogprob, ...],
+    eos: Collection[int],
+) -> list[SequenceEvent]:
+    """The events of a result. The sequence accepts its tokens up to the first that ends the output;
+    tokens behind that are dropped. The last event may be terminal.
+
+    logprobs: parallel to token_ids, or empty.
+    When a constraint allows no token after the accepted ones, the terminal event follows them.
     """
-    finish = finish_at(sequence, token_id, eos)
+    count, finish = _leading(sequence, token_ids, eos)
+    if count < len(token_ids):
+        token_ids, logprobs = token_ids[:count], logprobs[:count]
     constraint = sequence.constraint
-    if constraint is None:
-        return [token_event(sequence, token_id, logprob, finish)]
-    if constraint.state != "open":  # since its mask: the token says nothing
-        return [_ended(sequence, constraint)]
-    state = "open" if finish == "stop" else constraint.take(token_id)
-    if state == "failed":
-        return [_ended(sequence, constraint)]
-    if state == "over":
-        return [token_event(sequence, token_id, logprob), _ended(sequence, constraint)]
-    return [token_event(sequence, token_id, logprob, finish)]
+    if constraint is None or constraint.state == "open":
+        return [token_event(sequence, token_ids, logprobs, finish)]
+    accepted = [token_event(sequence, token_ids, logprobs)] if count else []
+    return [*accepted, _ended(sequence, constraint)]
+
+
+def _leading(
+    sequence: Sequence, token_ids: tuple[int, ...], eos: Collection[int]
+) -> tuple[int, Finish | None]:
+    """How many of the drawn tokens join the output, and the finish if the last of them ends it.
+
+    The sequence's constraint takes every one of them but a stop token. A token that the constraint
+    refuses does not join.
+    """
+    constraint, index, count = sequence.constraint, sequence.num_output, 0
+    left = sequence.limit - len(sequence.tokens)
+    for token_id in token_ids:
+        if constraint is not None and constraint.state != "open":
+            return count, None
+        if _is_stop(sequence, token_id, index + count, eos):
+            return count + 1, "stop"
+        if constraint is not None and constraint.take(token_id) == "failed":
+            return count, None
+        count += 1
+        if count >= left:
+            return count, "length"
+    return count, None
 
 
 def _ended(sequence: Sequence, constraint: Constraint) -> SequenceEvent:
     if constraint.state == "over":
-        return token_event(sequence, None, finish="stop")
+        return token_event(sequence, finish="stop")
     problem = f"grammar: it cannot be kept to any further: {constraint.problem}"
     return error_event(sequence, "bad_grammar", problem)
 
@@ -73,27 +102,26 @@ def not_finite(adapter: str | None) -> str:
 
 def token_event(
     sequence: Sequence,
-    token_id: int | None,
-    logprob: TokenLogprob | None = None,
+    token_ids: tuple[int, ...] = (),
+    logprobs: tuple[TokenLogprob, ...] = (),
     finish: Finish | None = None,
 ) -> SequenceEvent:
-    """The next event, with at most one token. The sequence then knows the token."""
+    """The next event. The sequence accepts its tokens."""
     request, index, first = sequence.request, sequence.num_output, not sequence.started
     scored = sequence.prompt_logprobs
     prompt_logprobs = None
-    if sequence.needs_prompt_logprobs and len(scored) + 1 == sequence.prompt_len:
+    if first and sequence.needs_prompt_logprobs and len(scored) + 1 == sequence.prompt_len:
         prompt_logprobs = (TokenLogprob(sequence.tokens[0], None), *scored)
-    if token_id is not None:
-        sequence.tokens.append(token_id)
+    sequence.accept(token_ids)
     sequence.started = True
     event = TokenEvent(
         request_id=request.request_id,
         attempt=request.attempt,
         choice=request.choice,
         index=index,
-        token_ids=() if token_id is None else (token_id,),
+        token_ids=token_ids,
         finish=finish,
-        logprobs=None if logprob is None or token_id is None else (logprob,),
+        logprobs=logprobs or None,
         prompt_logprobs=prompt_logprobs,
         cached_tokens=sequence.cached_tokens if first else None,
         load_s=sequence.load_s or None if first else None,

@@ -19,6 +19,7 @@ from server.engine.scheduling.grammar_waits import GrammarWaits
 from server.engine.scheduling.kv import SequencePages
 from server.engine.scheduling.loading import AdapterLoads
 from server.engine.scheduling.outcome import (
+    bad_draw,
     drawn_events,
     error_event,
     finished_before,
@@ -191,12 +192,12 @@ class Scheduler:
         self._expire(now)
         self._make_room(now)
         self.pages.begin_plan()
-        batch = Batch(self._step + 1, self.limits.max_step_tokens, self._freed_rows)
         running = list(self._running)
+        batch = Batch(self._step + 1, self.limits, self._freed_rows, len(running))
         for sequence in running:  # first the streams that go on
-            if sequence.num_wanted == 1 and self._can_run(sequence) and self._grow(batch, sequence):
+            if sequence.num_wanted == 1 and sequence.can_run and self._grow(batch, sequence):
                 batch.add(sequence)
-        for sequence in (s for s in running if s.num_wanted > 1 and self._can_run(s)):
+        for sequence in (s for s in running if s.num_wanted > 1 and s.can_run):
             self._admit(batch, sequence.order.priority)  # between two chunks: nothing is cut
             if batch.budget:
                 batch.add(sequence)
@@ -226,10 +227,6 @@ class Scheduler:
         self.loads.ask(self._now)
         # Who needed them may have ended only now, and nothing else may happen for long.
         self.loads.drop_condemned(self._sequences.values())
-
-    @staticmethod
-    def _can_run(sequence: Sequence) -> bool:
-        return sequence.state is State.RUNNING and not sequence.leaving
 
     def _expire(self, now: float) -> None:
         while (first := self._deadlines.next()) is not None and first[0] <= now:
@@ -313,27 +310,31 @@ class Scheduler:
             sequence.pending -= piece.sample
             if sequence.state is State.RUNNING:
                 self._apply(sequence, piece, result)
-            self._settle(sequence)
+            if sequence in self._departing:
+                self._settle(sequence)
 
     def _apply(self, sequence: Sequence, piece: SeqSlice, result: SliceResult) -> None:
         if result.failed:
             self.pages.pool.forget(sequence.pages)
             self._fail(sequence, "internal", not_finite(sequence.adapter))
             return
-        end = piece.start + piece.num_new
-        self.pages.publish(sequence, end)
         if piece.prompt_logprobs:
             sequence.prompt_logprobs += result.prompt_logprobs or ()
+        end = piece.start + piece.num_new
         if not piece.sample:
+            self.pages.publish(sequence, end)
             if end >= sequence.limit:  # the prompt was only to be scored
                 self._finish(sequence, "length")
             return
-        token_id = result.token_id
-        if token_id is None or not 0 <= token_id < self.limits.vocab_size:
-            self._fail(sequence, "internal", f"the model gave token id {token_id}")
+        problem = bad_draw(piece, result.token_ids, self.limits.vocab_size)
+        if problem is not None:
+            self._fail(sequence, "internal", problem)
             return
-        logprob = result.logprob if sequence.request.sampling.logprobs is not None else None
-        self._events += drawn_events(sequence, token_id, logprob, self._eos)
+        self._events += drawn_events(sequence, result.token_ids, result.logprobs, self._eos)
+        if piece.kind == "decode" and piece.num_new > 1:  # some guesses may be wrong
+            end = max(piece.start + 1, len(sequence.tokens) - 1)
+            sequence.rewind(end)
+        self.pages.publish(sequence, end)
         if self._events[-1].event.finish is not None:
             self._end(sequence)
 
@@ -344,7 +345,7 @@ class Scheduler:
         self._end(sequence)
 
     def _finish(self, sequence: Sequence, finish: Finish) -> None:
-        self._events.append(token_event(sequence, None, finish=finish))
+        self._events.append(token_event(sequence, finish=finish))
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:

@@ -41,13 +41,15 @@ class Order(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """tokens: all that are known, prompt first. limit: prompt and output can have so many tokens.
+    """tokens: all known tokens, prompt first. limit: tokens that prompt and output can have.
 
-    num_computed: tokens whose KV is computed or being computed by steps in flight.
+    num_computed: tokens whose KV is computed, or being computed by steps in flight. It counts
+    guesses in flight, so no further step is planned before their result is known.
     in_flight: launched steps, not yet collected, that contain this sequence.
-    pending: samples of those that are not known yet.
-    leaving: it is to be preempted as soon as no step in flight uses what it holds.
-    constraint: what it may draw, None = anything. It has taken the output tokens that are known.
+    pending: slices in flight that draw; each gives at least one token.
+    leaving: the sequence is preempted as soon as no step in flight uses what it holds.
+    constraint: which tokens it may draw, None = all. The constraint has taken every known token of
+    the output.
     """
 
     key: int
@@ -63,7 +65,7 @@ class Sequence:
     leaving: bool = False
     constraint: Constraint | None = None
     seq_row: int = -1
-    row_tokens: int = 0  # tokens known when the row was taken; later ones were sampled on it
+    row_tokens: int = 0  # tokens known when the row was taken; later tokens were sampled on it
     adapter_slot: int = -1
     pages: list[int] = field(default_factory=list)
     num_published: int = 0
@@ -87,6 +89,19 @@ class Sequence:
         self.state = state
 
     @property
+    def can_run(self) -> bool:
+        """Whether a step may compute some of its tokens."""
+        return self.state is State.RUNNING and not self.leaving
+
+    def accept(self, token_ids: Iterable[int]) -> None:
+        """The output goes on with these tokens."""
+        self.tokens += token_ids
+
+    def rewind(self, num_computed: int) -> None:
+        """Only the first `num_computed` tokens have valid keys and values."""
+        self.num_computed = min(self.num_computed, num_computed)
+
+    @property
     def adapter(self) -> str | None:
         return self.request.adapter
 
@@ -101,7 +116,7 @@ class Sequence:
 
     @property
     def num_wanted(self) -> int:
-        """Tokens to be computed now."""
+        """Tokens to compute now; at most 0 while guesses are in flight."""
         return min(len(self.tokens) + self.pending, self.last_input) - self.num_computed
 
     @property

@@ -22,9 +22,12 @@ class DecodeBatch:
 
     @classmethod
     def of(cls, plan: StepPlan) -> "DecodeBatch | None":
-        """None for a step that is more than one token of each sequence."""
+        """None for a step with a slice of several tokens. A prompt slice of one token is taken as
+        a decode slice is, unless its prompt is scored. Decode slices have no guesses."""
         slices = plan.slices
-        if not slices or any(s.num_new != 1 or s.prompt_logprobs for s in slices):
+        if not slices or not all(
+            s.kind == "decode" or (s.is_single and not s.prompt_logprobs) for s in slices
+        ):
             return None
         columns = np.array(
             [

@@ -88,7 +88,7 @@ class TokenGraphs:
     def takes(self, plan: StepPlan) -> bool:
         if plan.num_tokens > self.sizes[-1]:
             return False
-        prompts = sum(piece.num_new > 1 for piece in plan.slices)
+        prompts = sum(not piece.is_single for piece in plan.slices)
         if self._attention is not None and prompts > MAX_PROMPTS:
             return False
         slots = np.array([piece.adapter_slot for piece in plan.slices])

@@ -83,10 +83,11 @@ def prompts_of(rows: Rows, max_context: int, tokens: int) -> StepLayout:
 
 
 def _on_scratch(rows: Rows, num_new: np.ndarray) -> StepLayout:
-    """Slices that begin their contexts, all of them on the row that is no sequence's."""
+    """Slices that begin their contexts, all on the scratch row. Slices of one token come first."""
     tokens = int(num_new.sum())
     positions = np.concatenate([np.arange(n) for n in num_new])
     return StepLayout(
+        num_decodes=int((num_new == 1).sum()),
         seq_rows=np.full(len(num_new), rows.scratch),
         starts=np.zeros(len(num_new), dtype=np.int64),
         num_new=num_new,

@@ -30,12 +30,15 @@ class KVCache:
 class StepLayout:
     """Which tokens of a flat batch belong to which sequence.
 
-    Slices come in the order of the batch, those of one token (decodes) first. seq_rows, starts,
-    num_new: int64 `[slices]`, on the host: the slice computes tokens `start .. start + num_new`.
+    Slices come in the order of the batch. num_decodes: how many of them, the first ones, are one
+    token each and computed as decodes: decode slices, prompt slices of one token, and padding.
+    seq_rows, starts, num_new: int64 `[slices]`, on the host: the slice computes tokens
+    `start .. start + num_new`.
     token_rows, positions: int64 `[tokens]`, on the device. page_table: int64 `[rows, pages a row]`,
     on the device; entries beyond a sequence's own pages are stale and must not be followed.
     """
 
+    num_decodes: int
     seq_rows: np.ndarray
     starts: np.ndarray
     num_new: np.ndarray
@@ -44,12 +47,8 @@ class StepLayout:
     page_table: torch.Tensor
 
     @property
-    def num_decodes(self) -> int:
-        return int((self.num_new == 1).sum())
-
-    @property
     def prompts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """seq_rows, starts and num_new of the slices that are no decodes."""
+        """seq_rows, starts and num_new of the slices behind the decodes."""
         n = self.num_decodes
         return self.seq_rows[n:], self.starts[n:], self.num_new[n:]
 

@@ -78,7 +78,6 @@ class TorchOps:
         size = self.cache.page_size
         pages = layout.page_table[layout.token_rows, layout.positions // size]
         offsets = layout.positions % size
-        decodes = int((layout.num_new == 1).sum())
         return TorchPlan(
             rope={
                 rope: cos_sin(layout.positions, inv_freq, rope.attention_factor)
@@ -86,8 +85,8 @@ class TorchOps:
             },
             slot_mapping=pages * size + offsets,
             fresh_pages=pages[offsets == 0],
-            decodes=self._decode_groups(layout, decodes),
-            chunks=self._chunks(layout, decodes),
+            decodes=self._decode_groups(layout, layout.num_decodes),
+            chunks=self._chunks(layout, layout.num_decodes),
         )
 
     def _decode_groups(self, layout: StepLayout, decodes: int) -> tuple[DecodeGroup, ...]:

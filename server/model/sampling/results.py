@@ -82,11 +82,11 @@ class StepTicket:
         for found in self.logprobs:
             logprobs |= _by_place(found, tokens)
         prompts = {p.place: _prompt(p) for p in self.prompt_logprobs}
-        results: list[SliceResult] = [SliceResult(None)] * len(self.order)
+        results: list[SliceResult] = [SliceResult()] * len(self.order)
         for place, index in enumerate(self.order):
-            results[index] = SliceResult(
-                tokens.get(place), logprobs.get(place), prompts.get(place), place in failed
-            )
+            token_ids = (tokens[place],) if place in tokens else ()
+            chosen = (logprobs[place],) if place in logprobs else ()
+            results[index] = SliceResult(token_ids, chosen, prompts.get(place), place in failed)
         return results
 
 

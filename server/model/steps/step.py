@@ -12,8 +12,8 @@ from server.model.steps.rows import Rows
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The slices reordered: decodes first, and within them and the rest by adapter, so that an
-    adapter's tokens are neighbours.
+    """The slices reordered: slices of one token first, then the others. Both parts are sorted by
+    adapter, so that an adapter's tokens are neighbours.
 
     order: int64 `[slices]`, a slice's place in the plan. ends: `[slices]`, its last token in the
     batch, with what pads it. token_slots: `[tokens]`, adapter slots. All of these lie on the host.
@@ -37,7 +37,8 @@ class Step:
             [(s.seq_row, s.start, s.num_new, s.adapter_slot, s.sample) for s in plan.slices],
             dtype=np.int64,
         ).reshape(-1, 5)
-        order = np.lexsort((table[:, 3], table[:, 2] > 1))
+        singles = table[:, 2] == 1  # as `SeqSlice.is_single`
+        order = np.lexsort((table[:, 3], ~singles))
         padding = np.full((tokens - plan.num_tokens, 5), (rows.scratch, 0, 1, -1, 0))
         batch = np.concatenate([padding, table[order]])
         seq_rows, starts, num_new, slots, samples = batch.T.copy()
@@ -46,7 +47,8 @@ class Step:
         positions = np.arange(ends[-1]) + np.repeat(starts - begins, num_new)
         token_rows = np.repeat(seq_rows, num_new)
         packed = to_device(np.stack((token_rows, positions)), rows.device)
-        real = slice(len(padding), None)
+        real, decodes = slice(len(padding), None), len(padding) + int(singles.sum())
+        page_table = rows.page_table
         return cls(
             slices=[plan.slices[i] for i in order],
             order=order,
@@ -56,5 +58,5 @@ class Step:
             ends=ends[real] - 1,
             token_slots=np.repeat(slots, num_new),
             samples=np.flatnonzero(samples[real]),
-            layout=StepLayout(seq_rows, starts, num_new, packed[0], packed[1], rows.page_table),
+            layout=StepLayout(decodes, seq_rows, starts, num_new, packed[0], packed[1], page_table),
         )

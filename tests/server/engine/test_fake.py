@@ -19,12 +19,12 @@ def row_start(seq_row: int = 0, tokens: list[int] = PROMPT) -> RowStart:
 
 
 def first_plan() -> StepPlan:
-    piece = SeqSlice(0, 0, 5, PROMPT, -1, True)
+    piece = SeqSlice("prompt", 0, 0, 5, PROMPT, -1, True)
     return StepPlan(1, [piece], [row_start()], [PageGrant(0, 0, [3, 4])], [])
 
 
 def next_plan() -> StepPlan:
-    return StepPlan(2, [SeqSlice(0, 5, 1, [], -1, True)], [], [], [])
+    return StepPlan(2, [SeqSlice("decode", 0, 5, 1, [], -1, True)], [], [], [])
 
 
 def with_slice(plan: StepPlan, **changes: object) -> StepPlan:
@@ -44,9 +44,9 @@ def copy(digest: str = "a", slot: int = 0, extents: tuple[int, ...] = (0, 1)) ->
 
 def test_tokens_are_those_of_the_certificate() -> None:
     executor = CertifyingExecutor(LIMITS)
-    first = executor.collect(executor.launch(first_plan()))[0].token_id
-    second = executor.collect(executor.launch(next_plan()))[0].token_id
-    assert [first, second] == certified_output(None, PROMPT, 2, executor.options)
+    first = executor.collect(executor.launch(first_plan()))[0].token_ids
+    second = executor.collect(executor.launch(next_plan()))[0].token_ids
+    assert [*first, *second] == certified_output(None, PROMPT, 2, executor.options)
     outputs = {tuple(certified_output(a, PROMPT, 8, executor.options)) for a in (None, "a", "b")}
     assert len(outputs) == 3
     assert all(token not in LIMITS.eos_token_ids for output in outputs for token in output)
@@ -103,7 +103,7 @@ def test_pages_are_checked() -> None:
         )
     other = StepPlan(
         2,
-        [SeqSlice(1, 4, 1, [9], -1, True)],
+        [SeqSlice("prompt", 1, 4, 1, [9], -1, True)],
         [row_start(1, [1, 6, 7, 8, 9])],
         [PageGrant(1, 0, [3, 5])],
         [],

@@ -182,11 +182,13 @@ class Stream:
         last = self.computed + count == len(self.tokens)
         inputs = self.tokens[self.computed : self.computed + count]
         prefill = self.computed < self.prompt_len
+        known = inline or count > 1 or prefill
         return SeqSlice(
+            kind="prompt" if known else "decode",
             seq_row=self.row,
             start=self.computed,
             num_new=count,
-            token_ids=inputs if inline or count > 1 or prefill else [],
+            token_ids=inputs if known else [],
             adapter_slot=self.slot,
             sample=last,
             prompt_logprobs=self.sampling.prompt_logprobs is not None and prefill,
@@ -196,10 +198,8 @@ class Stream:
     def take(self, count: int, result: SliceResult) -> None:
         self.computed += count
         self.failed |= result.failed
-        if result.token_id is not None:
-            self.tokens.append(result.token_id)
-        if result.logprob is not None:
-            self.logprobs.append(result.logprob)
+        self.tokens += result.token_ids
+        self.logprobs += result.logprobs
         self.prompt_logprobs += result.prompt_logprobs or []
 
     def free(self) -> None:

@@ -248,7 +248,7 @@ def test_inputs_given_or_taken_from_the_device_agree(driver: Driver) -> None:
     grants = stream.grant(1)
     for piece in (carried, given):
         [result] = driver.run(StepPlan(1, [piece], [], grants, []))
-        assert result.token_id == expected[1]
+        assert result.token_ids == (expected[1],)
 
 
 def test_prompt_logprobs_across_chunks(driver: Driver) -> None:

@@ -94,7 +94,7 @@ def masked(driver: Driver, plan: StepPlan, rows: Sequence[int]) -> list[SliceRes
     again = StepPlan(0, slices, [], [], [])
     found = driver.run(again, allowed)
     for result, ids in zip(found, allowed, strict=True):
-        assert ids is None or result.token_id in ids
+        assert ids is None or result.token_ids[0] in ids
     return found
 
 

@@ -227,10 +227,10 @@ def test_full_and_duplicate_submissions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("result", "word"),
     [
-        (SliceResult(None, failed=True), "finite"),
-        (SliceResult(100), "token id 100"),
-        (SliceResult(-1), "token id -1"),
-        (SliceResult(None), "token id None"),
+        (SliceResult(failed=True), "finite"),
+        (SliceResult((100,)), "token id 100"),
+        (SliceResult((-1,)), "token id -1"),
+        (SliceResult(), "gave 0 tokens"),
     ],
 )
 @pytest.mark.parametrize("depth", [1, 2])
@@ -250,7 +250,7 @@ def test_a_bad_result_ends_its_sequence_only(result: SliceResult, word: str, dep
 def test_values_that_are_not_finite_name_the_adapter() -> None:
     harness = Harness()
     key = harness.submit(make_request([5], 3, "a"))
-    harness.executor.results[0] = SliceResult(None, failed=True)
+    harness.executor.results[0] = SliceResult(failed=True)
     harness.run()
     assert "digest a:" in str(harness.last(key).message)
 
@@ -259,7 +259,7 @@ def test_pages_of_non_finite_values_are_not_read_again() -> None:
     harness = Harness()
     harness.submit(make_request([5] * 9, 20))
     harness.cycle()
-    harness.executor.results[0] = SliceResult(None, failed=True)
+    harness.executor.results[0] = SliceResult(failed=True)
     harness.cycle()
     key = harness.submit(make_request([5] * 9, 2))
     harness.run()

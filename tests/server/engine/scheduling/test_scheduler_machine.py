@@ -43,10 +43,15 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         depth=st.sampled_from([1, 2, 3]),
-        num_pages=st.integers(8, 24),
-        slots=st.integers(1, 3),
-        rows=st.integers(1, 4),
-        budget=st.integers(2, 20),
+        sizes=st.fixed_dictionaries(
+            {
+                "num_pages": st.integers(8, 24),
+                "adapter_slots": st.integers(1, 3),
+                "max_rows": st.integers(1, 4),
+                "max_step_tokens": st.integers(2, 20),
+                "max_guesses": st.sampled_from([0, 0, 3]),
+            }
+        ),
         eos_percent=st.sampled_from([0, 5, 30]),
         copy_polls=st.integers(1, 3),
         ending_polls=st.integers(0, 3),
@@ -54,17 +59,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(
         self,
         depth: int,
-        num_pages: int,
-        slots: int,
-        rows: int,
-        budget: int,
+        sizes: dict[str, int],
         eos_percent: int,
         copy_polls: int,
         ending_polls: int,
     ) -> None:
-        engine = limits(
-            num_pages=num_pages, adapter_slots=slots, max_rows=rows, max_step_tokens=budget
-        )
+        engine = limits(**sizes)
         self.options = CertifyOptions(
             engine.vocab_size,
             engine.eos_token_ids,

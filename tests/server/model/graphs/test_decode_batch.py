@@ -23,9 +23,9 @@ def test_columns() -> None:
     batch = DecodeBatch.of(
         plan(
             [
-                SeqSlice(7, 30, 1, [], -1, True),
-                SeqSlice(2, 16, 1, [], 5, True),
-                SeqSlice(4, 3, 1, [99], -1, False),
+                SeqSlice("decode", 7, 30, 1, [], -1, True),
+                SeqSlice("decode", 2, 16, 1, [], 5, True),
+                SeqSlice("prompt", 4, 3, 1, [99], -1, False),
             ],
             [PageGrant(2, 1, [40]), PageGrant(4, 0, [8, 9]), PageGrant(50, 0, [3])],
         )
@@ -46,13 +46,13 @@ def test_columns() -> None:
 
 def test_a_second_page_for_a_row_is_granted_apart() -> None:
     grants = [PageGrant(1, 0, [5]), PageGrant(1, 1, [6])]
-    batch = DecodeBatch.of(plan([SeqSlice(1, 0, 1, [4], -1, True)], grants))
+    batch = DecodeBatch.of(plan([SeqSlice("prompt", 1, 0, 1, [4], -1, True)], grants))
     assert batch is not None
     assert batch.grants == (grants[1],)
 
 
 def test_steps_that_are_not_decodes_alone() -> None:
-    decode = SeqSlice(1, 4, 1, [], -1, True)
+    decode = SeqSlice("decode", 1, 4, 1, [], -1, True)
     assert DecodeBatch.of(plan([])) is None
-    assert DecodeBatch.of(plan([decode, SeqSlice(2, 0, 2, [1, 2], -1, True)])) is None
-    assert DecodeBatch.of(plan([decode, SeqSlice(2, 0, 1, [1], -1, False, True)])) is None
+    assert DecodeBatch.of(plan([decode, SeqSlice("prompt", 2, 0, 2, [1, 2], -1, True)])) is None
+    assert DecodeBatch.of(plan([decode, SeqSlice("prompt", 2, 0, 1, [1], -1, False, True)])) is None

@@ -88,16 +88,18 @@ def test_the_last_index_pads(
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
     rows = draw(st.lists(st.integers(0, 63), min_size=1, max_size=8, unique=True))
+    lengths = [draw(st.integers(1, 5)) for _ in rows]
     slices = [
         SeqSlice(
+            "prompt" if length > 1 else draw(st.sampled_from(["prompt", "decode"])),
             row,
             start=draw(st.integers(0, 100)),
-            num_new=draw(st.integers(1, 5)),
+            num_new=length,
             token_ids=[],
             adapter_slot=draw(st.integers(-1, 2)),
             sample=draw(st.booleans()),
         )
-        for row in rows
+        for row, length in zip(rows, lengths, strict=True)
     ]
     return StepPlan(0, slices, [], [], [])
 
@@ -121,3 +123,4 @@ def test_a_padded_step_is_the_same_step(plan: StepPlan, padding: int) -> None:
     assert (step.token_slots[added.numpy()] == -1).all()
     kinds = step.layout.num_new > 1
     assert (np.diff(kinds.astype(int)) >= 0).all(), "decodes come first"
+    assert step.layout.num_decodes == int((~kinds).sum())

@@ -114,8 +114,8 @@ def test_a_constrained_slice_without_a_mask_draws_any_token(folder: Path) -> Non
     allowed: list[list[int] | None] = [None] * 12
     allowed[3] = [17]
     driver.executor.constrain(ticket, driver.masks(allowed))
-    found = [result.token_id for result in driver.executor.collect(ticket)]
-    assert found == [17 if i == 3 else result.token_id for i, result in enumerate(free[0])]
+    found = [result.token_ids[0] for result in driver.executor.collect(ticket)]
+    assert found == [17 if i == 3 else result.token_ids[0] for i, result in enumerate(free[0])]
 
 
 def test_a_step_is_ready_only_after_its_masks(driver: Driver) -> None:
@@ -133,7 +133,7 @@ def test_a_step_is_ready_only_after_its_masks(driver: Driver) -> None:
     with pytest.raises(ValueError, match="no draw"):
         driver.executor.constrain(ticket, driver.masks(masks))
     results = driver.executor.collect(ticket)
-    assert [results[2].token_id, results[5].token_id] == [4, 4]
+    assert [results[2].token_ids[0], results[5].token_ids[0]] == [4, 4]
 
 
 def test_the_next_step_goes_on_from_the_masked_token(driver: Driver) -> None:

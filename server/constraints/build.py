@@ -1,4 +1,4 @@
-"""The constraints of an engine, as its settings say."""
+"""Builds the constraints of an engine from its settings."""
 
 import os
 from collections.abc import Callable

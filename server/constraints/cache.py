@@ -1,4 +1,4 @@
-"""A bounded store by text: what was used longest ago gives way. Pure."""
+"""A bounded cache with text keys that drops the least recently used entry. Pure."""
 
 from typing import Generic, TypeVar
 
@@ -6,7 +6,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(Generic[V]):
-    """max_bytes: of the keys, in UTF-8."""
+    """max_bytes: bound on the bytes of all keys in UTF-8."""
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
@@ -20,7 +20,7 @@ class BoundedCache(Generic[V]):
         return value
 
     def put(self, key: str, value: V) -> None:
-        """A key of more than `max_bytes` is not kept."""
+        """Keep a value. A key of more than `max_bytes` is not kept."""
         if key in self._values:
             self._drop(key)
         self._values[key] = value

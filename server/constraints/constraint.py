@@ -1,6 +1,7 @@
-"""The tokens that one sequence may draw next: by its grammar, and by its request beside. Pure.
+"""The tokens that a sequence may draw next, by its grammar and its other token rules. Pure.
 
-A matcher goes as deep as its grammar: whoever fills masks has a stack for it (`DeepThreads`).
+A matcher recurses as deep as its grammar, so masks are filled in threads with a large stack
+(`DeepThreads`).
 """
 
 from collections import deque
@@ -14,7 +15,7 @@ ConstraintState = Literal["open", "over", "failed"]
 
 
 class GrammarMatcher(Protocol):
-    """What is used of llguidance's LLMatcher."""
+    """The methods of llguidance's LLMatcher that are used."""
 
     def consume_token(self, sampled_token: int) -> bool: ...
 
@@ -32,10 +33,10 @@ class GrammarMatcher(Protocol):
 class Constraint:
     """For one thread at a time.
 
-    matcher: before the output's first token; None = no grammar. min_tokens: so many the output has
-    before its ends are allowed.
-    state: `over` when no further token is possible and the output is what it must be; `failed` when
-    it cannot become that any more, or the matcher failed. problem: why.
+    matcher: has taken nothing yet; None = no grammar. min_tokens: length of the output from which
+    ends are allowed.
+    state: `over` when the output is complete and no further token is possible. `failed` when the
+    output cannot become complete any more, or the matcher failed. problem: why it failed.
     """
 
     def __init__(self, matcher: GrammarMatcher | None, rules: TokenRules, min_tokens: int) -> None:
@@ -49,7 +50,7 @@ class Constraint:
         self._look()
 
     def take(self, token_id: int) -> ConstraintState:
-        """The output's next token. Returns the state after it."""
+        """Take the output's next accepted token. Returns the state after it."""
         if self.state != "open":
             return self.state
         self._taken += 1
@@ -64,15 +65,17 @@ class Constraint:
         return self.state
 
     def fill(self, row: np.ndarray) -> None:
-        """Write the mask of the next token, int32 `[ceil(vocab / 32)]`, contiguous: all tokens
-        where the state is or becomes another than `open`."""
+        """Write the mask of the next token, int32 `[ceil(vocab / 32)]`, contiguous.
+
+        Unless the state is and stays `open`, the mask allows all tokens.
+        """
         if self.state == "open":
             self._fill(row)
         if self.state != "open":
             self._rules.allow_all(row)
 
     def give_up(self, problem: str) -> None:
-        """It costs too much to go on."""
+        """Fail: going on costs too much."""
         if self.state == "open":
             self._fail(problem)
 
@@ -97,7 +100,7 @@ class Constraint:
                 self._fail("no token is left that the request allows")
 
     def _look(self) -> None:
-        """What the matcher says of itself."""
+        """Bring the state up to date with the matcher's."""
         if self._matcher is None or self.state != "open":
             return
         if self._matcher.is_error():
@@ -106,7 +109,7 @@ class Constraint:
             self.state = "over"
 
     def _broke(self, error: BaseException) -> None:
-        """Panics of llguidance's are no Exceptions."""
+        """Fail after an error of the matcher. Panics of llguidance are not Exceptions."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise error
         self._fail(str(error))

@@ -1,4 +1,4 @@
-"""Constraints of sequences, made and used in threads: the step loop waits for masks alone."""
+"""Constraints of sequences, made and used in threads. The step loop waits only for masks."""
 
 import logging
 import queue
@@ -25,8 +25,8 @@ from server.constraints.cache import BoundedCache
 from server.constraints.constraint import Constraint
 from server.constraints.rules import TokenRules
 from server.constraints.wishes import ConstraintNews, ConstraintWish
+from server.engine.admission import Refusal
 from server.engine.messages import GrammarCompiled, GrammarFault
-from server.engine.validation import Refusal
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class _Tools(NamedTuple):
 
 
 class Constraints:
-    """For the loop's thread; what takes time is done in others.
+    """Called by the loop's thread. Other threads do what takes time.
 
     load: makes the vocabulary, once, in a thread; raises VocabularyError where the model has none.
-    eos: the worker's ends. mask_threads: that fill masks.
+    eos: the worker's end tokens. mask_threads: number of threads that fill masks.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Constraints:
         return self._unanswered > 0
 
     def start(self, wish: ConstraintWish) -> None:
-        """Answered once, by `poll`."""
+        """Begin to make a constraint. `poll` answers once."""
         self._unanswered += 1
         if wish.sampling.grammar:
             compiled = self._matcher(wish.sampling.grammar)
@@ -92,11 +92,11 @@ class Constraints:
         return news
 
     def take_compiled(self) -> list[GrammarCompiled]:
-        """Compilations since the last call, for the record."""
+        """Compilations since the last call, for metrics."""
         return _taken(self._compiled)
 
     def fill(self, constraints: Sequence[Constraint | None], masks: np.ndarray) -> None:
-        """The masks of their next tokens, int32 `[n, ceil(vocab / 32)]`; None = all tokens."""
+        """Write masks of the next tokens, int32 `[n, ceil(vocab / 32)]`; None = all tokens."""
         parts = min(self._num_filling, len(constraints))
         filling = [
             self._filling.submit(_fill, constraints[i::parts], masks[i::parts], self._limits.mask_s)
@@ -115,7 +115,7 @@ class Constraints:
             self._cache.put(grammar, refused)
 
     def close(self) -> None:
-        """What was not answered stays so."""
+        """End the threads. Wishes that are not answered never will be."""
         for threads in (self._compiling, self._making, self._filling):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._tools.done() and not self._tools.cancelled() and self._tools.exception() is None:
@@ -137,7 +137,7 @@ class Constraints:
         return _Tools(vocabulary, checker)
 
     def _matcher(self, grammar: str) -> "Future[LLMatcher]":
-        """Of the cache, also while it is compiled."""
+        """The compiled grammar, or its compilation, from the cache if it is there."""
         known = self._cache.get(grammar)
         if known is None or _may_succeed_now(known):
             known = self._compiling.submit(self._compile, grammar)
@@ -171,13 +171,13 @@ class Constraints:
             outcome = Refusal("bad_grammar", f"grammar: this model can be held to none: {error}")
         except CheckerUnavailable as error:
             outcome = Refusal("overloaded", str(error))
-        except Exception as error:  # foreign; only this sequence ends
+        except Exception as error:  # of any type; only this sequence ends
             log.error("a grammar could not be used", exc_info=error)
             outcome = Refusal("internal", "the grammar could not be used")
         self._news.put(ConstraintNews(wish.key, outcome))
 
     def _constraint(self, wish: ConstraintWish, matcher: LLMatcher | None) -> Constraint:
-        """Raises GrammarError where the accepted tokens are no beginning of an answer."""
+        """Raises GrammarError where the accepted tokens cannot begin an answer."""
         sampling = wish.sampling
         rules = TokenRules.of(sampling, self._eos, self._vocab_size)
         constraint = Constraint(matcher, rules, sampling.min_tokens)
@@ -193,7 +193,7 @@ class Constraints:
 def _fill(
     constraints: Sequence[Constraint | None], masks: np.ndarray, limit_s: float
 ) -> list[Constraint]:
-    """Returns those that took longer."""
+    """Fill masks. Returns the constraints that took longer than `limit_s` of processor time."""
     slow = []
     for constraint, row in zip(constraints, masks, strict=True):
         if constraint is None:
@@ -215,7 +215,7 @@ def _fault(error: Exception) -> GrammarFault:
 
 
 def _may_succeed_now(compiled: "Future[LLMatcher]") -> bool:
-    """Whether it failed for no fault of the grammar's."""
+    """Whether the compilation failed through no fault of the grammar."""
     if not compiled.done():
         return False
     error = compiled.exception()

@@ -1,4 +1,4 @@
-"""What a request says of the tokens that it may draw, beside its grammar. Pure."""
+"""A request's rules about the tokens that it may draw, apart from its grammar. Pure."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ def mask_words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """Masks are int32 `[ceil(vocab / 32)]`; bit i % 32 of word i // 32 is that of token i.
+    """Masks are int32 `[ceil(vocab / 32)]`; bit i % 32 of word i // 32 stands for token i.
 
-    ends: tokens that end the output. end_words, end_bits: int64, uint32 `[n]`, the words of a mask
-    that have their bits, and these. allowed: mask of `allowed_token_ids` and the ends, None = all.
-    bad_words: as in SamplingParams.
+    ends: tokens that end the output. end_words: int64 `[n]`, words of a mask with bits of ends.
+    end_bits: uint32 `[n]`, the bits of ends in these words. allowed: mask of `allowed_token_ids`
+    and the ends, None = all. bad_words: as in SamplingParams.
     """
 
     vocab_size: int
@@ -31,7 +31,7 @@ class TokenRules:
 
     @classmethod
     def of(cls, sampling: SamplingParams, eos: Collection[int], vocab_size: int) -> "TokenRules":
-        """eos: the worker's ends. Ids are below `vocab_size`."""
+        """eos: the worker's end tokens. All ids are below `vocab_size`."""
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ends |= {*eos, *sampling.end_token_ids}
@@ -49,7 +49,7 @@ class TokenRules:
 
     @property
     def memory(self) -> int:
-        """Tokens of the output that decide on the next one."""
+        """How many of the output's last tokens decide about the next one."""
         return max((len(word) for word in self.bad_words), default=1) - 1
 
     def allow_all(self, row: np.ndarray) -> None:
@@ -60,7 +60,7 @@ class TokenRules:
 
     def apply(self, row: np.ndarray, may_end: bool, last: Sequence[int]) -> None:
         """Change a mask. may_end: whether ends are allowed. last: the last `memory` tokens of the
-        output, or all of fewer."""
+        output, or all tokens if there are fewer."""
         words = row.view(np.uint32)
         if may_end:
             words[self.end_words] |= self.end_bits

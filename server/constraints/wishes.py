@@ -1,15 +1,15 @@
-"""What the scheduler wants made for constrained sequences, and what becomes of it. Pure."""
+"""Constraints that the scheduler asks for, and the answers. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from server.constraints.constraint import Constraint
-from server.engine.validation import Refusal
+from server.engine.admission import Refusal
 from server.protocol import SamplingParams
 
 
 class ConstraintWish(NamedTuple):
-    """key: of the sequence. accepted_ids: of its output."""
+    """key: of the sequence. accepted_ids: the known tokens of its output."""
 
     key: int
     sampling: SamplingParams
@@ -17,7 +17,7 @@ class ConstraintWish(NamedTuple):
 
 
 class ConstraintNews(NamedTuple):
-    """Answers one wish."""
+    """The answer to one wish."""
 
     key: int
     outcome: Constraint | Refusal

@@ -28,11 +28,11 @@ _FULL_WARNING_S = 5.0
 
 
 class ShellGone(Exception):
-    """The shell has closed the pipe, or spoke nonsense; there is nobody to work for."""
+    """The shell has closed the pipe, or broke the protocol."""
 
 
 class ShellChannel:
-    """Bounded both ways. A full inbox makes the shell's writes wait, in the kernel's buffer.
+    """Bounded in both directions. When the inbox is full, the shell's writes wait.
 
     on_gone: called once on the reader's thread when the shell is gone.
     """
@@ -62,7 +62,7 @@ class ShellChannel:
         return message
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message. With a shell that reads nothing any more this waits, rather than grow.
+        """Queue a message. The queue is bounded: this waits while the shell does not read.
 
         Raises ShellGone.
         """
@@ -74,7 +74,7 @@ class ShellChannel:
         raise ShellGone
 
     def close(self, flush_s: float) -> None:
-        """Write what is queued, for `flush_s` at most, and close."""
+        """Write the queued messages for at most `flush_s`, and close."""
         try:
             self._outbox.put(None, timeout=0 if self._gone.is_set() else flush_s)
             self._writer.join(flush_s)

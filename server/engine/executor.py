@@ -1,4 +1,4 @@
-"""The seam between policy and tensors: what an engine needs of a device."""
+"""The interface between scheduling and tensors: what the engine needs of a device."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
@@ -9,7 +9,7 @@ import numpy as np
 from adapters.manifest import SlabLayout
 from server.engine.plan import SliceResult, StepPlan
 
-# What callers are told of a copy that failed for no fault of the adapter's.
+# The error message for a copy that failed through no fault of the adapter.
 COPY_FAILED = "it could not be copied to the device"
 
 
@@ -58,17 +58,17 @@ class AdapterCopy(msgspec.Struct, frozen=True):
 
 
 class CopyUsable(msgspec.Struct, frozen=True):
-    """Steps launched from now on may use the slot: the device lets them wait for what is left of
-    the copy. Its host block is still read, until CopyOver."""
+    """Steps launched from now on may use the slot: the device makes them wait for the rest of the
+    copy. The host block is still read, until CopyOver."""
 
     adapter_slot: int
     digest: str
 
 
 class CopyOver(msgspec.Struct, frozen=True):
-    """Nothing reads the host block any more. After CopyUsable, or instead of it with an error.
+    """Nothing reads the host block any more. Follows CopyUsable, or replaces it with an error.
 
-    copy_s: seconds that its bytes were on their way, without waits for others; 0 = unknown.
+    copy_s: seconds of the transfer, without waits for other transfers; 0 = unknown.
     """
 
     adapter_slot: int
@@ -96,43 +96,45 @@ class Executor(Protocol[T]):
     """
 
     limits: ExecutorLimits
-    summary: tuple[str, ...]  # for a person: memory split, back ends
+    summary: tuple[str, ...]  # lines for a person: memory split, back ends
 
     def launch(self, plan: StepPlan, meanwhile: Callable[[], None] | None = None) -> T:
-        """meanwhile: to be called now and then where this takes long; it may collect steps before,
-        and start and poll copies. Raises anything when the device fails: then all running sequences
-        end, steps in flight are never collected, and the next plan may free rows that were never
-        started.
+        """Begin a step.
+
+        meanwhile: called now and then where a launch takes long. It may collect earlier steps, and
+        start and poll copies.
+        Raises anything when the device fails. Then all running sequences end, steps in flight are
+        never collected, and the next plan may free rows that were never started.
         """
         ...
 
     def mask_memory(self, count: int) -> np.ndarray:
-        """int32 `[count, ceil(vocab / 32)]` of any content, to be filled for the next `constrain`
-        and not kept beyond that."""
+        """int32 `[count, ceil(vocab / 32)]` of undefined content. The caller fills it for the next
+        `constrain` and does not keep it."""
         ...
 
     def constrain(self, ticket: T, masks: Masks) -> None:
-        """Draw for the constrained slices of a launched step, once and before the next launch; the
-        ticket is ready only after that. Slices without a mask may draw any token."""
+        """Draw for the constrained slices of a launched step. This happens once, before the next
+        launch; the ticket is not ready before. Slices without a mask may draw any token."""
         ...
 
     def collect(self, ticket: T) -> list[SliceResult]:
         """Wait for the step; one result per slice, in order."""
         ...
 
-    def drain(self) -> None:
-        """After a failure: wait until nothing runs of what was launched and is not collected.
-        Raises anything when the device is lost for good."""
+    def wait_idle(self) -> None:
+        """After a failure, wait until no launched step runs any more. Raises anything when the
+        device is lost for good."""
         ...
 
     def start_copy(self, copy: AdapterCopy) -> None:
-        """Begin a copy beside running steps; never blocks them. Copies write in the order of their
-        start: one may take the place of another that is usable, though that is not over."""
+        """Begin a copy beside running steps, without blocking them. Copies write in the order of
+        their start. A copy may overwrite another that is usable but not over."""
         ...
 
     def poll_copies(self) -> list[CopyNews]:
         """What has become of copies since the last call; never blocks. Raises anything when the
-        device is lost for good, as it is when a copy fails that is usable already."""
+        device is lost for good. A failure of a copy that is already usable is such a loss."""
         ...
 
     def close(self) -> None: ...

@@ -331,7 +331,7 @@ class CertifyingExecutor:
         _check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
         self._kv[page][position % self.limits.page_size] = mark
 
-    def drain(self) -> None:
+    def wait_idle(self) -> None:
         self._in_flight.clear()
 
     # ---- adapters

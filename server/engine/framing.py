@@ -1,4 +1,4 @@
-"""Frames on a stream socket: a 4-byte little-endian length, then the frame. Bounded both ways."""
+"""Frames on a stream socket: a 4-byte little-endian length, then the frame. Sizes are bounded."""
 
 import socket
 
@@ -11,7 +11,7 @@ class FrameError(Exception):
 
 
 def send_frame(sock: socket.socket, frame: bytes) -> None:
-    """Blocks until it is written. Raises FrameError, OSError."""
+    """Blocks until the frame is written. Raises FrameError, OSError."""
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
     sock.sendall(len(frame).to_bytes(_LENGTH_BYTES, "little") + frame)

@@ -1,7 +1,7 @@
 """The step loop: inbox -> plan -> launch / collect -> commit -> outbox, on one thread.
 
-It waits for nothing but the device's next result, and for the inbox when there is nothing to
-compute.
+The thread waits for the device's next result, and for the inbox when there is nothing to compute.
+It waits for nothing else.
 """
 
 import enum
@@ -42,12 +42,12 @@ from server.protocol import ErrorCode
 
 log = logging.getLogger(__name__)
 
-# Copies end without a call; with nothing else to do the loop looks so often.
+# The end of a copy is polled. With nothing else to do the loop looks this often.
 COPY_POLL_S = 0.0002
 GRAMMAR_POLL_S = 0.0005  # the same for constraints that are being made
-# While the device computes, messages are taken as they come; so often it is asked if it is done.
+# While the device computes, messages are taken as they come, and the device is polled this often.
 STEP_POLL_S = 0.0001
-# With unfinished sequences and nothing to compute, the shell still hears that the loop is alive.
+# With unfinished sequences and nothing to compute, the loop still reports to the shell this often.
 HEARTBEAT_S = 1.0
 MAX_FAILURES_IN_A_ROW = 3
 
@@ -59,7 +59,7 @@ class ExecutorLost(Exception):
 
 
 class Channel(Protocol):
-    """Where requests come from and events go to: the pipe to the shell, or a program's own."""
+    """Source of requests and sink of events: the pipe to the shell, or a program's own queues."""
 
     def receive(self, wait_s: float | None) -> ToEngine | None:
         """The next message, or None if none comes within `wait_s` (None = for ever)."""
@@ -118,12 +118,12 @@ class EngineLoop(Generic[T]):
         self._failures = 0
         self._steps = 0
         self._settled: list[AdapterSettled] = []
-        self._copy_s: dict[str, float] = {}  # not told yet
+        self._copy_s: dict[str, float] = {}  # of copies that are not reported yet
         self._phases_s = [0.0] * len(Phase)
-        self._num_constrained = 0  # not told yet
-        self._aside_s = 0.0  # of the launch at hand, spent on other things
-        self._told: EngineStats | None = None
-        self._told_at = clock()
+        self._num_constrained = 0  # not reported yet
+        self._aside_s = 0.0  # time of the current launch that was spent on other work
+        self._reported: EngineStats | None = None
+        self._reported_at = clock()
         self._leaving = False
 
     def run(self) -> None:
@@ -137,12 +137,12 @@ class EngineLoop(Generic[T]):
     # ---- inbox
 
     def _receive(self, wait_s: float | None) -> bool:
-        """Take all that has come, waiting for the first. False: leave."""
-        self._drain_inbox(wait_s)
+        """Take all messages, waiting for the first. False: leave."""
+        self._take_messages(wait_s)
         return not self._leaving
 
-    def _drain_inbox(self, wait_s: float | None) -> bool:
-        """Whether anything had come. A slab that follows its sequence is taken with it."""
+    def _take_messages(self, wait_s: float | None) -> bool:
+        """Whether there was a message. A slab that follows its sequence is taken with it."""
         message = None if self._leaving else self._channel.receive(wait_s)
         anything = message is not None
         while message is not None:
@@ -173,7 +173,7 @@ class EngineLoop(Generic[T]):
                 self._leaving = True
 
     def _idle_s(self) -> float | None:
-        """How long nothing can happen unless a message comes; None = for ever."""
+        """Seconds for which nothing can happen unless a message comes; None = for ever."""
         if self._scheduler.loads.copying:
             return COPY_POLL_S
         if self._constraints.busy:
@@ -189,11 +189,11 @@ class EngineLoop(Generic[T]):
     def _turn(self) -> bool:
         """One round; whether a step was launched or collected in it."""
         with self._guarding_steps():
-            self._bide()
+            self._wait_to_plan()
         self._note_copies()
         self._note_constraints()
-        self._go_on_loading()
-        self._note_copies()  # what has just begun may be usable at once
+        self._load_on()
+        self._note_copies()  # a copy that has just begun may be usable at once
         began = self._clock()
         plan = self._scheduler.plan(began)
         collected = None
@@ -205,9 +205,9 @@ class EngineLoop(Generic[T]):
             self._carry_out_loads()
             if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
                 collected = self._collect()
-            if self._steps != last:  # also within the launch, unless that failed
+            if self._steps != last:  # a step was collected, perhaps during the launch
                 self._failures = 0
-        self._tell(collected)
+        self._report(collected)
         return worked
 
     @contextmanager
@@ -216,11 +216,11 @@ class EngineLoop(Generic[T]):
             yield
         except (ShellGone, ExecutorLost):
             raise
-        except Exception as error:  # the device's failures are foreign and of any kind
+        except Exception as error:  # failures of the device have any type
             self._fail(error)
 
     def _note_copies(self) -> bool:
-        """Whether there was something to note."""
+        """Pass what has become of copies on to the scheduler. Whether there was anything."""
         try:
             news = self._executor.poll_copies()
         except Exception as lost:
@@ -232,14 +232,14 @@ class EngineLoop(Generic[T]):
         return bool(news)
 
     def _note_constraints(self) -> bool:
-        """As above."""
+        """Pass finished constraints on to the scheduler. Whether there was any."""
         news = self._constraints.poll()
         for item in news:
             self._scheduler.constraint_news(item, self._clock())
         return bool(news)
 
-    def _bide(self) -> None:
-        """While the step in flight runs, whoever comes can still be in the next plan."""
+    def _wait_to_plan(self) -> None:
+        """Wait while a step runs, so that requests that arrive now are in the next plan."""
         if self._in_flight:
             running = self._in_flight[-1]
             spare_s = self._pace.spare_s(running.prompt_tokens)
@@ -249,31 +249,30 @@ class EngineLoop(Generic[T]):
             self._phases_s[Phase.WAIT] += self._clock() - began
 
     def _load_while(self, computing: Callable[[], bool]) -> None:
-        """While the device computes, an adapter that somebody misses is asked for, placed and
-        copied at once: it may be there before the next plan, and its request waits no longer than
-        others."""
+        """Take messages and load adapters while the device computes. An absent adapter may then be
+        usable before the next plan."""
         while computing() and not self._leaving:
             self._look_at_loads(STEP_POLL_S)
 
     def _meanwhile(self) -> None:
-        """A launch that the device's full queue holds up: nobody waits for its end."""
+        """Other work during a launch that the device's full queue delays."""
         began = self._clock()
         if self._in_flight and self._in_flight[0].ticket.ready():
-            self._tell(self._collect())
+            self._report(self._collect())
         self._look_at_loads(0.0)
         self._aside_s += self._clock() - began
 
     def _look_at_loads(self, wait_s: float) -> None:
-        taken = self._drain_inbox(wait_s)
+        taken = self._take_messages(wait_s)
         if self._note_copies() | self._note_constraints() | taken:
-            self._go_on_loading()
+            self._load_on()
 
-    def _go_on_loading(self) -> None:
+    def _load_on(self) -> None:
         self._scheduler.go_on_loading(self._clock())
         self._carry_out_loads()
 
     def _launch(self, plan: StepPlan, began: float) -> None:
-        """began: when its planning did."""
+        """began: when planning began."""
         planned = self._clock()
         self._aside_s = 0.0
         ticket = self._executor.launch(plan, self._meanwhile)
@@ -304,7 +303,7 @@ class EngineLoop(Generic[T]):
         return _Collected(running.plan, done - running.launched)
 
     def _constrain(self) -> None:
-        """Masks of the oldest step in flight: all tokens that they depend on are known."""
+        """Fill the masks of the oldest step in flight. The tokens that they depend on are known."""
         if not self._in_flight or not (slices := self._in_flight[0].constrained):
             return
         began = self._clock()
@@ -318,25 +317,25 @@ class EngineLoop(Generic[T]):
         self._num_constrained += len(slices)
 
     def _fail(self, error: Exception) -> None:
-        """End what was running; go on if that was an accident."""
+        """End all running sequences. Raises ExecutorLost if steps keep failing."""
         self._failures += 1
         log.error("a step failed", exc_info=error)
         self._in_flight.clear()
         try:
-            # What its sequences give up must not be read by a step that still runs.
-            self._executor.drain()
+            # Pages and rows are given up below: no running step may still read them.
+            self._executor.wait_idle()
         except Exception as lost:
-            # Nobody is told of an end: the shell has the sequences go on elsewhere.
+            # No sequence gets an end: the shell makes them go on elsewhere.
             raise ExecutorLost(f"the device is lost: {lost}") from lost
         self._scheduler.fail_running(*_describe(error))
         if self._failures >= MAX_FAILURES_IN_A_ROW:
-            self._tell(None)
+            self._report(None)
             raise ExecutorLost(f"{self._failures} steps failed in a row, the last: {error}")
 
     # ---- outbox
 
     def _carry_out_loads(self) -> None:
-        """And wishes for constraints."""
+        """Start copies and constraints, and send what the scheduler has for the shell."""
         for wish in self._scheduler.grammars.take_wishes():
             self._constraints.start(wish)
         copies, needed, released, settled = self._scheduler.loads.take()
@@ -345,25 +344,25 @@ class EngineLoop(Generic[T]):
             self._channel.send(AdapterPlaced(digest, self._scheduler.loads.arena.spans(digest)))
             try:
                 self._executor.start_copy(copy)
-            except Exception as error:  # foreign, and no reason to stop the others
+            except Exception as error:  # of any type; other adapters go on
                 log.error("a copy failed", exc_info=error)
                 failed = CopyOver(copy.adapter_slot, digest, COPY_FAILED)
                 self._scheduler.copy_news(failed, self._clock())
-        # In this order: one that was pushed out as soon as it came may be needed again.
+        # Releases first: an adapter that was evicted at once may be needed again.
         for digest in released:
             self._channel.send(SlabReleased(digest, self._copy_s.pop(digest, None)))
         for digest in needed:
             self._channel.send(NeedSlab(digest))
         self._settled += settled
 
-    def _tell(self, collected: _Collected | None) -> None:
+    def _report(self, collected: _Collected | None) -> None:
         events = tuple(self._scheduler.take_events())
         stats = self._scheduler.stats()
         now = self._clock()
-        alive = now - self._told_at >= HEARTBEAT_S and self._scheduler.num_unfinished
+        alive = now - self._reported_at >= HEARTBEAT_S and self._scheduler.num_unfinished
         compiled = tuple(self._constraints.take_compiled())
-        if events or collected or compiled or alive or stats != self._told:
-            self._told, self._told_at = stats, now
+        if events or collected or compiled or alive or stats != self._reported:
+            self._reported, self._reported_at = stats, now
             step_s, num_tokens, work = 0.0, 0, None
             if collected is not None:
                 step_s, num_tokens = collected.step_s, collected.plan.num_tokens
@@ -372,7 +371,7 @@ class EngineLoop(Generic[T]):
             self._channel.send(
                 StepOutput(self._steps, events, stats, step_s, num_tokens, work, resident, compiled)
             )
-        # After the stats that show it.
+        # After the stats that show their effect.
         settled, self._settled = self._settled, []
         for answer in settled:
             self._channel.send(answer)

@@ -87,7 +87,7 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
     except ConfigError as error:
         channel.send(EngineFailed(str(error)))
         return 1
-    except Exception as error:  # the process's edge: the shell is told, whatever it was
+    except Exception as error:  # of any type: the shell gets the message
         log.error("the engine cannot start", exc_info=error)
         channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
         return 1

@@ -13,7 +13,7 @@ from server.protocol import GenerateRequest, TokenEvent
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="su"):
-    """Take this sequence. key: the shell's own number for it, used in both directions."""
+    """Take this sequence. key: the shell's number of the sequence, used in both directions."""
 
     key: int
     request: GenerateRequest
@@ -24,10 +24,11 @@ class AbortSequence(msgspec.Struct, frozen=True, array_like=True, tag="ab"):
 
 
 class SlabStaged(msgspec.Struct, frozen=True, array_like=True, tag="ss"):
-    """It lies in the host arena: NeedSlab's answer, or without being asked, for a sequence that was
-    just submitted. Answered by one SlabReleased. extents: first extent of each run there.
+    """A slab is in the host arena. It answers NeedSlab, or comes unasked for a sequence that was
+    just submitted. Answered by one SlabReleased.
 
-    load_s: seconds of reading it from disk; 0 if it was there already.
+    extents: first extent of each run in the host arena. load_s: seconds of reading the slab from
+    disk; 0 if it was in host memory already.
     """
 
     layout: SlabLayout
@@ -36,22 +37,22 @@ class SlabStaged(msgspec.Struct, frozen=True, array_like=True, tag="ss"):
 
 
 class SlabMissing(msgspec.Struct, frozen=True, array_like=True, tag="sm"):
-    """Answers NeedSlab: it cannot be staged. Its waiting sequences end in an error."""
+    """Answers NeedSlab: the slab cannot be staged. Sequences that wait for it end in an error."""
 
     digest: str
     message: str
 
 
 class PinAdapters(msgspec.Struct, frozen=True, array_like=True, tag="pa"):
-    """These and no others are not to be evicted; those that are absent are to be loaded."""
+    """These adapters and no others are never evicted. Absent ones are loaded."""
 
     digests: tuple[str, ...]
 
 
 class PreloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="pl"):
-    """Bring it to the device though no sequence asks for it. Answered by AdapterSettled.
+    """Bring an adapter to the device though no sequence asks for it. Answered by AdapterSettled.
 
-    order: the shell's own number for it.
+    order: the shell's number of this order.
     """
 
     order: int
@@ -59,16 +60,16 @@ class PreloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="pl"):
 
 
 class WithdrawPreload(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
-    """Nobody waits for this order's end any more. Not answered."""
+    """The end of this preload is not awaited any more. Not answered."""
 
     order: int
     digest: str
 
 
 class EvictAdapter(msgspec.Struct, frozen=True, array_like=True, tag="ea"):
-    """Free it on the device as soon as no sequence needs it. Answered by AdapterSettled.
+    """Evict an adapter from the device as soon as no sequence needs it. Answered by AdapterSettled.
 
-    order: as above.
+    order: the shell's number of this order.
     """
 
     order: int
@@ -80,7 +81,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="sd"):
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
-    """Everything is allocated and warm. summary: lines for a person (memory split, back ends)."""
+    """All memory is allocated and warm. summary: lines for a person (memory split, back ends)."""
 
     total_pages: int
     page_size: int
@@ -95,29 +96,29 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="er"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="ef"):
-    """It could not start; message says why and what to do."""
+    """The engine could not start; message says why and what to do."""
 
     message: str
 
 
 class NeedSlab(msgspec.Struct, frozen=True, array_like=True, tag="ns"):
-    """The engine wants this adapter's bytes in the host arena. It asks for none that it was given
-    and has not released; what is on its way to it unasked answers this, too."""
+    """The engine wants this adapter's bytes in the host arena. It does not ask for a slab that it
+    holds. A slab that is coming unasked answers this, too."""
 
     digest: str
 
 
 class AdapterPlaced(msgspec.Struct, frozen=True, array_like=True, tag="al"):
-    """It has room on the device from now on: (first extent, extents) of each unbroken row."""
+    """The adapter has room on the device. spans: (first extent, extents) of each unbroken row."""
 
     digest: str
     spans: tuple[tuple[int, int], ...]
 
 
 class SlabReleased(msgspec.Struct, frozen=True, array_like=True, tag="sr"):
-    """The copy to the device is over (or was given up): the host block is no longer read.
+    """The copy to the device is over, or was given up: the host block is no longer read.
 
-    copy_s: seconds that the bytes were on their way; 0 = unknown; None = they were not copied.
+    copy_s: seconds of the transfer; 0 = unknown; None = nothing was copied.
     """
 
     digest: str
@@ -137,7 +138,7 @@ class SequenceEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges after a step. resident: adapters on the device. evictions: from there, by reason."""
+    """Gauges after a step. resident: adapters on the device. evictions: counts by reason."""
 
     free_pages: int = 0
     running: int = 0
@@ -151,24 +152,25 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     evictions: dict[EvictionReason, int] = {}
 
 
-# Why a grammar was refused: it is no grammar; it costs more than its limits; the model's tokens are
-# not known; no process could try it out.
+# Why a grammar was refused: it is no grammar; it costs more than the limits allow; the model's
+# tokens are unknown; no process could check it.
 GrammarFault = Literal["wrong", "costly", "no_vocabulary", "unavailable"]
 
 
 class GrammarCompiled(msgspec.Struct, frozen=True, array_like=True):
-    """One that was in no cache. seconds: of compiling it. fault: None = it was compiled."""
+    """A compilation of a grammar that was in no cache. seconds: its time. fault: None = success."""
 
     seconds: float
     fault: GrammarFault | None
 
 
 class StepWork(msgspec.Struct, frozen=True, array_like=True):
-    """What a step computed, and the time that the engine's thread gave to steps since the last.
+    """What a step computed, and how the engine's thread spent its time since the last report.
 
-    adapters: distinct ones in it. adapter_tokens: of sequences that have one.
+    sequences: slices of the step. adapters: distinct adapters. adapter_tokens: tokens of sequences
+    with an adapter.
     phases_s: seconds of planning, launching, waiting for the device, committing, masks.
-    constrained: sequences that had a mask since the last.
+    constrained: sequences that had a mask since the last report.
     """
 
     sequences: int
@@ -179,11 +181,11 @@ class StepWork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
-    """What one step produced. step_s: from launch to commit. work: None without a step. resident:
-    digests of the adapters on the device; None = as before, none before the first. compiled: since
-    the last.
+    """What one step produced. step_s: seconds from launch to commit. work: None without a step.
+    resident: digests of the adapters on the device; None = unchanged (at first there are none).
+    compiled: compilations since the last report.
 
-    Also sent when idle stats change, and every second while sequences wait for anything.
+    Also sent when stats change without a step, and every second while sequences wait.
     """
 
     step: int
@@ -197,8 +199,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, tag="so"):
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="hb"):
-    """Nothing else was to be said for a while. It comes from beside the step loop: the process
-    runs, whatever a step is doing.
+    """The process runs. A thread beside the step loop sends this when nothing else was sent for a
+    while, whatever a step is doing.
     """
 
 

@@ -1,4 +1,4 @@
-"""The host arena's mapping, as the shell and the engine both have it."""
+"""The memory of the host arena, which the shell and the engine both map."""
 
 import fcntl
 import mmap
@@ -14,9 +14,11 @@ _TOUCHED_BYTES = 256 << 20
 
 
 def map_shared(fd: int, nbytes: int) -> memoryview:
-    """The memory file's bytes, writable; in huge pages where the system lends them to who asks
-    (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`: advise), as filling and pinning gigabytes
-    page by page takes long."""
+    """The memory file's bytes, writable.
+
+    Huge pages are requested, because filling and pinning gigabytes of small pages takes long. The
+    system grants them where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` is `advise`.
+    """
     if not nbytes:
         return memoryview(b"")
     mapped = mmap.mmap(fd, nbytes)
@@ -27,11 +29,11 @@ def map_shared(fd: int, nbytes: int) -> memoryview:
 
 @contextmanager
 def pages_made(memory: memoryview, threads: int) -> Iterator[None]:
-    """Beside what is done within, every page of it is made; all are there at the end, unless that
-    is an error. Only reads, so that others may write meanwhile.
+    """Make the system allocate every page of `memory` while the body of the `with` runs.
 
-    A page that nobody has used yet is made for the first who asks for it, and one after the other
-    for who asks for all, as pinning does: seconds for each 10 GB.
+    All pages are allocated at the end, unless the body raises. Pages are only read, so others may
+    write meanwhile. Pinning allocates missing pages one after the other, which takes seconds for
+    each 10 GB; several threads are faster.
     """
     pool = ThreadPoolExecutor(threads, "page-maker")
     try:

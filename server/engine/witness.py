@@ -1,6 +1,6 @@
-"""Notices a copy of other bytes than an adapter had before; of the certifying executor.
+"""A check of the certifying executor: one digest never stands for two contents.
 
-It cannot tell what the right bytes are, only that one digest never stands for two contents.
+It does not know which bytes are right. It notices that an adapter's bytes differ from before.
 """
 
 from collections import OrderedDict
@@ -19,13 +19,13 @@ class SlabWitness:
         self._seen: OrderedDict[str, bytes] = OrderedDict()
 
     def problem(self, copy: AdapterCopy) -> str | None:
-        """Why the bytes that lie there now are not this adapter's, or None."""
+        """Why the bytes in the host arena are not this adapter's, or None."""
         found = self._checksum(copy)
         known = self._seen.setdefault(copy.layout.digest, found)
         self._seen.move_to_end(copy.layout.digest)
         if len(self._seen) > MAX_REMEMBERED:
             self._seen.popitem(last=False)
-        return None if found == known else "the slab's bytes are not those that it had before"
+        return None if found == known else "the slab's bytes differ from those that it had before"
 
     def _checksum(self, copy: AdapterCopy) -> bytes:
         size = copy.layout.extent_bytes

@@ -129,7 +129,7 @@ class TorchExecutor:
     def collect(self, ticket: StepTicket) -> list[SliceResult]:
         return ticket.results()
 
-    def drain(self) -> None:
+    def wait_idle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -12,7 +12,7 @@ from launcher.bench.option_types import lora_rank, lora_ranks, whole, wholes
 from launcher.bench.output import print_fields, print_points
 from launcher.command_line import Parser
 from launcher.options import OptionError
-from server.engine.validation import bad_sampling
+from server.engine.admission import bad_sampling
 from server.protocol import SamplingParams
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Extents of an arena: which are free, and where an adapter's runs find room among them. Pure."""
+"""Extents of an arena: which are free, and where an adapter's runs fit. Pure."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""KV pages: who holds which, and which full pages can be read again by a later prompt. Pure.
+"""KV pages: which sequences hold them, and which full pages a later prompt can read. Pure.
 
 A page's content is named by a SHA-256 chain over salt, adapter digest (or base) and all tokens up
 to its end. Only full pages are shared and nobody writes to a full page, so nothing is ever copied.
@@ -13,7 +13,7 @@ PageHash = bytes
 
 
 def root_hash(salt: str, adapter: str | None) -> PageHash:
-    """Start of a chain. The base and an adapter of any digest never share one."""
+    """Start of a chain. The base and an adapter never share a chain, whatever its digest."""
     kind = b"base" if adapter is None else b"adapter"
     parts = (salt.encode(), kind, (adapter or "").encode())
     return sha256(b"".join(len(p).to_bytes(8, "little") + p for p in parts)).digest()
@@ -25,7 +25,7 @@ def page_hash(parent: PageHash, token_ids: Sequence[int]) -> PageHash:
 
 
 class PagePool:
-    """A page is free, held (references > 0), or cached: full, known by hash, held by nobody.
+    """A page is free, held (references > 0), or cached: full, known by hash, without references.
 
     Cached pages are reused by hash, and overwritten oldest first when no free page is left.
     """
@@ -75,7 +75,7 @@ class PagePool:
         return pages
 
     def publish(self, page: int, digest: PageHash) -> None:
-        """A held page is now full and computed. Content known already stays where it is."""
+        """A held page is full and computed. Content that is known already keeps its page."""
         if digest not in self._page_of and page not in self._hash_of:
             self._page_of[digest] = page
             self._hash_of[page] = digest
@@ -94,7 +94,7 @@ class PagePool:
                 self._free.append(page)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Held pages whose content must not be read again by anyone new."""
+        """No further sequence may read the content of these held pages."""
         for page in pages:
             digest = self._hash_of.pop(page, None)
             if digest is not None:

@@ -1,4 +1,4 @@
-"""Which adapters lie in an arena of fixed-size extents, who uses them, and who must go. Pure.
+"""Which adapters an arena of fixed-size extents holds, their leases and evictions. Pure.
 
 Used for the device arena (by the scheduler) and for the host arena (by the worker shell). It moves
 no bytes and knows no clock: recency is the order of calls. What is worth keeping is `eviction`'s.
@@ -50,7 +50,7 @@ class AdapterArena:
         self.num_slots = num_slots
         self.evictions: Counter[EvictionReason] = Counter()
         self.num_ready = 0
-        self._changes = self._told_changes = 0  # of what is ready
+        self._changes = self._reported_changes = 0  # of what is ready
         self._map = bytearray([FREE]) * num_extents
         self._free_slots = list(range(num_slots - 1, -1, -1))
         # Least recently used first. All of a plain dict are looked at in a fraction of the time.
@@ -100,9 +100,9 @@ class AdapterArena:
         return tuple(d for d, e in self._entries.items() if e.ready)
 
     def take_resident(self) -> tuple[str, ...] | None:
-        """`ready`, if that has changed since the last call."""
-        told, self._told_changes = self._told_changes, self._changes
-        return None if told == self._changes else self.ready
+        """`ready` if it has changed since the last call, else None."""
+        reported, self._reported_changes = self._reported_changes, self._changes
+        return None if reported == self._changes else self.ready
 
     @property
     def loading(self) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ class AdapterArena:
         return None
 
     def would_fit(self, runs: Sequence[int], without: Collection[str]) -> bool:
-        """Whether there were room if the adapters `without` and every unleased one were gone."""
+        """Whether there is room once the adapters `without` and all unleased ones are evicted."""
         gone = [
             entry
             for digest, entry in self._entries.items()
@@ -143,7 +143,7 @@ class AdapterArena:
     # ---- changes
 
     def pin_only(self, digests: Collection[str]) -> None:
-        """From now on these, whether they are here or not, and no others are safe from eviction."""
+        """These adapters, present or absent, and no others are safe from eviction."""
         self._pins = frozenset(digests)
         self._beside_pins = None
 
@@ -191,7 +191,7 @@ class AdapterArena:
         return placement
 
     def finish(self, digest: str, load_s: float | None = None) -> None:
-        """LOADING -> READY: its bytes are there. load_s: what that took, if it was measured."""
+        """LOADING -> READY: the bytes are there. load_s: seconds of loading, if measured."""
         entry = self._entries[digest]
         if entry.ready:
             raise ValueError(f"adapter {digest} is ready already")
@@ -278,7 +278,7 @@ class AdapterArena:
         return list(victims)
 
     def _try(self, runs: Sequence[int], gone: Collection[_Entry]) -> tuple[int, ...] | None:
-        """First extents for `runs` if `gone` were not there, or None."""
+        """First extents for `runs` once the adapters `gone` are evicted, or None."""
         if not self._free_slots and not gone:
             return None
         if self.free_extents + sum(len(e.extents) for e in gone) < sum(runs):

@@ -1,18 +1,18 @@
-"""Adapters in use that run dry, so that one which waits for room gets it. Pure."""
+"""Adapters in use that take no new sequences, so that another adapter gets room. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from server.engine.memory.residency import AdapterArena
-from server.engine.scheduling.sequence import Order, Sequence
+from server.engine.scheduling.sequence import Precedence, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """`digests` take no sequence that comes after `order`, until `beneficiary` has room."""
+    """`digests` take no sequence that comes after `precedence`, until `beneficiary` has room."""
 
     beneficiary: str
-    order: Order
+    precedence: Precedence
     digests: frozenset[str]
 
 
@@ -21,13 +21,16 @@ def renew_drain(
     arena: AdapterArena,
     digest: str,
     runs: tuple[int, ...],
-    order: Order,
+    precedence: Precedence,
     running: Iterable[Sequence],
 ) -> Drain:
-    """Adapters whose end makes room for `digest`, soonest done first. A choice is kept."""
+    """Choose adapters whose eviction makes room for `digest`, soonest done first.
+
+    drain: the choice so far; it is kept while it still makes enough room.
+    """
     kept = drain.digests if drain is not None and drain.beneficiary == digest else frozenset()
     if kept and arena.would_fit(runs, kept):
-        return Drain(digest, order, kept)
+        return Drain(digest, precedence, kept)
     remaining: dict[str, int] = {}
     for sequence in running:
         if sequence.adapter is not None:
@@ -38,4 +41,4 @@ def renew_drain(
         if arena.would_fit(runs, chosen):
             break
         chosen.add(candidate)
-    return Drain(digest, order, frozenset(chosen))
+    return Drain(digest, precedence, frozenset(chosen))

@@ -1,11 +1,11 @@
-"""Sequences whose constraint is being made. Pure."""
+"""Sequences that wait until their constraint is made. Pure."""
 
 from server.constraints.wishes import ConstraintWish
 from server.engine.scheduling.sequence import Sequence, State
 
 
 class GrammarWaits:
-    """Those in NEEDS_GRAMMAR."""
+    """The sequences in state NEEDS_GRAMMAR."""
 
     def __init__(self) -> None:
         self._wishes: list[ConstraintWish] = []
@@ -21,10 +21,10 @@ class GrammarWaits:
         self._wishes.append(ConstraintWish(sequence.key, request.sampling, request.accepted_ids))
 
     def unpark(self, key: int) -> Sequence | None:
-        """It waits here no longer; None where it has ended."""
+        """Remove and return the sequence; None if it has ended."""
         return self._parked.pop(key, None)
 
     def take_wishes(self) -> list[ConstraintWish]:
-        """All since the last call, but for sequences that have ended."""
+        """Wishes since the last call, without those of sequences that have ended."""
         wishes, self._wishes = self._wishes, []
         return [wish for wish in wishes if wish.key in self._parked]

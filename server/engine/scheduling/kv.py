@@ -1,4 +1,4 @@
-"""What sequences hold of the KV cache: taking pages, sharing full ones, giving them up. Pure."""
+"""How sequences take, share and give up pages of the KV cache. Pure."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -6,10 +6,10 @@ from itertools import islice
 from server.engine.memory.pages import PageHash, PagePool
 from server.engine.scheduling.sequence import Sequence
 
-# A prompt waits for another's prefill of the same tokens when that saves at least so many.
+# A prompt waits for another sequence's prefill of the same tokens if that saves at least this many.
 SHARE_WORTH_TOKENS = 64
-# Pages that one plan hashes at most to find what is cached of prompts, while others run: 16 pages
-# take some 20 us.
+# Pages that one plan hashes at most to look prompts up while other sequences run. 16 pages take
+# about 20 us.
 HASHED_PER_PLAN = 256
 
 
@@ -18,8 +18,8 @@ class SequencePages:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.pool = PagePool(num_pages, page_size)
-        # Full prompt pages on their way: of each sequence the next ones, as many as decide whether
-        # another waits for it.
+        # Full prompt pages that are being computed: the next pages of each sequence, enough to
+        # decide whether another sequence waits for them.
         self._computing: dict[PageHash, Sequence] = {}
         self._next_pages = -(-SHARE_WORTH_TOKENS // page_size)
         self._budget = HASHED_PER_PLAN
@@ -28,10 +28,10 @@ class SequencePages:
         self._budget = HASHED_PER_PLAN
 
     def look_up(self, sequence: Sequence, others_wait: bool) -> bool:
-        """Hashes its prompt as far as it can be read, or is computed. False: this plan has hashed
-        enough, and the next goes on.
+        """Hash the prompt as far as its pages are cached or being computed. False: this plan has
+        hashed enough, and the next plan goes on.
 
-        others_wait: there is a step to launch; else it costs nobody anything.
+        others_wait: a step waits for this plan. Otherwise hashing delays nothing.
         """
         hashes, size = sequence.hashes, self.pool.page_size
         full = 0 if sequence.needs_prompt_logprobs else (len(sequence.tokens) - 1) // size
@@ -47,8 +47,8 @@ class SequencePages:
     def is_computed_elsewhere(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to publish much of the same prompt.
 
-        Many ask in every plan: no page is hashed behind the first that nobody has or computes,
-        as it could not be read, nor behind those that make it worth the wait.
+        Many sequences ask in every plan, so few pages are hashed. Hashing stops at the first page
+        that is neither cached nor being computed, and where the wait is known to be worth it.
         """
         if not self._computing:
             return False
@@ -63,7 +63,8 @@ class SequencePages:
         return False
 
     def take(self, sequence: Sequence, reserve: int) -> bool:
-        """Pages for all its tokens, cached ones first, if `reserve` are left over for others."""
+        """Take pages for all its tokens, cached pages first. False unless `reserve` pages are left
+        for other sequences."""
         cached = self.pool.match(self._readable(sequence))
         missing = self.pool.pages_for(len(sequence.tokens)) - len(cached)
         if self.pool.available < missing + reserve:
@@ -78,7 +79,7 @@ class SequencePages:
         return True
 
     def missing(self, sequence: Sequence) -> int:
-        """Pages it lacks for one more token."""
+        """Pages that the sequence lacks for one more token."""
         return self.pool.pages_for(sequence.num_computed + 1) - len(sequence.pages)
 
     def publish(self, sequence: Sequence, num_computed: int) -> None:
@@ -103,9 +104,9 @@ class SequencePages:
         sequence.rewind(0)
 
     def _readable(self, sequence: Sequence, first: int = 0) -> Iterator[PageHash]:
-        """Full pages it may read instead of computing, each hashed when it is asked for.
+        """Full pages that the sequence may read instead of computing, hashed one by one.
 
-        At least one token is computed.
+        At least one token is always computed.
         """
         if sequence.needs_prompt_logprobs:
             return

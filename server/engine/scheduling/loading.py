@@ -1,8 +1,8 @@
-"""How an absent adapter comes to the device: who waits for it, whose turn it is, who must give way.
+"""How absent adapters come to the device: who waits, which is next, which must give way. Pure.
 
-Pure. It asks the shell for slabs, places them in the device arena and orders the copies. Sequences
-of other adapters go on meanwhile; one that waits too long for room makes a few adapters in use run
-dry.
+`AdapterLoads` asks the shell for slabs, places them in the device arena and starts the copies.
+Sequences of other adapters go on meanwhile. An adapter that waits too long for room makes a few
+adapters in use drain.
 """
 
 from bisect import insort
@@ -15,11 +15,11 @@ from server.engine.executor import AdapterCopy
 from server.engine.memory.residency import AdapterArena
 from server.engine.messages import AdapterSettled
 from server.engine.scheduling.drain import Drain, renew_drain
-from server.engine.scheduling.sequence import ORDER, Order, Sequence, adapters_before
+from server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, adapters_before
 
-# What nobody waits for comes after all that somebody waits for.
-_LAST = Order(1 << 62, 0)
-# What finds no room though nobody waits for it is not tried again for so long while others wait.
+# Adapters without waiters come after all adapters with waiters.
+_LAST = Precedence(1 << 62, 0)
+# An adapter without waiters that found no room is not tried again for this long while others wait.
 _STAND_BACK_S = 1.0
 _PINNED = "the adapter is pinned"
 
@@ -34,7 +34,7 @@ class Staged:
 
 
 class Loads(NamedTuple):
-    """Copies to start, slabs wanted of the shell, slabs it may take back, answers to its orders."""
+    """Copies to start, slabs to ask the shell for, slabs to give back, answers to its orders."""
 
     copies: list[AdapterCopy]
     needed: list[str]
@@ -43,7 +43,7 @@ class Loads(NamedTuple):
 
 
 class _Copying(NamedTuple):
-    """since: when the copy was ordered. load_s: what came before it."""
+    """since: when the copy was decided. load_s: seconds of loading before it."""
 
     since: float
     load_s: float
@@ -52,13 +52,13 @@ class _Copying(NamedTuple):
 class AdapterLoads:
     """A digest with waiters is asked for -> staged -> copying -> ready; `max_loading` at once.
 
-    So is one that is wanted without waiters (pinned, preloaded), after all others: while a waiter's
-    slab is not here, it keeps neither a place nor host memory without room on the device. `settled`
-    tells how that ended. What lies in host memory may be staged without being asked for. The
-    caller takes `needed`, `copies`, `released`, `settled` and `refused` (lists) after each round
-    and empties them.
+    Pinned and preloaded adapters follow the same steps after all adapters that sequences wait for.
+    While such a sequence still lacks its slab, they give up their load slot and their host memory
+    unless there is room on the device. `settled` says how each preload and eviction ended. The
+    shell may stage a slab of its host memory without being asked. After each round the caller takes
+    the lists `needed`, `copies`, `released`, `settled` and `refused`, and empties them.
 
-    Each slab that is handed over comes back once (`released`); until then it is not asked for.
+    Each slab that is handed over comes back once (`released`). Until then it is not asked for.
     """
 
     def __init__(self, arena: AdapterArena, max_loading: int, drain_after_s: float) -> None:
@@ -70,7 +70,7 @@ class AdapterLoads:
         self.released: list[str] = []
         self.settled: list[AdapterSettled] = []
         self.refused: list[tuple[str, str]] = []  # digests with waiters, and why not
-        # Both in order, with the orders that each answers; of what is pinned there may be none.
+        # Both in order of arrival, with the orders that each answers. A pin alone has none.
         self._wanted: dict[str, list[int]] = {}
         self._condemned: dict[str, list[int]] = {}
         self._parked: dict[str, list[Sequence]] = {}
@@ -78,7 +78,8 @@ class AdapterLoads:
         self._asked: set[str] = set()
         self._staged: dict[str, Staged] = {}
         self._copying: dict[str, _Copying] = {}
-        self._ending: set[str] = set()  # ready, or even gone again, while the host block is read
+        # Ready, or already evicted, while the host block is still read.
+        self._ending: set[str] = set()
         self._drain: Drain | None = None
         self._stands_back_until = -inf
 
@@ -92,7 +93,7 @@ class AdapterLoads:
         return (*self._asked, *self._staged, *self._copying)
 
     def take(self) -> Loads:
-        """All decided since the last call."""
+        """Everything decided since the last call."""
         taken = Loads(self.copies, self.needed, self.released, self.settled)
         self.copies, self.needed, self.released, self.settled = [], [], [], []
         return taken
@@ -101,7 +102,7 @@ class AdapterLoads:
 
     def park(self, sequence: Sequence) -> None:
         assert sequence.adapter is not None
-        insort(self._parked.setdefault(sequence.adapter, []), sequence, key=ORDER)
+        insort(self._parked.setdefault(sequence.adapter, []), sequence, key=BY_PRECEDENCE)
         self.num_parked += 1
 
     def unpark(self, sequence: Sequence) -> None:
@@ -114,21 +115,23 @@ class AdapterLoads:
                 del self._parked[sequence.adapter]
 
     def holds_back(self, sequence: Sequence) -> bool:
-        """Whether its adapter is to run dry before this sequence may start."""
+        """Whether its adapter drains, so that this sequence may not start yet."""
         drain = self._drain
         return (
-            drain is not None and sequence.adapter in drain.digests and sequence.order > drain.order
+            drain is not None
+            and sequence.adapter in drain.digests
+            and sequence.precedence > drain.precedence
         )
 
     # ---- answers of the shell and the executor
 
     def staged(self, copy: AdapterCopy, load_s: float, now: float) -> str | None:
-        """The slab lies in the host arena; `copy` tells where, load_s what bringing it there took.
-        Returns why it cannot be used."""
+        """The slab is in the host arena. copy: where. load_s: seconds of bringing it there.
+        Returns why the slab cannot be used, or None."""
         layout = copy.layout
         if self._is_held(layout.digest):
             return None  # the first one comes back
-        # As many unasked as may be asked for; what the disk holds up takes no place of theirs.
+        # As many may come unasked as asked for. Slabs that the disk delays do not count.
         here = len(self._staged) + len(self._copying)
         if layout.digest not in self._asked and here >= self.max_loading:
             self.released.append(layout.digest)
@@ -147,7 +150,7 @@ class AdapterLoads:
         return None
 
     def missing(self, digest: str, message: str) -> list[Sequence]:
-        """The slab cannot be staged. Returns those who waited for it."""
+        """The slab cannot be staged. Returns the sequences that waited for it."""
         if digest not in self._asked:
             return []
         self._asked.discard(digest)
@@ -155,14 +158,15 @@ class AdapterLoads:
         return self.take_waiters(digest)
 
     def usable(self, digest: str, now: float) -> None:
-        """READY, though its host block is still read."""
+        """The adapter is ready, though its host block is still read."""
         copying = self._copying.pop(digest)
         self._ending.add(digest)
         self.arena.finish(digest, copying.load_s + now - copying.since)
         self._end_want(digest, None)
 
     def over(self, digest: str, error: str | None) -> None:
-        """The host block is no longer read. error: it did not become usable: ABSENT."""
+        """The host block is no longer read. error: why the adapter did not become usable; it is
+        absent then."""
         self.released.append(digest)
         if error is None:
             self._ending.remove(digest)
@@ -172,7 +176,7 @@ class AdapterLoads:
         self._end_want(digest, error)
 
     def take_waiters(self, digest: str) -> list[Sequence]:
-        """All that wait for it, in order; they wait here no longer."""
+        """Remove and return all sequences that wait for it, in order of precedence."""
         waiters = self._parked.pop(digest, [])
         self.num_parked -= len(waiters)
         return waiters
@@ -180,7 +184,7 @@ class AdapterLoads:
     # ---- wishes of the operator
 
     def pin_only(self, digests: Iterable[str]) -> None:
-        """These stay on the device once they are there, and come there if they are not."""
+        """These adapters and no others stay on the device. Absent ones are loaded."""
         pins = frozenset(digests)
         self.arena.pin_only(pins)
         for digest in [d for d, orders in self._wanted.items() if not orders and d not in pins]:
@@ -191,7 +195,7 @@ class AdapterLoads:
                 self._wanted.setdefault(digest, [])
 
     def preload(self, order: int, digest: str) -> None:
-        """It overtakes evictions that still wait."""
+        """Bring the adapter to the device. Evictions of it that still wait are given up."""
         self._settle(self._condemned.pop(digest, ()), "it was loaded again meanwhile")
         if self.arena.stage(digest) == "ready":
             self._settle([order])
@@ -199,7 +203,7 @@ class AdapterLoads:
             self._wanted.setdefault(digest, []).append(order)
 
     def withdraw(self, order: int, digest: str) -> None:
-        """Nobody waits for this preload's end any more."""
+        """The end of this preload is not awaited any more."""
         orders = self._wanted.get(digest, [])
         if order in orders:
             orders.remove(order)
@@ -207,7 +211,7 @@ class AdapterLoads:
                 del self._wanted[digest]
 
     def condemn(self, order: int, digest: str) -> None:
-        """It is dropped as soon as no sequence needs it. That overtakes preloads under way."""
+        """Evict the adapter as soon as no sequence needs it. Preloads of it are given up."""
         if digest in self.arena.pins:
             self._settle([order], _PINNED)
             return
@@ -215,7 +219,7 @@ class AdapterLoads:
         self._condemned.setdefault(digest, []).append(order)
 
     def drop_condemned(self, sequences: Iterable[Sequence]) -> None:
-        """sequences: all that are not over."""
+        """sequences: all unfinished ones."""
         if not self._condemned:
             return
         needed = {sequence.adapter for sequence in sequences}
@@ -242,7 +246,7 @@ class AdapterLoads:
     # ---- once a plan
 
     def ask(self, now: float) -> None:
-        """Want more slabs of the shell, those with the oldest waiter first."""
+        """Ask the shell for more slabs, those with the oldest waiter first."""
         while len(self.loading) < self.max_loading:
             digest = self._next_absent(now)
             if digest is None:
@@ -260,25 +264,26 @@ class AdapterLoads:
         return next(wanted, None)
 
     def _somebody_lacks_a_slab(self) -> bool:
-        """Whether there is a waiter for whom a place is needed, or room in host memory."""
+        """Whether a sequence waits for a slab that is not in host memory."""
         return not all(map(self._is_held, self._parked))
 
-    def _oldest(self, digest: str) -> Order:
-        return self._parked[digest][0].order if digest in self._parked else _LAST
+    def _oldest(self, digest: str) -> Precedence:
+        return self._parked[digest][0].precedence if digest in self._parked else _LAST
 
     def give_room(self, now: float, waiting: list[Sequence], running: Iterable[Sequence]) -> None:
-        """Place staged slabs, those with the oldest waiter first, and order their copies.
+        """Place staged slabs, those with the oldest waiter first, and start their copies.
 
-        waiting: sequences with a ready adapter, in order: older ones keep it from being evicted.
+        waiting: sequences with a ready adapter, in order of precedence. An adapter is not evicted
+        for a waiter that comes after them.
         """
         for digest in [d for d in self._staged if not self._asked_for(d)]:
             del self._staged[digest]
             self.released.append(digest)
         drain, self._drain = self._drain, None
         for digest in sorted(self._staged, key=self._oldest):
-            staged, order = self._staged[digest], self._oldest(digest)
+            staged, precedence = self._staged[digest], self._oldest(digest)
             layout, runs = staged.copy.layout, staged.copy.layout.runs
-            placement = self.arena.place(digest, runs, adapters_before(order, waiting))
+            placement = self.arena.place(digest, runs, adapters_before(precedence, waiting))
             if placement is not None:
                 del self._staged[digest]
                 self._copying[digest] = _Copying(now, staged.load_s)
@@ -287,13 +292,13 @@ class AdapterLoads:
             elif (problem := self.arena.refusal(runs)) is not None:
                 self._refuse(digest, problem)  # pins have come since it was staged
             elif digest in self._parked and now - staged.since >= self.drain_after_s:
-                # Nobody may overtake it any more, or small adapters would starve a large one.
-                self._drain = renew_drain(drain, self.arena, digest, runs, order, running)
+                # No other adapter is placed before it, or small ones would starve a large one.
+                self._drain = renew_drain(drain, self.arena, digest, runs, precedence, running)
                 break
         self._stand_back(now)
 
     def _stand_back(self, now: float) -> None:
-        """What is staged without waiters makes way for those who wait. It stays wanted."""
+        """Give back staged slabs without waiters while others wait. They stay wanted."""
         without = [d for d in self._staged if d not in self._parked]
         if not without or not self._somebody_lacks_a_slab():
             return
@@ -301,7 +306,7 @@ class AdapterLoads:
         for digest in without:
             del self._staged[digest]
             self.released.append(digest)
-            self._wanted[digest] = self._wanted.pop(digest)  # another's turn is first
+            self._wanted[digest] = self._wanted.pop(digest)  # the others are tried first
 
     def _refuse(self, digest: str, problem: str) -> None:
         del self._staged[digest]

@@ -1,13 +1,14 @@
-"""When to plan the next step: as late as the running one allows. Pure; all times in seconds.
+"""When to plan the next step: as late as the running step allows. Pure; all times in seconds.
 
-What comes in while a step runs is then in the next one, not in the one after that.
+A request that arrives while a step runs is then in the next step, not in the one after that.
 """
 
-# Shorter steps are followed at once: little comes in meanwhile, and the host must not be late.
+# After a shorter step the next one is planned at once: few requests arrive meanwhile, and the host
+# must not be late.
 SHORT_S = 0.008
-# Of what a step is likely to take; it may take less.
+# Part of a step's likely time that is surely spent.
 _SURE = 0.75
-# The device starts on a launch long before a longer one is over.
+# The device starts a step long before a launch of more than this returns.
 _LAUNCH_S = 0.005
 _NEWEST = 0.3  # weight of the newest step in a mean
 _FADING = 0.9  # of the host's longest, from step to step
@@ -18,8 +19,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._decode_s = 0.0  # of a step without prompts; 0 = none has been seen
-        # Of steps with prompts, fading: what they took more, and their tokens. A step of few says
-        # little of what a token adds.
+        # Fading sums over steps with prompts: their time beyond a decode step, and their tokens. A
+        # step of few tokens says little about the time of a token.
         self._more_s, self._tokens = 0.0, 0.0
         self._host_s = 0.0
 
@@ -38,7 +39,7 @@ class Pace:
             self._tokens = (1 - _NEWEST) * self._tokens + prompt_tokens
 
     def spare_s(self, prompt_tokens: int) -> float:
-        """How long after the start of such a step the next one need not be planned."""
+        """How long after the start of such a step the planning of the next one can wait."""
         token_s = self._more_s / self._tokens if self._tokens else 0.0
         likely_s = self._decode_s + prompt_tokens * token_s
         if likely_s < SHORT_S:

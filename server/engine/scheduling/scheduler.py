@@ -1,7 +1,7 @@
-"""Which tokens of which sequences each step computes, and what comes of them. Pure.
+"""Which tokens of which sequences each step computes, and what follows from results. Pure.
 
-There is no prefill or decode phase: every sequence has a computed count that catches up with its
-token count, under one token budget a step. A plan may be made while earlier steps are in flight.
+There is no prefill or decode phase. The computed count of every sequence catches up with its token
+count, under one token budget a step. A plan may be made while earlier steps are in flight.
 """
 
 from bisect import insort
@@ -9,16 +9,14 @@ from collections import deque
 
 from server.constraints.constraint import Constraint
 from server.constraints.wishes import ConstraintNews
+from server.engine.admission import Refusal, refuse, token_limit
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable, ExecutorLimits
 from server.engine.memory.residency import AdapterArena
 from server.engine.messages import EngineStats, SequenceEvent, SlabStaged
 from server.engine.plan import SeqSlice, SliceResult, StepPlan
 from server.engine.scheduling.batch import Batch
 from server.engine.scheduling.deadlines import Deadlines
-from server.engine.scheduling.grammar_waits import GrammarWaits
-from server.engine.scheduling.kv import SequencePages
-from server.engine.scheduling.loading import AdapterLoads
-from server.engine.scheduling.outcome import (
+from server.engine.scheduling.events import (
     bad_draw,
     drawn_events,
     error_event,
@@ -26,16 +24,17 @@ from server.engine.scheduling.outcome import (
     not_finite,
     token_event,
 )
+from server.engine.scheduling.grammar_waits import GrammarWaits
+from server.engine.scheduling.kv import SequencePages
+from server.engine.scheduling.loading import AdapterLoads
 from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.engine.scheduling.sequence import ORDER, Order, Sequence, State, discard
-from server.engine.validation import Refusal, refuse, token_limit
+from server.engine.scheduling.sequence import BY_PRECEDENCE, Precedence, Sequence, State, discard
 from server.protocol import ErrorCode, Finish, GenerateRequest
 
 
 class Scheduler:
-    """Single-threaded. Rows, pages and leases a sequence holds are given up only when no step in
-    flight contains it; its terminal event does not wait for that.
-    """
+    """Single-threaded. A sequence gives up its row, pages and lease only when no step in flight
+    contains it. Its terminal event does not wait for that."""
 
     def __init__(self, limits: ExecutorLimits, config: SchedulerConfig) -> None:
         self.limits = limits
@@ -50,9 +49,8 @@ class Scheduler:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._freed_rows: list[int] = []
         self._sequences: dict[int, Sequence] = {}
-        self._waiting: list[Sequence] = []  # both in order
-        self._running: list[Sequence] = []
-        self._departing: set[Sequence] = set()  # will give up what they hold at some commit
+        self._waiting, self._running = list[Sequence](), list[Sequence]()  # in order of precedence
+        self._departing: set[Sequence] = set()  # to be released at a later commit
         self._in_flight: deque[Batch] = deque()
         self._deadlines = Deadlines()
         self._events: list[SequenceEvent] = []
@@ -66,14 +64,14 @@ class Scheduler:
     # ---- requests
 
     def submit(self, key: int, request: GenerateRequest, now: float) -> None:
-        """Take a request. Whatever is wrong with it ends it at once in an error event."""
+        """Take a request. A bad request ends at once in an error event."""
         self._now = now
         self._arrivals += 1
-        order = Order(request.priority, self._arrivals)
+        precedence = Precedence(request.priority, self._arrivals)
         refusal = refuse(request, self.limits)
         limit = token_limit(request, self.limits)
         deadline = None if request.deadline_s is None else now + request.deadline_s
-        sequence = Sequence(key, request, order, limit, deadline)
+        sequence = Sequence(key, request, precedence, limit, deadline)
         if key in self._sequences:
             self._events.append(error_event(sequence, "invalid_request", f"key {key} is in use"))
             return
@@ -92,7 +90,7 @@ class Scheduler:
             self._enqueue(sequence)
 
     def constraint_news(self, news: ConstraintNews, now: float) -> None:
-        """Of a sequence that waits for it, or has ended."""
+        """A constraint is made, or refused. Its sequence waits for it, or has ended."""
         self._now = now
         sequence, outcome = self.grammars.unpark(news.key), news.outcome
         if sequence is None:
@@ -108,13 +106,13 @@ class Scheduler:
             self._enqueue(sequence)
 
     def abort(self, key: int) -> None:
-        """End it with finish `abort`. An unknown key has ended already."""
+        """End a sequence with finish `abort`. An unknown key has ended already."""
         sequence = self._sequences.get(key)
         if sequence is not None:
             self._finish(sequence, "abort")
 
     def fail_running(self, code: ErrorCode, message: str) -> None:
-        """The device lost the steps in flight: end all that were computed on it."""
+        """The device lost the steps in flight: end all running sequences."""
         lost = {s for batch in self._in_flight for s in batch.sequences}
         self._in_flight.clear()
         for sequence in [*self._running, *self._departing]:
@@ -143,7 +141,7 @@ class Scheduler:
             for sequence in self.loads.take_waiters(news.digest):
                 sequence.load_s += now - sequence.parked_at
                 sequence.move(State.WAITING)
-                insort(self._waiting, sequence, key=ORDER)
+                insort(self._waiting, sequence, key=BY_PRECEDENCE)
             return
         self.loads.over(news.digest, news.error)
         if news.error is not None:
@@ -156,7 +154,7 @@ class Scheduler:
     # ---- output
 
     def take_events(self) -> list[SequenceEvent]:
-        """All since the last call."""
+        """All events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -166,7 +164,7 @@ class Scheduler:
         return len(self._sequences)
 
     def next_deadline(self) -> float | None:
-        """When `plan` has something to do though nothing else happens."""
+        """The time at which `plan` has something to do even if nothing else happens."""
         first = self._deadlines.next()
         return None if first is None else first[0]
 
@@ -194,11 +192,15 @@ class Scheduler:
         self.pages.begin_plan()
         running = list(self._running)
         batch = Batch(self._step + 1, self.limits, self._freed_rows, len(running))
-        for sequence in running:  # first the streams that go on
-            if sequence.num_wanted == 1 and sequence.can_run and self._grow(batch, sequence):
+        longer = []
+        for sequence in running:  # first the sequences that want one token
+            wanted = sequence.num_wanted
+            if wanted > 1:
+                longer.append(sequence)
+            elif wanted == 1 and sequence.can_run and self._grow(batch, sequence):
                 batch.add(sequence)
-        for sequence in (s for s in running if s.num_wanted > 1 and s.can_run):
-            self._admit(batch, sequence.order.priority)  # between two chunks: nothing is cut
+        for sequence in (s for s in longer if s.can_run):
+            self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
             if batch.budget:
                 batch.add(sequence)
         self._admit(batch)
@@ -211,7 +213,7 @@ class Scheduler:
         return batch.plan
 
     def go_on_loading(self, now: float) -> None:
-        """What can be done for absent adapters between two plans, while steps are in flight."""
+        """Advance the loading of absent adapters between two plans, while steps are in flight."""
         self._now = now
         self._make_room(now)
         self._ask()
@@ -225,7 +227,7 @@ class Scheduler:
 
     def _ask(self) -> None:
         self.loads.ask(self._now)
-        # Who needed them may have ended only now, and nothing else may happen for long.
+        # Their last sequence may have ended only now, and the next plan may be long in coming.
         self.loads.drop_condemned(self._sequences.values())
 
     def _expire(self, now: float) -> None:
@@ -233,7 +235,7 @@ class Scheduler:
             self._fail(self._sequences[first[1]], "deadline", "the deadline passed")
 
     def _grow(self, batch: Batch, sequence: Sequence) -> bool:
-        """A page for one more token if it needs one, taken from the youngest if none is left."""
+        """Get a missing page for one more token. If none is free, preempt the youngest."""
         while (missing := self.pages.missing(sequence)) > 0:
             pages = self.pages.pool.allocate(missing)
             if pages is not None:
@@ -250,11 +252,11 @@ class Scheduler:
         return True
 
     def _admit(self, batch: Batch, priority: float = float("inf")) -> None:
-        """Who goes before all of `priority`."""
+        """Start waiting sequences whose priority value is below `priority`."""
         if any(s.leaving for s in self._departing):
             return
         for sequence in list(self._waiting):
-            if not batch.budget or not self._free_rows or sequence.order.priority >= priority:
+            if not batch.budget or not self._free_rows or sequence.precedence.priority >= priority:
                 return
             if self.loads.holds_back(sequence):
                 continue
@@ -275,7 +277,7 @@ class Scheduler:
 
     def _start(self, batch: Batch, sequence: Sequence) -> None:
         discard(self._waiting, sequence)
-        insort(self._running, sequence, key=ORDER)
+        insort(self._running, sequence, key=BY_PRECEDENCE)
         sequence.move(State.RUNNING)
         sequence.seq_row = self._free_rows.pop()
         if sequence.adapter is not None:
@@ -290,13 +292,13 @@ class Scheduler:
         batch.add(sequence)
 
     def constraints(self, slices: list[int]) -> list[Constraint | None]:
-        """Of slices of the oldest step in flight, by their places; None = it has ended."""
+        """Constraints of these slices of the oldest step in flight; None = the sequence ended."""
         return self._in_flight[0].constraints(slices)
 
     # ---- commit
 
     def commit(self, step: int, results: list[SliceResult]) -> None:
-        """The results of the oldest step in flight."""
+        """Take the results of the oldest step in flight."""
         batch = self._in_flight.popleft()
         if batch.plan.step != step or len(results) != len(batch.sequences):
             raise ValueError(
@@ -361,7 +363,7 @@ class Scheduler:
         self._settle(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        """Give up what it holds if it is over or leaving, and no step in flight contains it."""
+        """Release a sequence that is over or leaving, once no step in flight contains it."""
         over = sequence.state is State.FINISHED
         if sequence.seq_row < 0 or not (over or sequence.leaving):
             return
@@ -391,7 +393,7 @@ class Scheduler:
         if sequence.constraint is None and sequence.request.sampling.is_constrained:
             self.grammars.park(sequence)
         elif self._has_adapter(sequence):
-            insort(self._waiting, sequence, key=ORDER)
+            insort(self._waiting, sequence, key=BY_PRECEDENCE)
         else:
             sequence.move(State.NEEDS_ADAPTER)
             sequence.parked_at = self._now

@@ -4,10 +4,10 @@ import msgspec
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
-    """max_waiting: sequences not yet running. max_loading: adapters on their way at once, and as
-    many again of those that come without being asked for.
+    """max_waiting: sequences that wait to run. max_loading: adapters that are loaded at once; as
+    many more may come without being asked for.
 
-    drain_after_s: how long a staged adapter waits for room before others must give way.
+    drain_after_s: how long a staged adapter waits for room before other adapters drain.
     """
 
     max_waiting: int = 1024

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, how far they are computed, and what it holds. Pure."""
+"""A request inside the engine: its tokens, how many are computed, its row and pages. Pure."""
 
 import enum
 from bisect import bisect_left
@@ -18,7 +18,7 @@ class State(enum.Enum):
     WAITING = "waiting"  # for a row and pages
     NEEDS_ADAPTER = "needs_adapter"  # its adapter is not on the device
     RUNNING = "running"  # holds a row, pages and its adapter's lease
-    FINISHED = "finished"  # its terminal event is out; steps in flight may still use what it holds
+    FINISHED = "finished"  # its terminal event is out; steps in flight may still use its pages
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -32,8 +32,8 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 
-class Order(NamedTuple):
-    """Who goes first: lower `priority`, then earlier arrival."""
+class Precedence(NamedTuple):
+    """Sequences of lower `priority` go first, then those of earlier arrival."""
 
     priority: int
     arrival: int
@@ -54,7 +54,7 @@ class Sequence:
 
     key: int
     request: GenerateRequest
-    order: Order
+    precedence: Precedence
     limit: int
     deadline: float | None
     state: State = State.WAITING
@@ -74,9 +74,9 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     started: bool = False  # its first event is out
     parked_at: float = 0.0  # when it last began to wait for its adapter
-    load_s: float = 0.0  # how long it waited for it in all
+    load_s: float = 0.0  # seconds for which it waited for its adapter in all
     prompt_len: int = 0
-    last_input: int = 0  # tokens that are ever inputs; the last of an output never is
+    last_input: int = 0  # tokens that are ever inputs; an output's last token never is
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_ids)
@@ -130,10 +130,7 @@ class Sequence:
         return asked and not self.started and not self.request.accepted_ids
 
     def page_hash(self, page_size: int, page: int) -> PageHash:
-        """Of its page of this number, which is full of known tokens.
-
-        Each is computed when one up to it is first asked for, and kept.
-        """
+        """The hash of page number `page`, which is full of known tokens. Hashes are kept."""
         hashes = self.hashes
         while len(hashes) <= page:
             parent = hashes[-1] if hashes else root_hash(self.request.salt, self.adapter)
@@ -142,17 +139,17 @@ class Sequence:
         return hashes[page]
 
 
-ORDER = attrgetter("order")  # the key that lists of sequences are sorted by
+BY_PRECEDENCE = attrgetter("precedence")  # the key that lists of sequences are sorted by
 
 
 def discard(sequences: list[Sequence], sequence: Sequence) -> None:
-    """sequences: in order; it need not be one of them."""
-    at = bisect_left(sequences, sequence.order, key=ORDER)
+    """Remove `sequence` if it is there. sequences: in order of precedence."""
+    at = bisect_left(sequences, sequence.precedence, key=BY_PRECEDENCE)
     if at < len(sequences) and sequences[at] is sequence:
         del sequences[at]
 
 
-def adapters_before(order: Order, sequences: Iterable[Sequence]) -> set[str]:
-    """sequences: in order."""
-    earlier = takewhile(lambda s: s.order < order, sequences)
+def adapters_before(precedence: Precedence, sequences: Iterable[Sequence]) -> set[str]:
+    """Adapters of the sequences before `precedence`. sequences: in order of precedence."""
+    earlier = takewhile(lambda s: s.precedence < precedence, sequences)
     return {s.adapter for s in earlier if s.adapter is not None}

@@ -125,12 +125,12 @@ class Harness:
     def submit(self, request: GenerateRequest) -> int:
         self.keys += 1
         self.scheduler.submit(self.keys, request, self.now)
-        self.drain()
+        self.exchange()
         return self.keys
 
     def abort(self, key: int) -> None:
         self.scheduler.abort(key)
-        self.drain()
+        self.exchange()
 
     def stage(self, digest: str) -> None:
         """It answers what was asked for; or it comes unasked."""
@@ -141,16 +141,16 @@ class Harness:
         runs = self.runs.get(digest, (1, 1))
         staged = SlabStaged(layout(digest, runs), tuple(range(len(runs))))
         self.scheduler.slab_staged(staged, self.now)
-        self.drain()
+        self.exchange()
 
     def miss(self, digest: str, message: str = "gone") -> None:
         self.needed.remove(digest)
         self.scheduler.slab_missing(digest, message)
-        self.drain()
+        self.exchange()
 
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(self.now)
-        self.drain()
+        self.exchange()
         if plan is not None:
             self.plans.append(plan)
             self.tickets.append(self.executor.launch(plan))
@@ -162,7 +162,7 @@ class Harness:
         ticket = self.tickets.popleft()
         self.scheduler.commit(ticket.plan.step, self.executor.collect(ticket))
         self._constrain()
-        self.drain()
+        self.exchange()
         self.check()
 
     def _constrain(self) -> None:
@@ -188,7 +188,7 @@ class Harness:
     def finish_copies(self) -> None:
         for news in self.executor.poll_copies():
             self.scheduler.copy_news(news, self.now)
-        self.drain()
+        self.exchange()
 
     def cycle(self) -> bool:
         """Returns whether anything can still happen without the outside."""
@@ -209,7 +209,7 @@ class Harness:
                 return
         raise AssertionError("it never comes to rest")
 
-    def drain(self) -> None:
+    def exchange(self) -> None:
         self._make_constraints()
         loads = self.scheduler.loads.take()
         for copy in loads.copies:

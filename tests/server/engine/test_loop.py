@@ -283,7 +283,7 @@ class FailsAfterAnother(CertifyingExecutor):
             raise RuntimeError("no kernel")
         return super().launch(plan, meanwhile)
 
-    def drain(self) -> None:
+    def wait_idle(self) -> None:
         self._in_flight.clear()
 
 
@@ -496,7 +496,7 @@ def test_a_copy_that_fails_after_its_use_began_ends_the_loop() -> None:
 
 
 class LostDevice(FailingExecutor):
-    def drain(self) -> None:
+    def wait_idle(self) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
 

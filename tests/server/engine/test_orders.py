@@ -17,7 +17,7 @@ def test_a_preload_comes_to_the_device_and_tells() -> None:
     harness.run()
     assert harness.settled == [AdapterSettled(1), AdapterSettled(2)]
     harness.scheduler.loads.preload(3, "a")
-    harness.drain()
+    harness.exchange()
     assert harness.settled[2:] == [AdapterSettled(3)], "it is there already"
     harness.assert_at_rest()
 
@@ -135,7 +135,7 @@ def test_the_pinned_are_not_evicted_and_what_does_not_fit_beside_them_is_refused
     harness.scheduler.loads.pin_only(["a"])
     harness.run()
     harness.scheduler.loads.condemn(1, "a")
-    harness.drain()
+    harness.exchange()
     assert harness.settled == [AdapterSettled(1, PINNED)]
     key = harness.submit(make_request([5], 2, "large"))  # two extents, one is left
     harness.run()

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from server.engine.memory.pages import PageHash, page_hash, root_hash
 from server.engine.scheduling import kv
 from server.engine.scheduling.kv import HASHED_PER_PLAN, SHARE_WORTH_TOKENS, SequencePages
-from server.engine.scheduling.sequence import Order, Sequence
+from server.engine.scheduling.sequence import Precedence, Sequence
 from tests.server.engine.harness import Harness, limits, make_request
 
 PAGE = 4
@@ -20,7 +20,7 @@ PAGES = 120
 
 
 def sequence(tokens: Tokens[int]) -> Sequence:
-    return Sequence(0, make_request(list(tokens)), Order(0, 0), len(tokens) + 4, None)
+    return Sequence(0, make_request(list(tokens)), Precedence(0, 0), len(tokens) + 4, None)
 
 
 class Walks(RuleBasedStateMachine):
@@ -196,7 +196,7 @@ def test_a_long_prompt_is_hashed_as_it_is_computed(monkeypatch: pytest.MonkeyPat
     key = harness.submit(make_request(prompt, 2))
     assert max(pages_of_each_plan(harness, monkeypatch)) <= NEXT_PAGES + 1
     assert harness.events[key][-1].finish == "length"
-    found = Sequence(0, make_request(prompt), Order(0, 0), LONG, None)
+    found = Sequence(0, make_request(prompt), Precedence(0, 0), LONG, None)
     hashes = [found.page_hash(PAGE, page) for page in range(LONG // PAGE)]
     assert all(map(harness.scheduler.pages.pool.knows, hashes)), "under the names that it had"
 

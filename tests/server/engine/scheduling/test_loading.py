@@ -47,7 +47,7 @@ def test_no_more_slabs_are_taken_unasked_than_may_be_asked_for() -> None:
     for digest in "abc":
         harness.submit(make_request([5], 4, digest))
         harness.stage(digest)
-    harness.drain()
+    harness.exchange()
     assert harness.held == {"a", "b"}
     assert sorted(harness.scheduler.loads.loading) == ["a", "b", "slow", "slower"]
     harness.auto_stage = True

@@ -10,7 +10,7 @@ from server.engine.fake import certified_output
 from server.engine.messages import SlabStaged
 from server.engine.plan import SliceResult
 from server.engine.scheduling.scheduler_config import SchedulerConfig
-from server.engine.scheduling.sequence import Order, Sequence, State
+from server.engine.scheduling.sequence import Precedence, Sequence, State
 from server.protocol import TokenLogprob
 from tests.server.engine.harness import Harness, layout, limits, make_request
 
@@ -449,13 +449,13 @@ def test_an_unwanted_slab_is_given_back_at_once() -> None:
     harness.held.add("x")
     harness.scheduler.slab_staged(SlabStaged(layout("x"), (0, 1)), 0.0)
     harness.scheduler.slab_missing("x", "gone")
-    harness.drain()
+    harness.exchange()
     assert not harness.held
     harness.submit(make_request([5], 4, "b"))
     harness.cycle()
     harness.stage("b")
     harness.scheduler.slab_staged(SlabStaged(layout("b"), (0, 1)), 0.0)
-    harness.drain()
+    harness.exchange()
     assert harness.held == {"b"}
     harness.run()
     harness.assert_at_rest()
@@ -490,7 +490,7 @@ def test_a_slab_that_cannot_be_placed_ends_its_waiters(staged: SlabStaged, word:
     harness.cycle()
     harness.held.add("a")
     harness.scheduler.slab_staged(staged, 0.0)
-    harness.drain()
+    harness.exchange()
     assert harness.last(key).error == "adapter_unavailable"
     assert word in str(harness.last(key).message)
     assert not harness.held
@@ -576,7 +576,7 @@ def test_lost_steps_end_what_ran_and_spare_what_waited(depth: int) -> None:
     harness.scheduler.fail_running("out_of_memory", "full")
     harness.tickets.clear()
     harness.executor._in_flight.clear()
-    harness.drain()
+    harness.exchange()
     assert harness.last(keys[0]).error == "out_of_memory"
     assert harness.last(keys[1]).finish == "abort"
     harness.run()
@@ -593,7 +593,7 @@ def test_commit_refuses_other_steps_results() -> None:
 
 
 def test_states_move_only_along_the_table() -> None:
-    sequence = Sequence(1, make_request([5]), Order(0, 1), 5, None)
+    sequence = Sequence(1, make_request([5]), Precedence(0, 1), 5, None)
     sequence.move(State.NEEDS_ADAPTER)
     with pytest.raises(ValueError, match="NEEDS_ADAPTER -> RUNNING"):
         sequence.move(State.RUNNING)

@@ -12,8 +12,8 @@ from server.constraints.constraint import Constraint
 from server.constraints.rules import TokenRules
 from server.engine.fake import CertifyOptions, certified_output
 from server.engine.plan import SeqSlice, SliceResult
-from server.engine.scheduling.outcome import drawn_events
-from server.engine.scheduling.sequence import Order, Sequence
+from server.engine.scheduling.events import drawn_events
+from server.engine.scheduling.sequence import Precedence, Sequence
 from server.protocol import SamplingParams, TokenEvent, TokenLogprob
 from tests.server.engine.harness import Harness, limits, make_request
 
@@ -37,7 +37,7 @@ WISHES = st.fixed_dictionaries(
 )
 
 
-def told(harness: Harness, key: int) -> dict[str, Any]:
+def content(harness: Harness, key: int) -> dict[str, Any]:
     """What the events of a sequence say, however they are cut."""
     events = harness.events[key]
     return {
@@ -126,7 +126,7 @@ class SeveralTokensMachine(RuleBasedStateMachine):
             harness.run()
             harness.assert_at_rest()
         for key in self.keys:
-            one, many = told(self.one, key), told(self.many, key)
+            one, many = content(self.one, key), content(self.many, key)
             if key in self.aborted:
                 shorter = min(len(one["tokens"]), len(many["tokens"]))
                 assert one["tokens"][:shorter] == many["tokens"][:shorter]
@@ -265,7 +265,7 @@ class Letters:
 def drawn(token_ids: tuple[int, ...], max_tokens: int = 9) -> tuple[list[int], list[TokenEvent]]:
     """What the matcher has taken of a result, and the result's events."""
     request = make_request([5], max_tokens)
-    sequence = Sequence(1, request, Order(0, 1), 1 + max_tokens, None)
+    sequence = Sequence(1, request, Precedence(0, 1), 1 + max_tokens, None)
     matcher = Letters()
     rules = TokenRules.of(SamplingParams(), (2,), 100)
     sequence.constraint = Constraint(matcher, rules, 0)
@@ -307,7 +307,7 @@ def test_ends_and_max_tokens_of_constrained_sequences(
 
 
 def test_rewind_never_adds_computed_tokens() -> None:
-    sequence = Sequence(1, make_request([5, 6]), Order(0, 1), 9, None)
+    sequence = Sequence(1, make_request([5, 6]), Precedence(0, 1), 9, None)
     sequence.num_computed = 5
     for wanted, left in [(7, 5), (3, 3), (4, 3)]:
         sequence.rewind(wanted)

@@ -1,4 +1,4 @@
-"""When a sequence is over, and what its events say. Pure."""
+"""Events of sequences, and when a sequence ends. Pure."""
 
 from collections.abc import Collection
 
@@ -10,7 +10,8 @@ from server.protocol import ErrorCode, Finish, TokenEvent, TokenLogprob
 
 
 def finished_before(sequence: Sequence, eos: Collection[int]) -> Finish | None:
-    """Whether there is nothing to compute: a resumed request may lack its terminal event only."""
+    """The finish of a request with nothing to compute. A resumed request may lack only its terminal
+    event."""
     accepted = sequence.request.accepted_ids
     if accepted and _is_stop(sequence, accepted[-1], len(accepted) - 1, eos):
         return "stop"
@@ -91,7 +92,7 @@ def _ended(sequence: Sequence, constraint: Constraint) -> SequenceEvent:
 
 
 def not_finite(adapter: str | None) -> str:
-    """What is told of a sequence whose logits are not finite. adapter: its digest."""
+    """The error message for logits that are not finite. adapter: digest, None = the base."""
     if adapter is None:
         return "the model gave logits that are not finite"
     return (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.engine.admission import refuse
 from server.engine.executor import ExecutorLimits
-from server.engine.validation import refuse
 from server.protocol import GenerateRequest, SamplingParams
 from tests.server.engine.harness import LIMITS, Harness, limits, make_request
 

@@ -1,4 +1,4 @@
-"""What the engine refuses at the door, so that nothing decoded can hurt a step. Pure."""
+"""Which requests the engine refuses, so that no decoded value can harm a step. Pure."""
 
 import math
 from typing import NamedTuple
@@ -12,7 +12,7 @@ MAX_END_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 2048
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 128
-# What no float32 holds would be infinite on the device, and its adapter be blamed for that.
+# A bias beyond float32 would be infinite on the device, and the adapter would get the blame.
 _LARGEST_BIAS = 1e6
 # Prompt logprobs travel in one event, which must fit a frame.
 MAX_PROMPT_LOGPROBS = 400_000
@@ -20,6 +20,8 @@ _INT32_MAX = 2**31 - 1
 
 
 class Refusal(NamedTuple):
+    """Why a request cannot be taken."""
+
     code: ErrorCode
     message: str
 
@@ -67,7 +69,7 @@ def _bad_ids(request: GenerateRequest, vocab_size: int) -> str | None:
 
 
 def bad_sampling(sampling: SamplingParams) -> str | None:
-    """The first reason why no request can be sampled so, or None."""
+    """The first reason why no request can have these parameters, or None."""
     # NaN fails every comparison, and so every range.
     ranges: tuple[tuple[str, float | None, float, float], ...] = (
         ("temperature", sampling.temperature, 0.0, 1e6),

@@ -34,7 +34,7 @@ from server.kernels.lora.workspace import allocate_workspace
 from server.kernels.pointwise.add_norm import add_norm
 from server.kernels.pointwise.silu import silu_mul
 from server.model.linear.dense import DenseLinear
-from server.model.ops.device_lora import OnTheWay, on_the_way
+from server.model.ops.device_lora import FusedKernel, fused_kernel
 from server.model.ops.products import Products
 
 LAYERS = 32
@@ -132,7 +132,7 @@ class TimedStep:
         self.attention = _Attention(batch)
         self.side = torch.cuda.Stream()
         # Of few rows products have their LoRA on the way.
-        self.few = on_the_way(configs, batch, len(weights), DTYPE, torch.device("cuda"))
+        self.few = fused_kernel(configs, batch, len(weights), DTYPE, torch.device("cuda"))
 
     def base(self) -> None:
         self._begin()
@@ -167,7 +167,7 @@ class TimedStep:
             main.wait_stream(self.side)
             self._take_up(index, adapters.table)
 
-    def _product_with_lora(self, index: int, adapters: Adapters, few: OnTheWay) -> None:
+    def _product_with_lora(self, index: int, adapters: Adapters, few: FusedKernel) -> None:
         k, widths = SITES[index % len(SITES)]
         lora = SkinnyLora(adapters.table, index, self.slots, widths, self.workspace, few.stack)
         out = self.outputs[index % len(SITES)]

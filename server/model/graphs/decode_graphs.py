@@ -22,7 +22,8 @@ from server.model.decoder import Decoder
 from server.model.graphs.decode_batch import APPEND, NUM_COLUMNS, ROW, SLOT, DecodeBatch
 from server.model.ops.attention_cuda import Attention
 from server.model.ops.capture import record
-from server.model.ops.device_lora import DeviceLora, Product
+from server.model.ops.device_lora import DeviceLora
+from server.model.ops.lora_linear import LinearOutput
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
 from server.model.ops.sizes import padded_size
 from server.model.steps.rows import Rows
@@ -68,7 +69,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder[CudaPlan, DeviceLora, Product],
+        decoder: Decoder[CudaPlan, DeviceLora, LinearOutput],
         ops: CudaOps,
         rows: Rows,
         sizes: tuple[int, ...],

@@ -13,7 +13,8 @@ import torch
 from server.model.decoder import Decoder
 from server.model.lora.lora import any_adapter
 from server.model.ops.capture import record
-from server.model.ops.device_lora import DeviceLora, Product
+from server.model.ops.device_lora import DeviceLora
+from server.model.ops.lora_linear import LinearOutput
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
 from server.model.ops.sizes import padded_size
 
@@ -25,7 +26,7 @@ class EndGraphs:
 
     def __init__(
         self,
-        decoder: Decoder[CudaPlan, DeviceLora, Product],
+        decoder: Decoder[CudaPlan, DeviceLora, LinearOutput],
         ops: CudaOps,
         sizes: tuple[int, ...],
         begun: tuple[torch.Tensor, torch.Tensor],

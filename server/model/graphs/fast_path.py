@@ -17,8 +17,9 @@ from server.model.graphs.token_graphs import TokenGraphs
 from server.model.graphs.warm_up import prompts_of, run_steps
 from server.model.linear.dense import DenseLinear
 from server.model.ops.attention_cuda import PagedAttention, prompt_backend
-from server.model.ops.device_lora import DeviceLora, Product
+from server.model.ops.device_lora import DeviceLora
 from server.model.ops.graph_attention import GraphAttention
+from server.model.ops.lora_linear import LinearOutput
 from server.model.ops.memory import LOGITS_ROWS
 from server.model.ops.ops import StepLayout
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
@@ -28,7 +29,7 @@ from server.model.sampling.draws_cuda import CudaDraws
 from server.model.weights import LayerWeights
 
 log = logging.getLogger(__name__)
-CudaDecoder = Decoder[CudaPlan, DeviceLora, Product]
+CudaDecoder = Decoder[CudaPlan, DeviceLora, LinearOutput]
 
 
 def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:

@@ -17,8 +17,9 @@ from server.model.decoder import Decoder
 from server.model.graphs.end_graphs import EndGraphs
 from server.model.lora.lora import any_adapter
 from server.model.ops.capture import record
-from server.model.ops.device_lora import DeviceLora, Product
+from server.model.ops.device_lora import DeviceLora
 from server.model.ops.graph_attention import GraphAttention
+from server.model.ops.lora_linear import LinearOutput, Ready
 from server.model.ops.ops import StepLayout
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
 from server.model.ops.prompt_attention import MAX_PROMPTS
@@ -41,7 +42,7 @@ class TokenGraphs:
 
     def __init__(
         self,
-        decoder: Decoder[CudaPlan, DeviceLora, Product],
+        decoder: Decoder[CudaPlan, DeviceLora, LinearOutput],
         ops: CudaOps,
         sizes: tuple[int, ...],
         attention: GraphAttention | None,
@@ -125,7 +126,7 @@ class TokenGraphs:
     def _replay_between(
         self, graphs: list[torch.cuda.CUDAGraph], plan: CudaPlan, tokens: int
     ) -> None:
-        qkv, plan = Product(self._qkv[:tokens]), replace(plan, attended=self._attended[:tokens])
+        qkv, plan = Ready(self._qkv[:tokens]), replace(plan, attended=self._attended[:tokens])
         layers = self._decoder.weights.layers
         for layer, (weights, graph) in enumerate(zip(layers, graphs, strict=True)):
             graph.replay()
@@ -179,4 +180,6 @@ class TokenGraphs:
     def _project(self, normed: torch.Tensor, layer: int, lora: DeviceLora | None) -> None:
         weights, site = self._decoder.weights.layers[layer], self._decoder.sites.layers[layer].qkv
         out = self._qkv[: len(normed)]
-        self._ops.linear(normed, weights.qkv, lora, site, out=out)
+        done = self._ops.linear(normed, weights.qkv, lora, site, out=out)
+        if not isinstance(done, Ready):
+            raise TypeError("attention outside the graph takes complete outputs alone")

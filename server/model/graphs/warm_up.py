@@ -1,6 +1,5 @@
 """Steps on the scratch row, which is no sequence's: what they launch is warm then."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,6 @@ import torch
 
 from server.engine.executor import ExecutorLimits
 from server.kernels.attention.decode_attention import rows_of_each_shape
-from server.kernels.lora.table import RANK_BLOCKS
 from server.model.decoder import Decoder
 from server.model.ops.memory import LOGITS_ROWS
 from server.model.ops.ops import StepLayout
@@ -56,22 +54,13 @@ def run_step(
     layout = _on_scratch(rows, np.array([1] + ([rest] if rest else []) + [max_context] * chunks))
     token_ids = torch.zeros(tokens, dtype=torch.int64, device=rows.device)
     ops: Any = decoder.ops
-    loras = [None]
-    if adapters:
-        lora = _everywhere(ops, tokens)
-        loras.append(replace(lora, down=None))
-        if lora.down is not None:
-            loras += [ops.shrinking(lora, block) for block in RANK_BLOCKS]
+    loras = [None, *ops.loras_to_warm(tokens)] if adapters else [None]
     for lora in loras:
         normed = decoder.forward(token_ids, ops.plan(layout), lora)
         for wanted in {1, min(tokens, max(rows.scratch, LOGITS_ROWS))}:
-            of_head = None if lora is None else _everywhere(ops, wanted)
+            of_head = None if lora is None else ops.loras_to_warm(wanted)[0]
             decoder.logits(normed[-wanted:], of_head)
     torch.cuda.synchronize()
-
-
-def _everywhere(ops: Any, tokens: int) -> Any:
-    return replace(ops.lora(np.zeros(tokens, np.int64)), model_sites=True)
 
 
 def prompts_of(rows: Rows, max_context: int, tokens: int) -> StepLayout:

@@ -1,90 +1,178 @@
-"""LoRA of one batch on a GPU: its adapters, by which kernels they are computed, and what of it a
-product leaves to whoever takes the product up."""
+"""LoRA of one batch on a GPU: its regime, and what the batch owns of device memory for it."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from server.kernels.launch.configs import KernelConfigs, Phase, SkinnyLoraConfig
-from server.kernels.linear.stack import Stack, allocate_stack
-from server.kernels.lora.pending import PendingDelta, PendingLora
-from server.kernels.lora.segments import Segments
-from server.kernels.lora.workspace import Workspace
+from server.kernels.linear.stack import Stack, allocate_stack, stack_rows
+from server.kernels.lora.segments import Segments, allocate_segments, route
+from server.kernels.lora.table import RANK_BLOCKS, LoraTable
+from server.kernels.lora.workspace import Workspace, allocate_workspace
+from server.model.lora.lora import AdapterTable, any_adapter
+from server.model.ops import lora_strategy
+from server.model.ops.lora_strategy import STRATEGIES, Regime, Strategies
+from server.model.ops.transfers import to_device
 
-# Up to so many tokens the widest product's delta costs less beside it than expanded by the
-# activation, and tiles are shared out.
-FEW_TOKENS = 256
-# Up to so many, inputs are split, and the activation alone expands on its way.
-MIXED_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class OnTheWay:
-    """How products of few tokens have their LoRA on the way."""
-
-    config: SkinnyLoraConfig
-    stack: Stack
-
-
-def on_the_way(
-    configs: KernelConfigs, rows: int, num_sites: int, dtype: torch.dtype, device: torch.device
-) -> OnTheWay | None:
-    """None: of too many rows."""
-    config = configs.skinny_lora(rows)
-    if config is None:
-        return None
-    return OnTheWay(config, allocate_stack(rows, num_sites, dtype, device))
+# Parts of the activation's columns whose sums for down's LoRA are kept apart.
+_DOWN_SPLIT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLora:
-    """Adapters of a batch, routed on the device by slots, int32 `[tokens]`.
+    """Adapters of a batch, for kernels that go through tiles of rows with one adapter.
 
-    phase: of its launch parameters; "prefill": what takes up products does more of LoRA.
-    model_sites: whether one of them changes the embedding or the head. decodes: every token is a
-    decode, whose attention adds a delta. captured: of a graph, where decodes come after prompts.
-    few: of so few tokens that products have it on the way; None: kernels beside them have it.
-    down: where the activation leaves what shrink would of its result; None: shrink does it.
+    slots: int32 `[tokens]`, -1 = no adapter. segments: the tiles. workspace: what shrink leaves for
+    expand. phase: which launch parameters apply. strategies: the regime's, by kind of site.
+    model_sites: whether an adapter changes the embedding or the head.
     """
 
     slots: torch.Tensor
     segments: Segments
     workspace: Workspace
     phase: Phase
+    strategies: Strategies
     model_sites: bool
-    decodes: bool
-    captured: bool
-    few: OnTheWay | None
-    down: Workspace | None = None
+
+    def route(self, table: LoraTable) -> None:
+        """Find the tiles of the slots as they are now. A captured step begins with this."""
+        route(self.slots, self.segments, table)
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """y: `[tokens, out]`. lora, delta: what is not in y yet. phase: of lora. shrunk: where the
-    activation leaves what the next site's shrink would."""
+class FusedKernel:
+    """What linears of few tokens need to have LoRA in their own kernel. stack: B of all rows'
+    adapters."""
 
-    y: torch.Tensor
-    lora: PendingLora | None = None
-    delta: PendingDelta | None = None
-    phase: Phase = "prefill"
-    shrunk: Workspace | None = None
+    config: SkinnyLoraConfig
+    stack: Stack
 
 
-def adds_delta(kind: str, lora: DeviceLora) -> bool:
-    """Whether what takes up the product adds a delta: else it expands on its way."""
-    if kind == "qkv":
-        return lora.decodes
-    return kind != "gate_up" or len(lora.slots) <= FEW_TOKENS
+@dataclass(frozen=True, slots=True)
+class FusedLora(DeviceLora):
+    """Regime FUSED. The embedding and the head alone go through tiles."""
+
+    kernel: FusedKernel
+
+    def route(self, table: LoraTable) -> None:
+        stack_rows(self.slots, self.kernel.stack, table)
+        if self.model_sites:
+            route(self.slots, self.segments, table)
 
 
-def phase_of(rows: int, decodes: bool) -> Phase:
-    """decodes: all are. Of few rows, and of decodes, each may have an adapter of its own."""
-    if rows > MIXED_TOKENS:
-        return "prefill"
-    return "decode" if decodes or rows <= FEW_TOKENS else "mixed"
+@dataclass(frozen=True, slots=True)
+class ShrinkingLora(DeviceLora):
+    """Regime SHRINKING_PREFILL. down: where the activation leaves what shrink would for down."""
+
+    down: Workspace
 
 
-def shares_tiles(rows: int) -> bool:
-    """Whether tiles are shared out among programs: where the activation expands it takes whole
-    ones."""
-    return rows <= FEW_TOKENS
+def fused_kernel(
+    configs: KernelConfigs, rows: int, num_sites: int, dtype: torch.dtype, device: torch.device
+) -> FusedKernel | None:
+    """None for too many rows."""
+    config = configs.skinny_lora(rows)
+    if config is None:
+        return None
+    return FusedKernel(config, allocate_stack(rows, num_sites, dtype, device))
+
+
+class LoraBatches:
+    """Makes a `DeviceLora` for each batch. Owns the workspaces, which all batches share."""
+
+    def __init__(
+        self,
+        configs: KernelConfigs,
+        table: AdapterTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int,
+    ) -> None:
+        """max_tokens: the most of a step, padding included."""
+        self._configs, self._table, self._dtype, self._device = configs, table, dtype, device
+        mixed = lora_strategy.MIXED_TOKENS
+        self._workspaces = self._allocate_workspaces("decode", mixed)
+        self._workspaces |= self._allocate_workspaces("mixed", mixed)
+        self._workspaces |= self._allocate_workspaces("prefill", max_tokens)
+        most = max_tokens if max_tokens > mixed else 0
+        self._down = {
+            width: allocate_workspace(most, dtype, device, _DOWN_SPLIT, width)
+            for width in RANK_BLOCKS
+        }
+
+    def _allocate_workspaces(self, phase: Phase, rows: int) -> dict[tuple[Phase, int], Workspace]:
+        """By `max_split`."""
+        return {
+            (phase, split): allocate_workspace(most, self._dtype, self._device, split)
+            for split, most in self._configs.workspaces(phase, rows).items()
+        }
+
+    def eager(self, token_slots: np.ndarray) -> DeviceLora | None:
+        """Routed LoRA of a step outside graphs. token_slots: int64 `[tokens]`, -1 = the base. None
+        where no token has an adapter."""
+        if not any_adapter(token_slots):
+            return None
+        slots = to_device(token_slots.astype(np.int32), self._device)
+        lora = self._allocate(slots, model_sites=self._table.changes_model(token_slots))
+        lora.route(self._table.device_table)
+        block = self._table.rank_block(token_slots) if _can_shrink(lora) else None
+        return lora if block is None else self._shrinking(lora, block)
+
+    def captured(self, slots: torch.Tensor, *, decodes: bool) -> DeviceLora:
+        """LoRA of a graph, which routes it. slots: int32 `[tokens]`, filled before each replay.
+        decodes: every token is a decode. No adapter of a graph changes the embedding or the head.
+        """
+        return self._allocate(slots, decodes=decodes, captured=True)
+
+    def to_warm(self, tokens: int) -> list[DeviceLora]:
+        """LoRA of so many tokens in each regime that a step outside graphs can have, the plain one
+        first. All tokens have slot 0, whose adapter may change the embedding and the head."""
+        slots = torch.zeros(tokens, dtype=torch.int32, device=self._device)
+        plain = self._allocate(slots, model_sites=True)
+        plain.route(self._table.device_table)
+        if not _can_shrink(plain):
+            return [plain]
+        return [plain, *(self._shrinking(plain, block) for block in RANK_BLOCKS)]
+
+    def _allocate(
+        self,
+        slots: torch.Tensor,
+        *,
+        model_sites: bool = False,
+        decodes: bool = False,
+        captured: bool = False,
+    ) -> DeviceLora:
+        tokens, configs = len(slots), self._configs
+        phase = lora_strategy.phase_of(tokens, decodes=decodes)
+        workspace = self._workspaces[phase, configs.max_split(phase, tokens)]
+        segments = self._segments(tokens, phase)
+        sites = self._table.device_table.num_sites
+        kernel = fused_kernel(configs, tokens, sites, self._dtype, self._device)
+        if kernel is not None:
+            strategies = STRATEGIES[Regime.FUSED]
+            return FusedLora(slots, segments, workspace, phase, strategies, model_sites, kernel)
+        regime = lora_strategy.regime_of(tokens, decodes=decodes, captured=captured)
+        return DeviceLora(slots, segments, workspace, phase, STRATEGIES[regime], model_sites)
+
+    def _segments(self, tokens: int, phase: Phase) -> Segments:
+        known, size = self._table.device_table.num_slots, self._configs.tile_rows(phase, tokens)
+        shared = lora_strategy.shares_tiles(tokens)
+        return allocate_segments(tokens, size, known, self._device, shared=shared)
+
+    def _shrinking(self, lora: DeviceLora, block: int) -> ShrinkingLora:
+        """The same batch, whose adapters' ranks fit `block`."""
+        return ShrinkingLora(
+            lora.slots,
+            lora.segments,
+            lora.workspace,
+            lora.phase,
+            STRATEGIES[Regime.SHRINKING_PREFILL],
+            lora.model_sites,
+            self._down[block],
+        )
+
+
+def _can_shrink(lora: DeviceLora) -> bool:
+    """Whether the batch's regime is SHRINKING_PREFILL if its adapters' ranks fit a block."""
+    return lora.strategies is STRATEGIES[Regime.PREFILL]

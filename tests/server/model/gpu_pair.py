@@ -50,7 +50,7 @@ class Pair:
         self.reference = Driver(folder, **changes)
         fake_flashinfer.install(patch)
         from server.kernels.sampling import draw, greedy
-        from server.model.ops import attention_cuda, device_lora, ops_cuda, sizes
+        from server.model.ops import attention_cuda, lora_strategy, ops_cuda, sizes
 
         for module in (draw, greedy):  # shared out as on a GPU, but not among as many
             patch.setattr(module, "SPLITS", 2)
@@ -60,7 +60,7 @@ class Pair:
             patch.setattr(ops_cuda, "load_configs", lambda _: configs)
         for name, tokens in (("FEW_TOKENS", few_tokens), ("MIXED_TOKENS", mixed_tokens)):
             if tokens:
-                patch.setattr(device_lora, name, tokens)
+                patch.setattr(lora_strategy, name, tokens)
         if most_tokens:
             patch.setattr(sizes, "_MOST_TOKENS", most_tokens)
             patch.setattr(sizes, "_MOST_WORK", 0)

@@ -228,10 +228,10 @@ def test_hundreds_of_decodes(tmp_path: Path) -> None:
 def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which no graph takes, here from 33 on: what takes up a product expands it; with ranks of
     eights the activation shrinks, too."""
-    from server.model.ops import device_lora, sizes
+    from server.model.ops import lora_strategy, sizes
 
-    monkeypatch.setattr(device_lora, "FEW_TOKENS", 32)
-    monkeypatch.setattr(device_lora, "MIXED_TOKENS", 32)
+    monkeypatch.setattr(lora_strategy, "FEW_TOKENS", 32)
+    monkeypatch.setattr(lora_strategy, "MIXED_TOKENS", 32)
     monkeypatch.setattr(sizes, "_MOST_TOKENS", 32)
     monkeypatch.setattr(sizes, "_MOST_WORK", 0)
     found = Trio("llama3", tmp_path, 24)
@@ -246,10 +246,10 @@ def test_steps_of_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_graphs_of_many_tokens(tmp_path: Path, mixed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models with small layers: what graphs take, here from 33 on, goes through the kernels for
     many tokens; or through those for steps where prompts and decodes are mixed."""
-    from server.model.ops import device_lora
+    from server.model.ops import lora_strategy
 
-    monkeypatch.setattr(device_lora, "FEW_TOKENS", 32)
-    monkeypatch.setattr(device_lora, "MIXED_TOKENS", mixed)
+    monkeypatch.setattr(lora_strategy, "FEW_TOKENS", 32)
+    monkeypatch.setattr(lora_strategy, "MIXED_TOKENS", mixed)
     found = Trio("llama3", tmp_path, 24)
     try:
         for names in (["rank16", "rank8_one_layer", None], ["rank1", "rank3_rslora", None]):

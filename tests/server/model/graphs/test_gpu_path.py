@@ -162,9 +162,9 @@ def test_warm_steps_reach_embedding_and_head(pair: Pair, monkeypatch: pytest.Mon
     """No graph has these products' LoRA: its kernels must be compiled before somebody needs it, for
     as many rows as may want logits. A step may have more tokens than one context."""
     from server.model.graphs import warm_up
-    from server.model.ops import ops_cuda
+    from server.model.ops import lora_linear
 
-    module: Any = ops_cuda
+    module: Any = lora_linear
     decoder, rows = pair.gpu.executor._decoder, pair.gpu.executor._rows
     expand, tokens = module.expand, defaultdict[int, set[int]](set)
 
@@ -194,7 +194,7 @@ def test_a_failed_product_leaves_nothing_running_beside(
     monkeypatch.setattr(ops.products, "linear", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         answer(pair.gpu, [0], PLAIN, 64)
-    assert waits[-1] is ops._side
+    assert waits[-1] is ops._lora_linear._side
 
 
 @pairs(BIASED)

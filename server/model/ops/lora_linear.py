@@ -1,0 +1,187 @@
+"""A linear of the base with its adapters' LoRA, by the strategy of its site and regime."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, assert_never
+
+import torch
+
+from server.kernels.launch.configs import KernelConfigs, Phase
+from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
+from server.kernels.lora.expand import expand
+from server.kernels.lora.pending import PendingDelta, PendingLora
+from server.kernels.lora.shrink import gather_embedding, shrink
+from server.kernels.lora.table import LoraTable
+from server.kernels.lora.workspace import Workspace
+from server.model.linear.dense import DenseLinear
+from server.model.lora.sites import Site
+from server.model.ops.device_lora import DeviceLora, FusedLora, ShrinkingLora
+from server.model.ops.lora_strategy import Strategy
+from server.model.ops.products import Products
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """y: `[tokens, out]`, complete."""
+
+    y: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WithDelta:
+    """y: `[tokens, out]` of the base; delta: what its consumer adds."""
+
+    y: torch.Tensor
+    delta: PendingDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """y: `[tokens, out]` of the base; lora: what its consumer expands, with launch parameters of
+    this phase."""
+
+    y: torch.Tensor
+    lora: PendingLora
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredShrinkNext:
+    """As Deferred; the consumer also shrinks its result for the next site, into `shrunk`."""
+
+    y: torch.Tensor
+    lora: PendingLora
+    shrunk: Workspace
+
+
+# What a linear leaves to the operation that takes its output.
+LinearOutput = Ready | WithDelta | Deferred | DeferredShrinkNext
+
+
+class Gemm(NamedTuple):
+    """x: `[tokens, in]`; y: `[tokens, out]`, which the linear of x is written to."""
+
+    x: torch.Tensor
+    linear: DenseLinear
+    y: torch.Tensor
+
+
+class LoraLinear:
+    """Owns the stream on which LoRA or the linear runs beside the other."""
+
+    def __init__(
+        self, configs: KernelConfigs, table: LoraTable, products: Products, device: torch.device
+    ) -> None:
+        self._configs, self._table, self._products = configs, table, products
+        self._side = torch.cuda.Stream(device)
+
+    def run(self, gemm: Gemm, lora: DeviceLora, site: Site) -> LinearOutput:
+        """The base's linear, with its LoRA or with what is left of that."""
+        match lora.strategies[site.kind]:
+            case Strategy.FUSED:
+                return self._fused(gemm, lora, site)
+            case Strategy.DELTA:
+                return self._delta(gemm, lora, site)
+            case Strategy.DELTA_OF_SHRUNK:
+                return self._delta_of_shrunk(gemm, lora, site)
+            case Strategy.IN_PLACE:
+                return self._in_place(gemm, lora, site)
+            case Strategy.DEFER:
+                return Deferred(gemm.y, self._deferred(gemm, lora, site), lora.phase)
+            case Strategy.DEFER_AND_SHRINK_NEXT:
+                pending, down = self._deferred(gemm, lora, site), _shrinking(lora).down
+                return DeferredShrinkNext(gemm.y, pending, down)
+            case strategy:
+                assert_never(strategy)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, lora: DeviceLora, site: Site) -> None:
+        """Shrink and expand in line: `y += scale * B (A x)`, for the head."""
+        self._shrink(x, lora, site, after_input=False)
+        self._expand(y, lora, site, lora.workspace, accumulate=True)
+
+    def add_embedding(
+        self, token_ids: torch.Tensor, y: torch.Tensor, lora: DeviceLora, site: Site
+    ) -> None:
+        """As `add`, for the embedding of token_ids, int `[tokens]`."""
+        ids = token_ids.to(torch.int32)
+        gather_embedding(ids, self._table, site.number, lora.segments, lora.workspace)
+        self._expand(y, lora, site, lora.workspace, accumulate=True)
+
+    # ---- strategies
+
+    def _fused(self, gemm: Gemm, lora: DeviceLora, site: Site) -> Ready:
+        if not isinstance(lora, FusedLora):
+            raise TypeError("a batch without a fused kernel")
+        kernel, base = lora.kernel, gemm.linear
+        low_rank = SkinnyLora(
+            self._table, site.number, lora.slots, site.out_features, lora.workspace, kernel.stack
+        )
+        skinny_product_lora(gemm.x, base.weight, base.bias, gemm.y, kernel.config, low_rank)
+        return Ready(gemm.y)
+
+    def _delta(self, gemm: Gemm, lora: DeviceLora, site: Site) -> WithDelta:
+        with self._beside(gemm, lora.phase):
+            self._shrink(gemm.x, lora, site, after_input=lora.phase != "prefill")
+            delta = torch.empty_like(gemm.y)
+            self._expand(delta, lora, site, lora.workspace, accumulate=False)
+        return WithDelta(gemm.y, PendingDelta(self._table, site.number, lora.slots, delta))
+
+    def _delta_of_shrunk(self, gemm: Gemm, lora: DeviceLora, site: Site) -> WithDelta:
+        with self._beside(gemm, lora.phase):
+            delta = torch.empty_like(gemm.y)
+            self._expand(delta, lora, site, _shrinking(lora).down, accumulate=False)
+        return WithDelta(gemm.y, PendingDelta(self._table, site.number, lora.slots, delta))
+
+    def _in_place(self, gemm: Gemm, lora: DeviceLora, site: Site) -> Ready:
+        pending = self._deferred(gemm, lora, site)
+        self._expand(gemm.y, lora, site, pending.workspace, accumulate=True)
+        return Ready(gemm.y)
+
+    def _deferred(self, gemm: Gemm, lora: DeviceLora, site: Site) -> PendingLora:
+        """Shrink beside the linear; expand is to come."""
+        with self._beside(gemm, lora.phase):
+            self._shrink(gemm.x, lora, site, after_input=lora.phase != "prefill")
+        return PendingLora(self._table, site.number, lora.segments, lora.workspace)
+
+    # ---- kernels and streams
+
+    @contextmanager
+    def _beside(self, gemm: Gemm, phase: Phase) -> Iterator[None]:
+        """Launches the linear beside what the body launches, which comes first. The current stream
+        goes on when both are done; also after an error, because the next step must not get memory
+        that the other stream still reads.
+
+        In a captured step LoRA has the current stream, so that shrink starts while the kernel that
+        wrote x drains. In prefill, which the host launches, the linear has the current stream, so
+        that its consumer starts sooner.
+        """
+        main, side = torch.cuda.current_stream(), self._side
+        of_lora, of_linear = (side, main) if phase == "prefill" else (main, side)
+        side.wait_stream(main)
+        try:
+            with torch.cuda.stream(of_lora):
+                yield
+            with torch.cuda.stream(of_linear):
+                self._products.linear(*gemm, beside_lora=True)
+        finally:
+            main.wait_stream(side)
+
+    def _shrink(self, x: torch.Tensor, lora: DeviceLora, site: Site, *, after_input: bool) -> None:
+        config = self._configs.shrink(lora.phase, len(x))
+        context = (self._table, site.number, lora.segments, lora.workspace, config)
+        shrink(x, *context, after_input=after_input)
+
+    def _expand(
+        self, y: torch.Tensor, lora: DeviceLora, site: Site, shrunk: Workspace, *, accumulate: bool
+    ) -> None:
+        """shrunk: what the site's shrink left."""
+        config = self._configs.expand(lora.phase, len(y))
+        context = (self._table, site.number, lora.segments, shrunk, config)
+        expand(y, site.out_features, *context, accumulate=accumulate, after_gemm=True)
+
+
+def _shrinking(lora: DeviceLora) -> ShrinkingLora:
+    if not isinstance(lora, ShrinkingLora):
+        raise TypeError("a batch whose activation does not shrink")
+    return lora

@@ -1,0 +1,112 @@
+"""Where each linear's LoRA is computed: one table by the regime of the batch and the kind of site.
+
+A linear's *consumer* is the operation that takes its output: attention takes qkv, the residual norm
+takes o and down, the activation takes gate_up. A consumer can do a part of LoRA at little cost,
+because it reads the whole output in any case.
+"""
+
+from enum import Enum, auto
+from types import MappingProxyType
+
+from adapters.base import SiteKind
+from server.kernels.launch.configs import Phase
+
+# Up to so many tokens a delta of gate_up beside its linear costs less than expanding in the
+# activation, and tiles are shared out among programs.
+FEW_TOKENS = 256
+# Up to so many tokens shrink splits its inputs, and the activation alone expands.
+MIXED_TOKENS = 2048
+
+
+class Strategy(Enum):
+    """How one linear's LoRA is computed.
+
+    FUSED: in the linear's own kernel.
+    DELTA: shrink and expand run beside the linear, and the consumer adds their delta.
+    DELTA_OF_SHRUNK: as DELTA without the shrink, which the activation before has done.
+    IN_PLACE: shrink runs beside the linear, and expand then adds to its output.
+    DEFER: shrink runs beside the linear, and the consumer expands.
+    DEFER_AND_SHRINK_NEXT: as DEFER, and the consumer also shrinks its result for the next site.
+    """
+
+    FUSED = auto()
+    DELTA = auto()
+    DELTA_OF_SHRUNK = auto()
+    IN_PLACE = auto()
+    DEFER = auto()
+    DEFER_AND_SHRINK_NEXT = auto()
+
+
+class Regime(Enum):
+    """What kind of batch it is.
+
+    FUSED: so few tokens that linears have kernels with LoRA in them.
+    FEW_DECODES, MANY_DECODES: every token is a decode, up to FEW_TOKENS and beyond.
+    FEW_TOKENS: some tokens may be of prompts, up to FEW_TOKENS.
+    MIXED: up to MIXED_TOKENS. PREFILL: more.
+    CAPTURED_PREFILL: more, in a graph, which may have decodes at any place.
+    SHRINKING_PREFILL: more, and all ranks of the adapters fit one block.
+    """
+
+    FUSED = auto()
+    FEW_DECODES = auto()
+    MANY_DECODES = auto()
+    FEW_TOKENS = auto()
+    MIXED = auto()
+    PREFILL = auto()
+    CAPTURED_PREFILL = auto()
+    SHRINKING_PREFILL = auto()
+
+
+Strategies = MappingProxyType[SiteKind, Strategy]
+
+
+def _row(qkv: Strategy, o: Strategy, gate_up: Strategy, down: Strategy) -> Strategies:
+    return MappingProxyType({"qkv": qkv, "o": o, "gate_up": gate_up, "down": down})
+
+
+_S = Strategy
+STRATEGIES: MappingProxyType[Regime, Strategies] = MappingProxyType(
+    {
+        Regime.FUSED: _row(_S.FUSED, _S.FUSED, _S.FUSED, _S.FUSED),
+        # The attention of decodes adds a delta; that of prompts does not.
+        Regime.FEW_DECODES: _row(_S.DELTA, _S.DELTA, _S.DELTA, _S.DELTA),
+        Regime.MANY_DECODES: _row(_S.DELTA, _S.DELTA, _S.DEFER, _S.DELTA),
+        # With few tokens the rotation would need longer to expand than expand itself.
+        Regime.FEW_TOKENS: _row(_S.IN_PLACE, _S.DELTA, _S.DELTA, _S.DELTA),
+        Regime.MIXED: _row(_S.IN_PLACE, _S.DELTA, _S.DEFER, _S.DELTA),
+        Regime.PREFILL: _row(_S.DEFER, _S.DELTA, _S.DEFER, _S.DELTA),
+        # The rotation in a graph does not know which rows are decodes.
+        Regime.CAPTURED_PREFILL: _row(_S.IN_PLACE, _S.DELTA, _S.DEFER, _S.DELTA),
+        Regime.SHRINKING_PREFILL: _row(
+            _S.DEFER, _S.DELTA, _S.DEFER_AND_SHRINK_NEXT, _S.DELTA_OF_SHRUNK
+        ),
+    }
+)
+
+
+def regime_of(tokens: int, *, decodes: bool, captured: bool) -> Regime:
+    """The regime of a batch that no fused kernel takes, before its adapters' ranks are known.
+
+    decodes: every token is a decode. captured: the batch is of a graph.
+    """
+    if decodes:
+        return Regime.FEW_DECODES if tokens <= FEW_TOKENS else Regime.MANY_DECODES
+    if tokens <= FEW_TOKENS:
+        return Regime.FEW_TOKENS
+    if tokens <= MIXED_TOKENS:
+        return Regime.MIXED
+    return Regime.CAPTURED_PREFILL if captured else Regime.PREFILL
+
+
+def phase_of(tokens: int, *, decodes: bool) -> Phase:
+    """Which launch parameters apply. In few tokens, and in decodes, each row may have an adapter
+    of its own."""
+    if tokens > MIXED_TOKENS:
+        return "prefill"
+    return "decode" if decodes or tokens <= FEW_TOKENS else "mixed"
+
+
+def shares_tiles(tokens: int) -> bool:
+    """Whether tiles are shared out among programs. An activation that expands takes whole tiles."""
+    return tokens <= FEW_TOKENS

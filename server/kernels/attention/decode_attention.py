@@ -1,7 +1,7 @@
 """Attention of one new token a sequence over paged keys and values, in one launch a layer.
 
-The kernel takes up LoRA's delta of q, k and v, norms and rotates q and k, writes the token's k and
-v into their page, and attends. Long contexts are cut into pieces of equal length (FlashDecoding,
+The kernel adds LoRA's delta to q, k and v, norms and rotates q and k, writes the token's k and v
+into their page, and attends. Long contexts are cut into pieces of equal length (FlashDecoding,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html); the program that ends a sequence's last
 piece merges them, in order, so that results do not depend on who is last.
 """

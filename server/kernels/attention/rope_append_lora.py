@@ -1,10 +1,10 @@
-"""`rope_append` of a product of q, k and v whose LoRA it expands on the way.
+"""`rope_append` with `expand` fused into it.
 
-The product is read once, and of what prompts need nothing is written back. A step's decodes are
-rotated by their attention: they get the sum.
+The linear's output is read once, and nothing of the prompts' rows is written back. Attention
+rotates a step's decodes: their rows get the sum.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,9 +14,17 @@ from server.kernels.attention.rope_append import norm_and_rotate
 from server.kernels.launch.configs import RopeLoraConfig
 from server.kernels.launch.launch import load_first
 from server.kernels.lora.checks import check_context, check_whole_tiles
-from server.kernels.lora.low_rank import in_eights, load_b, load_v, low_rank_one, product
+from server.kernels.lora.low_rank import LoraB, Shrunk, even, load_b, load_v, low_rank_one, product
 from server.kernels.lora.pending import PendingLora
-from server.kernels.lora.tiles import load_projection, load_tile, small_tile, tile_rows
+from server.kernels.lora.tiles import (
+    ProjectionRecord,
+    Records,
+    Tile,
+    load_projection,
+    load_tile,
+    small_tile,
+    tile_rows,
+)
 
 
 def rope_append_lora(
@@ -145,31 +153,54 @@ def _rope_lora_kernel(
 ) -> None:
     """An item is (tile of rows, some heads of one projection), round robin; as in `shrink`."""
     order_ptr, tiles_ptr, num_tiles_ptr = routed
-    of_site = (records[0], records[1], records[2], site, num_sites)
+    of_site = Records(records[0], records[1], records[2], site, num_sites)
     tiles = tl.load(num_tiles_ptr + 1)
     heads, n0, n01, blocks = _cut_heads(tiles, target_items, HEADS, KV_HEADS, MAX_HEADS)
     items = tiles * blocks
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
     kind = _projection(item % blocks, n0, n01)
-    rank, first, scale, address = load_projection(of_site, slot, kind)
+    projection = load_projection(of_site, slot, kind)
     item += step
     slot, next_tile = load_tile(tiles_ptr, item // blocks, item < items)
     splits = load_first(splits_ptr, PDL)
     for item in range(tl.program_id(0), items, step):
         kind = _projection((item + step) % blocks, n0, n01)
-        next_rank, next_first, next_scale, next_address = load_projection(of_site, slot, kind)
+        next_projection = load_projection(of_site, slot, kind)
         ahead = item + 2 * step
         slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
-        start, length, _ = tile
         _rope_tile(
             targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes,
-            planes, splits, (order_ptr + start, start, length),
-            (rank, first, scale, address), (item % blocks, n0, n01, heads),
+            planes, splits, order_ptr, tile, projection, _Cut(item % blocks, n0, n01, heads),
             HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
         )  # fmt: skip
-        rank, first, scale, address = next_rank, next_first, next_scale, next_address
-        tile, next_tile = next_tile, later_tile
+        projection, tile, next_tile = next_projection, next_tile, later_tile
+
+
+class _Cut(NamedTuple):
+    """A block of heads, where the blocks of k and of v begin, and how many heads a block has."""
+
+    block: Any
+    n0: Any
+    n01: Any
+    heads: Any
+
+
+class _Span(NamedTuple):
+    """Whether the projection is q, and q or k; its first head and where the heads end."""
+
+    is_q: Any
+    is_qk: Any
+    head: Any
+    end: Any
+
+
+class _LowRank(NamedTuple):
+    """`scale * v B^T`, which the projection adds."""
+
+    v: Shrunk
+    b: LoraB
+    scale: Any
 
 
 @triton.jit
@@ -202,9 +233,10 @@ def _rope_tile(
     num_decodes: tl.tensor,
     planes: tl.tuple,
     splits: tl.tensor,
-    tile: tl.tuple,
-    projection: tl.tuple,
-    cut: tl.tuple,
+    order_ptr: tl.tensor,
+    tile: Tile,
+    projection: ProjectionRecord,
+    cut: _Cut,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -216,32 +248,29 @@ def _rope_tile(
 ) -> None:
     """What the projection's weights and v are, and which heads; few rows or many."""
     planes_ptr, stride_v, stride_plane = planes
-    order_ptr, start, length = tile
-    rank, first, scale, address = projection
-    block, n0, n01, heads = cut
-    is_q, is_qk = block < n0, block < n01
-    head = (block - tl.where(is_q, 0, tl.where(is_qk, n0, n01))) * heads
-    span = (is_q, is_qk, head, tl.minimum(tl.where(is_q, HEADS, KV_HEADS), head + heads))
-    b_ptr = address.to(tl.pointer_type(targets[0].dtype.element_ty))
-    v = (planes_ptr + start * stride_v + first, stride_v, stride_plane, splits, length)
-    low = (v, (tl.multiple_of(b_ptr, 16), rank), scale)
+    order_ptr += tile.start
+    is_q, is_qk = cut.block < cut.n0, cut.block < cut.n01
+    head = (cut.block - tl.where(is_q, 0, tl.where(is_qk, cut.n0, cut.n01))) * cut.heads
+    end = tl.minimum(tl.where(is_q, HEADS, KV_HEADS), head + cut.heads)
+    span = _Span(is_q, is_qk, head, end)
+    b_ptr = projection.address.to(tl.pointer_type(targets[0].dtype.element_ty))
+    b = LoraB(tl.multiple_of(b_ptr, 16), projection.rank)
+    v_ptr = planes_ptr + tile.start * stride_v + projection.first
+    v = Shrunk(v_ptr, stride_v, stride_plane, splits, tile.length)
+    low = _LowRank(v, b, projection.scale)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
-    if length <= SMALL:
-        few = tile_rows(order_ptr, length, SMALL)
+    if v.rows <= SMALL:
+        few = tile_rows(order_ptr, v.rows, SMALL)
         _rope_rows(
             targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, few, span, low,
             HEADS, KV_HEADS, HALF, MAX_SPLIT, SMALL, STAGES, NORM, PRECISION,
         )  # fmt: skip
     else:
-        many = tile_rows(order_ptr, length, BLOCK_M)
+        many = tile_rows(order_ptr, v.rows, BLOCK_M)
         _rope_rows(
             targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, many, span, low,
             HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
         )  # fmt: skip
-
-
-# Some heads of one projection, for one tile. `span`: whether the projection is q, and q or k; its
-# first head and where they end. `low`: v and b of low_rank, and the scale.
 
 
 @triton.constexpr_function
@@ -260,8 +289,8 @@ def _rope_rows(
     epsilon: tl.tensor,
     num_decodes: tl.tensor,
     rows: tl.tensor,
-    span: tl.tuple,
-    low: tl.tuple,
+    span: _Span,
+    low: _LowRank,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -274,8 +303,8 @@ def _rope_rows(
     """Where each row is read and goes, for the projection's first head, and its angles."""
     qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr = targets
     cos_sin_ptr, norm_ptr = tables
-    is_q, is_qk, head, end = span
-    live = tl.arange(0, BLOCK_M) < low[0][4]
+    is_q, is_qk = span.is_q, span.is_qk
+    live = tl.arange(0, BLOCK_M) < low.v.rows
     column = tl.where(is_q, 0, tl.where(is_qk, HEADS, HEADS + KV_HEADS)) * 2 * HALF
     y_rows = qkv_ptr + rows * ((HEADS + 2 * KV_HEADS) * 2 * HALF) + column
     place = tl.where(is_q, rows - num_decodes, tl.load(slots_ptr + rows, mask=live, other=0))
@@ -291,7 +320,7 @@ def _rope_rows(
     sin = tl.load(angle + HALF, mask=real, other=0.0)
     _rope_ranks(
         (y_rows, target_rows, rows < num_decodes, live, place >= 0),
-        (norm_ptr + column, epsilon, cos, sin, turned), low, head, end,
+        (norm_ptr + column, epsilon, cos, sin, turned), low, span.head, span.end,
         HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, STAGES, NORM, PRECISION,
     )  # fmt: skip
 
@@ -300,7 +329,7 @@ def _rope_rows(
 def _rope_ranks(
     rows: tl.tuple,
     rotation: tl.tuple,
-    low: tl.tuple,
+    low: _LowRank,
     head: tl.tensor,
     end: tl.tensor,
     HALF: tl.constexpr,
@@ -312,30 +341,30 @@ def _rope_ranks(
     PRECISION: tl.constexpr,
 ) -> None:
     """As many ranks at a time as the adapter has, as far as registers go."""
-    rank = low[1][1]
+    rank = low.b.rank
     if rank % 8 != 0:
         _rope_heads(
-            rows, rotation, low, rank, head, end,
+            rows, rotation, low.v, low.b, low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 16, True, 1, NORM, PRECISION,
         )  # fmt: skip
     elif rank <= 16:
         _rope_heads(
-            rows, rotation, low, in_eights(rank), head, end,
+            rows, rotation, low.v, even(low.b), low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 16, False, STAGES, NORM, PRECISION,
         )  # fmt: skip
     elif rank <= 32:
         _rope_heads(
-            rows, rotation, low, in_eights(rank), head, end,
+            rows, rotation, low.v, even(low.b), low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 32, False, STAGES, NORM, PRECISION,
         )  # fmt: skip
     elif rank <= 64:
         _rope_heads(
-            rows, rotation, low, in_eights(rank), head, end,
+            rows, rotation, low.v, even(low.b), low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 64, False, STAGES, NORM, PRECISION,
         )  # fmt: skip
     else:
         _rope_heads(
-            rows, rotation, low, in_eights(rank), head, end,
+            rows, rotation, low.v, even(low.b), low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 32, True, 1, NORM, PRECISION,
         )  # fmt: skip
 
@@ -344,8 +373,9 @@ def _rope_ranks(
 def _rope_heads(
     rows: tl.tuple,
     rotation: tl.tuple,
-    low: tl.tuple,
-    rank: tl.tensor,
+    v: Shrunk,
+    b: LoraB,
+    scale: tl.tensor,
     head: tl.tensor,
     end: tl.tensor,
     HALF: tl.constexpr,
@@ -362,20 +392,19 @@ def _rope_heads(
     v is read once, and heads of the product and of B are prefetched."""
     y_rows, target_rows, decode, live, placed = rows
     norm_ptr, epsilon, cos, sin, turned = rotation
-    v, b, scale = low
     d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     real = live[:, None] & (d < HALF)[None, :]
     kept, moved = real & decode[:, None], real & (placed & (decode == 0))[:, None]
     rotated = (d < turned)[None, :]
     dtype: tl.constexpr = y_rows.dtype.element_ty
     if not LOOPED:
-        total = load_v(v, r, rank, MAX_SPLIT, BLOCK_M)
+        total = load_v(v, r, b.rank, MAX_SPLIT, BLOCK_M)
     for h in tl.range(head, end, num_stages=STAGES):
         at = h * 2 * HALF + d[None, :]
         first = tl.load(y_rows[:, None] + at, mask=real, other=0.0)
         second = tl.load(y_rows[:, None] + at + HALF, mask=real, other=0.0)
-        b_first = (b[0] + h * 2 * HALF * rank, rank)
-        b_second = (b_first[0] + HALF * rank, rank)
+        b_first = LoraB(b.ptr + h * 2 * HALF * b.rank, b.rank)
+        b_second = LoraB(b_first.ptr + HALF * b.rank, b.rank)
         if LOOPED:
             delta_first = low_rank_one(
                 v, b_first, d, HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, BLOCK_R, PRECISION

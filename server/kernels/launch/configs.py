@@ -85,7 +85,7 @@ class SkinnyConfig:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyLoraConfig(SkinnyConfig):
-    """Of a product that has LoRA on the way. lora_programs: those that shrink, at most as many as
+    """Of a linear with LoRA fused into it. lora_programs: those that shrink, at most as many as
     the device has processors; lora_splits: the most that share an item's input features;
     max_registers: as in `_Limits`."""
 
@@ -137,7 +137,7 @@ class KernelConfigs:
         return ExpandConfig(*self._limits(v), v["piece"])
 
     def fused(self, phase: Phase, rows: int) -> FusedConfig:
-        """Of the activation that expands on its way."""
+        """Of the activation with expand fused into it."""
         v = _find(self._fused, phase, rows)
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
@@ -147,7 +147,7 @@ class KernelConfigs:
         return FusedConfig(*self._limits(v), v["piece"], v["max_pieces"])
 
     def rope(self, rows: int) -> RopeLoraConfig:
-        """Of the rotation that expands on its way; many tokens alone."""
+        """Of the rotation with expand fused into it; many tokens alone."""
         v = _find(self._rope, "prefill", rows)
         return RopeLoraConfig(*self._limits(v), v["max_heads"])
 
@@ -161,7 +161,7 @@ class KernelConfigs:
         )
 
     def skinny_lora(self, rows: int) -> SkinnyLoraConfig | None:
-        """Of products of so many rows that have LoRA on the way; None: of too many."""
+        """Of linears of so many rows with LoRA fused into them; None for too many rows."""
         for entry in self._skinny_lora:
             if entry.applies("decode", rows):
                 programs = min(entry.values["lora_programs"], self.processors)

@@ -1,4 +1,4 @@
-"""The product of few rows with their LoRA on the way, in one kernel.
+"""The linear of few rows with their LoRA fused into it.
 
 Beside a product of ours kernels of LoRA find no room, and in line with it each costs a launch. So
 some of the product's own programs shrink, A's rows being weights like W's; each of the others, when

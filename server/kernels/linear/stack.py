@@ -1,4 +1,4 @@
-"""B of all rows' adapters as more input features of a product: where each lies, told by the device.
+"""B of all rows' adapters as more input features of a linear: the device finds each adapter's.
 
 The ranks of a projection's adapters are stacked, each adapter's from a multiple of 8 on, and its
 product multiplies B's rows with `A x` as it does W's with x. Where several rows share an adapter,

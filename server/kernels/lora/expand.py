@@ -6,7 +6,7 @@ ragged ranks: S-LoRA, arXiv:2311.03285.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,12 @@ import triton.language as tl
 from server.kernels.launch.configs import ExpandConfig
 from server.kernels.launch.launch import load_first
 from server.kernels.lora.checks import check_context, check_rows, padded_widths
-from server.kernels.lora.low_rank import in_eights, load_b, load_v, low_rank_one, product
+from server.kernels.lora.low_rank import LoraB, Shrunk, even, load_b, load_v, low_rank_one, product
 from server.kernels.lora.segments import Segments
 from server.kernels.lora.table import LoraTable
 from server.kernels.lora.tiles import (
+    ProjectionRecord,
+    Records,
     load_projection,
     load_tile,
     small_tile,
@@ -123,29 +125,35 @@ def _expand_kernel(
     begin, end = take_range(tl.load(num_tiles_ptr) * PIECES[2])
     first_item = _item_at(begin, PIECES, KINDS)
     items = tl.where(begin < end, _item_at(end - 1, PIECES, KINDS) + 1, first_item)
-    records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
+    records = Records(words_ptr, ints_ptr, floats_ptr, site, num_sites)
     slot, tile = load_tile(tiles_ptr, first_item // KINDS, first_item < items, MAX_PARTS)
-    rank, first, scale, address = load_projection(records, slot, first_item % KINDS)
+    projection = load_projection(records, slot, first_item % KINDS)
     ahead = first_item + 1
     slot, next_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
     splits = load_first(splits_ptr, PDL)
     for item in range(first_item, items):
-        next_rank, next_first, next_scale, next_address = load_projection(
-            records, slot, (item + 1) % KINDS
-        )
+        next_projection = load_projection(records, slot, (item + 1) % KINDS)
         ahead = item + 2
         slot, later_tile = load_tile(tiles_ptr, ahead // KINDS, ahead < items, MAX_PARTS)
-        if rank > 0:
-            start, length, share = tile
+        if projection.rank > 0:
             done = item // KINDS * PIECES[2]
-            v = (planes_ptr + start * stride_v + first, stride_v, stride_plane, splits, length)
+            v_ptr = planes_ptr + tile.start * stride_v + projection.first
             _expand_item(
-                (y_ptr, stride_y), order_ptr + start, v, (address, rank), scale,
-                (item % KINDS, share, begin - done, end - done),
+                y_ptr, stride_y, order_ptr + tile.start,
+                Shrunk(v_ptr, stride_v, stride_plane, splits, tile.length),
+                projection, _Cut(item % KINDS, tile.share, begin - done, end - done),
                 W0, W1, W2, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE,
             )  # fmt: skip
-        rank, first, scale, address = next_rank, next_first, next_scale, next_address
-        tile, next_tile = next_tile, later_tile
+        projection, tile, next_tile = next_projection, next_tile, later_tile
+
+
+class _Cut(NamedTuple):
+    """What a program has of a tile: projection, share, and from which to which of its pieces."""
+
+    projection: Any
+    share: Any
+    begin: Any
+    end: Any
 
 
 @triton.constexpr_function
@@ -166,12 +174,12 @@ def _item_at(piece: tl.tensor, PIECES: tl.constexpr, KINDS: tl.constexpr) -> Any
 
 @triton.jit
 def _expand_item(
-    target: tl.tuple,
+    y_ptr: tl.tensor,
+    stride_y: tl.tensor,
     order_ptr: tl.tensor,
-    v: tl.tuple,
-    b: tl.tuple,
-    scale: tl.tensor,
-    cut: tl.tuple,
+    v: Shrunk,
+    projection: ProjectionRecord,
+    cut: _Cut,
     W0: tl.constexpr,
     W1: tl.constexpr,
     W2: tl.constexpr,
@@ -182,34 +190,34 @@ def _expand_item(
     PRECISION: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ) -> None:
-    """cut: projection, the tile's share, and from which to which of the tile's pieces."""
-    y_ptr, stride_y = target
-    p, share, begin, end = cut
+    """A projection's pieces of columns, of few rows or many."""
+    p = cut.projection
     PIECES: tl.constexpr = _count_pieces(W0, W1, W2, PIECE)
     y_slice = y_ptr + tl.where(p == 0, 0, tl.where(p == 1, W0, W0 + W1))
     width = tl.where(p == 0, W0, tl.where(p == 1, W1, W2))
     before = tl.where(p == 0, 0, tl.where(p == 1, PIECES[0], PIECES[1]))
     # A share's pieces are so much narrower as there are shares.
-    part, doublings = split_share(share)
+    part, doublings = split_share(cut.share)
     n, wide = tl.cdiv(width, PIECE), tl.multiple_of(PIECE >> doublings, PIECE // 4)
     shift = part * n - before
-    col = (shift + tl.maximum(begin, before)) * wide
-    end = tl.minimum(width, (shift + tl.minimum(end, before + n)) * wide)
-    b_ptr = tl.multiple_of(b[0].to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
+    col = (shift + tl.maximum(cut.begin, before)) * wide
+    end = tl.minimum(width, (shift + tl.minimum(cut.end, before + n)) * wide)
+    b_ptr = projection.address.to(tl.pointer_type(y_ptr.dtype.element_ty))
+    b = LoraB(tl.multiple_of(b_ptr, 16), projection.rank)
     # Of a part of a piece there is nothing to hide then.
     WHOLE: tl.constexpr = (W0 | W1 | W2) % PIECE == 0
-    block_r = tl.maximum(b[1], 16 << doublings)
+    block_r = tl.maximum(b.rank, 16 << doublings)
     SMALL: tl.constexpr = small_tile(BLOCK_M)
-    if v[4] <= SMALL:
-        few = tile_rows(order_ptr, v[4], SMALL)
+    if v.rows <= SMALL:
+        few = tile_rows(order_ptr, v.rows, SMALL)
         _expand_ranks(
-            y_slice + few * stride_y, v, (b_ptr, b[1]), block_r, scale, col, end,
+            y_slice + few * stride_y, v, b, block_r, projection.scale, col, end,
             MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, ACCUMULATE, WHOLE,
         )  # fmt: skip
     else:
-        many = tile_rows(order_ptr, v[4], BLOCK_M)
+        many = tile_rows(order_ptr, v.rows, BLOCK_M)
         _expand_ranks(
-            y_slice + many * stride_y, v, (b_ptr, b[1]), block_r, scale, col, end,
+            y_slice + many * stride_y, v, b, block_r, projection.scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, ACCUMULATE, WHOLE,
         )  # fmt: skip
 
@@ -220,8 +228,8 @@ def _expand_item(
 @triton.jit
 def _expand_ranks(
     y_rows: tl.tensor,
-    v: tl.tuple,
-    b: tl.tuple,
+    v: Shrunk,
+    b: LoraB,
     block_r: tl.tensor,
     scale: tl.tensor,
     col: tl.tensor,
@@ -237,30 +245,29 @@ def _expand_ranks(
     """Columns col .. end. y_rows: addresses `[BLOCK_M]`; block_r: by which the size of a piece is
     chosen, the rank or more: of about PIECE * 16 weights. WHOLE: such pieces end where columns
     do."""
-    b_ptr, rank = b
-    if rank % 8 != 0:
+    if b.rank % 8 != 0:
         _expand_looped(
             y_rows, v, b, scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE, 16, PRECISION, ACCUMULATE,
         )  # fmt: skip
     elif block_r <= 16:
         _expand_pieces(
-            y_rows, v, (b_ptr, in_eights(rank)), scale, col, end,
+            y_rows, v, even(b), scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION, ACCUMULATE, WHOLE,
         )  # fmt: skip
     elif block_r <= 32:
         _expand_pieces(
-            y_rows, v, (b_ptr, in_eights(rank)), scale, col, end,
+            y_rows, v, even(b), scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION, ACCUMULATE, WHOLE,
         )  # fmt: skip
-    elif rank <= 64:
+    elif b.rank <= 64:
         _expand_pieces(
-            y_rows, v, (b_ptr, in_eights(rank)), scale, col, end,
+            y_rows, v, even(b), scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, PRECISION, ACCUMULATE, WHOLE,
         )  # fmt: skip
     else:
         _expand_looped(
-            y_rows, v, (b_ptr, in_eights(rank)), scale, col, end,
+            y_rows, v, even(b), scale, col, end,
             MAX_SPLIT, BLOCK_M, PIECE // 4, 64, PRECISION, ACCUMULATE,
         )  # fmt: skip
 
@@ -268,8 +275,8 @@ def _expand_ranks(
 @triton.jit
 def _expand_pieces(
     y_rows: tl.tensor,
-    v: tl.tuple,
-    b: tl.tuple,
+    v: Shrunk,
+    b: LoraB,
     scale: tl.tensor,
     col: tl.tensor,
     end: tl.tensor,
@@ -284,7 +291,7 @@ def _expand_pieces(
 ) -> None:
     """Where the whole rank fits one step: v is read once, pieces of B and y are prefetched."""
     r = tl.arange(0, BLOCK_R)
-    total = load_v(v, r, b[1], MAX_SPLIT, BLOCK_M)
+    total = load_v(v, r, b.rank, MAX_SPLIT, BLOCK_M)
     # Less work than of all columns, but float16 may not hold what the product would bring back.
     EARLY: tl.constexpr = y_rows.dtype.element_ty != tl.float16
     if EARLY:
@@ -294,14 +301,14 @@ def _expand_pieces(
         delta = product(total, load_b(b, n, r, end, WHOLE), BLOCK_M, PRECISION)
         if not EARLY:
             delta = scale * delta
-        _write(y_rows, v[4], n, end, delta, BLOCK_M, ACCUMULATE, WHOLE)
+        _write(y_rows, v.rows, n, end, delta, BLOCK_M, ACCUMULATE, WHOLE)
 
 
 @triton.jit
 def _expand_looped(
     y_rows: tl.tensor,
-    v: tl.tuple,
-    b: tl.tuple,
+    v: Shrunk,
+    b: LoraB,
     scale: tl.tensor,
     col: tl.tensor,
     end: tl.tensor,
@@ -316,7 +323,7 @@ def _expand_looped(
     for begin in tl.range(col, end, PIECE, num_stages=1):
         n = begin + tl.arange(0, PIECE)
         acc = low_rank_one(v, b, n, end, MAX_SPLIT, BLOCK_M, PIECE, BLOCK_R, PRECISION)
-        _write(y_rows, v[4], n, end, scale * acc, BLOCK_M, ACCUMULATE, False)
+        _write(y_rows, v.rows, n, end, scale * acc, BLOCK_M, ACCUMULATE, False)
 
 
 @triton.jit

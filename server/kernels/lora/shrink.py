@@ -4,7 +4,7 @@ Punica (arXiv:2310.18547) names the two regimes BGMV (a row an adapter) and SGMV
 adapter); as in S-LoRA (arXiv:2311.03285) ranks are the adapters' own.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from server.kernels.lora.checks import check_context, check_rows
 from server.kernels.lora.record import a_at, ranks_at, total_rank_at
 from server.kernels.lora.segments import Segments
 from server.kernels.lora.table import LoraTable
-from server.kernels.lora.tiles import cut_ranks, load_tile, small_tile, split_share, tile_rows
+from server.kernels.lora.tiles import Tile, cut_ranks, load_tile, small_tile, split_share, tile_rows
 from server.kernels.lora.workspace import Workspace
 
 
@@ -147,52 +147,78 @@ def _shrink_kernel(
     items = tiles * splits
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // splits, item < items, MAX_PARTS)
-    of_site = (records[0], records[1], order_ptr, site, num_sites)
-    total, address, rows = _load_record(of_site, slot, tile, BLOCK_M)
+    of_site = _Site(records[0], records[1], order_ptr, site, num_sites)
+    record = _load_record(of_site, slot, tile, BLOCK_M)
     ahead = item + step
     slot, next_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
-    # The next kernel is not told to start: its programs would wait where the product could run.
+    # No early start of the next kernel: its programs would wait where the linear could run.
     wait(PDL)
     tl.store(splits_ptr, splits, mask=tl.program_id(0) == 0)
     for item in range(tl.program_id(0), items, step):
-        next_total, next_address, next_rows = _load_record(of_site, slot, next_tile, BLOCK_M)
+        next_record = _load_record(of_site, slot, next_tile, BLOCK_M)
         ahead = item + 2 * step
         slot, later_tile = load_tile(tiles_ptr, ahead // splits, ahead < items, MAX_PARTS)
-        if total > 0:
-            start, length, share = tile
-            first, ranks = cut_ranks(total, share)
+        if record.total_rank > 0:
+            first, ranks = cut_ranks(record.total_rank, tile.share)
             split = item % splits
             end = tl.minimum(split * span + span, IN)
-            a_ptr = tl.multiple_of(address.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
-            v_ptr = planes_ptr + split * stride_plane + start * stride_v + first
+            a_ptr = record.address.to(tl.pointer_type(x_ptr.dtype.element_ty))
+            a_ptr = tl.multiple_of(a_ptr, 16)
+            v_ptr = planes_ptr + split * stride_plane + tile.start * stride_v + first
             _shrink_tile(
-                (x_ptr, stride_x), (order_ptr + start, rows, length), (a_ptr + first * IN, ranks),
-                (v_ptr, stride_v), (split * span, end),
+                x_ptr, stride_x, order_ptr + tile.start, record.first_rows,
+                _Part(tile.length, a_ptr + first * IN, ranks, v_ptr, stride_v, split * span, end),
                 IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION,
             )  # fmt: skip
-        total, address, rows = next_total, next_address, next_rows
-        tile, next_tile = next_tile, later_tile
+        record, tile, next_tile = next_record, next_tile, later_tile
+
+
+class _Site(NamedTuple):
+    """The table, the order of rows, and the site of which records are read."""
+
+    words_ptr: Any
+    ints_ptr: Any
+    order_ptr: Any
+    site: Any
+    num_sites: Any
+
+
+class _Record(NamedTuple):
+    """Sum of ranks, address of A, and the tile's first rows, all that it has if they are few."""
+
+    total_rank: Any
+    address: Any
+    first_rows: Any
+
+
+class _Part(NamedTuple):
+    """Some of the input features, begin .. end, for one tile of `length` rows and `ranks` of its
+    adapter's ranks; v: where the sums go."""
+
+    length: Any
+    a_ptr: Any
+    ranks: Any
+    v_ptr: Any
+    stride_v: Any
+    begin: Any
+    end: Any
 
 
 @triton.jit
-def _load_record(
-    of_site: tl.tuple, slot: tl.tensor, tile: tl.tuple, BLOCK_M: tl.constexpr
-) -> tuple[Any, Any, Any]:
-    """Sum of ranks, address of A, and the tile's first rows, all that it has if they are few."""
-    words_ptr, ints_ptr, order_ptr, site, num_sites = of_site
-    record = slot.to(tl.int64) * num_sites + site
-    total = tl.load(total_rank_at(ints_ptr, record))
-    rows = tile_rows(order_ptr + tile[0], tile[1], small_tile(BLOCK_M))
-    return total, tl.load(a_at(words_ptr, record)), rows
+def _load_record(of_site: _Site, slot: tl.tensor, tile: Tile, BLOCK_M: tl.constexpr) -> Any:
+    record = slot.to(tl.int64) * of_site.num_sites + of_site.site
+    total = tl.load(total_rank_at(of_site.ints_ptr, record))
+    rows = tile_rows(of_site.order_ptr + tile.start, tile.length, small_tile(BLOCK_M))
+    return _Record(total, tl.load(a_at(of_site.words_ptr, record)), rows)
 
 
 @triton.jit
 def _shrink_tile(
-    x: tl.tuple,
-    tile: tl.tuple,
-    a: tl.tuple,
-    v: tl.tuple,
-    part: tl.tuple,
+    x_ptr: tl.tensor,
+    stride_x: tl.tensor,
+    order_ptr: tl.tensor,
+    first_rows: tl.tensor,
+    part: _Part,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -200,27 +226,25 @@ def _shrink_tile(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """x, v: address, stride of a row; tile: address of its order, its first rows, how many it has;
-    a: address, ranks; part: of K, where it begins and ends."""
-    order_ptr, first_rows, length = tile
+    """order_ptr: of the tile's rows; first_rows: `[small_tile(BLOCK_M)]`."""
     SMALL: tl.constexpr = small_tile(BLOCK_M)
-    if length <= SMALL:
-        few = x[0] + first_rows * x[1]
+    if part.length <= SMALL:
+        few = x_ptr + first_rows * stride_x
         _shrink_few(
-            few, length, a, v, part,
+            few, part,
             IN, SMALL, BLOCK_K, WARPS, STAGES, PRECISION, BLOCK_M,
         )  # fmt: skip
     else:
-        many = x[0] + tile_rows(order_ptr, length, BLOCK_M) * x[1]
+        many = x_ptr + tile_rows(order_ptr, part.length, BLOCK_M) * stride_x
         if BLOCK_M <= 16:
             _shrink_few(
-                many, length, a, v, part,
+                many, part,
                 IN, BLOCK_M, BLOCK_K, WARPS, STAGES, PRECISION, BLOCK_M,
             )  # fmt: skip
-        elif a[1] <= 16:
-            _shrink_rows(many, length, a, v, part, IN, BLOCK_M, 16, BLOCK_K, 1, STAGES, PRECISION)
+        elif part.ranks <= 16:
+            _shrink_rows(many, part, IN, BLOCK_M, 16, BLOCK_K, 1, STAGES, PRECISION)
         else:
-            _shrink_rows(many, length, a, v, part, IN, BLOCK_M, 64, BLOCK_K, 1, STAGES, PRECISION)
+            _shrink_rows(many, part, IN, BLOCK_M, 64, BLOCK_K, 1, STAGES, PRECISION)
 
 
 @triton.jit(do_not_specialize=["site", "num_sites"])
@@ -262,17 +286,10 @@ def _gather_kernel(
             tl.store(planes_ptr + at, v.to(tl.float32), mask=mask)
 
 
-# A share of the input features for one tile of rows. `a`: address, ranks; `v`: address, stride of a
-# row; `part`: of the input features, where it begins and ends.
-
-
 @triton.jit
 def _shrink_few(
     x_rows: tl.tensor,
-    length: tl.tensor,
-    a: tl.tuple,
-    v: tl.tuple,
-    part: tl.tuple,
+    part: _Part,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -282,19 +299,19 @@ def _shrink_few(
     TILE_ROWS: tl.constexpr,
 ) -> None:
     """Up to 16 rows, of tiles of TILE_ROWS."""
-    if a[1] <= 16:
+    if part.ranks <= 16:
         _shrink_rows(
-            x_rows, length, a, v, part,
+            x_rows, part,
             IN, BLOCK_M, 16, _step_of(BLOCK_K, 16, WARPS, TILE_ROWS), WARPS, STAGES, PRECISION,
         )  # fmt: skip
-    elif a[1] <= 32:
+    elif part.ranks <= 32:
         _shrink_rows(
-            x_rows, length, a, v, part,
+            x_rows, part,
             IN, BLOCK_M, 32, _step_of(BLOCK_K, 32, WARPS, TILE_ROWS), WARPS, STAGES, PRECISION,
         )  # fmt: skip
     else:
         _shrink_rows(
-            x_rows, length, a, v, part,
+            x_rows, part,
             IN, BLOCK_M, 64, _step_of(BLOCK_K, 64, WARPS, TILE_ROWS), WARPS, STAGES, PRECISION,
         )  # fmt: skip
 
@@ -311,10 +328,7 @@ def _step_of(block_k: int, ranks: int, warps: int, tile_rows: int) -> int:
 @triton.jit
 def _shrink_rows(
     x_rows: tl.tensor,
-    length: tl.tensor,
-    a: tl.tuple,
-    v: tl.tuple,
-    part: tl.tuple,
+    part: _Part,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -325,24 +339,23 @@ def _shrink_rows(
 ) -> None:
     """BLOCK_R ranks at a time. WARPS: how many divide few rows' work."""
     m = tl.arange(0, BLOCK_M)[:, None]
-    for first in range(0, a[1], BLOCK_R):
+    for first in range(0, part.ranks, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         if BLOCK_R < 16 * WARPS:
             low = _low_by_warps(
-                x_rows, length, a, r, part, IN, BLOCK_M, BLOCK_R, BLOCK_K, WARPS, STAGES, PRECISION
+                x_rows, part, r, IN, BLOCK_M, BLOCK_R, BLOCK_K, WARPS, STAGES, PRECISION
             )
         else:
-            low = _low(x_rows, length, a, r, part, IN, BLOCK_M, BLOCK_R, BLOCK_K, STAGES, PRECISION)
-        tl.store(v[0] + m * v[1] + r[None, :], low, mask=(m < length) & (r < a[1])[None, :])
+            low = _low(x_rows, part, r, IN, BLOCK_M, BLOCK_R, BLOCK_K, STAGES, PRECISION)
+        known = (m < part.length) & (r < part.ranks)[None, :]
+        tl.store(part.v_ptr + m * part.stride_v + r[None, :], low, mask=known)
 
 
 @triton.jit
 def _low(
     x_rows: tl.tensor,
-    length: tl.tensor,
-    a: tl.tuple,
+    part: _Part,
     r: tl.tensor,
-    part: tl.tuple,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -353,13 +366,13 @@ def _low(
     """`x A^T` of ranks r, float32 `[BLOCK_M, BLOCK_R]`. Few rows are the tensor cores' 8 columns,
     not their 16 rows."""
     FEW: tl.constexpr = BLOCK_M <= 16
-    live = (tl.arange(0, BLOCK_M) < length)[:, None]
+    live = (tl.arange(0, BLOCK_M) < part.length)[:, None]
     acc = tl.zeros((BLOCK_R, BLOCK_M) if FEW else (BLOCK_M, BLOCK_R), tl.float32)
-    for step in tl.range(part[0], part[1], BLOCK_K, num_stages=STAGES):
+    for step in tl.range(part.begin, part.end, BLOCK_K, num_stages=STAGES):
         cols = (step + tl.arange(0, BLOCK_K))[None, :]
         rows = tl.load(x_rows[:, None] + cols, mask=_inside(live, cols, IN, BLOCK_K), other=0.0)
-        known = _inside((r < a[1])[:, None], cols, IN, BLOCK_K)
-        weights = tl.load(a[0] + r[:, None] * IN + cols, mask=known, other=0.0)
+        known = _inside((r < part.ranks)[:, None], cols, IN, BLOCK_K)
+        weights = tl.load(part.a_ptr + r[:, None] * IN + cols, mask=known, other=0.0)
         if FEW:
             acc = tl.dot(weights, tl.trans(rows), acc, input_precision=PRECISION)
         else:
@@ -370,10 +383,8 @@ def _low(
 @triton.jit
 def _low_by_warps(
     x_rows: tl.tensor,
-    length: tl.tensor,
-    a: tl.tuple,
+    part: _Part,
     r: tl.tensor,
-    part: tl.tuple,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -386,14 +397,14 @@ def _low_by_warps(
     features, and their sums are added up last."""
     PART: tl.constexpr = BLOCK_K // WARPS
     k = (tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :])[:, None, :]
-    live = (tl.arange(0, BLOCK_M) < length)[None, :, None]
+    live = (tl.arange(0, BLOCK_M) < part.length)[None, :, None]
     acc = tl.zeros((WARPS, BLOCK_R, BLOCK_M), tl.float32)
-    for step in tl.range(part[0], part[1], BLOCK_K, num_stages=STAGES):
+    for step in tl.range(part.begin, part.end, BLOCK_K, num_stages=STAGES):
         cols = step + k
         at = x_rows[None, :, None] + cols
         rows = tl.load(at, mask=_inside(live, cols, IN, BLOCK_K), other=0.0)
-        known = _inside((r < a[1])[None, :, None], cols, IN, BLOCK_K)
-        weights = tl.load(a[0] + r[None, :, None] * IN + cols, mask=known, other=0.0)
+        known = _inside((r < part.ranks)[None, :, None], cols, IN, BLOCK_K)
+        weights = tl.load(part.a_ptr + r[None, :, None] * IN + cols, mask=known, other=0.0)
         acc = tl.dot(weights, tl.permute(rows, (0, 2, 1)), acc, input_precision=PRECISION)
     return tl.trans(tl.sum(acc, axis=0))
 

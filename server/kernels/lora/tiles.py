@@ -1,6 +1,6 @@
 """What kernels that go through tiles of rows share."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -8,18 +8,46 @@ import triton.language as tl
 from server.kernels.lora.record import b_at, ranks_at, record_of, scales_at
 
 
+class Tile(NamedTuple):
+    """Rows that share an adapter: first sorted position, how many, and the share of the work."""
+
+    start: Any
+    length: Any
+    share: Any
+
+
+class Records(NamedTuple):
+    """The table, and the site of which its records are read."""
+
+    words_ptr: Any
+    ints_ptr: Any
+    floats_ptr: Any
+    site: Any
+    num_sites: Any
+
+
+class ProjectionRecord(NamedTuple):
+    """Of a projection: rank (0 without an adapter), first rank among the site's, scale, and the
+    address of B as an integer."""
+
+    rank: Any
+    first: Any
+    scale: Any
+    address: Any
+
+
 @triton.jit
 def load_tile(
     tiles_ptr: tl.tensor, tile: tl.tensor, live: tl.tensor, MAX_PARTS: tl.constexpr = 1
 ) -> tuple[Any, Any]:
-    """Slot of a tile, and its first sorted position, rows and share (zeros where not live)."""
+    """Slot of a tile, and the tile: zeros where not live."""
     at = tiles_ptr + tile * 4
     slot, start = tl.load(at, mask=live, other=0), tl.load(at + 1, mask=live, other=0)
     length = tl.load(at + 2, mask=live, other=0)
     if MAX_PARTS > 1:
-        return slot, (start, length, tl.load(at + 3, mask=live, other=0))
+        return slot, Tile(start, length, tl.load(at + 3, mask=live, other=0))
     else:
-        return slot, (start, length, slot * 0)
+        return slot, Tile(start, length, slot * 0)
 
 
 @triton.jit
@@ -61,14 +89,12 @@ def tile_rows(order_ptr: tl.tensor, length: tl.tensor, BLOCK_M: tl.constexpr) ->
 
 
 @triton.jit
-def load_projection(records: tl.tuple, slot: tl.tensor, p: tl.tensor) -> tuple[Any, Any, Any, Any]:
-    """Of projection p: rank (0 without an adapter), first rank, scale, address of B. records: the
-    table's words, ints and floats, site, number of sites."""
-    words_ptr, ints_ptr, floats_ptr, site, num_sites = records
-    record = record_of(slot, site, num_sites)
-    ranks_ptr = ranks_at(ints_ptr, record)
+def load_projection(records: Records, slot: tl.tensor, p: tl.tensor) -> Any:
+    """Projection p of a slot's adapter."""
+    record = record_of(slot, records.site, records.num_sites)
+    ranks_ptr = ranks_at(records.ints_ptr, record)
     rank = tl.load(ranks_ptr + p, mask=slot >= 0, other=0)
     first = tl.load(ranks_ptr, mask=p > 0, other=0)
     first += tl.load(ranks_ptr + 1, mask=p > 1, other=0)
-    scale = tl.load(scales_at(floats_ptr, record) + p)
-    return rank, first, scale, tl.load(b_at(words_ptr, record) + p)
+    scale = tl.load(scales_at(records.floats_ptr, record) + p)
+    return ProjectionRecord(rank, first, scale, tl.load(b_at(records.words_ptr, record) + p))

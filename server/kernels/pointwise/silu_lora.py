@@ -1,10 +1,10 @@
-"""`silu(gate) * up` of a product whose LoRA it expands on the way.
+"""`silu(gate) * up` with `expand` before it fused in, and `shrink` after it.
 
-The product is the widest of a layer: to change it in place would cost more than to activate it.
-Its result is the widest input of a product: shrink would read it once more.
+The input is the widest output of a layer's linears: a change in place would cost more than the
+activation. The result is the widest input of a linear: shrink would read it once more.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,11 +13,20 @@ import triton.language as tl
 from server.kernels.launch.configs import FusedConfig
 from server.kernels.launch.launch import load_first
 from server.kernels.lora.checks import check_context, check_whole_tiles
-from server.kernels.lora.low_rank import columns_from, in_eights, load_b, load_v, low_rank, product
+from server.kernels.lora.low_rank import (
+    LoraB,
+    Shrunk,
+    columns_from,
+    even,
+    load_b,
+    load_v,
+    low_rank,
+    product,
+)
 from server.kernels.lora.pending import PendingLora
 from server.kernels.lora.record import a_at, b_at, rank_pair_at, ranks_at, record_of, scales_at
 from server.kernels.lora.table import RANK_BLOCKS
-from server.kernels.lora.tiles import load_tile, small_tile, tile_rows
+from server.kernels.lora.tiles import Records, load_tile, small_tile, tile_rows
 from server.kernels.lora.workspace import Workspace
 from server.kernels.pointwise.silu import silu_times
 
@@ -135,7 +144,7 @@ def _silu_kernel(
     )
     item, step = tl.program_id(0), tl.num_programs(0)
     slot, tile = load_tile(tiles_ptr, item // blocks, item < items)
-    records = (words_ptr, ints_ptr, floats_ptr, site, num_sites)
+    records = Records(words_ptr, ints_ptr, floats_ptr, site, num_sites)
     record, down = _load_record(records, slot, DOWN)
     ahead = item + step
     slot, next_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
@@ -145,12 +154,12 @@ def _silu_kernel(
         next_record, next_down = _load_record(records, slot, DOWN)
         ahead = item + 2 * step
         slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
-        start, length, _ = tile
         col = item % blocks * pieces * PIECE
+        v_ptr = planes_ptr + tile.start * stride_v
         _silu_tile(
-            (y_ptr, out_ptr), (order_ptr + start, length),
-            (planes_ptr + start * stride_v, stride_v, stride_plane, splits, length),
-            record, down, down_ptr + item % blocks * stride_down + start * DOWN,
+            y_ptr, out_ptr, order_ptr + tile.start,
+            Shrunk(v_ptr, stride_v, stride_plane, splits, tile.length),
+            record, down, down_ptr + item % blocks * stride_down + tile.start * DOWN,
             col, tl.minimum(INNER, col + pieces * PIECE),
             INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
@@ -178,32 +187,64 @@ def _cut_columns(
     return pieces, blocks, tiles * blocks
 
 
+class _Record(NamedTuple):
+    """Both ranks as one word (0 without an adapter), addresses of both B and of the scales."""
+
+    ranks: Any
+    gate: Any
+    up: Any
+    scales_ptr: Any
+
+
+class _DownRecord(NamedTuple):
+    """Of the next site: address of A, and rank."""
+
+    address: Any
+    rank: Any
+
+
+class _Down(NamedTuple):
+    """A of the next site, its rank, and where its v goes."""
+
+    a_ptr: Any
+    rank: Any
+    v_ptr: Any
+
+
+class _Matrices(NamedTuple):
+    """The product, the result, and which of their rows the tile has."""
+
+    y_ptr: Any
+    out_ptr: Any
+    rows: Any
+
+
 @triton.jit
-def _load_record(records: tl.tuple, slot: tl.tensor, DOWN: tl.constexpr) -> tuple[Any, Any]:
-    """Both ranks as one word (0 without an adapter), addresses of both B and of the scales; of the
-    next site, down, address of A and rank. A chain of loads leads to an item's weights: this is
-    fetched one item ahead, and its tile two."""
-    words_ptr, ints_ptr, floats_ptr, site, num_sites = records
-    record = record_of(slot, site, num_sites)
+def _load_record(records: Records, slot: tl.tensor, DOWN: tl.constexpr) -> tuple[Any, Any]:
+    """A chain of loads leads to an item's weights: this is fetched one item ahead, and its tile
+    two."""
+    words_ptr = records.words_ptr
+    record = record_of(slot, records.site, records.num_sites)
     live = slot >= 0
     ranks = tl.load(rank_pair_at(words_ptr, record), mask=live, other=0)
-    b_ptr, scales = b_at(words_ptr, record), scales_at(floats_ptr, record)
+    b_ptr, scales_ptr = b_at(words_ptr, record), scales_at(records.floats_ptr, record)
     gate, up = tl.load(b_ptr), tl.load(b_ptr + 1)
+    this = _Record(ranks, gate, up, scales_ptr)
     if DOWN > 0:
-        rank_down = tl.load(ranks_at(ints_ptr, record + 1), mask=live, other=0)
-        down = (tl.load(a_at(words_ptr, record + 1)), rank_down)
-        return (ranks, gate, up, scales), down
+        rank_down = tl.load(ranks_at(records.ints_ptr, record + 1), mask=live, other=0)
+        return this, _DownRecord(tl.load(a_at(words_ptr, record + 1)), rank_down)
     else:
-        return (ranks, gate, up, scales), (0 * gate, 0 * slot)
+        return this, _DownRecord(0 * gate, 0 * slot)
 
 
 @triton.jit
 def _silu_tile(
-    matrices: tl.tuple,
-    tile: tl.tuple,
-    v: tl.tuple,
-    record: tl.tuple,
-    down: tl.tuple,
+    y_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    v: Shrunk,
+    record: _Record,
+    down: _DownRecord,
     down_ptr: tl.tensor,
     col: tl.tensor,
     end: tl.tensor,
@@ -216,42 +257,35 @@ def _silu_tile(
     DOWN: tl.constexpr,
 ) -> None:
     """Few rows or many."""
-    y_ptr, out_ptr = matrices
-    order_ptr, length = tile
-    ranks, gate, up, scales_ptr = record
     kind: tl.constexpr = tl.pointer_type(y_ptr.dtype.element_ty)
-    b0 = (tl.multiple_of(gate.to(kind), 16), (ranks & 0xFFFFFFFF).to(tl.int32))
-    b1 = (tl.multiple_of(up.to(kind), 16), (ranks >> 32).to(tl.int32))
-    next_site = (tl.multiple_of(down[0].to(kind), 16), down[1], down_ptr)
-    scales = (tl.load(scales_ptr), tl.load(scales_ptr + 1))
+    ranks = record.ranks
+    b0 = LoraB(tl.multiple_of(record.gate.to(kind), 16), (ranks & 0xFFFFFFFF).to(tl.int32))
+    b1 = LoraB(tl.multiple_of(record.up.to(kind), 16), (ranks >> 32).to(tl.int32))
+    next_site = _Down(tl.multiple_of(down.address.to(kind), 16), down.rank, down_ptr)
+    scales = (tl.load(record.scales_ptr), tl.load(record.scales_ptr + 1))
     SMALL: tl.constexpr = small_tile(BLOCK_M)
-    if length <= SMALL:
-        few = tile_rows(order_ptr, length, SMALL)
+    if v.rows <= SMALL:
+        few = tile_rows(order_ptr, v.rows, SMALL)
         _silu_rows(
-            (y_ptr, out_ptr, few), v, b0, b1, scales, next_site, col, end,
+            _Matrices(y_ptr, out_ptr, few), v, b0, b1, scales, next_site, col, end,
             INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
     else:
-        many = tile_rows(order_ptr, length, BLOCK_M)
+        many = tile_rows(order_ptr, v.rows, BLOCK_M)
         _silu_rows(
-            (y_ptr, out_ptr, many), v, b0, b1, scales, next_site, col, end,
+            _Matrices(y_ptr, out_ptr, many), v, b0, b1, scales, next_site, col, end,
             INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
         )  # fmt: skip
 
 
-# Columns of one tile of rows. `v` and `b` are those of low_rank. `target`: addresses of the product
-# and of the result, and the rows. `down`: of the next site, A's address and rank, and where its v
-# goes.
-
-
 @triton.jit
 def _silu_rows(
-    target: tl.tuple,
-    v: tl.tuple,
-    b0: tl.tuple,
-    b1: tl.tuple,
+    target: _Matrices,
+    v: Shrunk,
+    b0: LoraB,
+    b1: LoraB,
     scales: tl.tuple,
-    down: tl.tuple,
+    down: _Down,
     col: tl.tensor,
     end: tl.tensor,
     INNER: tl.constexpr,
@@ -264,14 +298,14 @@ def _silu_rows(
 ) -> None:
     """Columns col .. end of a tile's rows. DOWN: of down's v, 0 = is not wanted; where it
     is, all ranks fit it."""
-    widest = tl.maximum(b0[1], b1[1])
-    even0, even1 = (b0[0], in_eights(b0[1])), (b1[0], in_eights(b1[1]))
+    widest = tl.maximum(b0.rank, b1.rank)
+    even0, even1 = even(b0), even(b1)
     if DOWN > 0:
         _silu_pieces(
             target, v, even0, even1, scales, down, col, end,
             INNER, MAX_SPLIT, BLOCK_M, PIECE * 16 // DOWN, DOWN, STAGES, PRECISION, DOWN,
         )  # fmt: skip
-    elif (b0[1] | b1[1]) % 8 != 0:
+    elif (b0.rank | b1.rank) % 8 != 0:
         _silu_any_rank(
             target, v, b0, b1, scales, col, end,
             INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, PRECISION,
@@ -300,12 +334,12 @@ def _silu_rows(
 
 @triton.jit
 def _silu_pieces(
-    target: tl.tuple,
-    v: tl.tuple,
-    b0: tl.tuple,
-    b1: tl.tuple,
+    target: _Matrices,
+    v: Shrunk,
+    b0: LoraB,
+    b1: LoraB,
     scales: tl.tuple,
-    down: tl.tuple,
+    down: _Down,
     col: tl.tensor,
     end: tl.tensor,
     INNER: tl.constexpr,
@@ -318,50 +352,47 @@ def _silu_pieces(
     DOWN: tl.constexpr,
 ) -> None:
     """Where all ranks fit one step: v is read once, pieces of B and of the product ahead."""
-    y_ptr, out_ptr, rows = target
-    a_ptr, rank_down, down_ptr = down
-    length = v[4]
     r = tl.arange(0, BLOCK_R)
     if DOWN > 0:
         acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    v0 = load_v(v, r, b0[1], MAX_SPLIT, BLOCK_M)
-    v1 = load_v(columns_from(v, b0[1]), r, b1[1], MAX_SPLIT, BLOCK_M)
+    v0 = load_v(v, r, b0.rank, MAX_SPLIT, BLOCK_M)
+    v1 = load_v(columns_from(v, b0.rank), r, b1.rank, MAX_SPLIT, BLOCK_M)
     # Of few columns that is less work, but float16 may not hold what the product would bring back.
-    EARLY: tl.constexpr = y_ptr.dtype.element_ty != tl.float16
+    EARLY: tl.constexpr = target.y_ptr.dtype.element_ty != tl.float16
     if EARLY:
         v0, v1 = scales[0] * v0, scales[1] * v1
     WHOLE: tl.constexpr = INNER % PIECE == 0
     for begin in tl.range(col, end, PIECE, num_stages=STAGES):
         n = begin + tl.arange(0, PIECE)
-        at, out_at, live = _places(rows, length, n, end, INNER, BLOCK_M, WHOLE)
-        gate = tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32)
-        up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
+        at, out_at, live = _places(target.rows, v.rows, n, end, INNER, BLOCK_M, WHOLE)
+        gate = tl.load(target.y_ptr + at, mask=live, other=0.0).to(tl.float32)
+        up = tl.load(target.y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
         if EARLY:
             gate += product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
             up += product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
         else:
             gate += scales[0] * product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
             up += scales[1] * product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
-        out = silu_times(gate, up).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_at, out, mask=live)
+        out = silu_times(gate, up).to(target.out_ptr.dtype.element_ty)
+        tl.store(target.out_ptr + out_at, out, mask=live)
         if DOWN > 0:
-            known = (r < rank_down)[:, None]
+            known = (r < down.rank)[:, None]
             if not WHOLE:
                 known &= (n < end)[None, :]
-            a = tl.load(a_ptr + r[:, None] * INNER + n[None, :], mask=known, other=0.0)
+            a = tl.load(down.a_ptr + r[:, None] * INNER + n[None, :], mask=known, other=0.0)
             acc = tl.dot(out, tl.trans(a), acc, input_precision=PRECISION)
     if DOWN > 0:
         m = tl.arange(0, BLOCK_M)
-        known = (m < length)[:, None] & (r < rank_down)[None, :]
-        tl.store(down_ptr + m[:, None] * DOWN + r[None, :], acc, mask=known)
+        known = (m < v.rows)[:, None] & (r < down.rank)[None, :]
+        tl.store(down.v_ptr + m[:, None] * DOWN + r[None, :], acc, mask=known)
 
 
 @triton.jit
 def _silu_any_rank(
-    target: tl.tuple,
-    v: tl.tuple,
-    b0: tl.tuple,
-    b1: tl.tuple,
+    target: _Matrices,
+    v: Shrunk,
+    b0: LoraB,
+    b1: LoraB,
     scales: tl.tuple,
     col: tl.tensor,
     end: tl.tensor,
@@ -371,15 +402,14 @@ def _silu_any_rank(
     PIECE: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    y_ptr, out_ptr, rows = target
     for begin in range(col, end, PIECE):
         n = begin + tl.arange(0, PIECE)
-        at, out_at, live = _places(rows, v[4], n, end, INNER, BLOCK_M, False)
-        gate = tl.load(y_ptr + at, mask=live, other=0.0).to(tl.float32)
-        up = tl.load(y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
+        at, out_at, live = _places(target.rows, v.rows, n, end, INNER, BLOCK_M, False)
+        gate = tl.load(target.y_ptr + at, mask=live, other=0.0).to(tl.float32)
+        up = tl.load(target.y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
         delta0, delta1 = low_rank(v, b0, b1, n, end, MAX_SPLIT, BLOCK_M, PIECE, PRECISION)
         out = silu_times(gate + scales[0] * delta0, up + scales[1] * delta1)
-        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=live)
+        tl.store(target.out_ptr + out_at, out.to(target.out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit

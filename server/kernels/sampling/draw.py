@@ -8,6 +8,7 @@ of ids, of the same random number as `server.model.sampling.philox`.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from server.kernels.sampling.greedy import (
     allowed,
     best_of_splits,
     find_best,
+    mask_arguments,
 )
 
 _BLOCK = 8192
@@ -73,13 +75,14 @@ def draw_append(
     ids, -1 where a logit is an error or none can be chosen (then 0 is written). Two kernels.
     """
     (n,), (_, vocab) = of.rows.shape, logits.shape
-    drawn, masks = torch.empty_like(of.rows), of.masks
-    find_best(logits, of.sources, masks, scratch, finite=finite)
+    drawn = torch.empty_like(of.rows)
+    find_best(logits, of.sources, of.masks, scratch, finite=finite)
+    bits, masks, stride_bits = mask_arguments(of.masks)
     _draw_kernel[(n,)](
         logits,
         of.sources,
-        None if masks is None else masks.bits,
-        None if masks is None else masks.of,
+        bits,
+        masks,
         scratch.best,
         scratch.ids,
         parameters,
@@ -88,7 +91,7 @@ def draw_append(
         tokens,
         drawn,
         logits.stride(0),
-        0 if masks is None else masks.bits.stride(0),
+        stride_bits,
         vocab,
         tokens.stride(0),
         UNUSED=_UNUSED_BITS[logits.dtype],
@@ -143,23 +146,18 @@ def _draw_kernel(
         top_p = tl.load(own + _TOP_P).to(tl.float32, bitcast=True)
         min_p = tl.load(own + _MIN_P).to(tl.float32, bitcast=True)
         top_k = tl.load(own + _TOP_K)
+        of_row = _Row(row_ptr, bits_ptr, mask, vocab, best, scale)
         floor = tl.full((), -2147483648 >> UNUSED, tl.int32)
         if (top_k > 0) & (top_k < vocab):
             goal = top_k.to(tl.float32)
-            floor = _lowest_kept(
-                row_ptr, bits_ptr, mask, vocab, best, scale, floor, goal, False, UNUSED, BLOCK
-            )
+            floor = _lowest_kept(of_row, floor, goal, False, UNUSED, BLOCK)
         if top_p < 1:
-            mass = _mass(row_ptr, bits_ptr, mask, vocab, best, scale, floor, 0.0, UNUSED, BLOCK)
+            mass = _mass(of_row, floor, 0.0, UNUSED, BLOCK)
             goal = mass.to(tl.float32) * top_p
-            floor = _lowest_kept(
-                row_ptr, bits_ptr, mask, vocab, best, scale, floor, goal, True, UNUSED, BLOCK
-            )
-        mass = _mass(row_ptr, bits_ptr, mask, vocab, best, scale, floor, min_p, UNUSED, BLOCK)
+            floor = _lowest_kept(of_row, floor, goal, True, UNUSED, BLOCK)
+        mass = _mass(of_row, floor, min_p, UNUSED, BLOCK)
         target = mass * _uniform(own, place)
-        found = _at_mass(
-            row_ptr, bits_ptr, mask, vocab, best, scale, floor, min_p, target, UNUSED, BLOCK
-        )
+        found = _at_mass(of_row, floor, min_p, target, UNUSED, BLOCK)
         token = tl.where(found >= 0, found, token)
     tl.store(drawn_ptr + i, token)
     tl.store(tokens_ptr + row * stride_tokens + place, tl.maximum(token, 0))
@@ -178,38 +176,38 @@ def _uniform(own: tl.tensor, place: tl.tensor) -> tl.tensor:
     return (bits.to(tl.float64) + 0.5) * (1.0 / 4503599627370496.0)
 
 
+class _Row(NamedTuple):
+    """A row of logits. bits_ptr, mask: what it may choose, as of `allowed`, or None; best: its
+    largest logit; scale: of a logit's distance from that, to the base 2."""
+
+    ptr: Any
+    bits_ptr: Any
+    mask: Any
+    vocab: Any
+    best: Any
+    scale: Any
+
+
 @triton.jit
 def _load(
-    row_ptr: tl.tensor,
-    bits_ptr: tl.tensor,
-    mask: tl.tensor,
-    begin: tl.tensor,
-    vocab: tl.tensor,
-    best: tl.tensor,
-    scale: tl.tensor,
-    UNUSED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row: _Row, begin: tl.tensor, UNUSED: tl.constexpr, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Of a block: ids, int32 keys that order logits as their values do, and probabilities beside
     that of the best. What the row's mask leaves out is minus infinity."""
     ids = begin + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    if bits_ptr is not None:
-        x = tl.where(allowed(bits_ptr, mask, ids, ids < vocab), x, float("-inf"))
+    live = ids < row.vocab
+    x = tl.load(row.ptr + ids, mask=live, other=float("-inf")).to(tl.float32)
+    if row.bits_ptr is not None:
+        x = tl.where(allowed(row.bits_ptr, row.mask, ids, live), x, float("-inf"))
     x = tl.where(x == 0, 0.0, x)  # one zero, whatever its sign
     bits = x.to(tl.int32, bitcast=True)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> UNUSED
-    return ids, keys, tl.exp2((x - best) * scale)
+    return ids, keys, tl.exp2((x - row.best) * row.scale)
 
 
 @triton.jit
 def _lowest_kept(
-    row_ptr: tl.tensor,
-    bits_ptr: tl.tensor,
-    mask: tl.tensor,
-    vocab: tl.tensor,
-    best: tl.tensor,
-    scale: tl.tensor,
+    row: _Row,
     floor: tl.tensor,
     goal: tl.tensor,
     BY_MASS: tl.constexpr,
@@ -223,13 +221,11 @@ def _lowest_kept(
     for _ in range((32 - UNUSED) // 2):
         one = tl.zeros((BLOCK,), tl.float32)
         two, three = one, one
-        for begin in range(0, vocab, BLOCK):
-            ids, keys, weights = _load(
-                row_ptr, bits_ptr, mask, begin, vocab, best, scale, UNUSED, BLOCK
-            )
+        for begin in range(0, row.vocab, BLOCK):
+            ids, keys, weights = _load(row, begin, UNUSED, BLOCK)
             if not BY_MASS:
                 weights = tl.full((BLOCK,), 1.0, tl.float32)
-            counted = tl.where((keys >= floor) & (ids < vocab), weights, 0.0)
+            counted = tl.where((keys >= floor) & (ids < row.vocab), weights, 0.0)
             one += tl.where(keys >= key + step, counted, 0.0)
             two += tl.where(keys >= key + step + step, counted, 0.0)
             three += tl.where(keys >= key + step + step + step, counted, 0.0)
@@ -243,31 +239,21 @@ def _lowest_kept(
 
 @triton.jit
 def _kept(
-    row_ptr: tl.tensor,
-    bits_ptr: tl.tensor,
-    mask: tl.tensor,
+    row: _Row,
     begin: tl.tensor,
-    vocab: tl.tensor,
-    best: tl.tensor,
-    scale: tl.tensor,
     floor: tl.tensor,
     min_p: tl.tensor,
     UNUSED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Of a block: ids, and probabilities where they are not cut off."""
-    ids, keys, weights = _load(row_ptr, bits_ptr, mask, begin, vocab, best, scale, UNUSED, BLOCK)
+    ids, keys, weights = _load(row, begin, UNUSED, BLOCK)
     return ids, tl.where((keys >= floor) & (weights >= min_p), weights, 0.0)
 
 
 @triton.jit
 def _mass(
-    row_ptr: tl.tensor,
-    bits_ptr: tl.tensor,
-    mask: tl.tensor,
-    vocab: tl.tensor,
-    best: tl.tensor,
-    scale: tl.tensor,
+    row: _Row,
     floor: tl.tensor,
     min_p: tl.tensor,
     UNUSED: tl.constexpr,
@@ -275,22 +261,15 @@ def _mass(
 ) -> tl.tensor:
     """float64, of all that is kept."""
     mass = tl.zeros((), tl.float64)
-    for begin in range(0, vocab, BLOCK):
-        _, kept = _kept(
-            row_ptr, bits_ptr, mask, begin, vocab, best, scale, floor, min_p, UNUSED, BLOCK
-        )
+    for begin in range(0, row.vocab, BLOCK):
+        _, kept = _kept(row, begin, floor, min_p, UNUSED, BLOCK)
         mass += tl.sum(kept).to(tl.float64)
     return mass
 
 
 @triton.jit
 def _at_mass(
-    row_ptr: tl.tensor,
-    bits_ptr: tl.tensor,
-    mask: tl.tensor,
-    vocab: tl.tensor,
-    best: tl.tensor,
-    scale: tl.tensor,
+    row: _Row,
     floor: tl.tensor,
     min_p: tl.tensor,
     target: tl.tensor,
@@ -300,10 +279,8 @@ def _at_mass(
     """The first id at which the kept mass passes `target`; -1 if it never does."""
     found = tl.full((), -1, tl.int32)
     before = tl.zeros((), tl.float64)
-    for begin in range(0, vocab, BLOCK):
-        ids, kept = _kept(
-            row_ptr, bits_ptr, mask, begin, vocab, best, scale, floor, min_p, UNUSED, BLOCK
-        )
+    for begin in range(0, row.vocab, BLOCK):
+        ids, kept = _kept(row, begin, floor, min_p, UNUSED, BLOCK)
         after = before + tl.sum(kept).to(tl.float64)
         if (found < 0) & (after > target):
             passed = before + tl.cumsum(kept, axis=0).to(tl.float64) > target

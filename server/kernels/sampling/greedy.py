@@ -23,6 +23,13 @@ class DrawMasks:
     of: torch.Tensor
 
 
+def mask_arguments(
+    masks: DrawMasks | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """What a kernel reads of masks: bits, each row's mask, words of a mask."""
+    return (None, None, 0) if masks is None else (masks.bits, masks.of, masks.bits.stride(0))
+
+
 class GreedyScratch:
     """Partial results of up to `rows` rows; allocated once."""
 
@@ -71,15 +78,16 @@ def find_best(
     of minus infinity is an error, masked or not."""
     rows, vocab = logits.shape
     n = rows if sources is None else len(sources)
+    bits, of, stride_bits = mask_arguments(masks)
     _best_kernel[(n, SPLITS)](
         logits,
         sources,
-        None if masks is None else masks.bits,
-        None if masks is None else masks.of,
+        bits,
+        of,
         scratch.best,
         scratch.ids,
         logits.stride(0),
-        0 if masks is None else masks.bits.stride(0),
+        stride_bits,
         vocab,
         FINITE=finite,
         SPAN=triton.cdiv(triton.cdiv(vocab, SPLITS), _BLOCK) * _BLOCK,

@@ -1,4 +1,4 @@
-"""The engine's end of the pipe to the shell: two threads, so that the step loop does not wait."""
+"""The engine's end of the pipe to the worker: two threads, so that the step loop does not wait."""
 
 import contextlib
 import logging
@@ -27,14 +27,14 @@ ALIVE_INTERVAL_S = 0.25
 _FULL_WARNING_S = 5.0
 
 
-class ShellGone(Exception):
-    """The shell has closed the pipe, or broke the protocol."""
+class WorkerGone(Exception):
+    """The worker has closed the pipe, or broke the protocol."""
 
 
-class ShellChannel:
-    """Bounded in both directions. When the inbox is full, the shell's writes wait.
+class WorkerChannel:
+    """Bounded in both directions. When the inbox is full, the worker's writes wait.
 
-    on_gone: called once on the reader's thread when the shell is gone.
+    on_gone: called once on the reader's thread when the worker is gone.
     """
 
     def __init__(self, sock: socket.socket, on_gone: Callable[[], None] = lambda: None) -> None:
@@ -43,35 +43,35 @@ class ShellChannel:
         self._inbox: queue.Queue[ToEngine | None] = queue.Queue(MAX_INBOX_FRAMES)
         self._outbox: queue.Queue[FromEngine | None] = queue.Queue(MAX_OUTBOX_FRAMES)
         self._gone = threading.Event()
-        self._reader = threading.Thread(target=self._read, name="shell-reader", daemon=True)
-        self._writer = threading.Thread(target=self._write, name="shell-writer", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="worker-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="worker-writer", daemon=True)
         self._reader.start()
         self._writer.start()
 
     def receive(self, wait_s: float | None) -> ToEngine | None:
         """The next message, or None if none comes within `wait_s` (None = for ever).
 
-        Raises ShellGone.
+        Raises WorkerGone.
         """
         try:
             message = self._inbox.get(block=wait_s != 0, timeout=wait_s or None)
         except queue.Empty:
             return None
         if message is None:
-            raise ShellGone
+            raise WorkerGone
         return message
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message. The queue is bounded: this waits while the shell does not read.
+        """Queue a message. The queue is bounded: this waits while the worker does not read.
 
-        Raises ShellGone.
+        Raises WorkerGone.
         """
         while not self._gone.is_set():
             try:
                 return self._outbox.put(message, timeout=_FULL_WARNING_S)
             except queue.Full:
-                log.warning("the shell reads nothing: %d frames wait", MAX_OUTBOX_FRAMES)
-        raise ShellGone
+                log.warning("the worker reads nothing: %d frames wait", MAX_OUTBOX_FRAMES)
+        raise WorkerGone
 
     def close(self, flush_s: float) -> None:
         """Write the queued messages for at most `flush_s`, and close."""
@@ -79,7 +79,7 @@ class ShellChannel:
             self._outbox.put(None, timeout=0 if self._gone.is_set() else flush_s)
             self._writer.join(flush_s)
         except queue.Full:
-            log.warning("the shell reads nothing: what is queued is lost")
+            log.warning("the worker reads nothing: what is queued is lost")
         self._hang_up()
         self._sock.close()
 
@@ -93,9 +93,9 @@ class ShellChannel:
             while not self._gone.is_set() and (frame := receive_frame(self._sock)) is not None:
                 self._inbox.put(decode_to_engine(frame))
         except (FrameError, msgspec.MsgspecError) as error:
-            log.error("the shell broke the protocol: %s", error)
+            log.error("the worker broke the protocol: %s", error)
         except OSError as error:
-            log.debug("reading from the shell: %s", error)
+            log.debug("reading from the worker: %s", error)
         self._gone.set()
         with contextlib.suppress(queue.Full):  # then nobody waits for a message
             self._inbox.put_nowait(None)
@@ -113,7 +113,7 @@ class ShellChannel:
                 for frame in _encode_bounded(message):
                     send_frame(self._sock, frame)
         except (FrameError, OSError) as error:
-            log.error("writing to the shell: %s", error)
+            log.error("writing to the worker: %s", error)
             self._hang_up()
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from server.constraints.constraints import Constraints
-from server.engine.channel import ShellGone
+from server.engine.channel import WorkerGone
 from server.engine.executor import COPY_FAILED, CopyOver, Executor, Masks, Ticket
 from server.engine.messages import (
     AbortSequence,
@@ -47,7 +47,7 @@ COPY_POLL_S = 0.0002
 GRAMMAR_POLL_S = 0.0005  # the same for constraints that are being made
 # While the device computes, messages are taken as they come, and the device is polled this often.
 STEP_POLL_S = 0.0001
-# With unfinished sequences and nothing to compute, the loop still reports to the shell this often.
+# With unfinished sequences and nothing to compute, the loop still reports to the worker this often.
 HEARTBEAT_S = 1.0
 MAX_FAILURES_IN_A_ROW = 3
 
@@ -59,7 +59,7 @@ class ExecutorLost(Exception):
 
 
 class Channel(Protocol):
-    """Source of requests and sink of events: the pipe to the shell, or a program's own queues."""
+    """Source of requests and sink of events: the pipe to the worker, or a program's own queues."""
 
     def receive(self, wait_s: float | None) -> ToEngine | None:
         """The next message, or None if none comes within `wait_s` (None = for ever)."""
@@ -127,7 +127,7 @@ class EngineLoop(Generic[T]):
         self._leaving = False
 
     def run(self) -> None:
-        """Until Shutdown. Raises ShellGone, ExecutorLost."""
+        """Until Shutdown. Raises WorkerGone, ExecutorLost."""
         idle_s: float | None = 0.0
         self._leaving = False
         while self._receive(idle_s):
@@ -214,7 +214,7 @@ class EngineLoop(Generic[T]):
     def _guarding_steps(self) -> Iterator[None]:
         try:
             yield
-        except (ShellGone, ExecutorLost):
+        except (WorkerGone, ExecutorLost):
             raise
         except Exception as error:  # failures of the device have any type
             self._fail(error)
@@ -325,7 +325,7 @@ class EngineLoop(Generic[T]):
             # Pages and rows are given up below: no running step may still read them.
             self._executor.wait_idle()
         except Exception as lost:
-            # No sequence gets an end: the shell makes them go on elsewhere.
+            # No sequence gets an end: the worker makes them go on elsewhere.
             raise ExecutorLost(f"the device is lost: {lost}") from lost
         self._scheduler.fail_running(*_describe(error))
         if self._failures >= MAX_FAILURES_IN_A_ROW:
@@ -335,7 +335,7 @@ class EngineLoop(Generic[T]):
     # ---- outbox
 
     def _carry_out_loads(self) -> None:
-        """Start copies and constraints, and send what the scheduler has for the shell."""
+        """Start copies and constraints, and send what the scheduler has for the worker."""
         for wish in self._scheduler.grammars.take_wishes():
             self._constraints.start(wish)
         copies, needed, released, settled = self._scheduler.loads.take()

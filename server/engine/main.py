@@ -1,7 +1,7 @@
-"""The engine process: `python -m server.engine.main`, started by a worker's shell.
+"""The engine process: `python -m server.engine.main`, started by a worker.
 
-It maps the shell's host arena, builds the executor, says EngineReady or EngineFailed, and steps
-until the shell tells it to leave or is gone.
+It maps the worker's host arena, builds the executor, says EngineReady or EngineFailed, and steps
+until the worker tells it to leave or is gone.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from adapters.grammar.deep_threads import run_deep
 from server.config import ConfigError, EngineConfig
 from server.constraints.build import make_constraints
 from server.constraints.constraints import Constraints
-from server.engine.channel import ShellChannel, ShellGone
+from server.engine.channel import WorkerChannel, WorkerGone
 from server.engine.executor import Executor, ExecutorLimits
 from server.engine.fake import CertifyingExecutor, CertifyOptions
 from server.engine.loop import EngineLoop, ExecutorLost
@@ -37,14 +37,14 @@ from server.model.tokenizer.grammar_vocabulary import read_vocabulary
 
 log = logging.getLogger(__name__)
 
-# A device call may hang: so long after the shell is gone the process ends in any case.
+# A device call may hang: so long after the worker is gone the process ends in any case.
 LEAVE_GRACE_S = 5.0
 _CERTIFY_TOKEN_BYTES = 1024
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="server.engine.main", description=__doc__)
-    parser.add_argument("--socket-fd", type=int, required=True, help="stream socket to the shell")
+    parser.add_argument("--socket-fd", type=int, required=True, help="stream socket to the worker")
     parser.add_argument("--arena-fd", type=int, required=True, help="memory file with the slabs")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     parser.add_argument(
@@ -60,9 +60,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after Shutdown or with the shell gone, else 1."""
+    """Returns the exit status: 0 after Shutdown or with the worker gone, else 1."""
     options = parse(arguments)
-    # A terminal's Ctrl-C reaches the whole group; the shell decides when the engine leaves.
+    # A terminal's Ctrl-C reaches the whole group; the worker decides when the engine leaves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leaving = threading.Event()
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not leaving.wait(LEAVE_GRACE_S):
             os._exit(1)
 
-    channel = ShellChannel(socket.socket(fileno=options.socket_fd), leave_soon)
+    channel = WorkerChannel(socket.socket(fileno=options.socket_fd), leave_soon)
     try:
         # Matchers go as deep as grammars do, also when they take a token.
         return run_deep(partial(_serve, options, channel))
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         leaving.set()
 
 
-def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
+def _serve(options: argparse.Namespace, channel: WorkerChannel) -> int:
     try:
         config = msgspec.json.decode(options.config, type=EngineConfig)
         log_to_stderr(written=config.log_format, text="engine: %(levelname)s %(message)s")
@@ -87,7 +87,7 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
     except ConfigError as error:
         channel.send(EngineFailed(str(error)))
         return 1
-    except Exception as error:  # of any type: the shell gets the message
+    except Exception as error:  # of any type: the worker gets the message
         log.error("the engine cannot start", exc_info=error)
         channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
         return 1
@@ -99,8 +99,8 @@ def _serve(options: argparse.Namespace, channel: ShellChannel) -> int:
     try:
         channel.send(_ready(executor, config))
         loop.run()
-    except ShellGone:
-        log.info("the shell is gone")
+    except WorkerGone:
+        log.info("the worker is gone")
     except ExecutorLost as error:
         log.error("%s", error)
         return 1

@@ -1,4 +1,4 @@
-"""The pipe between a worker's shell and its engine process: typed msgpack frames. Pure.
+"""The pipe between a worker and its engine process: typed msgpack frames. Pure.
 
 Framing on the stream socket: a 4-byte little-endian length, then the frame.
 """
@@ -13,7 +13,7 @@ from server.protocol import GenerateRequest, TokenEvent
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="su"):
-    """Take this sequence. key: the shell's number of the sequence, used in both directions."""
+    """Take this sequence. key: the worker's number of the sequence, used in both directions."""
 
     key: int
     request: GenerateRequest
@@ -52,7 +52,7 @@ class PinAdapters(msgspec.Struct, frozen=True, array_like=True, tag="pa"):
 class PreloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="pl"):
     """Bring an adapter to the device though no sequence asks for it. Answered by AdapterSettled.
 
-    order: the shell's number of this order.
+    order: the worker's number of this order.
     """
 
     order: int
@@ -69,7 +69,7 @@ class WithdrawPreload(msgspec.Struct, frozen=True, array_like=True, tag="wp"):
 class EvictAdapter(msgspec.Struct, frozen=True, array_like=True, tag="ea"):
     """Evict an adapter from the device as soon as no sequence needs it. Answered by AdapterSettled.
 
-    order: the shell's number of this order.
+    order: the worker's number of this order.
     """
 
     order: int

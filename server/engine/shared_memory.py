@@ -1,4 +1,4 @@
-"""The memory of the host arena, which the shell and the engine both map."""
+"""The memory of the host arena, which the worker and the engine both map."""
 
 import fcntl
 import mmap

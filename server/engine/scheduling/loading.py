@@ -1,6 +1,6 @@
 """How absent adapters come to the device: who waits, which is next, which must give way. Pure.
 
-`AdapterLoads` asks the shell for slabs, places them in the device arena and starts the copies.
+`AdapterLoads` asks the worker for slabs, places them in the device arena and starts the copies.
 Sequences of other adapters go on meanwhile. An adapter that waits too long for room makes a few
 adapters in use drain.
 """
@@ -34,7 +34,7 @@ class Staged:
 
 
 class Loads(NamedTuple):
-    """Copies to start, slabs to ask the shell for, slabs to give back, answers to its orders."""
+    """Copies to start, slabs to ask the worker for, slabs to give back, answers to its orders."""
 
     copies: list[AdapterCopy]
     needed: list[str]
@@ -55,7 +55,7 @@ class AdapterLoads:
     Pinned and preloaded adapters follow the same steps after all adapters that sequences wait for.
     While such a sequence still lacks its slab, they give up their load slot and their host memory
     unless there is room on the device. `settled` says how each preload and eviction ended. The
-    shell may stage a slab of its host memory without being asked. After each round the caller takes
+    worker may stage a slab of its host memory unasked. After each round the caller takes
     the lists `needed`, `copies`, `released`, `settled` and `refused`, and empties them.
 
     Each slab that is handed over comes back once (`released`). Until then it is not asked for.
@@ -123,7 +123,7 @@ class AdapterLoads:
             and sequence.precedence > drain.precedence
         )
 
-    # ---- answers of the shell and the executor
+    # ---- answers of the worker and the executor
 
     def staged(self, copy: AdapterCopy, load_s: float, now: float) -> str | None:
         """The slab is in the host arena. copy: where. load_s: seconds of bringing it there.
@@ -246,7 +246,7 @@ class AdapterLoads:
     # ---- once a plan
 
     def ask(self, now: float) -> None:
-        """Ask the shell for more slabs, those with the oldest waiter first."""
+        """Ask the worker for more slabs, those with the oldest waiter first."""
         while len(self.loading) < self.max_loading:
             digest = self._next_absent(now)
             if digest is None:

@@ -14,7 +14,7 @@ import msgspec
 from adapters.grammar.limits import ServedGrammarLimits
 from adapters.grammar.vocabulary import Vocabulary, VocabularyError
 from server.constraints.constraints import Constraints
-from server.engine.channel import ShellChannel, ShellGone
+from server.engine.channel import WorkerChannel, WorkerGone
 from server.engine.executor import Executor
 from server.engine.fake import CertifyingExecutor, CertifyOptions
 from server.engine.loop import EngineLoop
@@ -23,7 +23,7 @@ from server.engine.scheduling.scheduler_config import SchedulerConfig
 from server.model.tokenizer.grammar_vocabulary import read_vocabulary
 from server.protocol import TokenEvent
 from tests.server.engine.harness import limits
-from tests.server.engine.shell import TIMEOUT_S, FakeShell
+from tests.server.engine.worker_end import TIMEOUT_S, FakeWorker
 
 DEMO = Path(__file__).parents[3] / "launcher" / "demo" / "model"
 VOCAB = 2048
@@ -78,16 +78,16 @@ def certifying(**changes: Any) -> CertifyingExecutor:
 
 
 @contextmanager
-def serving(executor: Executor[Any], depth: int, made: Constraints) -> Iterator[FakeShell]:
-    """The shell of a running loop."""
+def serving(executor: Executor[Any], depth: int, made: Constraints) -> Iterator[FakeWorker]:
+    """The worker of a running loop."""
     ours, theirs = socket.socketpair()
-    shell, channel = FakeShell(ours), ShellChannel(theirs)
+    worker, channel = FakeWorker(ours), WorkerChannel(theirs)
     scheduler = Scheduler(executor.limits, SchedulerConfig())
     loop = EngineLoop(executor, scheduler, channel, depth, made)
 
     def run() -> None:
         try:
-            with suppress(ShellGone):
+            with suppress(WorkerGone):
                 loop.run()
         finally:
             channel.close(flush_s=5)
@@ -95,13 +95,13 @@ def serving(executor: Executor[Any], depth: int, made: Constraints) -> Iterator[
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield shell
+        yield worker
     finally:
         ours.close()
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), "the loop does not end"
 
 
-def last(shell: FakeShell, key: int) -> TokenEvent:
-    shell.answer(key)
-    return shell.events[key][-1]
+def last(worker: FakeWorker, key: int) -> TokenEvent:
+    worker.answer(key)
+    return worker.events[key][-1]

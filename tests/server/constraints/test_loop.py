@@ -28,7 +28,7 @@ from tests.server.constraints.serving import (
     vocabulary,
 )
 from tests.server.engine.harness import make_request
-from tests.server.engine.shell import TIMEOUT_S
+from tests.server.engine.worker_end import TIMEOUT_S
 
 JSON = f"start: %json {OBJECT}"
 # Ends only where the model says so.
@@ -46,14 +46,14 @@ def made() -> Iterator[Constraints]:
 def test_every_answer_keeps_to_its_grammar_and_others_are_as_alone(
     made: Constraints, depth: int
 ) -> None:
-    with serving(certifying(), depth, made) as shell:
+    with serving(certifying(), depth, made) as worker:
         for key in range(24):
             prompt = [5 + key % 5, 6, 7]
             grammar = [JSON, "", 'start: "yes" | "no"'][key % 3]
             adapter = [None, "a"][key % 2]
-            shell.submit(key, make_request(prompt, 60, adapter, grammar=grammar))
+            worker.submit(key, make_request(prompt, 60, adapter, grammar=grammar))
         for key in range(24):
-            answer, end = shell.answer(key), last(shell, key)
+            answer, end = worker.answer(key), last(worker, key)
             if key % 3 == 0:
                 assert json.loads(text(answer))["b"] == 1
                 assert end.finish == "stop"
@@ -70,55 +70,55 @@ def test_every_answer_keeps_to_its_grammar_and_others_are_as_alone(
 def test_preempted_sequences_go_on_in_their_grammar(made: Constraints, depth: int) -> None:
     schema = {"type": "string", "minLength": 150, "maxLength": 200}
     grammar = f"start: %json {json.dumps(schema)}"
-    with serving(certifying(num_pages=20), depth, made) as shell:
+    with serving(certifying(num_pages=20), depth, made) as worker:
         for key in range(6):
-            shell.submit(key, make_request([5, 6, 7 + key], 250, grammar=grammar))
+            worker.submit(key, make_request([5, 6, 7 + key], 250, grammar=grammar))
         for key in range(6):
-            assert 150 <= len(json.loads(text(shell.answer(key)))) <= 200
-        assert shell.outputs[-1].stats.preemptions > 0
+            assert 150 <= len(json.loads(text(worker.answer(key)))) <= 200
+        assert worker.outputs[-1].stats.preemptions > 0
 
 
 def test_a_resumed_answer_goes_on_where_it_was(made: Constraints) -> None:
-    with serving(certifying(), 2, made) as shell:
-        shell.submit(1, make_request([5, 6], 60, grammar=JSON))
-        whole = shell.answer(1)
+    with serving(certifying(), 2, made) as worker:
+        worker.submit(1, make_request([5, 6], 60, grammar=JSON))
+        whole = worker.answer(1)
         for key, kept in enumerate(range(len(whole) + 1), 2):
             accepted = whole[:kept]
-            shell.submit(key, make_request([5, 6], 60, grammar=JSON, accepted_ids=accepted))
-            assert accepted + shell.answer(key) == whole
-            assert last(shell, key).finish == "stop"
-        shell.submit(99, make_request([5, 6], 60, grammar=JSON, accepted_ids=tokens("[1")))
-        assert last(shell, 99).error == "bad_grammar"
+            worker.submit(key, make_request([5, 6], 60, grammar=JSON, accepted_ids=accepted))
+            assert accepted + worker.answer(key) == whole
+            assert last(worker, key).finish == "stop"
+        worker.submit(99, make_request([5, 6], 60, grammar=JSON, accepted_ids=tokens("[1")))
+        assert last(worker, 99).error == "bad_grammar"
 
 
 def test_choices_of_a_request_compile_its_grammar_once(made: Constraints) -> None:
     grammar = 'start: "one" | "two" | "three"'
-    with serving(certifying(), 2, made) as shell:
+    with serving(certifying(), 2, made) as worker:
         for key in range(5):
-            shell.submit(key, make_request([5, 6], 60, grammar=grammar, choice=key))
+            worker.submit(key, make_request([5, 6], 60, grammar=grammar, choice=key))
         for key in range(5):
-            assert text(shell.answer(key)) in ("one", "two", "three")
-        compiled = [c for output in shell.outputs for c in output.compiled]
+            assert text(worker.answer(key)) in ("one", "two", "three")
+        compiled = [c for output in worker.outputs for c in output.compiled]
         assert [c.fault for c in compiled] == [None]
 
 
 def test_ends_come_when_the_grammar_and_min_tokens_allow_them(made: Constraints) -> None:
-    with serving(certifying(), 2, made) as shell:
+    with serving(certifying(), 2, made) as worker:
         allowed = (tokens("x")[-1], *EOS)
         request = make_request([5, 6], 60, grammar=LETTERS, min_tokens=7, allowed_token_ids=allowed)
-        shell.submit(1, request)
-        answer = shell.answer(1)
-        assert len(answer) > 7 or last(shell, 1).finish == "length"
+        worker.submit(1, request)
+        answer = worker.answer(1)
+        assert len(answer) > 7 or last(worker, 1).finish == "length"
         assert re.fullmatch("[a-z]+", text(answer))
-        shell.submit(2, make_request([5, 6], 60, grammar='start: "yes"', min_tokens=30))
-        assert text(shell.answer(2)) == "yes"
-        assert last(shell, 2).finish == "stop"
+        worker.submit(2, make_request([5, 6], 60, grammar='start: "yes"', min_tokens=30))
+        assert text(worker.answer(2)) == "yes"
+        assert last(worker, 2).finish == "stop"
 
 
 def test_allowed_tokens_and_bad_words(made: Constraints) -> None:
-    with serving(certifying(), 2, made) as shell:
-        shell.submit(1, make_request([5, 6], 40, allowed_token_ids=(10, 11), ignore_eos=True))
-        shell.submit(
+    with serving(certifying(), 2, made) as worker:
+        worker.submit(1, make_request([5, 6], 40, allowed_token_ids=(10, 11), ignore_eos=True))
+        worker.submit(
             2,
             make_request(
                 [5, 6],
@@ -128,8 +128,8 @@ def test_allowed_tokens_and_bad_words(made: Constraints) -> None:
                 ignore_eos=True,
             ),
         )
-        assert set(shell.answer(1)) <= {10, 11}
-        answer = shell.answer(2)
+        assert set(worker.answer(1)) <= {10, 11}
+        answer = worker.answer(2)
         assert set(answer) <= {10, 11}
         pairs = list(zip(answer, answer[1:], strict=False))
         assert (10, 10) not in pairs
@@ -137,16 +137,16 @@ def test_allowed_tokens_and_bad_words(made: Constraints) -> None:
 
 
 def test_a_request_that_leaves_no_token_ends_alone(made: Constraints) -> None:
-    with serving(certifying(), 2, made) as shell:
-        shell.submit(1, make_request([5, 6], 30))
-        shell.submit(2, make_request([5, 6], 30, grammar=JSON, allowed_token_ids=(10,)))
-        shell.submit(
+    with serving(certifying(), 2, made) as worker:
+        worker.submit(1, make_request([5, 6], 30))
+        worker.submit(2, make_request([5, 6], 30, grammar=JSON, allowed_token_ids=(10,)))
+        worker.submit(
             3, make_request([5, 6], 30, grammar=LETTERS, bad_words=tuple((i,) for i in EOS))
         )
-        assert last(shell, 2).error == "bad_grammar"
-        assert "no token is left" in (last(shell, 2).message or "")
-        assert last(shell, 3).finish in ("length", "stop")
-        assert shell.answer(1) == certified_output(None, [5, 6], 30, OPTIONS)
+        assert last(worker, 2).error == "bad_grammar"
+        assert "no token is left" in (last(worker, 2).message or "")
+        assert last(worker, 3).finish in ("length", "stop")
+        assert worker.answer(1) == certified_output(None, [5, 6], 30, OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -158,35 +158,35 @@ def test_a_request_that_leaves_no_token_ends_alone(made: Constraints) -> None:
     ],
 )
 def test_bad_grammars_are_refused(made: Constraints, grammar: str, fault: str) -> None:
-    with serving(certifying(), 2, made) as shell:
-        shell.submit(1, make_request([5, 6], 30, grammar=grammar))
-        shell.submit(2, make_request([5, 6], 30))
-        assert last(shell, 1).error == "bad_grammar"
-        assert shell.answer(2) == certified_output(None, [5, 6], 30, OPTIONS)
-        assert [c.fault for output in shell.outputs for c in output.compiled] == [fault]
+    with serving(certifying(), 2, made) as worker:
+        worker.submit(1, make_request([5, 6], 30, grammar=grammar))
+        worker.submit(2, make_request([5, 6], 30))
+        assert last(worker, 1).error == "bad_grammar"
+        assert worker.answer(2) == certified_output(None, [5, 6], 30, OPTIONS)
+        assert [c.fault for output in worker.outputs for c in output.compiled] == [fault]
 
 
 def test_a_grammar_whose_masks_take_too_long_ends_and_is_refused_from_then_on() -> None:
     made = constraints(mask_s=0.0)
-    with serving(certifying(), 2, made) as shell:
-        shell.submit(1, make_request([5, 6], 30))
+    with serving(certifying(), 2, made) as worker:
+        worker.submit(1, make_request([5, 6], 30))
         for key in (2, 3):
-            shell.submit(key, make_request([5, 6], 30, grammar=JSON))
-            assert last(shell, key).error == "bad_grammar"
-            assert "processor time" in (last(shell, key).message or "")
-        assert shell.answer(1) == certified_output(None, [5, 6], 30, OPTIONS)
-        assert len([c for output in shell.outputs for c in output.compiled]) == 1
+            worker.submit(key, make_request([5, 6], 30, grammar=JSON))
+            assert last(worker, key).error == "bad_grammar"
+            assert "processor time" in (last(worker, key).message or "")
+        assert worker.answer(1) == certified_output(None, [5, 6], 30, OPTIONS)
+        assert len([c for output in worker.outputs for c in output.compiled]) == 1
     made.close()
 
 
 def test_without_a_vocabulary_grammars_alone_are_refused() -> None:
     made = Constraints(no_vocabulary, VOCAB, EOS, ServedGrammarLimits(), MASK_THREADS)
-    with serving(certifying(), 2, made) as shell:
-        shell.submit(1, make_request([5, 6], 30, grammar=JSON))
-        shell.submit(2, make_request([5, 6], 30, allowed_token_ids=(10,), ignore_eos=True))
-        assert last(shell, 1).error == "bad_grammar"
-        assert "it has no tokenizer" in (last(shell, 1).message or "")
-        assert set(shell.answer(2)) == {10}
+    with serving(certifying(), 2, made) as worker:
+        worker.submit(1, make_request([5, 6], 30, grammar=JSON))
+        worker.submit(2, make_request([5, 6], 30, allowed_token_ids=(10,), ignore_eos=True))
+        assert last(worker, 1).error == "bad_grammar"
+        assert "it has no tokenizer" in (last(worker, 1).message or "")
+        assert set(worker.answer(2)) == {10}
     made.close()
 
 
@@ -198,15 +198,15 @@ def test_a_sequence_whose_grammar_compiles_can_be_aborted_and_has_its_deadline()
         return vocabulary()
 
     made = Constraints(late, VOCAB, EOS, ServedGrammarLimits(), MASK_THREADS)
-    with serving(certifying(), 2, made) as shell:
-        shell.submit(1, make_request([5, 6], 30, grammar=JSON))
-        shell.submit(2, make_request([5, 6], 30, grammar=JSON, deadline_s=0.01))
-        shell.submit(3, make_request([5, 6], 30))
-        assert last(shell, 2).error == "deadline"
-        shell.send(AbortSequence(1))
-        assert last(shell, 1).finish == "abort"
-        assert len(shell.answer(3)) == 30
+    with serving(certifying(), 2, made) as worker:
+        worker.submit(1, make_request([5, 6], 30, grammar=JSON))
+        worker.submit(2, make_request([5, 6], 30, grammar=JSON, deadline_s=0.01))
+        worker.submit(3, make_request([5, 6], 30))
+        assert last(worker, 2).error == "deadline"
+        worker.send(AbortSequence(1))
+        assert last(worker, 1).finish == "abort"
+        assert len(worker.answer(3)) == 30
         go_on.set()
-        shell.submit(4, make_request([5, 6], 60, grammar=JSON))
-        assert json.loads(text(shell.answer(4)))["b"] == 1
+        worker.submit(4, make_request([5, 6], 60, grammar=JSON))
+        assert json.loads(text(worker.answer(4)))["b"] == 1
     made.close()

@@ -72,31 +72,31 @@ def bound(key: int) -> GenerateRequest:
 def test_neighbours_have_the_tokens_that_they_have_without_constrained_rows(
     executor: TorchExecutor, made: Constraints, depth: int
 ) -> None:
-    with serving(executor, depth, made) as shell:
+    with serving(executor, depth, made) as worker:
         for key in range(6):
-            shell.submit(key, free(key))
-        alone = [shell.answer(key) for key in range(6)]
-        logprobs = [[e.logprobs for e in shell.events[key]] for key in range(6)]
+            worker.submit(key, free(key))
+        alone = [worker.answer(key) for key in range(6)]
+        logprobs = [[e.logprobs for e in worker.events[key]] for key in range(6)]
         for key in range(10, 18):
-            shell.submit(key, bound(key - 10))
+            worker.submit(key, bound(key - 10))
         for key in range(20, 26):
-            shell.submit(key, free(key - 20))
-        assert [shell.answer(key) for key in range(20, 26)] == alone
+            worker.submit(key, free(key - 20))
+        assert [worker.answer(key) for key in range(20, 26)] == alone
         for key, expected in zip(range(20, 26), logprobs, strict=True):
-            found = [e.logprobs for e in shell.events[key]]
+            found = [e.logprobs for e in worker.events[key]]
             assert [p and p[0].token_id for p in found] == [p and p[0].token_id for p in expected]
         for key in range(10, 18):
-            kind, answer = (key - 10) % 4, shell.answer(key)
+            kind, answer = (key - 10) % 4, worker.answer(key)
             if kind == 0:
                 assert json.loads(text(answer))["b"] == 1
             elif kind < 3:
                 assert re.fullmatch(DIGITS, text(answer))
-                scored = [p.token_id for e in shell.events[key] for p in e.logprobs or ()]
+                scored = [p.token_id for e in worker.events[key] for p in e.logprobs or ()]
                 assert scored == (answer if kind == 2 else [])
             else:
                 assert set(answer) <= {*tokens("abc"), *EOS}
         shared = [
-            o for o in shell.outputs if 0 < _constrained(o) < (o.work and o.work.sequences or 0)
+            o for o in worker.outputs if 0 < _constrained(o) < (o.work and o.work.sequences or 0)
         ]
         assert shared, "no step had rows of both kinds"
 
@@ -116,12 +116,12 @@ def test_preempted_and_resumed_answers_are_those_of_an_undisturbed_run(made: Con
     for kv_memory in (4 << 20, 11 * 16 * 6144):
         config = engine_config(DEMO, page_size=16, max_step_tokens=64, kv_memory=kv_memory)
         small = TorchExecutor(config, memoryview(bytearray(config.host_arena_bytes)))
-        with serving(small, 1, made) as shell:
+        with serving(small, 1, made) as worker:
             for key, request in enumerate(requests):
-                shell.submit(key, request)
-            answers.append([shell.answer(key) for key in range(len(requests))])
-            preempted.append(shell.outputs[-1].stats.preemptions)
-            assert {last(shell, key).finish for key in range(len(requests))} <= {"stop", "length"}
+                worker.submit(key, request)
+            answers.append([worker.answer(key) for key in range(len(requests))])
+            preempted.append(worker.outputs[-1].stats.preemptions)
+            assert {last(worker, key).finish for key in range(len(requests))} <= {"stop", "length"}
         small.close()
     assert preempted[0] == 0 < preempted[1]
     assert answers[0] == answers[1]
@@ -162,13 +162,13 @@ def test_a_matcher_that_fails_ends_its_own_sequence(
     def init(self: Constraint, matcher: object, *rest: object) -> None:
         real(self, matcher and Broken(), *rest)  # type: ignore[arg-type]
 
-    with serving(executor, 2, made) as shell:
-        shell.submit(1, free(1))
-        expected = shell.answer(1)
+    with serving(executor, 2, made) as worker:
+        worker.submit(1, free(1))
+        expected = worker.answer(1)
         monkeypatch.setattr(Constraint, "__init__", init)
-        shell.submit(2, bound(0))
-        shell.submit(3, free(1))
-        assert last(shell, 2).error == "bad_grammar"
-        assert "no mask" in (last(shell, 2).message or "")
-        assert shell.answer(3) == expected
+        worker.submit(2, bound(0))
+        worker.submit(3, free(1))
+        assert last(worker, 2).error == "bad_grammar"
+        assert "no mask" in (last(worker, 2).message or "")
+        assert worker.answer(3) == expected
     assert executor.limits.vocab_size == VOCAB

@@ -1,4 +1,4 @@
-"""The scheduler under a certifying executor and a made-up shell, advanced by hand."""
+"""The scheduler under a certifying executor and a made-up worker, advanced by hand."""
 
 from collections import deque
 from typing import Any

@@ -1,4 +1,4 @@
-"""Framing and the channel: bounds, closed peers, a shell that stops reading."""
+"""Framing and the channel: bounds, closed peers, a worker that stops reading."""
 
 import socket
 import threading
@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from server.engine import channel as channel_module
-from server.engine.channel import ShellChannel, ShellGone
+from server.engine.channel import WorkerChannel, WorkerGone
 from server.engine.framing import MAX_FRAME_BYTES, FrameError, receive_frame, send_frame
 from server.engine.messages import (
     AbortSequence,
@@ -62,7 +62,7 @@ def test_a_frame_too_large_is_not_sent() -> None:
 def test_messages_both_ways_and_waiting() -> None:
     ours, theirs = socket.socketpair()
     gone = threading.Event()
-    channel = ShellChannel(theirs, gone.set)
+    channel = WorkerChannel(theirs, gone.set)
     with ours:
         assert channel.receive(0) is None
         assert channel.receive(0.001) is None
@@ -75,17 +75,17 @@ def test_messages_both_ways_and_waiting() -> None:
         assert decode_from_engine(frame) == NeedSlab("a")
         assert receive_frame(ours) is None
     assert gone.wait(TIMEOUT_S)
-    with pytest.raises(ShellGone):
+    with pytest.raises(WorkerGone):
         channel.send(NeedSlab("b"))
 
 
-def test_a_shell_that_stops_reading_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_stops_reading_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_module, "MAX_OUTBOX_FRAMES", 4)
     monkeypatch.setattr(channel_module, "_FULL_WARNING_S", 0.01)
     full = threading.Event()
     monkeypatch.setattr(channel_module.log, "warning", lambda *args: full.set())
     ours, theirs = socket.socketpair()
-    channel = ShellChannel(theirs)
+    channel = WorkerChannel(theirs)
     text = "x" * 100_000
     sent = []
     ended = threading.Event()
@@ -95,7 +95,7 @@ def test_a_shell_that_stops_reading_bounds_the_engine(monkeypatch: pytest.Monkey
             while True:
                 channel.send(NeedSlab(text))
                 sent.append(1)
-        except ShellGone:
+        except WorkerGone:
             ended.set()
 
     producer = threading.Thread(target=produce)
@@ -104,18 +104,18 @@ def test_a_shell_that_stops_reading_bounds_the_engine(monkeypatch: pytest.Monkey
     assert len(sent) < 50
     assert not ended.is_set()
     ours.close()
-    assert ended.wait(TIMEOUT_S), "with the shell gone the engine leaves"
+    assert ended.wait(TIMEOUT_S), "with the worker gone the engine leaves"
     producer.join(TIMEOUT_S)
     channel.close(flush_s=0.1)
 
 
-def test_a_stuck_shell_does_not_hold_up_the_end() -> None:
+def test_a_stuck_worker_does_not_hold_up_the_end() -> None:
     ours, theirs = socket.socketpair()
-    channel = ShellChannel(theirs)
+    channel = WorkerChannel(theirs)
     for _ in range(5):
         channel.send(NeedSlab("x" * 1_000_000))
     channel.close(flush_s=0.05)
-    with ours, pytest.raises(ShellGone):
+    with ours, pytest.raises(WorkerGone):
         channel.send(NeedSlab("a"))
 
 
@@ -125,7 +125,7 @@ def test_a_step_too_large_for_one_frame_is_split(monkeypatch: pytest.MonkeyPatch
         SequenceEvent(i, TokenEvent("r" * 100, 1, 0, 0, (5,), message="m" * 50)) for i in range(9)
     )
     ours, theirs = socket.socketpair()
-    channel = ShellChannel(theirs)
+    channel = WorkerChannel(theirs)
     channel.send(StepOutput(3, events, STATS, 0.5, 9))
     channel.send(
         StepOutput(4, (SequenceEvent(1, TokenEvent("r" * 900, 1, 0, 0, ())),), STATS, 0, 1)

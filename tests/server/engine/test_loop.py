@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from server.engine.channel import ShellChannel, ShellGone
+from server.engine.channel import WorkerChannel, WorkerGone
 from server.engine.executor import AdapterCopy, CopyNews, CopyUsable
 from server.engine.fake import CertifyingExecutor, CertifyOptions, FakeTicket, certified_output
 from server.engine.loop import (
@@ -33,7 +33,7 @@ from server.engine.plan import SliceResult, StepPlan
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.scheduler_config import SchedulerConfig
 from tests.server.engine.harness import limits, make_request, no_grammars
-from tests.server.engine.shell import TIMEOUT_S, FakeShell, staged
+from tests.server.engine.worker_end import TIMEOUT_S, FakeWorker, staged
 
 LIMITS = limits(num_pages=64, max_context=200, max_rows=8, max_step_tokens=32)
 OPTIONS = CertifyOptions(LIMITS.vocab_size, LIMITS.eos_token_ids)
@@ -42,8 +42,8 @@ OPTIONS = CertifyOptions(LIMITS.vocab_size, LIMITS.eos_token_ids)
 class RunningLoop:
     def __init__(self, executor: CertifyingExecutor, depth: int) -> None:
         ours, theirs = socket.socketpair()
-        self.shell = FakeShell(ours)
-        self.channel = ShellChannel(theirs)
+        self.worker = FakeWorker(ours)
+        self.channel = WorkerChannel(theirs)
         self.scheduler = Scheduler(executor.limits, SchedulerConfig())
         self.loop = EngineLoop(executor, self.scheduler, self.channel, depth, no_grammars(LIMITS))
         self.end: BaseException | None = None
@@ -53,7 +53,7 @@ class RunningLoop:
     def _run(self) -> None:
         try:
             self.loop.run()
-        except (ShellGone, ExecutorLost) as error:
+        except (WorkerGone, ExecutorLost) as error:
             self.end = error
         finally:
             self.channel.close(flush_s=5)
@@ -69,7 +69,7 @@ def running(executor: CertifyingExecutor | None = None, depth: int = 2) -> Itera
     try:
         yield loop
     finally:
-        loop.shell.sock.close()
+        loop.worker.sock.close()
         loop.join()
 
 
@@ -81,17 +81,17 @@ def test_many_streams_over_adapters_and_base(depth: int) -> None:
             for key in range(24)
         }
         for key, request in requests.items():
-            engine.shell.submit(key, request)
+            engine.worker.submit(key, request)
         for key, request in requests.items():
             expected = certified_output(request.adapter, request.prompt_ids, 20, OPTIONS)
-            assert engine.shell.answer(key) == expected
-        engine.shell.send(Shutdown())
-        while engine.shell.receive() is not None:
+            assert engine.worker.answer(key) == expected
+        engine.worker.send(Shutdown())
+        while engine.worker.receive() is not None:
             pass
         engine.join()
         assert engine.end is None
-        assert sorted(set(engine.shell.released)) == ["a", "b", "c"]
-        last = engine.shell.outputs[-1].stats
+        assert sorted(set(engine.worker.released)) == ["a", "b", "c"]
+        last = engine.worker.outputs[-1].stats
         assert (last.running, last.waiting, last.free_pages) == (0, 0, LIMITS.num_pages)
 
 
@@ -132,11 +132,11 @@ def test_an_adapter_comes_while_the_device_computes(depth: int) -> None:
     """The first step does not end before the adapter of the second request is there."""
     executor = LongSteps()
     with running(executor, depth) as engine:
-        engine.shell.submit(1, make_request([5, 6], 8))
-        engine.shell.submit(2, make_request([5, 7], 8, "a"))
+        engine.worker.submit(1, make_request([5, 6], 8))
+        engine.worker.submit(2, make_request([5, 7], 8, "a"))
         expected = certified_output("a", [5, 7], 8, OPTIONS)
-        assert engine.shell.answer(2) == expected
-        assert len(engine.shell.answer(1)) == 8
+        assert engine.worker.answer(2) == expected
+        assert len(engine.worker.answer(1)) == 8
         assert executor.copied_within_a_step == ["a"]
 
 
@@ -308,33 +308,33 @@ def test_a_result_within_a_launch_that_fails_is_no_success() -> None:
 def test_shutdown_is_obeyed_while_the_device_computes() -> None:
     executor = LongSteps()
     with running(executor) as engine:
-        engine.shell.submit(1, make_request([5, 6], 8))
+        engine.worker.submit(1, make_request([5, 6], 8))
         assert executor.computes.wait(TIMEOUT_S)
-        engine.shell.send(Shutdown())
+        engine.worker.send(Shutdown())
         engine.join()
         assert engine.end is None
 
 
-def test_a_shell_that_goes_while_the_device_computes_ends_the_loop(
+def test_a_worker_that_goes_while_the_device_computes_ends_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     executor = LongSteps()
     with running(executor) as engine:
-        engine.shell.submit(1, make_request([5, 6], 8))
+        engine.worker.submit(1, make_request([5, 6], 8))
         assert executor.computes.wait(TIMEOUT_S)
-        engine.shell.sock.close()
+        engine.worker.sock.close()
         engine.join()
-        assert isinstance(engine.end, ShellGone)
+        assert isinstance(engine.end, WorkerGone)
     assert "a step failed" not in caplog.text
 
 
 def test_one_output_a_step_carries_all_its_events() -> None:
     with running(depth=1) as engine:
         for key in range(4):
-            engine.shell.submit(key, make_request([5, 6], 8))
+            engine.worker.submit(key, make_request([5, 6], 8))
         for key in range(4):
-            engine.shell.answer(key)
-        steps = [out for out in engine.shell.outputs if out.num_tokens]
+            engine.worker.answer(key)
+        steps = [out for out in engine.worker.outputs if out.num_tokens]
         assert [out.step for out in steps] == list(range(1, len(steps) + 1))
         assert all(out.step_s > 0 for out in steps)
         for out in steps:
@@ -347,64 +347,64 @@ def test_what_is_on_the_device_is_told_when_it_changes() -> None:
     """With thousands of adapters there it is most of what a step has to say."""
     with running(CertifyingExecutor(limits(adapter_slots=1), OPTIONS)) as engine:
         for key, adapter in enumerate("aab"):
-            engine.shell.submit(key, make_request([5, 6], 8, adapter))
-            engine.shell.answer(key)
-        told = [out.resident for out in engine.shell.outputs if out.resident is not None]
+            engine.worker.submit(key, make_request([5, 6], 8, adapter))
+            engine.worker.answer(key)
+        told = [out.resident for out in engine.worker.outputs if out.resident is not None]
         assert [resident for resident in told if resident] == [("a",), ("b",)]
-        assert len(told) < len(engine.shell.outputs) / 2
-        assert all(out.stats.resident <= 1 for out in engine.shell.outputs)
+        assert len(told) < len(engine.worker.outputs) / 2
+        assert all(out.stats.resident <= 1 for out in engine.worker.outputs)
 
 
 def test_abort_reaches_the_loop() -> None:
     with running() as engine:
-        engine.shell.submit(1, make_request([5], 150))
-        engine.shell.expect(StepOutput)
-        engine.shell.send(AbortSequence(1))
-        engine.shell.answer(1)
-        assert engine.shell.events[1][-1].finish in ("abort", "length")
+        engine.worker.submit(1, make_request([5], 150))
+        engine.worker.expect(StepOutput)
+        engine.worker.send(AbortSequence(1))
+        engine.worker.answer(1)
+        assert engine.worker.events[1][-1].finish in ("abort", "length")
 
 
 def test_the_loop_wakes_for_a_deadline_though_nothing_else_happens() -> None:
     with running() as engine:
-        engine.shell.answer_slab = lambda digest: None
-        engine.shell.submit(2, make_request([5], 4, "never", deadline_s=0.02))
-        engine.shell.answer(2)
-        assert engine.shell.events[2][-1].error == "deadline"
+        engine.worker.answer_slab = lambda digest: None
+        engine.worker.submit(2, make_request([5], 4, "never", deadline_s=0.02))
+        engine.worker.answer(2)
+        assert engine.worker.events[2][-1].error == "deadline"
 
 
-def test_the_shell_hears_of_a_loop_that_waits() -> None:
+def test_the_worker_hears_of_a_loop_that_waits() -> None:
     with running() as engine:
-        engine.shell.answer_slab = lambda digest: None
-        engine.shell.submit(2, make_request([5], 4, "never"))
+        engine.worker.answer_slab = lambda digest: None
+        engine.worker.submit(2, make_request([5], 4, "never"))
         for _ in range(3):
-            engine.shell.expect(StepOutput)
+            engine.worker.expect(StepOutput)
 
 
 def test_missing_slab_ends_its_waiters_only() -> None:
     with running() as engine:
-        engine.shell.answer_slab = lambda digest: SlabMissing(digest, "no such file")
-        engine.shell.submit(1, make_request([5], 4, "a"))
-        engine.shell.submit(2, make_request([5], 4))
-        engine.shell.answer(1)
-        assert engine.shell.events[1][-1].message == "no such file"
-        assert len(engine.shell.answer(2)) == 4
+        engine.worker.answer_slab = lambda digest: SlabMissing(digest, "no such file")
+        engine.worker.submit(1, make_request([5], 4, "a"))
+        engine.worker.submit(2, make_request([5], 4))
+        engine.worker.answer(1)
+        assert engine.worker.events[1][-1].message == "no such file"
+        assert len(engine.worker.answer(2)) == 4
 
 
-def test_loop_ends_when_the_shell_is_gone() -> None:
+def test_loop_ends_when_the_worker_is_gone() -> None:
     with running() as engine:
-        engine.shell.submit(1, make_request([5], 150))
-        engine.shell.expect(StepOutput)
-        engine.shell.sock.close()
+        engine.worker.submit(1, make_request([5], 150))
+        engine.worker.expect(StepOutput)
+        engine.worker.sock.close()
         engine.join()
-        assert isinstance(engine.end, ShellGone)
+        assert isinstance(engine.end, WorkerGone)
 
 
 @pytest.mark.parametrize("frame", [b"\xc1", encode(Shutdown())[:-1], b""])
-def test_nonsense_from_the_shell_ends_the_loop(frame: bytes) -> None:
+def test_nonsense_from_the_worker_ends_the_loop(frame: bytes) -> None:
     with running() as engine:
-        engine.shell.sock.sendall(len(frame).to_bytes(4, "little") + frame)
+        engine.worker.sock.sendall(len(frame).to_bytes(4, "little") + frame)
         engine.join()
-        assert isinstance(engine.end, ShellGone)
+        assert isinstance(engine.end, WorkerGone)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -444,24 +444,24 @@ def test_a_failed_step_ends_running_sequences_and_the_engine_goes_on(
 ) -> None:
     with running(FailingExecutor(launches, collects, error), depth) as engine:
         for key in range(3):
-            engine.shell.submit(key, make_request([5, 6, key], 30, "a" if key else None))
+            engine.worker.submit(key, make_request([5, 6, key], 30, "a" if key else None))
         for key in range(3):
-            tokens = engine.shell.answer(key)
-            last = engine.shell.events[key][-1]
+            tokens = engine.worker.answer(key)
+            last = engine.worker.events[key][-1]
             assert last.finish == "length" or last.error == code
             request = make_request([5, 6, key], 30, "a" if key else None)
             expected = certified_output(request.adapter, request.prompt_ids, 30, OPTIONS)
             assert tokens == expected[: len(tokens)]
-        assert engine.shell.events[0][-1].error == code
-        engine.shell.submit(9, make_request([5, 6, 1], 30, "a"))
-        assert engine.shell.answer(9) == certified_output("a", [5, 6, 1], 30, OPTIONS)
+        assert engine.worker.events[0][-1].error == code
+        engine.worker.submit(9, make_request([5, 6, 1], 30, "a"))
+        assert engine.worker.answer(9) == certified_output("a", [5, 6, 1], 30, OPTIONS)
 
 
 def test_steps_that_keep_failing_end_the_loop() -> None:
     with running(FailingExecutor(set(range(99)), set(), RuntimeError()), 1) as engine:
         for key in range(MAX_FAILURES_IN_A_ROW):
-            engine.shell.submit(key, make_request([5], 30))
-            engine.shell.answer(key)
+            engine.worker.submit(key, make_request([5], 30))
+            engine.worker.answer(key)
         engine.join()
         assert isinstance(engine.end, ExecutorLost)
 
@@ -470,10 +470,10 @@ def test_the_loop_looks_for_the_end_of_a_copy_when_nothing_else_is_to_do() -> No
     """Its one request is over long before."""
     options = CertifyOptions(LIMITS.vocab_size, LIMITS.eos_token_ids, ending_polls=200)
     with running(CertifyingExecutor(LIMITS, options)) as engine:
-        engine.shell.submit(1, make_request([5], 2, "a"))
-        assert engine.shell.answer(1) == certified_output("a", [5], 2, options)
-        assert engine.shell.released == []
-        assert engine.shell.expect(SlabReleased).digest == "a"
+        engine.worker.submit(1, make_request([5], 2, "a"))
+        assert engine.worker.answer(1) == certified_output("a", [5], 2, options)
+        assert engine.worker.released == []
+        assert engine.worker.expect(SlabReleased).digest == "a"
 
 
 class Torn(CertifyingExecutor):
@@ -488,8 +488,8 @@ class Torn(CertifyingExecutor):
 
 def test_a_copy_that_fails_after_its_use_began_ends_the_loop() -> None:
     with running(Torn(LIMITS, OPTIONS)) as engine:
-        engine.shell.submit(1, make_request([5], 30, "a"))
-        engine.shell.expect(NeedSlab)
+        engine.worker.submit(1, make_request([5], 30, "a"))
+        engine.worker.expect(NeedSlab)
         engine.join()
         assert isinstance(engine.end, ExecutorLost)
         assert "torn" in str(engine.end)
@@ -501,13 +501,13 @@ class LostDevice(FailingExecutor):
 
 
 def test_a_lost_device_ends_the_loop_and_no_sequence() -> None:
-    """The shell ends them in `engine_lost`, and they go on elsewhere."""
+    """The worker ends them in `engine_lost`, and they go on elsewhere."""
     with running(LostDevice({3}, set(), RuntimeError()), 2) as engine:
-        engine.shell.submit(1, make_request([5], 30))
+        engine.worker.submit(1, make_request([5], 30))
         engine.join()
         assert isinstance(engine.end, ExecutorLost)
         assert "illegal memory access" in str(engine.end)
-        told = engine.shell.events.get(1, [])
+        told = engine.worker.events.get(1, [])
         assert not [event for event in told if event.finish or event.error]
 
 
@@ -521,8 +521,8 @@ class LostInACopy(CertifyingExecutor):
 def test_a_device_that_is_lost_in_a_copy_ends_the_loop() -> None:
     """There may be no step that finds it out: every request waits for an adapter."""
     with running(LostInACopy(LIMITS, OPTIONS)) as engine:
-        engine.shell.submit(1, make_request([5], 4, "a"))
-        engine.shell.expect(NeedSlab)
+        engine.worker.submit(1, make_request([5], 4, "a"))
+        engine.worker.expect(NeedSlab)
         engine.join()
         assert isinstance(engine.end, ExecutorLost)
 
@@ -534,9 +534,9 @@ class NoCopies(CertifyingExecutor):
 
 def test_a_copy_that_cannot_start_ends_its_waiters_only() -> None:
     with running(NoCopies(LIMITS, OPTIONS)) as engine:
-        engine.shell.submit(1, make_request([5], 4, "a"))
-        engine.shell.submit(2, make_request([5], 4))
-        engine.shell.answer(1)
-        assert engine.shell.events[1][-1].error == "adapter_unavailable"
-        assert "bus error" not in str(engine.shell.events[1][-1].message)
-        assert len(engine.shell.answer(2)) == 4
+        engine.worker.submit(1, make_request([5], 4, "a"))
+        engine.worker.submit(2, make_request([5], 4))
+        engine.worker.answer(1)
+        assert engine.worker.events[1][-1].error == "adapter_unavailable"
+        assert "bus error" not in str(engine.worker.events[1][-1].message)
+        assert len(engine.worker.answer(2)) == 4

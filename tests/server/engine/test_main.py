@@ -19,7 +19,7 @@ from server.engine.fake import CertifyOptions, certified_output
 from server.engine.messages import EngineFailed, EngineReady, Shutdown
 from tests.server.constraints.serving import DEMO, text
 from tests.server.engine.harness import make_request
-from tests.server.engine.shell import TIMEOUT_S, FakeShell
+from tests.server.engine.worker_end import TIMEOUT_S, FakeWorker
 from tests.tethered import tethered
 
 ARENA_BYTES = 1 << 16
@@ -53,7 +53,7 @@ class Engine:
         )
         theirs.close()
         os.close(arena)
-        self.shell = FakeShell(ours)
+        self.worker = FakeWorker(ours)
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def engine(config: EngineConfig = CONFIG, executor: str = "certify") -> Iterator
     try:
         yield started
     finally:
-        started.shell.sock.close()
+        started.worker.sock.close()
         try:
             started.process.wait(TIMEOUT_S)
         finally:
@@ -72,23 +72,23 @@ def engine(config: EngineConfig = CONFIG, executor: str = "certify") -> Iterator
 
 def test_serves_until_shutdown_and_ignores_ctrl_c() -> None:
     with engine() as run:
-        ready = run.shell.expect(EngineReady)
+        ready = run.worker.expect(EngineReady)
         assert (ready.max_rows, ready.max_context, ready.arena_bytes) == (8, 1024, 4096)
         assert ready.total_pages * ready.page_size == 1024
         run.process.send_signal(signal.SIGINT)
-        run.shell.submit(1, make_request([5, 6], 12, "a"))
-        run.shell.submit(2, make_request([5, 6], 12))
+        run.worker.submit(1, make_request([5, 6], 12, "a"))
+        run.worker.submit(2, make_request([5, 6], 12))
         for key, adapter in ((1, "a"), (2, None)):
-            assert run.shell.answer(key) == certified_output(adapter, [5, 6], 12, CertifyOptions())
-        run.shell.send(Shutdown())
+            assert run.worker.answer(key) == certified_output(adapter, [5, 6], 12, CertifyOptions())
+        run.worker.send(Shutdown())
         assert run.process.wait(TIMEOUT_S) == 0
 
 
-def test_leaves_when_the_shell_is_gone() -> None:
+def test_leaves_when_the_worker_is_gone() -> None:
     with engine() as run:
-        run.shell.expect(EngineReady)
-        run.shell.submit(1, make_request([5, 6], 900))
-        run.shell.sock.close()
+        run.worker.expect(EngineReady)
+        run.worker.submit(1, make_request([5, 6], 900))
+        run.worker.sock.close()
         assert run.process.wait(TIMEOUT_S) == 0
 
 
@@ -97,34 +97,34 @@ def test_takes_vocabulary_and_context_from_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = msgspec.structs.replace(CONFIG, model_path=str(tmp_path))
     with engine(config, 'certify:{"eos_percent": 20}') as run:
-        assert run.shell.expect(EngineReady).max_context == 100
-        run.shell.submit(1, make_request([5, 6], 90))
+        assert run.worker.expect(EngineReady).max_context == 100
+        run.worker.submit(1, make_request([5, 6], 90))
         options = CertifyOptions(40, (7, 8), eos_percent=20)
-        assert run.shell.answer(1) == certified_output(None, [5, 6], 90, options)
+        assert run.worker.answer(1) == certified_output(None, [5, 6], 90, options)
 
 
 def test_grammars_are_of_the_models_own_tokens_and_within_its_options() -> None:
     grammar = ServedGrammarLimits(source_bytes=100)
     config = msgspec.structs.replace(CONFIG, model_path=str(DEMO), grammar=grammar)
     with engine(config) as run:
-        run.shell.expect(EngineReady)
-        run.shell.submit(1, make_request([5, 6], 30, grammar='start: "yes" | "no"'))
-        run.shell.submit(2, make_request([5, 6], 30, grammar='start: "yes"' + " " * 100))
-        assert text(run.shell.answer(1)) in ("yes", "no")
-        run.shell.answer(2)
-        assert run.shell.events[2][-1].error == "bad_grammar"
-        run.shell.send(Shutdown())
+        run.worker.expect(EngineReady)
+        run.worker.submit(1, make_request([5, 6], 30, grammar='start: "yes" | "no"'))
+        run.worker.submit(2, make_request([5, 6], 30, grammar='start: "yes"' + " " * 100))
+        assert text(run.worker.answer(1)) in ("yes", "no")
+        run.worker.answer(2)
+        assert run.worker.events[2][-1].error == "bad_grammar"
+        run.worker.send(Shutdown())
         assert run.process.wait(TIMEOUT_S) == 0
 
 
 def test_without_a_tokenizer_grammars_alone_are_refused() -> None:
     with engine() as run:
-        run.shell.expect(EngineReady)
-        run.shell.submit(1, make_request([5, 6], 12, grammar='start: "yes"'))
-        run.shell.submit(2, make_request([5, 6], 12))
-        run.shell.answer(1)
-        assert run.shell.events[1][-1].error == "bad_grammar"
-        assert run.shell.answer(2) == certified_output(None, [5, 6], 12, CertifyOptions())
+        run.worker.expect(EngineReady)
+        run.worker.submit(1, make_request([5, 6], 12, grammar='start: "yes"'))
+        run.worker.submit(2, make_request([5, 6], 12))
+        run.worker.answer(1)
+        assert run.worker.events[1][-1].error == "bad_grammar"
+        assert run.worker.answer(2) == certified_output(None, [5, 6], 12, CertifyOptions())
 
 
 @pytest.mark.parametrize(
@@ -140,5 +140,5 @@ def test_without_a_tokenizer_grammars_alone_are_refused() -> None:
 )
 def test_says_why_it_cannot_start(config: EngineConfig, executor: str, word: str) -> None:
     with engine(config, executor) as run:
-        assert word in run.shell.expect(EngineFailed).message
+        assert word in run.worker.expect(EngineFailed).message
         assert run.process.wait(TIMEOUT_S) == 1

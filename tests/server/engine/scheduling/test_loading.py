@@ -100,7 +100,7 @@ def busy_device() -> Harness:
 
 
 def cycle_hot(harness: Harness, times: int) -> None:
-    """Each hot adapter has streams that overlap; a round trip to the shell a cycle."""
+    """Each hot adapter has streams that overlap; a round trip to the worker a cycle."""
     for number in range(times):
         harness.now += 0.01
         if number % 3 == 0:
@@ -142,8 +142,8 @@ def test_what_stood_back_comes_when_nobody_waits_any_more() -> None:
     harness.assert_at_rest()
 
 
-def test_what_stands_back_is_tried_again_though_somebody_always_waits_for_the_shell() -> None:
-    """But not in every cycle: each time is a round trip to the shell."""
+def test_what_stands_back_is_tried_again_though_somebody_always_waits_for_the_worker() -> None:
+    """But not in every cycle: each time is a round trip to the worker."""
     harness = busy_device()
     harness.auto_stage = False
     for digest in ("slow", "slower"):

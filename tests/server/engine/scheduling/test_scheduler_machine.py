@@ -105,7 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(digest=st.sampled_from([*RUNS, "unheard"]))
     def push(self, digest: str) -> None:
-        """A slab that may not have been asked for; the shell hands none over twice."""
+        """A slab that may not have been asked for; the worker hands none over twice."""
         if digest not in self.harness.held:
             self.harness.stage(digest)
 

@@ -1,4 +1,4 @@
-"""The shell's end of a real socket pair, for tests of the loop and of the engine process."""
+"""The worker's end of a real socket pair, for tests of the loop and of the engine process."""
 
 import socket
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def staged(digest: str) -> ToEngine:
     return SlabStaged(layout(digest), (0, 1))
 
 
-class FakeShell:
+class FakeWorker:
     """Answers every NeedSlab with `answer_slab` (by default it is staged), and sorts what comes."""
 
     def __init__(self, sock: socket.socket) -> None:

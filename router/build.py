@@ -47,8 +47,8 @@ from router.policy.queue.waiting import WaitingQueue
 from router.service import Service
 from router.shared.sharing import Sharing, make_sharing
 from router.start_check import blaming, check_workers, declared_adapters, saved_card
+from router.telemetry.caller_errors import CallerErrors
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.told_errors import ToldErrors
 from router.telemetry.tracing import Tracing, make_tracing
 from router.tenancy.keys_file import KeysFileError
 from router.tenancy.tenancy import ExposureError, Tenancy, check_exposure, make_tenancy
@@ -94,7 +94,7 @@ def build_service(config: RouterConfig, registry: CollectorRegistry, hub: Hub) -
     check_workers(config)
     ground = _ground(config, registry, hub)
     use, sandbox, background = AdapterUse(time.time), TemplateSandbox(), Background()
-    errors = ToldErrors(ground.metrics)
+    errors = CallerErrors(ground.metrics)
     body_limits = BodyLimits(config.max_body_bytes, config.body_timeout_s)
     admin = _admin(ground, use)
     rollouts = Rollouts(admin, lambda by: ground.metrics.rollbacks.labels(by).inc())
@@ -185,7 +185,7 @@ def _dispatcher(ground: _Ground, tokeniser: Tokeniser, use: AdapterUse) -> Dispa
 
 
 def _answerer(
-    ground: _Ground, dispatcher: Dispatcher, errors: ToldErrors, body_limits: BodyLimits
+    ground: _Ground, dispatcher: Dispatcher, errors: CallerErrors, body_limits: BodyLimits
 ) -> Answerer:
     return Answerer(
         dispatcher=dispatcher,

@@ -24,8 +24,8 @@ from router.operations.rollouts import Rollouts
 from router.policy.front_door import FrontDoor
 from router.shared.sharing import Sharing
 from router.shared.store import StoreDown
+from router.telemetry.caller_errors import CallerErrors
 from router.telemetry.metrics import RouterMetrics
-from router.telemetry.told_errors import ToldErrors
 from router.telemetry.tracing import Tracing
 from router.tenancy.tenancy import Tenancy
 from router.text.template_sandbox import TemplateSandbox
@@ -65,7 +65,7 @@ class Service:
     router_id: str
     sharing: Sharing
     tenancy: Tenancy
-    errors: ToldErrors
+    errors: CallerErrors
     watch: FleetWatch
     tracing: Tracing
     front_door: FrontDoor

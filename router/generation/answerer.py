@@ -22,10 +22,10 @@ from router.generation.way_in import ArrivedRequest, Parse
 from router.http.body import BodyLimits, read_json_body
 from router.http.intake import Intake
 from router.http.sse import EventStream, until_disconnect
+from router.telemetry.caller_errors import CallerErrors
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.observer import RequestObserver
 from router.telemetry.request import in_hand
-from router.telemetry.told_errors import ToldErrors
 from router.tenancy.metering import Charge
 from router.tenancy.tenancy import Tenancy
 
@@ -40,7 +40,7 @@ class Answerer:
     tenancy: Tenancy
     body_limits: BodyLimits
     metrics: RouterMetrics
-    errors: ToldErrors
+    errors: CallerErrors
     intake: Intake
 
     async def answer(self, request: Request, parse: Parse) -> Response:
@@ -123,9 +123,9 @@ async def _stream(
 
 
 async def _rest(
-    generation: Generation, formatter: Formatter, told: Callable[[RequestError], None]
+    generation: Generation, formatter: Formatter, report: Callable[[RequestError], None]
 ) -> AsyncIterator[bytes]:
-    """What follows the first event, to the one end or error. told: hears of the error."""
+    """What follows the first event, to the one end or error. report: receives the error."""
     try:
         while parts := await generation.next():
             chunk = _write(formatter, parts)
@@ -133,12 +133,12 @@ async def _rest(
                 yield chunk
         last = formatter.end()
     except RequestError as error:
-        told(error)
+        report(error)
         last = formatter.error(error)
     except Exception:  # the process edge: a client that has headers still gets an answer
         logger.exception("request %s failed in its stream", generation.head.request_id)
         internal = RequestError("internal", "internal error")
-        told(internal)
+        report(internal)
         last = formatter.error(internal)
     if last:
         yield last

@@ -146,10 +146,10 @@ class Generation:
                 events = await self._context.inbox.take()
             except FAILURES as error:
                 self._observer.failed(excused=isinstance(error, EXCUSED))
-                told = self._told(error)
-                if told.cause == "internal":
+                fault = self._caller_error(error)
+                if fault.cause == "internal":
                     logger.error("request %s failed: %s", self.head.request_id, error)
-                raise told from error
+                raise fault from error
             parts: list[Part] = []
             for slot, event in events:
                 choice = self._choices[slot]
@@ -160,11 +160,11 @@ class Generation:
                 return parts
         return []
 
-    def _told(self, error: Exception) -> RequestError:
-        told, digest = request_error(error, self._call.api), self.head.adapter_digest
+    def _caller_error(self, error: Exception) -> RequestError:
+        fault, digest = request_error(error, self._call.api), self.head.adapter_digest
         if digest is not None:
-            told.headers[DIGEST_HEADER] = digest
-        return told
+            fault.headers[DIGEST_HEADER] = digest
+        return fault
 
     async def finish(self) -> list[ChoiceResult]:
         """Reads to the end: all choices, prompt by prompt, in order. Raises RequestError."""

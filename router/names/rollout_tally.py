@@ -19,7 +19,7 @@ _TTL_S = 7200.0
 _MAX_CLOSED = 1 << 12
 # Books of this router's own, and rollouts of which the store has not heard.
 _MAX_OWN = 1 << 12
-_MAX_UNTOLD = 1 << 12
+_MAX_UNREPORTED = 1 << 12
 _OTHER = "other"
 
 # Counter of a book -> how much.
@@ -59,20 +59,20 @@ class RolloutTally:
         self._clock = clock
         self._closed: dict[tuple[str, int], Mapping[str, int]] = {}
         self._own: dict[tuple[str, int], _Counts] = {}
-        self._untold: dict[str, _Counts] = {}
+        self._unreported: dict[str, _Counts] = {}
 
     async def flush(self) -> None:
         """Raises StoreDown; what was not written is kept for the next time."""
         span = int(self._clock()) // SLICE_S
         self._take(span)
-        while self._untold:
-            rollout = next(iter(self._untold))
-            counts = self._untold.pop(rollout)
+        while self._unreported:
+            rollout = next(iter(self._unreported))
+            counts = self._unreported.pop(rollout)
             try:
                 groups = dict.fromkeys(counts, _OTHER)
                 await self._store.count(_book(rollout, span), counts, groups, _TTL_S)
             except StoreDown:
-                self._untold.setdefault(rollout, Counter()).update(counts)
+                self._unreported.setdefault(rollout, Counter()).update(counts)
                 raise
 
     async def read(self, rollout: str, digest: str, window_s: int, since: int) -> Measured:
@@ -101,8 +101,8 @@ class RolloutTally:
     def _take(self, span: int) -> None:
         for rollout, counts in self._outcomes.take().items():
             self._own.setdefault((rollout, span), Counter()).update(counts)
-            if rollout in self._untold or len(self._untold) < _MAX_UNTOLD:
-                self._untold.setdefault(rollout, Counter()).update(counts)
+            if rollout in self._unreported or len(self._unreported) < _MAX_UNREPORTED:
+                self._unreported.setdefault(rollout, Counter()).update(counts)
         while self._own:
             oldest = next(iter(self._own))
             if len(self._own) <= _MAX_OWN and oldest[1] >= span - MAX_WINDOW_S // SLICE_S:

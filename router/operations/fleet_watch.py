@@ -27,7 +27,7 @@ from router.generation.dispatcher import Dispatcher
 from router.names.catalog import Catalog
 from router.names.registration import Registration
 from router.operations.file_watch import AdaptersFile
-from router.telemetry.told_errors import ToldErrors
+from router.telemetry.caller_errors import CallerErrors
 from router.version import VERSION
 from router.workers.base_model import BaseModel
 from router.workers.client import WorkerClient
@@ -50,7 +50,7 @@ class FleetWatch:
         fleet: Fleet,
         dispatcher: Dispatcher,
         file: AdaptersFile | None,
-        errors: ToldErrors,
+        errors: CallerErrors,
     ) -> None:
         self.closing = asyncio.Event()
         self._base = base

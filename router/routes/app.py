@@ -31,9 +31,9 @@ from router.routes.keys import KeyRoutes, UsageRoutes
 from router.routes.operator import OperatorRoutes
 from router.routes.tokenize import TokenizeRoutes
 from router.service import Service
+from router.telemetry.caller_errors import CallerErrors
 from router.telemetry.metrics import GENERATION_PATHS
 from router.telemetry.request_log import RequestLog
-from router.telemetry.told_errors import ToldErrors
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -214,8 +214,8 @@ def _post(path: str, endpoint: Endpoint) -> Route:
 class _Errors:
     """What ends a request before its first byte, as an answer."""
 
-    def __init__(self, told: ToldErrors) -> None:
-        self._told = told
+    def __init__(self, errors: CallerErrors) -> None:
+        self._errors = errors
 
     async def on_request_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -239,11 +239,11 @@ class _Errors:
         return Response(status_code=CLIENT_GONE_STATUS)
 
     async def on_unforeseen_error(self, request: Request, error: Exception) -> Response:
-        """Nothing of the error is told; the log has it under the request's id."""
+        """The answer shows nothing of the error; the log has it under the request's id."""
         message = f"internal error; request id {request.state.request_id}"
         return await self.on_request_error(request, RequestError("internal", message))
 
     def _answer(self, error: RequestError, request: Request) -> ErrorAnswer:
-        self._told.note(request, error)
-        told: Dialect | None = getattr(request.state, "dialect", None)
-        return error_answer(error, told or dialect_of_path(request.scope["path"]))
+        self._errors.note(request, error)
+        dialect: Dialect | None = getattr(request.state, "dialect", None)
+        return error_answer(error, dialect or dialect_of_path(request.scope["path"]))

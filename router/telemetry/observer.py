@@ -163,11 +163,11 @@ class RequestObserver:
         if self._is_queued:
             adapter = self._adapter
             if adapter is not None and adapter.rollout and self._outcome != "excused":
-                self._metrics.outcomes.add(adapter.rollout, adapter.digest, self._told())
+                self._metrics.outcomes.add(adapter.rollout, adapter.digest, self._sample())
             self._request.notes["gen_ai.usage.output_tokens"] = self._num_generated
         self._charge.close()
 
-    def _told(self) -> GuardSample:
+    def _sample(self) -> GuardSample:
         """Who left before the first token has waited for so long at least.
 
         A cold start says nothing of a version: one with a small share has more of them.

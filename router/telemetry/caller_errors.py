@@ -1,4 +1,4 @@
-"""Every error that a caller is told passes here: counted, traced, and the last ones kept."""
+"""Every error that a caller gets passes here: counted, traced, and the last ones kept."""
 
 import time
 from collections import OrderedDict
@@ -15,7 +15,7 @@ MAX_ERRORS = 64
 MAX_TEXT = 300
 
 
-class ToldErrors:
+class CallerErrors:
     """Bounded: the oldest give way. The same error again is not listed twice.
 
     clock: Unix seconds.

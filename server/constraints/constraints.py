@@ -4,7 +4,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -120,6 +120,10 @@ class Constraints:
             threads.shutdown(wait=False, cancel_futures=True)
         if self._tools.done() and not self._tools.cancelled() and self._tools.exception() is None:
             self._tools.result().checker.close()
+
+    def wait_for_vocabulary(self) -> None:
+        """Block until grammars can be compiled, or are known to be refused."""
+        wait([self._tools])
 
     def _make_tools(self) -> _Tools:
         try:

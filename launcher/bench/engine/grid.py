@@ -119,7 +119,7 @@ def decode(grid: Grid) -> Iterator[StepTime]:
     engine = engine_for(grid)
     bandwidth = copy_bandwidth(grid.device)
     rng, seen = Random(0), set()
-    if any(grid.constrained):  # makes the vocabulary, and starts all that tries grammars out
+    if any(grid.constrained):  # starts all that tries grammars out
         for _ in range(engine.config.grammar.threads):
             engine.run(Load(1, 0, 1, 1, 1, grammars=(endless_json(rng),)))
     for batch, distinct, lora_rank in grid.points():

@@ -12,7 +12,7 @@ import msgspec
 
 from adapters.base import BaseSpec, ModuleShape, SiteKind, module_path
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
 # How several devices share a matrix: by output features, by input features, or not at all.
 Sharding = Literal["column", "row", "none"]
@@ -23,7 +23,11 @@ class RopeSpec(msgspec.Struct, frozen=True):
     """Rotary embedding: `kind` as transformers names it, resolved to plain numbers.
 
     attention_factor multiplies cos and sin. original_context: tokens before
-    scaling (llama3, yarn).
+    scaling (llama3, yarn, longrope). rotary_dim: features of a head that turn, the first ones;
+    None = all. interleaved: pairs are neighbours, `x[2 i]` and `x[2 i + 1]`; else halves,
+    `x[i]` and `x[i + rotary_dim / 2]`. short_factors, long_factors (longrope): divide the
+    frequencies, `[rotary_dim / 2]`; all tokens of a sequence beyond `original_context` take the
+    long ones. Without long ones no sequence gets there.
     """
 
     kind: RopeKind
@@ -36,6 +40,17 @@ class RopeSpec(msgspec.Struct, frozen=True):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+
+class PositionScale(msgspec.Struct, frozen=True):
+    """A factor of a query at a position: `1 + beta * ln(1 + position // context)` (Llama 4)."""
+
+    beta: float
+    context: int
 
 
 class NormSpec(msgspec.Struct, frozen=True):
@@ -105,8 +120,8 @@ class LinearSpec(msgspec.Struct, frozen=True):
 class AttentionSpec(msgspec.Struct, frozen=True):
     """Attention of one layer. scale: of `q k^T`. rope: None = positions do not turn q and k.
     window: a token sees that many latest tokens, itself included; None = all. softcap: scores
-    become `softcap * tanh(score / softcap)`. q_norm, k_norm: over each head, before the rotation;
-    both or none."""
+    become `softcap * tanh(score / softcap)`. q_norm, k_norm: before the rotation, over each
+    head or, where their size says so, all heads together; both or none. q_scale: of rotated q."""
 
     num_heads: int
     num_kv_heads: int
@@ -117,6 +132,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     softcap: float | None = None
     q_norm: NormSpec | None = None
     k_norm: NormSpec | None = None
+    q_scale: PositionScale | None = None
 
     @property
     def q_size(self) -> int:
@@ -130,6 +146,11 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     def qk_epsilon(self) -> float:
         """Of the norms of q and k; 0 without them."""
         return 0.0 if self.q_norm is None else self.q_norm.epsilon
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether the norms of q and k are over all heads together."""
+        return self.q_norm is not None and self.q_norm.size != self.head_dim
 
 
 class MlpSpec(msgspec.Struct, frozen=True):
@@ -231,7 +252,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     def within(self, max_context: int) -> "ModelSpec":
         """The same for contexts of at most so many tokens: a window that no position can leave is
-        no window."""
+        no window, and factors that no sequence reaches are none."""
         return msgspec.structs.replace(
             self, layers=tuple(_within(layer, max_context) for layer in self.layers)
         )
@@ -298,10 +319,12 @@ def layer_path(layer: int, path: str) -> str:
 
 
 def _within(layer: LayerSpec, max_context: int) -> LayerSpec:
-    window = layer.attention.window
-    if window is None or window < max_context:
-        return layer
-    attention = msgspec.structs.replace(layer.attention, window=None)
+    attention, rope = layer.attention, layer.attention.rope
+    if attention.window is not None and attention.window >= max_context:
+        attention = msgspec.structs.replace(attention, window=None)
+    if rope is not None and rope.long_factors and rope.original_context >= max_context:
+        rope = msgspec.structs.replace(rope, long_factors=())
+        attention = msgspec.structs.replace(attention, rope=rope)
     return msgspec.structs.replace(layer, attention=attention)
 
 

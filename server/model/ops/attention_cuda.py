@@ -21,7 +21,7 @@ from server.kernels.lora.pending import PendingDelta
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.prompt_attention import PromptAttention
 from server.model.ops.transfers import to_device
-from server.model.spec import LayerSpec, ModelSpec
+from server.model.spec import LayerSpec, ModelSpec, RopeSpec
 
 _HEAD_DIMS = (64, 128, 256)
 
@@ -57,6 +57,10 @@ def _other_maths(layer: LayerSpec) -> str | None:
         return "a soft cap on attention's scores is left to the reference attention"
     if not isclose(attention.scale, attention.head_dim**-0.5):
         return f"attention's scale of {attention.scale:g} is left to the reference attention"
+    if attention.norms_all_heads:
+        return "norms of q and k over all heads are left to the reference attention"
+    if attention.q_scale is not None:
+        return "a scale of q by position is left to the reference attention"
     if layer.mlp.activation != "silu":
         return f"the activation {layer.mlp.activation} is left to the reference operations"
     return None
@@ -66,6 +70,21 @@ def _other_ropes(model: ModelSpec) -> str | None:
     ropes = {layer.attention.rope for layer in model.layers}
     if len(ropes) > 1 or None in ropes:
         return "rotation that differs between layers is left to the reference attention"
+    return next(filter(None, map(_other_rope, ropes)), None)
+
+
+def _other_rope(rope: RopeSpec | None) -> str | None:
+    if rope is None:
+        return None
+    if rope.rotary_dim is not None:
+        return "rotation of a part of each head is left to the reference attention"
+    if rope.interleaved:
+        return "rotation of neighbouring pairs is left to the reference attention"
+    if rope.long_factors:
+        return (
+            "rotation by the length of a sequence is left to the reference attention; with a"
+            f" --max-context of at most {rope.original_context} the model has none"
+        )
     return None
 
 

@@ -1,0 +1,70 @@
+"""What of a model is left to the reference operations, and that its reason is named."""
+
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from server.model.families.registry import read_model
+from server.model.spec import ModelSpec, NormSpec, PositionScale
+from tests.server.model import fake_flashinfer
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def changed(attention: dict[str, Any], rope: dict[str, Any]) -> ModelSpec:
+    model = read_model(LLAMA)
+    layer = model.layers[0]
+    turned = replace(layer.attention.rope, **rope)  # type: ignore[type-var]
+    changes = {"rope": turned, **attention}
+    layer = replace(layer, attention=replace(layer.attention, **changes))
+    return replace(model, layers=(layer,) * model.num_layers)
+
+
+def wide(name: str) -> NormSpec:
+    return NormSpec(f"self_attn.{name}_norm", 128, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attention", "rope", "reason"),
+    [
+        ({}, {}, None),
+        ({"q_norm": wide("q"), "k_norm": wide("k")}, {}, "norms of q and k over all heads"),
+        ({"q_scale": PositionScale(0.1, 16)}, {}, "scale of q by position"),
+        ({"rope": None}, {}, "differs between layers"),
+        ({}, {"rotary_dim": 32}, "part of each head"),
+        ({}, {"interleaved": True}, "neighbouring pairs"),
+        ({}, {"short_factors": (1.0,) * 32, "attention_factor": 1.2}, None),
+        ({}, {"long_factors": (1.0,) * 32, "original_context": 64}, "--max-context of at most 64"),
+    ],
+)
+def test_other_maths_is_named(
+    attention: dict[str, Any],
+    rope: dict[str, Any],
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_flashinfer.install(monkeypatch)
+    from server.model.ops.attention_cuda import unsupported
+
+    said = unsupported(changed(attention, rope), torch.bfloat16, (9, 0))
+    assert said is None if reason is None else reason in str(said)
+    fake_flashinfer.forget()
+
+
+def test_no_sequence_is_long_within_the_original_context() -> None:
+    factors = {"short_factors": (1.0,) * 32, "long_factors": (2.0,) * 32, "original_context": 64}
+    model = changed({}, factors)
+    (rope,) = {layer.attention.rope for layer in model.within(64).layers}
+    assert rope is not None
+    assert not rope.long_factors
+    assert model.within(65) == model

@@ -25,6 +25,7 @@ from server.model.spec import (
 
 # transformers' names of one function.
 _SILU = ("silu", "swish")
+_MOST_LAYERS = 4096
 _EXTRA_LAYERS = "num_nextn_predict_layers"
 
 Reader = Callable[[Fields, Mapping[str, Any]], ModelSpec]
@@ -85,6 +86,9 @@ def read_sizes(
     kv_heads = fields.positive("num_key_value_heads", kv_heads or heads)
     head_dim = fields.positive("head_dim", head_dim or max(hidden // heads, 1))
     is_sound = len(fields.problems) == before
+    if layers > _MOST_LAYERS:
+        fields.refuse(f"num_hidden_layers must be at most {_MOST_LAYERS}, got {layers}")
+        layers = 1
     if is_sound and heads % kv_heads:
         fields.refuse(f"{heads} attention heads do not divide among {kv_heads} key-value heads")
     if is_sound and head_dim % 2:
@@ -134,7 +138,10 @@ def read_windows(
     kinds = fields.config.get("layer_types")
     if kinds is None:
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(len(full))]
-    if len(kinds) != len(full) or not set(kinds) <= {"full_attention", "sliding_attention"}:
+    known = isinstance(kinds, list) and all(
+        kind in ("full_attention", "sliding_attention") for kind in kinds
+    )
+    if not known or len(kinds) != len(full):
         fields.refuse("layer_types must say full_attention or sliding_attention for each layer")
         return full
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -27,7 +27,7 @@ def read_model(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     Raises ValueError: of a model of another type with that alone, else with every unsupported
     or malformed key at once, what matters most first.
     """
-    reason = other_family(config, tuple(FAMILIES))
+    reason = other_family(config, FAMILIES)
     if reason is not None:
         raise ValueError(reason)
     family, fields = FAMILIES[config["model_type"]], Fields(config)

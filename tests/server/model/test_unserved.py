@@ -3,22 +3,28 @@
 The tables are of the shapes that models on the Hub have; none of them is complete.
 """
 
+import fnmatch
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from launcher.__main__ import main
 from server.model.checkpoint.checkpoint import CheckpointError
 from server.model.checkpoint.tensor_table import check_folder
-from server.model.families.registry import read_model
+from server.model.families import missing_parts
+from server.model.families.registry import FAMILIES, read_model
 from tests.server.model.families.test_readers import LLAMA
 from tests.server.model.hub_models import make_model, save_model
 
-SERVED = "served are llama, mistral, qwen2 and qwen3"
+LISTED = "`loraplex info` lists what is"
 ROPE = {"rope_theta": 1e6, "rope_type": "default"}
 TEXT = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
+
+# Types that come with code of their own, which transformers does not know.
+OF_OTHER_CODE = ("plamo2", "deepseek_vl_v2", "kimi_k2", "stripedhyena")
 
 # Of another type: whatever else they say, that is the reason.
 OTHERS: dict[str, dict[str, Any]] = {
@@ -77,7 +83,57 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_of_another_type_that_alone_is_said(model_type: str) -> None:
     with pytest.raises(ValueError, match="not served") as caught:
         read_model({"model_type": model_type, **OTHERS[model_type]})
-    assert str(caught.value) == f"model type {model_type!r} is not served; {SERVED}"
+    sentence = str(caught.value)
+    assert sentence.startswith(f"model type {model_type!r} is not served")
+    assert len(sentence) < 160
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"model_type": "qwen3_5_text"}, "linear attention with recurrent state"),
+        ({"model_type": "qwen3_next"}, "linear attention with recurrent state"),
+        ({"model_type": "gemma4_text"}, "embeddings of each layer, and layers that share"),
+        ({"model_type": "deepseek_v3"}, "multi-head latent attention"),
+        ({"model_type": "glm4_moe"}, "a router that chooses experts by corrected scores"),
+        ({"model_type": "llama4"}, "attention in chunks"),
+        ({"model_type": "jamba"}, "state-space layers"),
+        ({"model_type": "rwkv"}, "recurrent layers"),
+        ({"model_type": "bert"}, "attention to later tokens"),
+        ({"model_type": "t5"}, "an encoder whose output the decoder attends to"),
+        ({"model_type": "made_up", "kv_lora_rank": 512}, "multi-head latent attention"),
+        ({"model_type": "made_up", "is_encoder_decoder": True}, "an encoder whose output"),
+        ({"model_type": "made_up", "layer_types": ["linear_attention"]}, "linear attention"),
+    ],
+)
+def test_the_missing_part_is_named(config: dict[str, Any], part: str) -> None:
+    with pytest.raises(ValueError, match="is not served: it needs") as caught:
+        read_model(config)
+    assert f": it needs {part}" in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", ["made_up", 7, ["llama"], {}, "x" * 5000, "a\nb"])
+def test_of_an_unknown_type_the_list_is_named(model_type: object) -> None:
+    with pytest.raises(ValueError, match="is not served; ") as caught:
+        read_model({"model_type": model_type, "layer_types": 3})
+    assert str(caught.value).endswith(LISTED)
+    assert len(str(caught.value)) < 260
+    assert "\n" not in str(caught.value)
+
+
+def test_every_other_type_of_transformers_gets_one_sentence() -> None:
+    for model_type in set(CONFIG_MAPPING.keys()) - set(FAMILIES):
+        with pytest.raises(ValueError, match="is not served") as caught:
+            read_model({"model_type": model_type, "num_hidden_layers": "many"})
+        sentence = str(caught.value)
+        assert sentence.count("; ") + sentence.count(": ") == 1, sentence
+
+
+def test_rows_of_missing_parts_are_of_types_that_there_are() -> None:
+    known = {*CONFIG_MAPPING.keys(), *OF_OTHER_CODE}
+    for part, patterns in missing_parts.BY_TYPE.items():
+        for pattern in patterns:
+            assert fnmatch.filter(known, pattern), f"{part}: {pattern}"
 
 
 # Of a served type: the reason that comes first.
@@ -108,8 +164,8 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mlx": ({"quantization": {"group_size": 64, "bits": 4}}, "quantization: quantised weights"),
     "code": (
-        {"auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}},
-        "auto_map: the model needs code of its own",
+        {"auto_map": {"AutoModelForCausalLM": "modeling_deci.DeciLMForCausalLM"}},
+        "auto_map: the model needs code of its own ('modeling_deci.DeciLMForCausalLM')",
     ),
 }
 
@@ -123,6 +179,33 @@ def test_of_another_form_that_comes_first(form: str) -> None:
     first, *others = str(caught.value).removeprefix("this model is not supported: ").split("; ")
     assert f"{first}; {'; '.join(others)}".startswith(reason)
     assert others[-1] == "rms_norm_eps must be a positive number, got 0"
+
+
+@pytest.mark.parametrize("code", ["modeling_llama", "org/repo--modeling_llama"])
+def test_code_under_the_name_of_the_served_class_is_left_out(code: str) -> None:
+    mapped = {"AutoConfig": "configuration.C", "AutoModelForCausalLM": f"{code}.LlamaForCausalLM"}
+    assert read_model({**LLAMA, "auto_map": mapped}) == read_model(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"auto_map": "modeling_llama"},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": {"a": 1}},
+        {"quantization_config": "fp8"},
+        {"quantization_config": [1]},
+        {"rope_scaling": "linear"},
+        {"rope_scaling": {"rope_type": ["linear"]}},
+        {"num_hidden_layers": 10**9},
+        {"model_type": "mistral", "architectures": [], "layer_types": 5},
+        {"model_type": "mistral", "architectures": [], "layer_types": [["full_attention"]] * 2},
+        {"hidden_act": ["silu"]},
+    ],
+)
+def test_malformed_entries_are_refused_and_never_raise_otherwise(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not supported"):
+        read_model({**LLAMA, "num_key_value_heads": 4, "sliding_window": 8, **changes})
 
 
 @pytest.mark.parametrize("gone", ["hidden_size", "vocab_size", "num_attention_heads"])

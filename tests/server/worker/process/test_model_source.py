@@ -179,11 +179,11 @@ def test_what_fails_is_said_in_a_sentence(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_what_is_not_served_is_said_before_weights_come(hub: Hub, tmp_path: Path) -> None:
-    other = b'{"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"}'
-    hub.repositories["org/gemma"] = {"config.json": other, "model.safetensors": b"x"}
-    said = find(hub, tmp_path / "home", "org/gemma")
-    served = "served are llama, mistral, qwen2 and qwen3"
-    assert said == f"org/gemma: model type 'gemma2' is not served; {served}"
+    other = b'{"model_type": "jamba", "hidden_act": "silu"}'
+    hub.repositories["org/jamba"] = {"config.json": other, "model.safetensors": b"x"}
+    said = find(hub, tmp_path / "home", "org/jamba")
+    needs = "it needs state-space layers (Mamba's)"
+    assert said == f"org/jamba: model type 'jamba' is not served: {needs}"
     assert hub.fetched == ["config.json"]
 
 

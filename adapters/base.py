@@ -5,7 +5,16 @@ from typing import Literal
 
 import msgspec
 
-SiteKind = Literal["qkv", "o", "gate_up", "down", "embed_tokens", "lm_head"]
+SiteKind = Literal[
+    "qkv",
+    "o",
+    "gate_up",
+    "down",
+    "experts_gate_up",
+    "experts_down",
+    "embed_tokens",
+    "lm_head",
+]
 
 # A *site* is one fused matrix product of the base; its projections share the input. These are of
 # Llama and of models after it.
@@ -18,14 +27,54 @@ SITE_PROJECTIONS: dict[SiteKind, tuple[str, ...]] = {
     "lm_head": ("lm_head",),
 }
 MODEL_SITES: tuple[SiteKind, ...] = ("embed_tokens", "lm_head")
+# Stands for an expert's number in the path of a module that each expert of a layer has.
+ANY_EXPERT = "{}"
 
 
 class ModuleShape(msgspec.Struct, frozen=True):
-    """A linear module `y = x W^T`. path: as in the checkpoint, e.g. `self_attn.q_proj`."""
+    """A linear module `y = x W^T`. path: as in the checkpoint, e.g. `self_attn.q_proj`.
+
+    experts: how many experts of a layer have such a module; its path has `{}` for their number, as
+    in `mlp.experts.{}.gate_proj`. 1 = an ordinary module. layers: those that have it; None = all.
+    """
 
     path: str
     in_features: int
     out_features: int
+    experts: int = 1
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def is_of_experts(self) -> bool:
+        return ANY_EXPERT in self.path
+
+    def is_in(self, layer: int) -> bool:
+        return self.layers is None or layer in self.layers
+
+
+class ExpertWeight(msgspec.Struct, frozen=True):
+    """The weights of all experts of a layer in one tensor, which PEFT's `target_parameters` names.
+
+    path: within the layer, `mlp.experts.gate_up_proj`. parts: short names of the modules whose
+    output rows it holds, in order. interleaved: the parts' rows take turns; else they lie one part
+    below the other. transposed: stored as `[experts, in, out]` and not `[experts, out, in]`.
+    """
+
+    path: str
+    parts: tuple[str, ...]
+    interleaved: bool = False
+    transposed: bool = False
+
+    @property
+    def holder(self) -> str:
+        """The module that has the tensor."""
+        return self.path.rpartition(".")[0]
+
+
+def module_name(path: str) -> str:
+    """A module's short name: `q_proj`, and `experts.gate_proj` of one that each expert has."""
+    head, _, last = path.rpartition(".")
+    return f"experts.{last}" if head.endswith(ANY_EXPERT) else last
 
 
 def module_path(shape: ModuleShape, layer: int) -> str:
@@ -38,7 +87,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
 
     digest: identity of the base (sha256 hex); "" = it was inferred from an adapter's tensors.
     names: what it is called; `adapters.base_names` says which other names mean the same.
-    layer_modules: short name (`q_proj`, …) -> shape; the same in every layer.
+    layer_modules: short name (`q_proj`, …; see `module_name`) -> shape; the same in every layer
+        that has the module.
     model_modules: `embed_tokens` (in = vocabulary, out = hidden) and `lm_head` -> shape.
     embedding_digests: `embed_tokens` and `lm_head` -> `float_digest` of the base's weights
         (`adapters.safetensors.floats`). An adapter that brings an equal copy of them, as PEFT
@@ -46,6 +96,9 @@ class BaseSpec(msgspec.Struct, frozen=True):
     sites: the modules of each site, in the order of a step within a layer.
     tokens: text -> id, all that the base's tokenizer knows; None = not known.
     eos_token_ids: ids that its files name as the end of an answer.
+    expert_weights: tensors that hold all experts of a layer, in the order in which transformers
+        registers them.
+    routers: paths, within a layer, of modules that choose experts. Adapters may not change them.
     """
 
     digest: str
@@ -61,6 +114,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
     embedding_digests: dict[str, str] = {}
     tokens: dict[str, int] | None = None
     eos_token_ids: tuple[int, ...] = ()
+    expert_weights: tuple[ExpertWeight, ...] = ()
+    routers: tuple[str, ...] = ()
 
     @property
     def is_inferred(self) -> bool:
@@ -68,7 +123,8 @@ class BaseSpec(msgspec.Struct, frozen=True):
 
 
 class BaseModule(msgspec.Struct, frozen=True):
-    """One module of the base. layer: 0-based, -1 outside the layers. path: its whole name."""
+    """One module of the base, or one of all experts of a layer. layer: 0-based, -1 outside the
+    layers. path: its whole name."""
 
     layer: int
     name: str
@@ -80,6 +136,7 @@ def base_modules(base: BaseSpec) -> Iterator[BaseModule]:
     """By layer, then those outside the layers."""
     for layer in range(base.num_layers):
         for name, shape in base.layer_modules.items():
-            yield BaseModule(layer, name, module_path(shape, layer), shape)
+            if shape.is_in(layer):
+                yield BaseModule(layer, name, module_path(shape, layer), shape)
     for name, shape in base.model_modules.items():
         yield BaseModule(-1, name, shape.path, shape)

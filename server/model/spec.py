@@ -198,7 +198,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True):
-    """A table `[vocab_size, size]`, whose rows are multiplied by `scale`."""
+    """A table `[vocab_size, size]`, whose rows are multiplied by `scale`, rounded to the dtype."""
 
     path: str
     vocab_size: int

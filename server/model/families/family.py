@@ -23,8 +23,13 @@ from server.model.spec import (
     RopeSpec,
 )
 
-# transformers' names of one function.
-_SILU = ("silu", "swish")
+# By transformers' names of it.
+_ACTIVATIONS: dict[object, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_FULL, _WINDOWED = "full_attention", "sliding_attention"
 _MOST_LAYERS = 4096
 _EXTRA_LAYERS = "num_nextn_predict_layers"
 
@@ -101,11 +106,29 @@ def read_sizes(
 
 def refuse_other_maths(fields: Fields) -> None:
     """What no model with a gated SiLU and causal attention has."""
+    activation = fields.config.get("hidden_act", "silu")
+    if _ACTIVATIONS.get(activation) != "silu":
+        fields.refuse(f"hidden_act must be 'silu', got {activation!r}")
+    refuse_other_attention(fields)
+
+
+def refuse_other_attention(fields: Fields) -> None:
+    """Attention that is not causal."""
     config = fields.config
-    if config.get("hidden_act", "silu") not in _SILU:
-        fields.refuse(f"hidden_act must be 'silu', got {config['hidden_act']!r}")
     if config.get("is_causal", True) is not True:
         fields.refuse(f"is_causal must be true, got {config['is_causal']!r}")
+    if config.get("use_bidirectional_attention"):
+        both = config["use_bidirectional_attention"]
+        fields.refuse(f"use_bidirectional_attention must be false, got {both!r}")
+
+
+def read_activation(fields: Fields, key: str, value: object) -> Activation:
+    """value: of the key, or what holds without the key."""
+    activation = _ACTIVATIONS.get(value)
+    if activation is None:
+        fields.refuse(f"{key} must be one of {', '.join(map(str, _ACTIVATIONS))}, got {value!r}")
+        return "silu"
+    return activation
 
 
 def read_eos(
@@ -125,26 +148,36 @@ def read_eos(
 
 
 def read_windows(
-    fields: Fields, sizes: ModelSizes, window: object, first: int = 0
+    fields: Fields,
+    sizes: ModelSizes,
+    window: object,
+    has_window: Callable[[int], bool] = lambda _: True,
 ) -> tuple[int | None, ...]:
     """The attention window of each layer, in tokens. window: of those that have one; None or 0 =
-    none has. first: the first layer with one, where `layer_types` says nothing."""
+    none has. has_window: whether a layer has one, where `layer_types` says nothing."""
     full: tuple[int | None, ...] = (None,) * sizes.layers
     if not sizes.is_sound or window is None or (type(window) is int and window == 0):
         return full
     if not isinstance(window, int) or window <= 0:
         fields.refuse(f"sliding_window must be a positive integer, got {window!r}")
         return full
+    windowed = read_windowed(fields, sizes, has_window)
+    return tuple(window if has else None for has in windowed)
+
+
+def read_windowed(
+    fields: Fields, sizes: ModelSizes, has_window: Callable[[int], bool]
+) -> tuple[bool, ...]:
+    """Which layers are of the kind that has a window; has_window: as of `read_windows`."""
     kinds = fields.config.get("layer_types")
+    usual = tuple(map(has_window, range(sizes.layers)))
     if kinds is None:
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(len(full))]
-    known = isinstance(kinds, list) and all(
-        kind in ("full_attention", "sliding_attention") for kind in kinds
-    )
-    if not known or len(kinds) != len(full):
-        fields.refuse("layer_types must say full_attention or sliding_attention for each layer")
-        return full
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        return usual
+    known = isinstance(kinds, list) and all(kind in (_FULL, _WINDOWED) for kind in kinds)
+    if not known or len(kinds) != sizes.layers:
+        fields.refuse(f"layer_types must say {_FULL} or {_WINDOWED} for each layer")
+        return usual
+    return tuple(kind == _WINDOWED for kind in kinds)
 
 
 def attention(

@@ -31,4 +31,4 @@ def read_windows(fields: Fields, sizes: family.ModelSizes) -> tuple[int | None, 
     asked = config.get("use_sliding_window", False)
     window = config.get("sliding_window", _WINDOW) if asked else None
     first = config.get("max_window_layers", _WINDOW_LAYERS)
-    return family.read_windows(fields, sizes, window, first)
+    return family.read_windows(fields, sizes, window, lambda layer: layer >= first)

@@ -6,7 +6,7 @@ A key that would change the maths and is not implemented is refused by name; not
 from collections.abc import Mapping
 from typing import Any
 
-from server.model.families import llama, mistral, qwen2, qwen3
+from server.model.families import gemma, llama, mistral, qwen2, qwen3
 from server.model.families.family import Family
 from server.model.families.fields import Fields
 from server.model.families.refusals import other_family, other_forms
@@ -14,6 +14,7 @@ from server.model.spec import ModelSpec
 
 # By `model_type`. A new family is a reader and a line here.
 FAMILIES: dict[str, Family] = {
+    "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
     "llama": Family("LlamaForCausalLM", llama.read),
     "mistral": Family("MistralForCausalLM", mistral.read),
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read),

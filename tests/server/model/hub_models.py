@@ -5,17 +5,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
+
+from tests.server.model.families.variants import VARIANTS
 
 VOCAB = 97
 SIZES: dict[str, Any] = {
@@ -31,59 +23,12 @@ SIZES: dict[str, Any] = {
     # Wide enough that logits differ by much more than rounding.
     "initializer_range": 0.15,
 }
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
-# name -> (family, what differs from SIZES)
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("llama", {"num_key_value_heads": 4}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama-biases-tied": (
-        "llama",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
-    "llama-linear": (
-        "llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
-    ),
-    "llama-dynamic": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-    ),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "mistral-window": ("mistral", {"sliding_window": 7}),
-    "mistral-head-dim": ("mistral", {"head_dim": 32, "sliding_window": None}),
-    "qwen2": ("qwen2", {}),
-    "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN_ROPE}),
-    "qwen2-window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    ),
-    "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
-    "qwen3-biases": ("qwen3", {"head_dim": 16, "attention_bias": True}),
-}
 
 
 def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    family, changes = VARIANTS[name]
-    return random_model(*_CLASSES[family], seed, **{**SIZES, **changes, **overrides})
+    """name: of a row of VARIANTS."""
+    row = VARIANTS[name]
+    return random_model(row.config, row.model, seed, **{**SIZES, **row.settings, **overrides})
 
 
 def random_model(

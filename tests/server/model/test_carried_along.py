@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from server.model.checkpoint.checkpoint import CheckpointError
 from server.model.checkpoint.tensor_table import check_folder
 from tests.server.model.driver import Driver, Stream, generate
+from tests.server.model.families.parity import GREEDY, assert_parity, prompt
 from tests.server.model.hub_models import make_model, save_model
-from tests.server.model.test_parity import GREEDY, assert_parity, prompt
 
 Tensors = dict[str, torch.Tensor]
 LAYERS = 3

@@ -39,11 +39,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
     "gemma": {"architectures": ["GemmaForCausalLM"], "head_dim": 256, "hidden_act": "gelu"},
-    "gemma2": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": 50.0,
-    },
     "gemma3": {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": TEXT},
     "phi": {"architectures": ["PhiForCausalLM"], "partial_rotary_factor": 0.4},
     "phi3": {

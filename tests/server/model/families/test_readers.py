@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from server.model.families.registry import read_model
 from server.model.ops.rope import inverse_frequencies
 from server.model.spec import ModelSpec, RopeSpec, base_spec
-from tests.server.model.hub_models import LLAMA3_ROPE, VARIANTS, make_model
+from tests.server.model.families.variants import LLAMA3_ROPE, VARIANTS
+from tests.server.model.hub_models import make_model
 
 LLAMA = {
     "model_type": "llama",
@@ -47,12 +49,7 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     spec = base_spec(config, "d" * 64, ("base",))
     modules = dict(model.named_modules())
     assert spec.num_layers == config.num_layers == 3
-    assert set(spec.layer_modules) == {
-        *(f"{p}_proj" for p in "qkvo"),
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    }
+    assert set(spec.layer_modules) == set(VARIANTS[name].targets)
     for layer in range(spec.num_layers):
         for short, shape in spec.layer_modules.items():
             weight: Any = modules[f"model.layers.{layer}.{shape.path}"].weight
@@ -163,7 +160,7 @@ def test_windows_that_contexts_cannot_leave_are_none() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gemma2"}, "gemma2"),
+        ({"model_type": "gpt2"}, "gpt2"),
         ({"model_type": None}, "model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "gelu"),
@@ -200,3 +197,11 @@ def test_every_problem_at_once() -> None:
     assert "hidden_act" in text
     assert "vocab_size" in text
     assert "'su'" in text
+
+
+def test_layers_must_share_heads_and_modules() -> None:
+    model = read()
+    first, *others = model.layers
+    attention = replace(first.attention, num_kv_heads=1)
+    with pytest.raises(ValueError, match="same heads"):
+        replace(model, layers=(replace(first, attention=attention), *others))

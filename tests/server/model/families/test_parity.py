@@ -6,67 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from adapters.manifest import SlabDtype
-from server.protocol import SamplingParams
 from tests.server.model.adapter_zoo import ZOO, with_zoo
-from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate, step
-from tests.server.model.hub_models import (
-    VARIANTS,
-    VOCAB,
-    make_model,
-    reference_logprobs,
-    save_model,
+from tests.server.model.driver import Driver, Stream, generate, step
+from tests.server.model.families.parity import (
+    GREEDY,
+    TOLERANCE,
+    Served,
+    assert_parity,
+    prompt,
+    round_adapters,
 )
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.hub_models import make_model, reference_logprobs, save_model
 from tests.server.model.slabs import pack
 
-TOLERANCE = 1e-4
-GREEDY = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=2)
 # PEFT says what it does about fan_in_fan_out and tied weights; that is what we compare with.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-
-
-def rounding(
-    model: PreTrainedModel | PeftModel, adapter: str | None, ids: list[int], found: torch.Tensor
-) -> float:
-    """How far float32 alone takes the oracle from itself: some weights and prompts are such that
-    any two ways of adding up differ by more than others do."""
-    exact = reference_logprobs(model.double(), adapter, ids)
-    model.float()  # as it was, to the bit
-    return float((found - exact).abs().max())
-
-
-def assert_parity(model: PreTrainedModel | PeftModel, adapter: str | None, stream: Stream) -> None:
-    """Prompt logprobs and the whole distribution at every decoded place."""
-    expected = reference_logprobs(model, adapter, stream.tokens)
-    tolerance = TOLERANCE + 10 * rounding(model, adapter, stream.tokens, expected)
-    assert len(stream.prompt_logprobs) == stream.prompt_len - 1
-    for place, found in enumerate(stream.prompt_logprobs):
-        assert found.token_id == stream.tokens[place + 1]
-        assert found.logprob == pytest.approx(expected[place, found.token_id].item(), abs=tolerance)
-        value = expected[place, found.token_id].item()
-        least, most = (
-            1 + int((expected[place] > value + shift).sum()) for shift in (tolerance, -tolerance)
-        )
-        assert found.rank is not None
-        assert least <= found.rank <= most
-        best = expected[place].topk(2)
-        assert [v for _, v in found.top] == pytest.approx(best.values.tolist(), abs=tolerance)
-    assert len(stream.logprobs) == len(stream.output)
-    for i, found in enumerate(stream.logprobs):
-        row = expected[stream.prompt_len - 1 + i]
-        got = torch.full((VOCAB,), float("nan"))
-        got[[token for token, _ in found.top]] = torch.tensor([value for _, value in found.top])
-        assert (got - row).abs().max().item() < tolerance
-        assert found.token_id == stream.output[i]
-        assert row[found.token_id].item() > row.max().item() - tolerance
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -110,54 +68,7 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
     driver.close()
 
 
-class Served:
-    """A base with every adapter of the zoo on the device, and the oracle beside it.
-
-    stored: what the adapters' files hold; PEFT then has the values that are stored, in float32.
-    """
-
-    def __init__(self, name: str, folder: Path, stored: torch.dtype | None = None) -> None:
-        base = make_model(name)
-        self.driver = Driver(save_model(base, folder))
-        self.oracle = with_zoo(base)
-        self.slabs = {adapter: pack(self.oracle, adapter, stored=stored) for adapter in ZOO}
-        if stored is not None:
-            round_adapters(self.oracle, stored)
-        self.slots: dict[str | None, int] = {None: -1}
-        first = 0
-        for slot, (adapter, (layout, slab)) in enumerate(self.slabs.items()):
-            assert self.driver.load(slot, layout, slab, first).error is None
-            self.slots[adapter] = slot
-            first += sum(layout.runs)
-        self.next_extent = first
-
-    def streams(self, lengths: tuple[int, ...]) -> list[tuple[str | None, Stream]]:
-        names = [*self.slots, *self.slots]
-        return [
-            (
-                name,
-                Stream(
-                    self.driver,
-                    row,
-                    prompt(lengths[row % len(lengths)], row),
-                    slot=self.slots[name],
-                    sampling=GREEDY,
-                ),
-            )
-            for row, name in enumerate(names)
-        ]
-
-
-def round_adapters(model: PeftModel, dtype: torch.dtype) -> None:
-    """Every LoRA weight becomes the nearest value of this dtype."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(parameter.to(dtype).to(parameter.dtype))
-
-
-# One of each family, tied and untied, with and without biases and q/k norm.
-ADAPTED = ("llama3", "llama-biases-tied", "mistral-window", "qwen2", "qwen3")
+ADAPTED = [name for name, variant in VARIANTS.items() if variant.is_adapted]
 
 
 @pytest.fixture(scope="module", params=ADAPTED)
@@ -224,7 +135,8 @@ def test_prefills_between_decodes(served: Served) -> None:
 
 
 def test_evicted_and_reloaded_elsewhere(served: Served) -> None:
-    """Slots and extents change hands; a running neighbour keeps its own weights."""
+    """Slots and extents change hands; a running neighbour keeps its own weights. A stream that
+    begins again with the tokens accepted so far goes on as the neighbour does."""
     driver = served.driver
     slots = served.slots
     neighbour = Stream(driver, 0, prompt(12, 1), slot=slots["rank1"], sampling=GREEDY)
@@ -241,15 +153,20 @@ def test_evicted_and_reloaded_elsewhere(served: Served) -> None:
         Stream(driver, row, prompt(10, row), slot=slots[adapter], sampling=GREEDY)
         for row, adapter in ((1, one), (2, other))
     ]
-    generate(driver, [neighbour, *streams], 6, 64)
+    again = {"slot": slots["rank1"], "sampling": GREEDY, "accepted": neighbour.output}
+    resumed = Stream(driver, 3, prompt(12, 1), **again)
+    generate(driver, [neighbour, *streams, resumed], 6, 5)
     for adapter, stream in (("rank1", neighbour), (one, streams[0]), (other, streams[1])):
         assert_parity(served.oracle, adapter, stream)
         stream.free()
+    assert_parity(served.oracle, "rank1", resumed, accepted=2)
+    assert resumed.output == neighbour.output
+    resumed.free()
 
 
 def test_adapters_change_the_answer(served: Served) -> None:
     """Guards the tests above: an adapter that did nothing would agree with nothing."""
     ids = prompt(12, 5)
     base = reference_logprobs(served.oracle, None, ids)
-    for adapter in ZOO:
+    for adapter in served.adapters:
         assert (reference_logprobs(served.oracle, adapter, ids) - base).abs().max() > 0.05

@@ -1,0 +1,87 @@
+"""Gemma 1, 2 and 3: norms stored less one, a scaled embedding, a GELU in the MLP. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from server.model.families import family
+from server.model.families.fields import Fields
+from server.model.families.rope import read_rope
+from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, NormsSpec
+
+_ACTIVATION = "gelu_pytorch_tanh"
+_HEAD_DIM = 256
+_EOS = 1
+_WINDOW = 4096
+_SCALAR = 256
+
+
+def read_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Soft caps on scores and logits; a window in every other layer, from the first on."""
+    config = fields.config
+    sizes = _read_sizes(fields, kv_heads=4)
+    rope, max_context = read_rope(fields, sizes.positions)
+    scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
+    softcap = _read_softcap(fields, "attn_logit_softcapping", 50.0)
+    window = config.get("sliding_window", _WINDOW)
+    windows = family.read_windows(fields, sizes, window, lambda layer: layer % 2 == 0)
+    layers = _layers(
+        fields,
+        sizes,
+        [family.attention(sizes, rope, each, scale=scale, softcap=softcap) for each in windows],
+    )
+    cap = _read_softcap(fields, "final_logit_softcapping", 30.0)
+    return _model(fields, generation, sizes, layers, max_context, cap)
+
+
+def _read_sizes(fields: Fields, kv_heads: int) -> family.ModelSizes:
+    family.refuse_other_attention(fields)
+    return family.read_sizes(fields, kv_heads=kv_heads, head_dim=_HEAD_DIM)
+
+
+def _read_softcap(fields: Fields, key: str, usual: float) -> float | None:
+    """usual: where `config.json` has no such key; null = no cap."""
+    if fields.config.get(key, usual) is None:
+        return None
+    return fields.number(fields.config, key, usual)
+
+
+def _norm(path: str, size: int, sizes: family.ModelSizes) -> NormSpec:
+    return NormSpec(path, size, sizes.epsilon, offset=1.0)
+
+
+def _layers(
+    fields: Fields, sizes: family.ModelSizes, attentions: Sequence[AttentionSpec]
+) -> list[LayerSpec]:
+    """With norms before and behind attention and MLP."""
+    norms = NormsSpec(
+        pre_attention=_norm("input_layernorm", sizes.hidden, sizes),
+        post_attention=_norm("post_attention_layernorm", sizes.hidden, sizes),
+        pre_mlp=_norm("pre_feedforward_layernorm", sizes.hidden, sizes),
+        post_mlp=_norm("post_feedforward_layernorm", sizes.hidden, sizes),
+    )
+    named = fields.config.get("hidden_activation", _ACTIVATION)
+    activation = family.read_activation(fields, "hidden_activation", named)
+    bias = bool(fields.config.get("attention_bias", False))
+    biases = family.Biases(qkv=bias, o=bias)
+    return [family.layer(sizes, of, biases, norms, activation) for of in attentions]
+
+
+def _model(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    sizes: family.ModelSizes,
+    layers: Sequence[LayerSpec],
+    max_context: int,
+    softcap: float | None = None,
+) -> ModelSpec:
+    """softcap: of logits."""
+    eos = family.read_eos(fields, generation, sizes, default=_EOS)
+    plain = family.model(fields, sizes, layers, max_context, eos, tied=True)
+    return replace(
+        plain,
+        embedding=replace(plain.embedding, scale=sizes.hidden**0.5),
+        norm=_norm(plain.norm.path, sizes.hidden, sizes),
+        head=replace(plain.head, softcap=softcap),
+    )

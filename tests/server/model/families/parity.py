@@ -1,0 +1,111 @@
+"""How parity with transformers and PEFT is measured: float32, logprobs within 1e-4."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from server.protocol import SamplingParams
+from tests.server.model.adapter_zoo import with_zoo, zoo_of
+from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream
+from tests.server.model.families.variants import VARIANTS
+from tests.server.model.hub_models import VOCAB, make_model, reference_logprobs, save_model
+from tests.server.model.slabs import pack
+
+TOLERANCE = 1e-4
+GREEDY = SamplingParams(temperature=0.0, logprobs=EVERY_LOGPROB, prompt_logprobs=2)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def rounding(
+    model: PreTrainedModel | PeftModel, adapter: str | None, ids: list[int], found: torch.Tensor
+) -> float:
+    """How far float32 alone takes the oracle from itself: some weights and prompts are such that
+    any two ways of adding up differ by more than others do."""
+    exact = reference_logprobs(model.double(), adapter, ids)
+    model.float()  # as it was, to the bit
+    return float((found - exact).abs().max())
+
+
+def assert_parity(
+    model: PreTrainedModel | PeftModel, adapter: str | None, stream: Stream, accepted: int = 0
+) -> None:
+    """Prompt logprobs and the whole distribution at every place decoded here.
+
+    accepted: tokens of output that the stream began with.
+    """
+    expected = reference_logprobs(model, adapter, stream.tokens)
+    tolerance = TOLERANCE + 10 * rounding(model, adapter, stream.tokens, expected)
+    assert len(stream.prompt_logprobs) == stream.prompt_len - 1
+    for place, found in enumerate(stream.prompt_logprobs):
+        assert found.token_id == stream.tokens[place + 1]
+        assert found.logprob == pytest.approx(expected[place, found.token_id].item(), abs=tolerance)
+        value = expected[place, found.token_id].item()
+        least, most = (
+            1 + int((expected[place] > value + shift).sum()) for shift in (tolerance, -tolerance)
+        )
+        assert found.rank is not None
+        assert least <= found.rank <= most
+        best = expected[place].topk(2)
+        assert [v for _, v in found.top] == pytest.approx(best.values.tolist(), abs=tolerance)
+    assert len(stream.logprobs) == len(stream.output) - accepted
+    for i, found in enumerate(stream.logprobs, accepted):
+        row = expected[stream.prompt_len - 1 + i]
+        got = torch.full((VOCAB,), float("nan"))
+        got[[token for token, _ in found.top]] = torch.tensor([value for _, value in found.top])
+        assert (got - row).abs().max().item() < tolerance
+        assert found.token_id == stream.output[i]
+        assert row[found.token_id].item() > row.max().item() - tolerance
+
+
+class Served:
+    """A base with every adapter of the zoo on the device, and the oracle beside it.
+
+    stored: what the adapters' files hold; PEFT then has the values that are stored, in float32.
+    """
+
+    def __init__(self, name: str, folder: Path, stored: torch.dtype | None = None) -> None:
+        base = make_model(name)
+        self.driver = Driver(save_model(base, folder))
+        self.adapters = zoo_of(VARIANTS[name])
+        self.oracle = with_zoo(base, self.adapters)
+        self.slabs = {each: pack(self.oracle, each, stored=stored) for each in self.adapters}
+        if stored is not None:
+            round_adapters(self.oracle, stored)
+        self.slots: dict[str | None, int] = {None: -1}
+        first = 0
+        for slot, (adapter, (layout, slab)) in enumerate(self.slabs.items()):
+            assert self.driver.load(slot, layout, slab, first).error is None
+            self.slots[adapter] = slot
+            first += sum(layout.runs)
+        self.next_extent = first
+
+    def streams(self, lengths: tuple[int, ...]) -> list[tuple[str | None, Stream]]:
+        names = [*self.slots, *self.slots]
+        return [
+            (
+                name,
+                Stream(
+                    self.driver,
+                    row,
+                    prompt(lengths[row % len(lengths)], row),
+                    slot=self.slots[name],
+                    sampling=GREEDY,
+                ),
+            )
+            for row, name in enumerate(names)
+        ]
+
+
+def round_adapters(model: PeftModel, dtype: torch.dtype) -> None:
+    """Every LoRA weight becomes the nearest value of this dtype."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(parameter.to(dtype).to(parameter.dtype))

@@ -1,0 +1,122 @@
+"""Every family of models that is served, in the variants that matter: the rows of parity's table.
+
+A row is a tiny random model of transformers' own class. `test_parity.py` compares it with PEFT.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from peft import LoraConfig
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def no_others() -> Mapping[str, LoraConfig]:
+    return {}
+
+
+class Variant(NamedTuple):
+    """config, model: transformers' classes. settings: what differs from `hub_models.SIZES`.
+
+    targets: the modules of a layer that adapters may change, the MLP's last behind all others.
+    others: adapters of this variant alone, by name, beside those of the zoo.
+    is_adapted: False where another row of the same modules has adapters, which then run there.
+    """
+
+    config: Callable[..., Any]
+    model: Callable[..., Any]
+    settings: Mapping[str, Any] = {}
+    targets: tuple[str, ...] = SEVEN
+    others: Callable[[], Mapping[str, LoraConfig]] = no_others
+    is_adapted: bool = True
+
+
+_LLAMA = Variant(LlamaConfig, LlamaForCausalLM)
+_MISTRAL = Variant(MistralConfig, MistralForCausalLM)
+_QWEN2 = Variant(Qwen2Config, Qwen2ForCausalLM)
+_QWEN3 = Variant(Qwen3Config, Qwen3ForCausalLM)
+_GEMMA2 = Variant(Gemma2Config, Gemma2ForCausalLM)
+
+
+def _of(family: Variant, *, is_adapted: bool = True, **settings: Any) -> Variant:
+    return family._replace(settings={**family.settings, **settings}, is_adapted=is_adapted)
+
+
+# Other attention than "eager" leaves soft caps out.
+_CAPPED: dict[str, Any] = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 7,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "attn_implementation": "eager",
+}
+
+VARIANTS: dict[str, Variant] = {
+    "gemma2": _of(_GEMMA2, **_CAPPED),
+    "gemma2-uncapped": _of(
+        _GEMMA2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        layer_types=["full_attention"] * 3,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        attention_bias=True,
+        is_adapted=False,
+    ),
+    "llama2": _of(_LLAMA, num_key_value_heads=4, is_adapted=False),
+    "llama3": _of(_LLAMA, rope_parameters=LLAMA3_ROPE),
+    "llama-biases-tied": _of(_LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama-linear": _of(
+        _LLAMA,
+        rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+        is_adapted=False,
+    ),
+    "llama-dynamic": _of(
+        _LLAMA,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        is_adapted=False,
+    ),
+    "mistral": _of(_MISTRAL, sliding_window=None, is_adapted=False),
+    "mistral-window": _of(_MISTRAL, sliding_window=7),
+    "mistral-head-dim": _of(_MISTRAL, head_dim=32, sliding_window=None, is_adapted=False),
+    "qwen2": _QWEN2,
+    "qwen2-tied-yarn": _of(
+        _QWEN2, tie_word_embeddings=True, rope_parameters=YARN_ROPE, is_adapted=False
+    ),
+    "qwen2-window": _of(
+        _QWEN2,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+        is_adapted=False,
+    ),
+    "qwen3": _of(_QWEN3, head_dim=24, tie_word_embeddings=True),
+    "qwen3-biases": _of(_QWEN3, head_dim=16, attention_bias=True, is_adapted=False),
+}

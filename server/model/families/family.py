@@ -24,7 +24,7 @@ from server.model.spec import (
 )
 
 # By transformers' names of it.
-_ACTIVATIONS: dict[object, Activation] = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -107,7 +107,7 @@ def read_sizes(
 def refuse_other_maths(fields: Fields) -> None:
     """What no model with a gated SiLU and causal attention has."""
     activation = fields.config.get("hidden_act", "silu")
-    if _ACTIVATIONS.get(activation) != "silu":
+    if _ACTIVATIONS.get(str(activation)) != "silu":
         fields.refuse(f"hidden_act must be 'silu', got {activation!r}")
     refuse_other_attention(fields)
 
@@ -124,9 +124,9 @@ def refuse_other_attention(fields: Fields) -> None:
 
 def read_activation(fields: Fields, key: str, value: object) -> Activation:
     """value: of the key, or what holds without the key."""
-    activation = _ACTIVATIONS.get(value)
+    activation = _ACTIVATIONS.get(str(value))
     if activation is None:
-        fields.refuse(f"{key} must be one of {', '.join(map(str, _ACTIVATIONS))}, got {value!r}")
+        fields.refuse(f"{key} must be one of {', '.join(_ACTIVATIONS)}, got {value!r}")
         return "silu"
     return activation
 

@@ -153,8 +153,14 @@ def test_evicted_and_reloaded_elsewhere(served: Served) -> None:
         Stream(driver, row, prompt(10, row), slot=slots[adapter], sampling=GREEDY)
         for row, adapter in ((1, one), (2, other))
     ]
-    again = {"slot": slots["rank1"], "sampling": GREEDY, "accepted": neighbour.output}
-    resumed = Stream(driver, 3, prompt(12, 1), **again)
+    resumed = Stream(
+        driver,
+        3,
+        prompt(12, 1),
+        slot=slots["rank1"],
+        sampling=GREEDY,
+        accepted=neighbour.output,
+    )
     generate(driver, [neighbour, *streams, resumed], 6, 5)
     for adapter, stream in (("rank1", neighbour), (one, streams[0]), (other, streams[1])):
         assert_parity(served.oracle, adapter, stream)

@@ -9,6 +9,7 @@ import torch
 from server.model.decoder import Decoder
 from server.model.graphs.parts import Built, Parts
 from server.model.graphs.start_phases import StartPhases
+from server.model.ops.kernel_limits import unsupported
 from server.model.ops.ops_torch import TorchOps
 from server.model.sampling.draws_torch import TorchDraws
 from server.model.spec import ModelSpec
@@ -29,10 +30,11 @@ def why_not_fast(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (pip install 'loraplex[gpu]')"
     try:
-        from server.model.ops.attention_cuda import unsupported
+        import flashinfer  # noqa: F401
     except ImportError as error:
         return f"FlashInfer cannot be imported ({error})"
-    return unsupported(model, dtype, torch.cuda.get_device_capability(device))
+    name = str(dtype).removeprefix("torch.")
+    return unsupported(model, name, torch.cuda.get_device_capability(device))
 
 
 def build(parts: Parts, graph_batches: Sequence[int] | None, phases: StartPhases) -> Built:

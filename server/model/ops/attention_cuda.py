@@ -4,7 +4,6 @@ A plan is made on the host from lengths that the host knows; page lists are gath
 """
 
 from dataclasses import dataclass
-from math import isclose
 
 import numpy as np
 import torch
@@ -21,71 +20,13 @@ from server.kernels.lora.pending import PendingDelta
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.prompt_attention import PromptAttention
 from server.model.ops.transfers import to_device
-from server.model.spec import LayerSpec, ModelSpec, RopeSpec
-
-_HEAD_DIMS = (64, 128, 256)
+from server.model.spec import ModelSpec
 
 
 def prompt_backend(capability: tuple[int, int]) -> str:
     """Of FlashInfer's for this compute capability; graphs can launch "fa3" alone, for what the
     other launches depends on the plan."""
     return "fa3" if capability == (9, 0) else "fa2"
-
-
-def unsupported(model: ModelSpec, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Why FlashInfer cannot serve this model on a device of this compute capability, or None."""
-    if capability < (8, 0):
-        found = ".".join(map(str, capability))
-        return f"FlashInfer needs compute capability 8.0, this GPU has {found}"
-    if dtype == torch.float32:
-        return "FlashInfer computes in bfloat16 and float16, not in float32"
-    if model.head_dim not in _HEAD_DIMS:
-        return f"FlashInfer has head sizes {_HEAD_DIMS}, the model {model.head_dim}"
-    windows = [window for window in model.windows if window is not None]
-    if windows:
-        return (
-            "sliding windows are left to the reference attention; with a --max-context of at most"
-            f" {min(windows)} the model has none"
-        )
-    return next(filter(None, map(_other_maths, set(model.layers))), _other_ropes(model))
-
-
-def _other_maths(layer: LayerSpec) -> str | None:
-    """What of a layer the kernels do not compute."""
-    attention = layer.attention
-    if attention.softcap is not None:
-        return "a soft cap on attention's scores is left to the reference attention"
-    if not isclose(attention.scale, attention.head_dim**-0.5):
-        return f"attention's scale of {attention.scale:g} is left to the reference attention"
-    if attention.norms_all_heads:
-        return "norms of q and k over all heads are left to the reference attention"
-    if attention.q_scale is not None:
-        return "a scale of q by position is left to the reference attention"
-    if layer.mlp.activation != "silu":
-        return f"the activation {layer.mlp.activation} is left to the reference operations"
-    return None
-
-
-def _other_ropes(model: ModelSpec) -> str | None:
-    ropes = {layer.attention.rope for layer in model.layers}
-    if len(ropes) > 1 or None in ropes:
-        return "rotation that differs between layers is left to the reference attention"
-    return next(filter(None, map(_other_rope, ropes)), None)
-
-
-def _other_rope(rope: RopeSpec | None) -> str | None:
-    if rope is None:
-        return None
-    if rope.rotary_dim is not None:
-        return "rotation of a part of each head is left to the reference attention"
-    if rope.interleaved:
-        return "rotation of neighbouring pairs is left to the reference attention"
-    if rope.long_factors:
-        return (
-            "rotation by the length of a sequence is left to the reference attention; with a"
-            f" --max-context of at most {rope.original_context} the model has none"
-        )
-    return None
 
 
 @dataclass(frozen=True, slots=True)

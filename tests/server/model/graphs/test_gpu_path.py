@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from server.model.ops.kernel_limits import unsupported
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
 from tests.server.model.driver import EVERY_LOGPROB
@@ -199,8 +200,6 @@ def test_a_failed_product_leaves_nothing_running_beside(
 
 @pairs(BIASED)
 def test_models_with_windows_are_told_how_to_do_without(pair: Pair) -> None:
-    from server.model.ops.attention_cuda import unsupported
-
     spec = pair.gpu.executor._decoder.spec
     layer = spec.layers[0]
     attentions = (
@@ -209,5 +208,5 @@ def test_models_with_windows_are_told_how_to_do_without(pair: Pair) -> None:
     )
     layers = tuple(msgspec.structs.replace(layer, attention=a) for a in attentions)
     config = msgspec.structs.replace(spec, layers=layers)
-    assert "--max-context of at most 4096" in str(unsupported(config, torch.bfloat16, (9, 0)))
-    assert unsupported(config.within(4096), torch.bfloat16, (9, 0)) is None
+    assert "--max-context of at most 4096" in str(unsupported(config, "bfloat16", (9, 0)))
+    assert unsupported(config.within(4096), "bfloat16", (9, 0)) is None

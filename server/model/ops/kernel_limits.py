@@ -1,0 +1,65 @@
+"""Which models the GPU's kernels compute, and why others are left to the reference operations.
+Pure."""
+
+from math import isclose
+
+from server.model.spec import LayerSpec, ModelSpec, RopeSpec
+
+_HEAD_DIMS = (64, 128, 256)
+
+
+def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> str | None:
+    """Why the kernels cannot serve this model on a device of this compute capability, or None.
+    dtype: of weights and activations, as torch names it."""
+    if capability < (8, 0):
+        found = ".".join(map(str, capability))
+        return f"FlashInfer needs compute capability 8.0, this GPU has {found}"
+    if dtype == "float32":
+        return "FlashInfer computes in bfloat16 and float16, not in float32"
+    if model.head_dim not in _HEAD_DIMS:
+        return f"FlashInfer has head sizes {_HEAD_DIMS}, the model {model.head_dim}"
+    windows = [window for window in model.windows if window is not None]
+    if windows:
+        return (
+            "sliding windows are left to the reference attention; with a --max-context of at most"
+            f" {min(windows)} the model has none"
+        )
+    return next(filter(None, map(_other_maths, set(model.layers))), _other_ropes(model))
+
+
+def _other_maths(layer: LayerSpec) -> str | None:
+    """What of a layer the kernels do not compute."""
+    attention = layer.attention
+    if attention.softcap is not None:
+        return "a soft cap on attention's scores is left to the reference attention"
+    if not isclose(attention.scale, attention.head_dim**-0.5):
+        return f"attention's scale of {attention.scale:g} is left to the reference attention"
+    if attention.norms_all_heads:
+        return "norms of q and k over all heads are left to the reference attention"
+    if attention.q_scale is not None:
+        return "a scale of q by position is left to the reference attention"
+    if layer.mlp.activation != "silu":
+        return f"the activation {layer.mlp.activation} is left to the reference operations"
+    return None
+
+
+def _other_ropes(model: ModelSpec) -> str | None:
+    ropes = {layer.attention.rope for layer in model.layers}
+    if len(ropes) > 1 or None in ropes:
+        return "rotation that differs between layers is left to the reference attention"
+    return next(filter(None, map(_other_rope, ropes)), None)
+
+
+def _other_rope(rope: RopeSpec | None) -> str | None:
+    if rope is None:
+        return None
+    if rope.rotary_dim is not None:
+        return "rotation of a part of each head is left to the reference attention"
+    if rope.interleaved:
+        return "rotation of neighbouring pairs is left to the reference attention"
+    if rope.long_factors:
+        return (
+            "rotation by the length of a sequence is left to the reference attention; with a"
+            f" --max-context of at most {rope.original_context} the model has none"
+        )
+    return None

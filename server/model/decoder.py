@@ -9,7 +9,7 @@ import torch
 from server.model.lora.sites import Sites
 from server.model.ops.ops import Ops
 from server.model.spec import ModelSpec
-from server.model.weights import ModelWeights, Norm
+from server.model.weights import ModelWeights
 
 P = TypeVar("P")
 L = TypeVar("L")
@@ -85,7 +85,7 @@ class Decoder(Generic[P, L, Y]):
         hidden = self.ops.embed(token_ids, self.weights.embed, lora, self.sites.embed)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        return self.ops.rms_norm(hidden, *self.weights.layers[0].pre_attention), hidden
+        return self.ops.rms_norm(hidden, self.weights.layers[0].pre_attention), hidden
 
     def after_attention(
         self, layer: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None
@@ -96,16 +96,11 @@ class Decoder(Generic[P, L, Y]):
         is_last = layer + 1 == len(layers)
         next_norm = self.weights.norm if is_last else layers[layer + 1].pre_attention
         delta = ops.linear(attended, weights.o, lora, sites.o)
-        delta = self._normed(delta, weights.post_attention)
-        normed, hidden = ops.add_norm(delta, hidden, *weights.pre_mlp)
+        normed, hidden = ops.add_norm(delta, hidden, weights.pre_mlp, weights.post_attention)
         gate_up = ops.linear(normed, weights.gate_up, lora, sites.gate_up)
         inner = ops.gated(gate_up, mlp.activation)
         delta = ops.linear(inner, weights.down, lora, sites.down)
-        delta = self._normed(delta, weights.post_mlp)
-        return ops.add_norm(delta, hidden, *next_norm)
-
-    def _normed(self, delta: Y, norm: Norm | None) -> Y:
-        return delta if norm is None else self.ops.norm_product(delta, *norm)
+        return ops.add_norm(delta, hidden, next_norm, weights.post_mlp)
 
     def logits(
         self, normed: torch.Tensor, lora: L | None, out: torch.Tensor | None = None

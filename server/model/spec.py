@@ -262,6 +262,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return len(self.layers)
 
     @property
+    def kinds_within(self) -> int:
+        """So many first layers have one of every kind."""
+        return 1 + max(self.layers.index(layer) for layer in set(self.layers))
+
+    @property
     def num_sites(self) -> int:
         """Products that adapters may change: those of layers, the embedding and the head."""
         return sum(len(layer.linears) for layer in self.layers) + 2

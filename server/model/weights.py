@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Norm(NamedTuple):
-    """An RMS norm. weight: `[features]`, as it is multiplied."""
+    """An RMS norm. weight: `[features]`, as it is multiplied; float32 where the spec adds to it."""
 
     weight: torch.Tensor
     epsilon: float
@@ -128,8 +128,8 @@ class _Source:
     def norm(self, spec: NormSpec, layer: int | None = None) -> Norm:
         name = f"{_path(spec.path, layer)}.weight"
         weight = self.get(name)
-        if spec.offset:
-            weight.copy_(self._mapped(name).float() + spec.offset)
+        if spec.offset:  # whose sum the model's dtype would round
+            weight = self._mapped(name).float().to(self.device) + spec.offset
         return Norm(weight, spec.epsilon)
 
 

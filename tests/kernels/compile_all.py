@@ -39,9 +39,9 @@ from server.kernels.lora.segments import allocate_segments, route
 from server.kernels.lora.shrink import gather_embedding, shrink
 from server.kernels.lora.table import RANK_BLOCKS, LoraTable
 from server.kernels.lora.workspace import allocate_workspace
-from server.kernels.pointwise.add_norm import add_norm
-from server.kernels.pointwise.silu import silu_mul
-from server.kernels.pointwise.silu_lora import silu_mul_lora
+from server.kernels.pointwise.add_norm import add_norm, rms_norm
+from server.kernels.pointwise.gated import Activation, gated
+from server.kernels.pointwise.gated_lora import gated_lora
 from server.kernels.sampling.draw import DrawRows, draw_append
 from server.kernels.sampling.draw_columns import DRAW_COLUMNS
 from server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_append
@@ -49,6 +49,7 @@ from server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_appe
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 WIDTHS = (512, 128, 128)
+ACTIVATIONS: tuple[Activation, ...] = ("gelu_tanh", "silu")
 
 
 class _Target:
@@ -96,18 +97,28 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int, every_form: bool) -> N
         shrink(x, *of_site, of_shrink, after_input=True)
         expand(y, WIDTHS, *of_site, of_expand, accumulate=phase != "decode", after_gemm=True)
     pending = PendingLora(table, 0, segments, workspace)
-    silu_mul_lora(y, pending, configs.fused(phase, rows))
+    for activation in ACTIVATIONS if every_form else ACTIVATIONS[:1]:
+        gated_lora(y, pending, configs.fused(phase, rows), activation)
     gather_embedding(torch.zeros(rows, dtype=torch.int32), table, 0, segments, workspace)
     if phase == "decode":
         early = configs.programmatic_launch
         delta = PendingDelta(table, 0, slots, y.clone())
         for of in (None, delta):
-            silu_mul(y, of, programmatic_launch=early)
-            add_norm(y, of, y.clone(), y[0].clone(), 1e-5, programmatic_launch=early)
+            for activation in ACTIVATIONS:
+                gated(y, of, activation, programmatic_launch=early)
+            norms(y, of, early)
         attention(rows, delta, torch.zeros(10, 64, dtype=DTYPE), early)
         attention(1, None, None, early)
     elif phase == "prefill":
         many_tokens(configs, y, pending, every_form)
+
+
+def norms(y: torch.Tensor, delta: PendingDelta | None, early: bool) -> None:
+    hidden, norm = y.clone(), (y[0].clone(), 1e-5)
+    add_norm(y, delta, hidden, norm, programmatic_launch=early)
+    add_norm(y, delta, hidden, norm, norm, programmatic_launch=early)
+    add_norm(y, delta, hidden, None, norm, 0.5, programmatic_launch=early)
+    rms_norm(hidden, norm, programmatic_launch=early)
 
 
 def many_tokens(
@@ -116,7 +127,7 @@ def many_tokens(
     rows = len(y)
     for width in RANK_BLOCKS:
         down = allocate_workspace(rows, DTYPE, CPU, 16, width)
-        silu_mul_lora(y, pending, configs.fused_shrink(rows), down)
+        gated_lora(y, pending, configs.fused_shrink(rows), "silu", down)
     places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
     context = (torch.zeros(8, 64), places, places, k, v)
     norms = (torch.zeros(10, 64, dtype=DTYPE), None)

@@ -18,8 +18,8 @@ from server.kernels.lora.shrink import gather_embedding, shrink
 from server.kernels.lora.table import LoraTable
 from server.kernels.lora.workspace import allocate_workspace
 from server.kernels.pointwise.add_norm import add_norm
-from server.kernels.pointwise.silu import silu_mul
-from server.kernels.pointwise.silu_lora import silu_mul_lora
+from server.kernels.pointwise.gated import gated
+from server.kernels.pointwise.gated_lora import gated_lora
 from tests.kernels.batches import Adapters, assert_close, interpreted, make_batch
 
 CPU = torch.device("cpu")
@@ -80,26 +80,29 @@ def test_wrappers_check_their_arguments() -> None:
     pending = PendingDelta(table, 0, torch.zeros(4, dtype=torch.int32), y.clone())
 
     def norm(delta: PendingDelta) -> None:
-        add_norm(y, delta, y.clone(), y[0], 1e-5, programmatic_launch=False)
+        add_norm(y, delta, y.clone(), (y[0], 1e-5), programmatic_launch=False)
 
     for delta in (y[:, :8], y.half(), torch.zeros(48, 4).T):
         with pytest.raises(ValueError, match="delta is"):
             norm(replace(pending, delta=delta))
         with pytest.raises(ValueError, match="delta is"):
-            silu_mul(y, replace(pending, delta=delta), programmatic_launch=False)
+            gated(y, replace(pending, delta=delta), "silu", programmatic_launch=False)
     with pytest.raises(ValueError, match="slots must be"):
         norm(replace(pending, slots=pending.slots[:3]))
     with pytest.raises(ValueError, match="slots must be"):
         norm(replace(pending, slots=pending.slots.long()))
     with pytest.raises(ValueError, match="site 2"):
         norm(replace(pending, site=2))
+    for norms in (((y[0, 1:], 1e-5),), (None, (y, 1e-5))):
+        with pytest.raises(ValueError, match="a norm of"):
+            add_norm(y, None, y.clone(), *norms, programmatic_launch=False)
     with pytest.raises(ValueError, match="contiguous"):
-        silu_mul(torch.zeros(48, 4).T, None, programmatic_launch=False)
+        gated(torch.zeros(48, 4).T, None, "silu", programmatic_launch=False)
     with pytest.raises(ValueError, match="gate_up"):
-        silu_mul_lora(y[:3], PendingLora(table, 0, segments, workspace), FUSED)
+        gated_lora(y[:3], PendingLora(table, 0, segments, workspace), FUSED, "silu")
     shared = allocate_segments(4, 16, 3, CPU, shared=True)
     with pytest.raises(ValueError, match="shared out"):
-        silu_mul_lora(y, PendingLora(table, 0, shared, workspace), FUSED)
+        gated_lora(y, PendingLora(table, 0, shared, workspace), FUSED, "silu")
 
 
 def test_the_rotation_that_expands_checks_its_arguments() -> None:

@@ -33,7 +33,7 @@ def test_one_that_cannot_be_compiled_leaves_the_others_be() -> None:
 @interpreted
 def test_launches_compute_nothing_while_kernels_are_compiled_together() -> None:
     y, hidden = torch.ones(2, 2, 16)
-    add = (y, None, hidden, torch.ones(16), 1e-5)
+    add = (y, None, hidden, (torch.ones(16), 1e-5))
     with compiled_together():
         add_norm(*add, programmatic_launch=False)
     assert y.eq(1).all()

@@ -1,5 +1,8 @@
 """Kernels that finish LoRA on their way, against the reference and plain torch."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -12,18 +15,28 @@ from server.kernels.lora.reference import lora_reference
 from server.kernels.lora.segments import route
 from server.kernels.lora.shrink import shrink
 from server.kernels.lora.workspace import allocate_workspace
-from server.kernels.pointwise.add_norm import add_norm
-from server.kernels.pointwise.silu import silu_mul
-from server.kernels.pointwise.silu_lora import silu_mul_lora
+from server.kernels.pointwise.add_norm import add_norm, rms_norm
+from server.kernels.pointwise.gated import Activation, gated
+from server.kernels.pointwise.gated_lora import gated_lora
 from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, launch_configs, make_batch
 
 EPSILON = 1e-5
 
 
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
 @pytest.mark.parametrize("features", [96, 200])
-def test_norm_of_a_sum_with_a_delta(device: torch.device, features: int) -> None:
-    """Where no adapter wrote, the delta's NaN is not read."""
+@pytest.mark.parametrize("post", [False, True])
+@pytest.mark.parametrize(("factor", "norm"), [(1.0, True), (0.22, True), (1.0, False)])
+def test_norm_of_a_sum_with_a_delta(
+    device: torch.device, features: int, post: bool, factor: float, norm: bool
+) -> None:
+    """Where no adapter wrote, the delta's NaN is not read. Without a norm y stays."""
     torch.manual_seed(9)
     adapters = Adapters(torch.float32, device, 3)
     adapters.put(0, 64, (features,), (16,))
@@ -32,28 +45,51 @@ def test_norm_of_a_sum_with_a_delta(device: torch.device, features: int) -> None
     batch = make_batch(6, adapters)
     batch.slots.copy_(torch.tensor(slots, dtype=torch.int32))
     x, y, hidden = (torch.randn(6, n, device=device) for n in (64, features, features))
-    weight = torch.randn(features, device=device)
+    weight, of_post = torch.randn(2, features, device=device)
     delta = torch.full_like(y, float("nan"))
     batch.run(delta, x, (features,), adapters.table, accumulate=False)
-    total = lora_reference(y, x, slots, adapters.weights, (features,)).to(device) + hidden
-    normed = functional.rms_norm(total, (features,), weight, EPSILON)
+
+    def expected(branch: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if post:
+            branch = functional.rms_norm(branch, (features,), of_post, 1e-3)
+        total = hidden + factor * branch
+        return total, functional.rms_norm(total, (features,), weight, EPSILON)
+
+    branch = lora_reference(y, x, slots, adapters.weights, (features,)).to(device)
+    norms = ((weight, EPSILON) if norm else None, (of_post, 1e-3) if post else None)
     pending = PendingDelta(adapters.table, SITE, batch.slots, delta)
-    add_norm(y, pending, hidden, weight, EPSILON, programmatic_launch=False)
-    assert_close(hidden, total, torch.float32)
-    assert_close(y, normed, torch.float32)
-    add_norm(y, None, hidden, weight, EPSILON, programmatic_launch=False)
-    assert_close(hidden, total + normed, torch.float32)
+    for delta_of in (pending, None):
+        before = y.clone()
+        total, normed = expected(branch, hidden)
+        add_norm(y, delta_of, hidden, *norms, factor, programmatic_launch=False)
+        assert_close(hidden, total, torch.float32)
+        assert_close(y, normed if norm else before, torch.float32)
+        branch = y.clone()
 
 
-def test_activation_without_adapters(device: torch.device) -> None:
+def test_weights_of_another_precision(device: torch.device) -> None:
+    """Of a norm that adds to what is stored: the sum is not rounded to the model's type."""
+    hidden, y = torch.randn(2, 3, 40, device=device).half()
+    weight = 1 + 1e-4 * torch.randn(40, device=device)
+    wide, before = hidden.float(), hidden.clone()
+    out = rms_norm(hidden, (weight, EPSILON), programmatic_launch=False)
+    assert_close(out, functional.rms_norm(wide, (40,), weight, EPSILON), torch.float16)
+    assert torch.equal(hidden, before)
+    add_norm(y, None, hidden, None, (weight, EPSILON), programmatic_launch=False)
+    wide += functional.rms_norm(y.float(), (40,), weight, EPSILON)
+    assert_close(hidden, wide, torch.float16)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_without_adapters(device: torch.device, activation: Activation) -> None:
     y = torch.randn(5, 2 * 1100, device=device)
     gate, up = y.chunk(2, dim=-1)
-    out = silu_mul(y, None, programmatic_launch=False)
-    assert_close(out, functional.silu(gate) * up, torch.float32)
+    out = gated(y, None, activation, programmatic_launch=False)
+    assert_close(out, ACTIVATIONS[activation](gate) * up, torch.float32)
 
 
-@pytest.mark.parametrize("inner", [48, 1100])
-def test_activation_with_a_delta(device: torch.device, inner: int) -> None:
+@pytest.mark.parametrize(("inner", "activation"), sparse([48, 1100], list(ACTIVATIONS)))
+def test_activation_with_a_delta(device: torch.device, inner: int, activation: Activation) -> None:
     """Each half alone may be left as it is; the delta's NaN there is not read."""
     torch.manual_seed(inner)
     adapters = Adapters(torch.float32, device, 5)
@@ -66,24 +102,29 @@ def test_activation_with_a_delta(device: torch.device, inner: int) -> None:
     delta = torch.full_like(y, float("nan"))
     batch.run(delta, x, (inner, inner), adapters.table, accumulate=False)
     pending = PendingDelta(adapters.table, SITE, batch.slots, delta)
-    out = silu_mul(y, pending, programmatic_launch=False)
+    out = gated(y, pending, activation, programmatic_launch=False)
     gate, up = lora_reference(y, x, slots, adapters.weights, (inner, inner)).chunk(2, dim=-1)
-    assert_close(out, functional.silu(gate) * up, torch.float32)
+    assert_close(out, ACTIVATIONS[activation](gate) * up, torch.float32)
 
 
-def test_activation_of_extremes(device: torch.device) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_of_extremes(device: torch.device, activation: Activation) -> None:
     """Where powers of 2 are beyond float32, too."""
     gate = torch.tensor([-1e30, -1e4, -200, -126, -88, -30, -1e-3, 0, 1e-30, 30, 200, 1e30])
     up = torch.full_like(gate, 3.0)
     with np.errstate(over="ignore"):  # infinity is meant
-        out = silu_mul(torch.cat((gate, up))[None].to(device), None, programmatic_launch=False)
-    assert_close(out[0], (functional.silu(gate) * up).to(device), torch.float32)
+        y = torch.cat((gate, up))[None].to(device)
+        out = gated(y, None, activation, programmatic_launch=False)
+    assert_close(out[0], (ACTIVATIONS[activation](gate) * up).to(device), torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("phase", "inner"), sparse(["decode", "mixed", "prefill"], [48, 200, 512, 640])
+    ("phase", "inner", "activation"),
+    sparse(["decode", "mixed", "prefill"], [48, 200, 512, 640], list(ACTIVATIONS)),
 )
-def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int) -> None:
+def test_activation_of_a_product(
+    device: torch.device, phase: Phase, inner: int, activation: Activation
+) -> None:
     """Single rows, tiles, rows without an adapter, and a projection that is left alone; columns
     that end with no step, with one of any tile, and with one that few rows do not have."""
     torch.manual_seed(inner)
@@ -100,9 +141,9 @@ def test_activation_of_a_product(device: torch.device, phase: Phase, inner: int)
     shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
     fused = configs.fused(phase, len(slots))
     pending = PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
-    out = silu_mul_lora(y, pending, fused)
+    out = gated_lora(y, pending, fused, activation)
     gate, up = lora_reference(y, x, slots, adapters.weights, (inner, inner)).chunk(2, dim=-1)
-    assert_close(out, functional.silu(gate) * up, torch.float32)
+    assert_close(out, ACTIVATIONS[activation](gate) * up, torch.float32)
 
 
 STEPS: list[tuple[Phase, int]] = [("mixed", 40), ("mixed", 1), ("prefill", 40), ("prefill", 1)]
@@ -130,7 +171,7 @@ def test_what_float16_cannot_hold_before_the_product(
     config = configs.shrink(phase, rows)
     shrink(x, adapters.table, SITE, batch.segments, batch.workspace, config)
     pending = PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
-    out = silu_mul_lora(y, pending, configs.fused(phase, rows))
+    out = gated_lora(y, pending, configs.fused(phase, rows), "silu")
     total = lora_reference(y, x, [0] * rows, adapters.weights, (inner, inner)).to(device)
     gate, up = total.float().chunk(2, dim=-1)
     assert_close(out, functional.silu(gate) * up, torch.float16)
@@ -142,7 +183,7 @@ def test_activation_of_more_rows_than_a_grid_has_in_its_second_dimension() -> No
         pytest.skip("no CUDA device")
     y = torch.randn(70_000, 2 * 8, device="cuda", dtype=torch.bfloat16)
     gate, up = y.float().chunk(2, dim=-1)
-    out = silu_mul(y, None, programmatic_launch=False)
+    out = gated(y, None, "silu", programmatic_launch=False)
     assert_close(out, functional.silu(gate) * up, torch.bfloat16)
 
 
@@ -171,7 +212,7 @@ def test_activation_that_shrinks_for_the_next_site(
     shrunk.planes.fill_(float("nan"))
     pending = PendingLora(adapters.table, SITE, batch.segments, batch.workspace)
     fused = configs.fused_shrink(len(slots))
-    out = silu_mul_lora(y, pending, fused, shrunk)
+    out = gated_lora(y, pending, fused, "silu", shrunk)
     assert_close(out, functional.silu(gate) * up, torch.float32)
     z = torch.randn(len(slots), 64, device=device)
     expected = lora_reference(z, out, slots, adapters.weights, (64,))
@@ -181,7 +222,7 @@ def test_activation_that_shrinks_for_the_next_site(
     few = make_batch(len(slots), adapters, "decode", whole=True)
     pending = PendingLora(adapters.table, SITE, few.segments, few.workspace)
     with pytest.raises(ValueError, match="beside the product"):
-        silu_mul_lora(y, pending, fused, shrunk)
+        gated_lora(y, pending, fused, "silu", shrunk)
 
 
 @pytest.mark.gpu
@@ -214,14 +255,14 @@ def test_decodes_in_a_graph_whose_kernels_start_early(rows: int) -> None:
 
     def step(early: bool) -> torch.Tensor:
         main = torch.cuda.current_stream()
-        add_norm(x, None, hidden, norm, EPSILON, programmatic_launch=early)
+        add_norm(x, None, hidden, (norm, EPSILON), programmatic_launch=early)
         side.wait_stream(main)
         shrink(x, *context, config, after_input=early)
         expand(delta, (inner, inner), *context, expansion, accumulate=False, after_gemm=early)
         with torch.cuda.stream(side):
             torch.mm(x, weight.T, out=product)
         main.wait_stream(side)
-        return silu_mul(product, pending, programmatic_launch=early)
+        return gated(product, pending, "silu", programmatic_launch=early)
 
     step(True)
     graph = torch.cuda.CUDAGraph()

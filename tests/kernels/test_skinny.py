@@ -207,7 +207,7 @@ def test_lora_of_a_chain_in_a_graph(rows: int) -> None:
         y.zero_()  # products read the stack before the kernel before them has ended
         for weight, lora in zip(weights, sites, strict=True):
             skinny_product_lora(x, weight, None, y, launched, lora)
-            add_norm(y, None, hidden, norm, 1e-5, programmatic_launch=early)
+            add_norm(y, None, hidden, (norm, 1e-5), programmatic_launch=early)
             skinny_product(y, weight, None, x, launched)
 
     def others() -> None:
@@ -233,7 +233,7 @@ def test_a_chain_in_a_graph_whose_kernels_start_early(rows: int) -> None:
         launched = replace(config, programmatic_launch=early)
         for weight in weights:
             skinny_product(x, weight, None, y, launched)
-            add_norm(y, None, hidden, norm, 1e-5, programmatic_launch=early)
+            add_norm(y, None, hidden, (norm, 1e-5), programmatic_launch=early)
             skinny_product(y, weight, None, x, launched)
 
     check_graph(step, x, hidden, (y,))

@@ -32,7 +32,7 @@ from server.kernels.lora.shrink import shrink
 from server.kernels.lora.table import LoraTable
 from server.kernels.lora.workspace import allocate_workspace
 from server.kernels.pointwise.add_norm import add_norm
-from server.kernels.pointwise.silu import silu_mul
+from server.kernels.pointwise.gated import gated
 from server.model.linear.dense import DenseLinear
 from server.model.ops.device_lora import FusedKernel, fused_kernel
 from server.model.ops.products import Products
@@ -128,7 +128,7 @@ class TimedStep:
         ]
         self.hidden = torch.zeros_like(self.inputs[HIDDEN])
         self.deltas = [torch.zeros_like(y) for y in self.outputs]
-        self.norm = torch.ones(HIDDEN, dtype=DTYPE, device="cuda")
+        self.norm = (torch.ones(HIDDEN, dtype=DTYPE, device="cuda"), 1e-6)
         self.attention = _Attention(batch)
         self.side = torch.cuda.Stream()
         # Of few rows products have their LoRA on the way.
@@ -198,7 +198,7 @@ class TimedStep:
     def _begin(self) -> None:
         """A step's first norm: what the first product reads early was written before it."""
         early = self.configs.programmatic_launch
-        add_norm(self.outputs[1], None, self.hidden, self.norm, 1e-6, programmatic_launch=early)
+        add_norm(self.outputs[1], None, self.hidden, self.norm, programmatic_launch=early)
 
     def _take_up(self, index: int, table: LoraTable | None) -> None:
         site = index % len(SITES)
@@ -209,9 +209,9 @@ class TimedStep:
         if site == 0:
             self.attention.run(y, delta, early)
         elif site == GATE_UP:
-            silu_mul(y, delta, programmatic_launch=early)
+            gated(y, delta, "silu", programmatic_launch=early)
         else:
-            add_norm(y, delta, self.hidden, self.norm, 1e-6, programmatic_launch=early)
+            add_norm(y, delta, self.hidden, self.norm, programmatic_launch=early)
 
 
 class _Attention:

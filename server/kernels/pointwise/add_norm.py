@@ -1,4 +1,7 @@
-"""Residual and RMS norm (arXiv:1910.07467), with what LoRA computed beside the product."""
+"""Residual sum and RMS norms (arXiv:1910.07467) around it, with what LoRA computed beside the
+product."""
+
+from typing import Any
 
 import torch
 import triton
@@ -8,45 +11,84 @@ from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
 from server.kernels.lora.record import ranks_at, record_of
 
+# Weight `[features]` and epsilon.
+RmsNorm = tuple[torch.Tensor, float]
+
 
 def add_norm(
     y: torch.Tensor,
     pending: PendingDelta | None,
     hidden: torch.Tensor,
-    weight: torch.Tensor,
-    epsilon: float,
+    norm: RmsNorm | None,
+    post: RmsNorm | None = None,
+    factor: float = 1.0,
     *,
     programmatic_launch: bool,
 ) -> None:
-    """`hidden += y + delta`, then `y = rms_norm(hidden) * weight`; the delta only of rows whose
-    adapter touches the site.
+    """`hidden += factor * post(y + delta)`, then `y = norm(hidden)`; the delta only of rows whose
+    adapter touches the site. Without post the sum is taken as it is; without norm y is not written.
 
-    y, hidden, delta: `[rows, features]`, of one dtype, contiguous; weight `[features]`. In float32;
-    one kernel, no allocation. Raises ValueError on a mismatch.
+    y, hidden, delta: `[rows, features]`, of one dtype, contiguous; weights of any. In float32; one
+    kernel, no allocation. Raises ValueError on a mismatch.
     """
-    rows, features = y.shape
+    _check(y, hidden, post, norm)
+    delta, lora = delta_arguments(y, pending), pending is not None
+    _launch(y, delta, hidden, post, factor, norm, ADD=True, LORA=lora, PDL=programmatic_launch)
+
+
+def rms_norm(hidden: torch.Tensor, norm: RmsNorm, *, programmatic_launch: bool) -> torch.Tensor:
+    """The norm of `[rows, features]`, contiguous, in a tensor of its own; as in `add_norm`."""
+    y = torch.empty_like(hidden)
+    _check(y, hidden, norm)
+    delta = delta_arguments(y, None)
+    _launch(y, delta, hidden, None, 1.0, norm, ADD=False, LORA=False, PDL=programmatic_launch)
+    return y
+
+
+def _check(y: torch.Tensor, hidden: torch.Tensor, *norms: RmsNorm | None) -> None:
     for name, other in (("y", y), ("hidden", hidden)):
         if other.shape != y.shape or other.dtype != y.dtype or not other.is_contiguous():
             raise ValueError(f"{name} is {other.dtype} {list(other.shape)}, y {list(y.shape)}")
+    for norm in norms:
+        if norm is not None and norm[0].shape != y.shape[1:]:
+            raise ValueError(f"a norm of {list(norm[0].shape)} features, y {list(y.shape)}")
+
+
+def _launch(
+    y: torch.Tensor,
+    delta: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int],
+    hidden: torch.Tensor,
+    post: RmsNorm | None,
+    factor: float,
+    norm: RmsNorm | None,
+    *,
+    PDL: bool,
+    **switches: bool,
+) -> None:
+    rows, features = y.shape
     if rows == 0:
         return
     _add_norm_kernel[(rows,)](
         y,
-        *delta_arguments(y, pending),
+        *delta,
         hidden,
-        weight,
-        epsilon,
+        *(post or (hidden, 0.0)),
+        factor,
+        *(norm or (hidden, 0.0)),
         FEATURES=features,
         BLOCK=triton.next_power_of_2(features),
-        LORA=pending is not None,
-        PDL=programmatic_launch,
+        POST=post is not None,
+        SCALED=factor != 1.0,
+        NORM=norm is not None,
+        PDL=PDL,
         num_warps=8,
-        launch_pdl=programmatic_launch,
+        launch_pdl=PDL,
+        **switches,
     )
 
 
 @triton.jit(
-    do_not_specialize=["site", "num_sites", "epsilon"],
+    do_not_specialize=["site", "num_sites", "post_epsilon", "factor", "epsilon"],
     do_not_specialize_on_alignment=["slots_ptr"],
 )
 def _add_norm_kernel(
@@ -57,10 +99,17 @@ def _add_norm_kernel(
     site: tl.tensor,
     num_sites: tl.tensor,
     hidden_ptr: tl.tensor,
+    post_ptr: tl.tensor,
+    post_epsilon: tl.tensor,
+    factor: tl.tensor,
     weight_ptr: tl.tensor,
     epsilon: tl.tensor,
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
+    POST: tl.constexpr,
+    SCALED: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
     LORA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -69,16 +118,32 @@ def _add_norm_kernel(
     n = tl.arange(0, BLOCK)
     inside = n < FEATURES
     at = row * FEATURES + n
-    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
     hidden = tl.load(hidden_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    if POST:
+        post = tl.load(post_ptr + n, mask=inside, other=0.0).to(tl.float32)
     if LORA:
         # Read beside the chain slot -> rank, not after it, and dropped where it means nothing.
         delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
         slot = tl.load(slots_ptr + row).to(tl.int64)
         rank = tl.load(ranks_at(ints_ptr, record_of(slot, site, num_sites)))
         y += tl.where((slot >= 0) & (rank > 0), delta, 0.0)
-    hidden += y
-    tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
-    factor = tl.rsqrt(tl.sum(hidden * hidden, axis=0) / FEATURES + epsilon)
-    tl.store(y_ptr + at, (hidden * factor * weight).to(y_ptr.dtype.element_ty), mask=inside)
+    if POST:
+        y = _normed(y, post, post_epsilon, FEATURES)
+    if SCALED:
+        y *= factor
+    if ADD:
+        hidden += y
+        tl.store(hidden_ptr + at, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
+    if NORM:
+        normed = _normed(hidden, weight, epsilon, FEATURES)
+        tl.store(y_ptr + at, normed.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed(x: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, FEATURES: tl.constexpr) -> Any:
+    """One row, float32, 0 beyond its features."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) / FEATURES + epsilon) * weight

@@ -37,12 +37,12 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     parts.rows.page_table[parts.rows.scratch] = parts.limits.num_pages
     start = _Start.of(parts, graph_batches)
     decoder = start.decoder(parts.weights.layers)
-    # One layer's kernels are those of all.
-    one_layer = start.decoder(parts.weights.layers[:1])
-    start.compile_all(one_layer)
+    # The first layer of each kind has the kernels of all.
+    few_layers = start.decoder(parts.weights.layers[: parts.model.kinds_within])
+    start.compile_all(few_layers)
     phases.done("compilation")
     start.run_steps(decoder)
-    start.rehearse(one_layer)
+    start.rehearse(few_layers)
     start.load_products()
     phases.done("kernels")
     start.measure_products()

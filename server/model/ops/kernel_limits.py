@@ -38,8 +38,6 @@ def _other_maths(layer: LayerSpec) -> str | None:
         return "norms of q and k over all heads are left to the reference attention"
     if attention.q_scale is not None:
         return "a scale of q by position is left to the reference attention"
-    if layer.mlp.activation != "silu":
-        return f"the activation {layer.mlp.activation} is left to the reference operations"
     return None
 
 

@@ -12,6 +12,7 @@ import torch
 from server.model.linear.dense import DenseLinear
 from server.model.lora.sites import Site
 from server.model.spec import Activation
+from server.model.weights import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +93,20 @@ class Ops(Protocol[P, L, Y]):
         is given."""
         ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Over the last dimension, in float32."""
         ...
 
     def add_norm(
-        self, delta: Y, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+        self,
+        delta: Y,
+        hidden: torch.Tensor,
+        norm: Norm | None,
+        post: Norm | None = None,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of `hidden + delta`, `hidden + delta`); both arguments may be overwritten."""
-        ...
-
-    def norm_product(self, product: Y, weight: torch.Tensor, epsilon: float) -> Y:
-        """The RMS norm of a whole product, which may be overwritten."""
+        """(norm of the sum, sum), the sum being `hidden + factor * post(delta)`; without norm the
+        sum twice. Both tensors may be overwritten."""
         ...
 
     def attend(self, plan: P, layer: int, qkv: Y, qk_norm: torch.Tensor | None) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import assert_never
 
-import flashinfer
 import numpy as np
 import torch
 from torch.nn import functional
@@ -11,9 +10,9 @@ from torch.nn import functional
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
 from server.kernels.launch.configs import KernelConfigs, load_configs
-from server.kernels.pointwise.add_norm import add_norm
-from server.kernels.pointwise.silu import silu_mul
-from server.kernels.pointwise.silu_lora import silu_mul_lora
+from server.kernels.pointwise.add_norm import add_norm, rms_norm
+from server.kernels.pointwise.gated import gated
+from server.kernels.pointwise.gated_lora import gated_lora
 from server.model.linear.dense import DenseLinear
 from server.model.lora.lora import AdapterTable
 from server.model.lora.sites import Site
@@ -32,6 +31,7 @@ from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.products import Products
 from server.model.ops.rope import cos_sin, inverse_frequencies
 from server.model.spec import Activation, ModelSpec
+from server.model.weights import Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +140,16 @@ class CudaOps:
             self._lora_linear.add(x, y, lora, site)
         return y
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        normed: torch.Tensor = flashinfer.rmsnorm(x, weight, epsilon)
-        return normed
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return rms_norm(x, norm, programmatic_launch=self._configs.programmatic_launch)
 
     def add_norm(
-        self, delta: LinearOutput, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+        self,
+        delta: LinearOutput,
+        hidden: torch.Tensor,
+        norm: Norm | None,
+        post: Norm | None = None,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In place."""
         match delta:
@@ -158,15 +162,8 @@ class CudaOps:
             case _:
                 assert_never(delta)
         early = self._configs.programmatic_launch
-        add_norm(delta.y, pending, hidden, weight, epsilon, programmatic_launch=early)
-        return delta.y, hidden
-
-    def norm_product(
-        self, product: LinearOutput, weight: torch.Tensor, epsilon: float
-    ) -> LinearOutput:
-        """As the sum with a residual stream of zeros."""
-        nothing = torch.zeros_like(product.y)
-        return Ready(self.add_norm(product, nothing, weight, epsilon)[0])
+        add_norm(delta.y, pending, hidden, norm, post, factor, programmatic_launch=early)
+        return hidden if norm is None else delta.y, hidden
 
     def attend(
         self, plan: CudaPlan, layer: int, qkv: LinearOutput, qk_norm: torch.Tensor | None
@@ -224,17 +221,18 @@ class CudaOps:
         return rope_append_lora(y, qkv.lora, prompts.start, *context, self._configs.rope(len(y)))
 
     def gated(self, gate_up: LinearOutput, activation: Activation) -> torch.Tensor:
-        """activation: "silu", since `unsupported` refuses models with another."""
         y, configs = gate_up.y, self._configs
+        early = configs.programmatic_launch
         match gate_up:
             case Ready():
-                return silu_mul(y, None, programmatic_launch=configs.programmatic_launch)
+                return gated(y, None, activation, programmatic_launch=early)
             case WithDelta(delta=delta):
-                return silu_mul(y, delta, programmatic_launch=configs.programmatic_launch)
+                return gated(y, delta, activation, programmatic_launch=early)
             case Deferred():
-                return silu_mul_lora(y, gate_up.lora, configs.fused(gate_up.phase, len(y)))
+                config = configs.fused(gate_up.phase, len(y))
+                return gated_lora(y, gate_up.lora, config, activation)
             case DeferredShrinkNext():
                 config = configs.fused_shrink(len(y))
-                return silu_mul_lora(y, gate_up.lora, config, gate_up.shrunk)
+                return gated_lora(y, gate_up.lora, config, activation, gate_up.shrunk)
             case _:
                 assert_never(gate_up)

@@ -13,6 +13,7 @@ from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.rope import cos_sin, inverse_frequencies
 from server.model.ops.transfers import to_device
 from server.model.spec import Activation, AttentionSpec, ModelSpec, RopeSpec
+from server.model.weights import Norm
 
 Masks = dict[int | None, torch.Tensor | None]
 
@@ -169,21 +170,23 @@ class TorchOps:
             lora.add(site, x, y)
         return y
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-        return weight * scaled.to(x.dtype)
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.epsilon)
+        return (norm.weight * scaled.to(norm.weight.dtype)).to(x.dtype)
 
     def add_norm(
-        self, delta: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float
+        self,
+        delta: torch.Tensor,
+        hidden: torch.Tensor,
+        norm: Norm | None,
+        post: Norm | None = None,
+        factor: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = hidden + delta
-        return self.rms_norm(hidden, weight, epsilon), hidden
-
-    def norm_product(
-        self, product: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
-        return self.rms_norm(product, weight, epsilon)
+        if post is not None:
+            delta = self.rms_norm(delta, post)
+        hidden = hidden + (delta if factor == 1.0 else delta * factor)
+        return hidden if norm is None else self.rms_norm(hidden, norm), hidden
 
     def attend(
         self, plan: TorchPlan, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None
@@ -199,7 +202,7 @@ class TorchOps:
         qk: torch.Tensor
         qk, v = heads.split((num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if qk_norm is not None:
-            qk = self.rms_norm(qk, qk_norm, spec.qk_epsilon)
+            qk = self.rms_norm(qk, Norm(qk_norm, spec.qk_epsilon))
         if spec.rope is not None:
             qk = _rotate(qk, *plan.rope[spec.rope])
         self._store(plan, self.cache.k[layer], qk[:, num_heads:])

@@ -23,7 +23,6 @@ PLAIN_LAYERS: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
     "layer_types": ["full_attention"] * 2,
     "attn_logit_softcapping": None,
-    "hidden_activation": "silu",
     "num_hidden_layers": 2,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -54,7 +53,6 @@ def test_each_setting_changes_the_answer(other: dict[str, Any]) -> None:
         ({}, None),
         ({"attn_logit_softcapping": 50.0}, "soft cap on attention's scores"),
         ({"query_pre_attn_scalar": 144}, "attention's scale of 0.0833333"),
-        ({"hidden_activation": "gelu_pytorch_tanh"}, "activation gelu_tanh"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "--max-context of at most 7"),
     ],
 )

@@ -124,13 +124,13 @@ def test_same_as_the_reference(
     from server.model.ops import ops_cuda
 
     module: Any = ops_cuda
-    silu, taken = module.silu_mul_lora, list[tuple[int, bool]]()
+    gated, taken = module.gated_lora, list[tuple[int, bool]]()
 
-    def noted(y: Any, pending: Any, config: Any, shrunk: Any = None) -> Any:
+    def noted(y: Any, pending: Any, config: Any, activation: Any, shrunk: Any = None) -> Any:
         taken.append((len(y), shrunk is not None))
-        return silu(y, pending, config, shrunk)
+        return gated(y, pending, config, activation, shrunk)
 
-    monkeypatch.setattr(module, "silu_mul_lora", noted)
+    monkeypatch.setattr(module, "gated_lora", noted)
     assert_same(pair, slots)
     assert {shrunk for _, shrunk in taken} == {fused}
     assert min(tokens for tokens, _ in taken) > FEW

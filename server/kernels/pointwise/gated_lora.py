@@ -1,4 +1,4 @@
-"""`silu(gate) * up` with `expand` before it fused in, and `shrink` after it.
+"""`activation(gate) * up` with `expand` before it fused in, and `shrink` after it.
 
 The input is the widest output of a layer's linears: a change in place would cost more than the
 activation. The result is the widest input of a linear: shrink would read it once more.
@@ -28,16 +28,17 @@ from server.kernels.lora.record import a_at, b_at, rank_pair_at, ranks_at, recor
 from server.kernels.lora.table import RANK_BLOCKS
 from server.kernels.lora.tiles import Records, load_tile, small_tile, tile_rows
 from server.kernels.lora.workspace import Workspace
-from server.kernels.pointwise.silu import silu_times
+from server.kernels.pointwise.gated import Activation, activated
 
 
-def silu_mul_lora(
+def gated_lora(
     gate_up: torch.Tensor,
     pending: PendingLora,
     config: FusedConfig,
+    activation: Activation,
     shrunk: Workspace | None = None,
 ) -> torch.Tensor:
-    """`silu(g) * u` of `g, u = gate_up + scale * v B^T`, v of the site's `shrink`: `[rows, n]`.
+    """`[rows, n]`: `activation(g) * u`, `g, u = gate_up + scale * v B^T`, v of the site's `shrink`.
 
     gate_up: `[rows, 2 n]`, contiguous, gate first, in the adapters' dtype; rows without an adapter
     are activated alone. Sums in float32; one kernel. Raises ValueError on a mismatch.
@@ -54,9 +55,8 @@ def silu_mul_lora(
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     if rows == 0:
         return out
-    _silu_kernel[
-        (min(segments.max_tiles * triton.cdiv(inner, config.piece), config.num_programs),)
-    ](
+    items = segments.max_tiles * triton.cdiv(inner, config.piece)
+    _gated_lora_kernel[(min(items, config.num_programs),)](
         gate_up,
         out,
         workspace.planes,
@@ -83,6 +83,7 @@ def silu_mul_lora(
         PIECE=config.piece,
         MAX_PIECES=config.max_pieces,
         STAGES=config.num_stages,
+        ACTIVATION=activation,
         PRECISION="ieee" if gate_up.dtype == torch.float32 else "tf32",
         PDL=config.programmatic_launch,
         num_warps=config.num_warps,
@@ -108,7 +109,7 @@ def _check(gate_up: torch.Tensor, pending: PendingLora, shrunk: Workspace | None
 
 
 @triton.jit(do_not_specialize=["site", "num_sites", "target_items"])
-def _silu_kernel(
+def _gated_lora_kernel(
     y_ptr: tl.tensor,
     out_ptr: tl.tensor,
     planes_ptr: tl.tensor,
@@ -135,6 +136,7 @@ def _silu_kernel(
     PIECE: tl.constexpr,
     MAX_PIECES: tl.constexpr,
     STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -156,12 +158,12 @@ def _silu_kernel(
         slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         col = item % blocks * pieces * PIECE
         v_ptr = planes_ptr + tile.start * stride_v
-        _silu_tile(
+        _gated_tile(
             y_ptr, out_ptr, order_ptr + tile.start,
             Shrunk(v_ptr, stride_v, stride_plane, splits, tile.length),
             record, down, down_ptr + item % blocks * stride_down + tile.start * DOWN,
             col, tl.minimum(INNER, col + pieces * PIECE),
-            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, ACTIVATION, PRECISION, DOWN,
         )  # fmt: skip
         record, down = next_record, next_down
         tile, next_tile = next_tile, later_tile
@@ -238,7 +240,7 @@ def _load_record(records: Records, slot: tl.tensor, DOWN: tl.constexpr) -> tuple
 
 
 @triton.jit
-def _silu_tile(
+def _gated_tile(
     y_ptr: tl.tensor,
     out_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -253,6 +255,7 @@ def _silu_tile(
     BLOCK_M: tl.constexpr,
     PIECE: tl.constexpr,
     STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     DOWN: tl.constexpr,
 ) -> None:
@@ -266,20 +269,20 @@ def _silu_tile(
     SMALL: tl.constexpr = small_tile(BLOCK_M)
     if v.rows <= SMALL:
         few = tile_rows(order_ptr, v.rows, SMALL)
-        _silu_rows(
+        _gated_rows(
             _Matrices(y_ptr, out_ptr, few), v, b0, b1, scales, next_site, col, end,
-            INNER, MAX_SPLIT, SMALL, PIECE, STAGES, PRECISION, DOWN,
+            INNER, MAX_SPLIT, SMALL, PIECE, STAGES, ACTIVATION, PRECISION, DOWN,
         )  # fmt: skip
     else:
         many = tile_rows(order_ptr, v.rows, BLOCK_M)
-        _silu_rows(
+        _gated_rows(
             _Matrices(y_ptr, out_ptr, many), v, b0, b1, scales, next_site, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, PRECISION, DOWN,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, STAGES, ACTIVATION, PRECISION, DOWN,
         )  # fmt: skip
 
 
 @triton.jit
-def _silu_rows(
+def _gated_rows(
     target: _Matrices,
     v: Shrunk,
     b0: LoraB,
@@ -293,6 +296,7 @@ def _silu_rows(
     BLOCK_M: tl.constexpr,
     PIECE: tl.constexpr,
     STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     DOWN: tl.constexpr,
 ) -> None:
@@ -301,39 +305,40 @@ def _silu_rows(
     widest = tl.maximum(b0.rank, b1.rank)
     even0, even1 = even(b0), even(b1)
     if DOWN > 0:
-        _silu_pieces(
+        _gated_pieces(
             target, v, even0, even1, scales, down, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE * 16 // DOWN, DOWN, STAGES, PRECISION, DOWN,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE * 16 // DOWN, DOWN, STAGES, ACTIVATION,
+            PRECISION, DOWN,
         )  # fmt: skip
     elif (b0.rank | b1.rank) % 8 != 0:
-        _silu_any_rank(
+        _gated_any_rank(
             target, v, b0, b1, scales, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, PRECISION,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, ACTIVATION, PRECISION,
         )  # fmt: skip
     elif widest <= 16:
-        _silu_pieces(
+        _gated_pieces(
             target, v, even0, even1, scales, down, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, PRECISION, 0,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE, 16, STAGES, ACTIVATION, PRECISION, 0,
         )  # fmt: skip
     elif widest <= 32:
-        _silu_pieces(
+        _gated_pieces(
             target, v, even0, even1, scales, down, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, PRECISION, 0,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE // 2, 32, STAGES, ACTIVATION, PRECISION, 0,
         )  # fmt: skip
     elif widest <= 64:
-        _silu_pieces(
+        _gated_pieces(
             target, v, even0, even1, scales, down, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, PRECISION, 0,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, 64, STAGES, ACTIVATION, PRECISION, 0,
         )  # fmt: skip
     else:
-        _silu_any_rank(
+        _gated_any_rank(
             target, v, even0, even1, scales, col, end,
-            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, PRECISION,
+            INNER, MAX_SPLIT, BLOCK_M, PIECE // 4, ACTIVATION, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
-def _silu_pieces(
+def _gated_pieces(
     target: _Matrices,
     v: Shrunk,
     b0: LoraB,
@@ -348,6 +353,7 @@ def _silu_pieces(
     PIECE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     DOWN: tl.constexpr,
 ) -> None:
@@ -373,7 +379,7 @@ def _silu_pieces(
         else:
             gate += scales[0] * product(v0, load_b(b0, n, r, end, WHOLE), BLOCK_M, PRECISION)
             up += scales[1] * product(v1, load_b(b1, n, r, end, WHOLE), BLOCK_M, PRECISION)
-        out = silu_times(gate, up).to(target.out_ptr.dtype.element_ty)
+        out = activated(gate, up, ACTIVATION).to(target.out_ptr.dtype.element_ty)
         tl.store(target.out_ptr + out_at, out, mask=live)
         if DOWN > 0:
             known = (r < down.rank)[:, None]
@@ -388,7 +394,7 @@ def _silu_pieces(
 
 
 @triton.jit
-def _silu_any_rank(
+def _gated_any_rank(
     target: _Matrices,
     v: Shrunk,
     b0: LoraB,
@@ -400,6 +406,7 @@ def _silu_any_rank(
     MAX_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PIECE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     for begin in range(col, end, PIECE):
@@ -408,7 +415,8 @@ def _silu_any_rank(
         gate = tl.load(target.y_ptr + at, mask=live, other=0.0).to(tl.float32)
         up = tl.load(target.y_ptr + INNER + at, mask=live, other=0.0).to(tl.float32)
         delta0, delta1 = low_rank(v, b0, b1, n, end, MAX_SPLIT, BLOCK_M, PIECE, PRECISION)
-        out = silu_times(gate + scales[0] * delta0, up + scales[1] * delta1)
+        gate, up = gate + scales[0] * delta0, up + scales[1] * delta1
+        out = activated(gate, up, ACTIVATION)
         tl.store(target.out_ptr + out_at, out.to(target.out_ptr.dtype.element_ty), mask=live)
 
 

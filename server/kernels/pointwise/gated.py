@@ -1,6 +1,6 @@
-"""`silu(gate) * up` of a product, with what LoRA computed beside it."""
+"""`activation(gate) * up` of a product, with what LoRA computed beside it."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -10,23 +10,30 @@ from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
 from server.kernels.lora.record import ranks_at, record_of
 
+Activation = Literal["silu", "gelu_tanh"]
+
 _BLOCK = 1024
 
 
-def silu_mul(
-    gate_up: torch.Tensor, pending: PendingDelta | None, *, programmatic_launch: bool
+def gated(
+    gate_up: torch.Tensor,
+    pending: PendingDelta | None,
+    activation: Activation,
+    *,
+    programmatic_launch: bool,
 ) -> torch.Tensor:
     """`[rows, 2 n]`, contiguous, gate first -> `[rows, n]`; pending: LoRA of it, of rows and halves
     that their adapter touches. In float32; one kernel. Raises ValueError on a mismatch."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _silu_mul_kernel[(rows * triton.cdiv(inner, _BLOCK),)](
+        _gated_kernel[(rows * triton.cdiv(inner, _BLOCK),)](
             gate_up,
             *delta_arguments(gate_up, pending),
             out,
             INNER=inner,
             BLOCK=_BLOCK,
+            ACTIVATION=activation,
             LORA=pending is not None,
             PDL=programmatic_launch,
             num_warps=4,
@@ -36,7 +43,7 @@ def silu_mul(
 
 
 @triton.jit(do_not_specialize=["site", "num_sites"], do_not_specialize_on_alignment=["slots_ptr"])
-def _silu_mul_kernel(
+def _gated_kernel(
     y_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     slots_ptr: tl.tensor,
@@ -46,6 +53,7 @@ def _silu_mul_kernel(
     out_ptr: tl.tensor,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     LORA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -65,13 +73,22 @@ def _silu_mul_kernel(
         ranks_ptr = ranks_at(ints_ptr, record_of(slot, site, num_sites))
         gate += tl.where((slot >= 0) & (tl.load(ranks_ptr) > 0), delta0, 0.0)
         up += tl.where((slot >= 0) & (tl.load(ranks_ptr + 1) > 0), delta1, 0.0)
-    out = silu_times(gate, up)
+    out = activated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * INNER + n, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def silu_times(gate: tl.tensor, up: tl.tensor) -> Any:
-    """`gate / (1 + e^-gate) * up`. A square root's reciprocal, squared, and a power of 2 are an
-    instruction each on a GPU; division and e's power take five, for numbers that do not come."""
-    root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * gate))
+def activated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> Any:
+    """`gate / (1 + e^-x) * up`: with x = gate that is silu's, with `x = sqrt(8 / pi) * (gate +
+    0.044715 gate^3)` that of gelu by its tanh (arXiv:1606.08415).
+
+    A square root's reciprocal, squared, and a power of 2 are an instruction each on a GPU; division
+    and e's power take five, for numbers that do not come.
+    """
+    x = gate
+    if ACTIVATION == "gelu_tanh":
+        x = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+    root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
     return gate * (root * root) * up

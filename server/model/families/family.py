@@ -29,7 +29,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_FULL, _WINDOWED = "full_attention", "sliding_attention"
+# Kinds of layers in `layer_types`: those that attend to all tokens, and those with a window.
+FULL, WINDOWED = "full_attention", "sliding_attention"
 _MOST_LAYERS = 4096
 _EXTRA_LAYERS = "num_nextn_predict_layers"
 
@@ -173,11 +174,11 @@ def read_windowed(
     usual = tuple(map(has_window, range(sizes.layers)))
     if kinds is None:
         return usual
-    known = isinstance(kinds, list) and all(kind in (_FULL, _WINDOWED) for kind in kinds)
+    known = isinstance(kinds, list) and all(kind in (FULL, WINDOWED) for kind in kinds)
     if not known or len(kinds) != sizes.layers:
-        fields.refuse(f"layer_types must say {_FULL} or {_WINDOWED} for each layer")
+        fields.refuse(f"layer_types must say {FULL} or {WINDOWED} for each layer")
         return usual
-    return tuple(kind == _WINDOWED for kind in kinds)
+    return tuple(kind == WINDOWED for kind in kinds)
 
 
 def attention(

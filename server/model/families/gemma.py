@@ -8,13 +8,35 @@ from msgspec.structs import replace
 from server.model.families import family
 from server.model.families.fields import Fields
 from server.model.families.rope import read_rope
-from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, NormsSpec
+from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, NormsSpec, RopeSpec
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _HEAD_DIM = 256
 _EOS = 1
 _WINDOW = 4096
 _SCALAR = 256
+_FULL_THETA, _WINDOWED_THETA = 1e6, 1e4
+
+
+def read_gemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Norms in Llama's places."""
+    sizes = _read_sizes(fields, kv_heads=16)
+    rope, max_context = read_rope(fields, sizes.positions)
+    if fields.config.get("hidden_activation") not in (None, _ACTIVATION):
+        named = fields.config["hidden_activation"]
+        fields.refuse(f"hidden_activation must be {_ACTIVATION}, got {named!r}")
+    norms = NormsSpec(
+        pre_attention=_norm("input_layernorm", sizes.hidden, sizes),
+        pre_mlp=_norm("post_attention_layernorm", sizes.hidden, sizes),
+    )
+    named = fields.config.get("hidden_act", _ACTIVATION)
+    # The first configurations say "gelu" and mean what the models were trained with.
+    activation = family.read_activation(
+        fields, "hidden_act", _ACTIVATION if named == "gelu" else named
+    )
+    of = family.attention(sizes, rope)
+    layer = family.layer(sizes, of, _read_biases(fields), norms, activation)
+    return _model(fields, generation, sizes, (layer,) * sizes.layers, max_context)
 
 
 def read_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -35,12 +57,77 @@ def read_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     return _model(fields, generation, sizes, layers, max_context, cap)
 
 
+def read_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Windows in five of six layers, whose rotation is another than that of the sixth; norms of q
+    and k. Positions are not multiplied by a factor of the rotation: they are counted with it."""
+    config = fields.config
+    sizes = _read_sizes(fields, kv_heads=4)
+    if config.get("attn_logit_softcapping") is not None:
+        fields.refuse("attn_logit_softcapping must be null, since Gemma 3 computes none")
+    pattern = fields.positive("sliding_window_pattern", 6)
+
+    def has_window(layer: int) -> bool:
+        return (layer + 1) % pattern > 0
+
+    windows = family.read_windows(fields, sizes, config.get("sliding_window", _WINDOW), has_window)
+    full, windowed = _read_gemma3_ropes(fields, sizes)
+    ropes = [windowed if has else full for has in family.read_windowed(fields, sizes, has_window)]
+    scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
+    attentions = [
+        replace(
+            family.attention(sizes, rope, window, scale=scale),
+            q_norm=_norm("self_attn.q_norm", sizes.head_dim, sizes),
+            k_norm=_norm("self_attn.k_norm", sizes.head_dim, sizes),
+        )
+        for rope, window in zip(ropes, windows, strict=True)
+    ]
+    layers = _layers(fields, sizes, attentions)
+    cap = _read_softcap(fields, "final_logit_softcapping", None)
+    return _model(fields, generation, sizes, layers, sizes.positions, cap)
+
+
+def _read_gemma3_ropes(fields: Fields, sizes: family.ModelSizes) -> tuple[RopeSpec, RopeSpec]:
+    """Of layers without a window, and of those with one. `rope_parameters` has a table for each
+    (transformers 5); single keys are those of the former, but for `rope_local_base_freq`."""
+    config = fields.config
+    tables = _table(fields, config, "rope_parameters")
+    if not set(tables) <= {family.FULL, family.WINDOWED}:
+        fields.refuse(f"rope_parameters must have tables {family.FULL} and {family.WINDOWED}")
+        tables = {}
+    full = {
+        "rope_theta": config.get("rope_theta", _FULL_THETA),
+        **_table(fields, tables, family.FULL),
+        **_table(fields, config, "rope_scaling"),
+    }
+    windowed = {
+        "rope_theta": config.get("rope_local_base_freq", _WINDOWED_THETA),
+        **_table(fields, tables, family.WINDOWED),
+    }
+    first, second = (
+        read_rope(
+            fields.changed(rope_parameters=table, rope_scaling=None, rope_theta=None),
+            sizes.positions,
+        )[0]
+        for table in (full, windowed)
+    )
+    return first, second
+
+
+def _table(fields: Fields, of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Empty where nothing is said."""
+    table = of.get(key) or {}
+    if isinstance(table, Mapping):
+        return table
+    fields.refuse(f"{key} must be a table, got {table!r}")
+    return {}
+
+
 def _read_sizes(fields: Fields, kv_heads: int) -> family.ModelSizes:
     family.refuse_other_attention(fields)
     return family.read_sizes(fields, kv_heads=kv_heads, head_dim=_HEAD_DIM)
 
 
-def _read_softcap(fields: Fields, key: str, usual: float) -> float | None:
+def _read_softcap(fields: Fields, key: str, usual: float | None) -> float | None:
     """usual: where `config.json` has no such key; null = no cap."""
     if fields.config.get(key, usual) is None:
         return None
@@ -63,9 +150,13 @@ def _layers(
     )
     named = fields.config.get("hidden_activation", _ACTIVATION)
     activation = family.read_activation(fields, "hidden_activation", named)
-    bias = bool(fields.config.get("attention_bias", False))
-    biases = family.Biases(qkv=bias, o=bias)
+    biases = _read_biases(fields)
     return [family.layer(sizes, of, biases, norms, activation) for of in attentions]
+
+
+def _read_biases(fields: Fields) -> family.Biases:
+    bias = bool(fields.config.get("attention_bias", False))
+    return family.Biases(qkv=bias, o=bias)
 
 
 def _model(

@@ -14,7 +14,9 @@ from server.model.spec import ModelSpec
 
 # By `model_type`. A new family is a reader and a line here.
 FAMILIES: dict[str, Family] = {
+    "gemma": Family("GemmaForCausalLM", gemma.read_gemma),
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
+    "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3),
     "llama": Family("LlamaForCausalLM", llama.read),
     "mistral": Family("MistralForCausalLM", mistral.read),
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read),

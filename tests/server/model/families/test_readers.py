@@ -67,8 +67,15 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
     model = make_model(name)
     config = read_model(json.loads(model.config.to_json_string()))
     rotary: Any = model.model.rotary_emb
-    assert torch.equal(inverse_frequencies(rope_of(config), config.head_dim), rotary.inv_freq)
-    assert rope_of(config).attention_factor == pytest.approx(rotary.attention_scaling)
+    for index, layer in enumerate(config.layers):
+        by_kind = hasattr(rotary, "layer_types")
+        prefix = f"{model.config.layer_types[index]}_" if by_kind else ""
+        rope = layer.attention.rope
+        assert rope is not None
+        expected = getattr(rotary, f"{prefix}inv_freq")
+        assert torch.equal(inverse_frequencies(rope, config.head_dim), expected)
+        factor = getattr(rotary, f"{prefix}attention_scaling")
+        assert rope.attention_factor == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("truncate", [True, False])

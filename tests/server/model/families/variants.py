@@ -10,6 +10,10 @@ from peft import LoraConfig
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -61,6 +65,8 @@ _LLAMA = Variant(LlamaConfig, LlamaForCausalLM)
 _MISTRAL = Variant(MistralConfig, MistralForCausalLM)
 _QWEN2 = Variant(Qwen2Config, Qwen2ForCausalLM)
 _QWEN3 = Variant(Qwen3Config, Qwen3ForCausalLM)
+_GEMMA = Variant(GemmaConfig, GemmaForCausalLM)
+_GEMMA3 = Variant(Gemma3TextConfig, Gemma3ForCausalLM)
 _GEMMA2 = Variant(Gemma2Config, Gemma2ForCausalLM)
 
 
@@ -78,7 +84,34 @@ _CAPPED: dict[str, Any] = {
     "attn_implementation": "eager",
 }
 
+# Layers of both kinds among three, and rotations of both kinds that are no other's.
+_GEMMA3_SETTINGS: dict[str, Any] = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 30000.0, "factor": 8.0},
+    },
+}
+
 VARIANTS: dict[str, Variant] = {
+    "gemma": _of(_GEMMA, head_dim=24, num_key_value_heads=1),
+    "gemma-biases": _of(
+        _GEMMA,
+        head_dim=16,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        hidden_act="gelu",
+        is_adapted=False,
+    ),
+    "gemma3": _of(_GEMMA3, **_GEMMA3_SETTINGS),
+    "gemma3-capped": _of(
+        _GEMMA3,
+        **_GEMMA3_SETTINGS | {"final_logit_softcapping": 3.0, "attention_bias": True},
+        is_adapted=False,
+    ),
     "gemma2": _of(_GEMMA2, **_CAPPED),
     "gemma2-uncapped": _of(
         _GEMMA2,

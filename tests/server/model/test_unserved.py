@@ -38,7 +38,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bert": {"architectures": ["BertForMaskedLM"], "hidden_act": "gelu", "type_vocab_size": 2},
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
-    "gemma": {"architectures": ["GemmaForCausalLM"], "head_dim": 256, "hidden_act": "gelu"},
     "gemma3": {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": TEXT},
     "phi": {"architectures": ["PhiForCausalLM"], "partial_rotary_factor": 0.4},
     "phi3": {

@@ -122,9 +122,9 @@ def _parser() -> Parser:
     bench_commands.add_commands(bench.add_subparsers(metavar="ACTION", required=True))
     bench.set_defaults(command=_bench)
     info = commands.add_parser("info", help="what this machine can do, and why not; or a model")
-    info.add_argument("model", metavar="MODEL", nargs="?", help="Hub id or folder: what it is")
-    info.add_argument("--revision", metavar="REV", help="branch, tag or commit of MODEL")
+    info.add_argument("model", metavar="MODEL", nargs="?", help="Hub id, folder or config.json")
     info.add_argument("--json", action="store_true", help="for programs")
+    add_options(info, config.info_options())
     info.set_defaults(command=_info)
     return parser
 
@@ -309,7 +309,7 @@ def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.info import gather, to_json, to_text
 
     if arguments.model is not None:
-        _model_info(arguments)
+        _model_info(arguments, environ)
         return
     if arguments.revision is not None:
         raise OptionError("--revision is of a MODEL: name one")
@@ -317,15 +317,18 @@ def _info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     sys.stdout.write(to_json(facts) if arguments.json else to_text(facts))
 
 
-def _model_info(arguments: argparse.Namespace) -> None:
+def _model_info(arguments: argparse.Namespace, environ: Mapping[str, str]) -> None:
     from launcher.model_info import describe
     from server.model.checkpoint.checkpoint import CheckpointError
+    from server.worker.process.device import DeviceError
     from server.worker.process.model_source import ModelError
+    from server.worker.setup import WorkerStartError
 
+    values = config.resolve(config.WORKER_OPTIONS, arguments, environ)
     log_to_stderr(logging.WARNING)
     try:
-        facts = describe(arguments.model, arguments.revision)
-    except (CheckpointError, ModelError) as error:
+        facts = describe(build(WorkerConfig, values))
+    except (CheckpointError, DeviceError, ModelError, WorkerStartError) as error:
         fail(str(error), 1)
     sys.stdout.write(facts.written(for_programs=arguments.json))
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from adapters.errors import AdapterError
+from launcher.command_line import GROUPS
 from launcher.options import (
     PREFIX,
     Option,
@@ -48,6 +49,13 @@ def serve_options() -> tuple[Option, ...]:
     worker = {option.field: option for option in WORKER_OPTIONS if option.field not in wiring}
     address = {name: router[name] for name in ("host", "port", "redis")}
     return tuple((router | worker | address).values())
+
+
+def info_options() -> tuple[Option, ...]:
+    """Those of a worker that say where a model is computed and how much memory it has."""
+    names = {*GROUPS["Memory"], "revision", "device", "dtype", "max_context"}
+    names |= {"max_running", "max_step_tokens"}
+    return tuple(option for option in WORKER_OPTIONS if option.field in names)
 
 
 def check_router(config: RouterConfig) -> None:

@@ -1,14 +1,58 @@
-"""`loraplex info MODEL`: what a base model is, or the sentence that a worker refuses it with."""
+"""`loraplex info MODEL`: what a base model is and needs on this machine, or the sentence that a
+worker refuses it with. Imports neither torch nor a kernel."""
+
+import os
+from collections import Counter
+from pathlib import Path
 
 import msgspec
 
+from adapters.base import BaseSpec
+from adapters.manifest import SlabDtype
 from launcher.demo import model_path
-from server.model.spec import ModelSpec
-from server.worker.process.model_source import check_model
+from server.config import ConfigError, EngineConfig, WorkerConfig
+from server.model.ops.kernel_limits import unsupported
+from server.model.ops.memory import (
+    DeviceMemory,
+    executor_limits,
+    fill_device,
+    page_bytes,
+    weights_bytes,
+)
+from server.model.spec import ModelSpec, base_spec
+from server.worker.process.device import ChosenDevice, choose_device, cuda_devices, torch_build
+from server.worker.process.model_source import describe_model
+from server.worker.process.sizing import choose_dtype
+from server.worker.setup import engine_config
+
+# Of a GPU that has what any GPU here may have, where this machine has none.
+_USUAL_GPU = (9, 0)
+_GIB = 1 << 30
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """On this machine. weights, kv_memory: bytes. kv_bytes: keys and values of one token.
+
+    kv_tokens: of all sequences together. max_context: tokens of one. problem: why the model does
+    not fit, or None; then kv_tokens and max_context are 0.
+    """
+
+    device: str
+    dtype: SlabDtype
+    weights: int
+    kv_bytes: int
+    kv_memory: int
+    kv_tokens: int
+    max_context: int
+    problem: str | None = None
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """A model that can be served. max_context: tokens. dtype: of its weights."""
+    """A model that can be served. max_context: tokens that it reaches. dtype: of its weights.
+
+    windows: tokens -> layers that see no more. adapters: modules that adapters may change.
+    reference: why plain torch computes it on a GPU, or None.
+    """
 
     model: str
     family: str
@@ -16,30 +60,122 @@ class ModelFacts(msgspec.Struct, frozen=True):
     hidden_size: int
     vocab_size: int
     max_context: int
+    windows: dict[int, int]
     dtype: str
+    adapters: tuple[str, ...]
+    reference: str | None
+    needs: Needs
 
     def written(self, *, for_programs: bool) -> str:
         if for_programs:
             return msgspec.json.format(msgspec.json.encode(self)).decode() + "\n"
-        return (
-            f"{self.model} can be served\n"
-            f"  family      {self.family}\n"
-            f"  layers      {self.layers}, of {self.hidden_size:,} features\n"
-            f"  vocabulary  {self.vocab_size:,} tokens\n"
-            f"  context     {self.max_context:,} tokens\n"
-            f"  dtype       {self.dtype}\n"
-        )
+        problem = self.needs.problem
+        head = f"{self.model} can be served"
+        lines = [head if problem is None else f"{head}, but not here: {problem}"]
+        lines += [f"  {name:<11} {text}" for name, text in self._rows()]
+        lines.append(f"on this machine ({self.needs.device}, {self.needs.dtype})")
+        lines += [f"  {name:<11} {text}" for name, text in _need_rows(self.needs)]
+        return "\n".join(lines) + "\n"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        seen = (f"{window:,} tokens in {n} layers" for window, n in self.windows.items())
+        rows = [
+            ("family", self.family),
+            ("layers", f"{self.layers}, of {self.hidden_size:,} features"),
+            ("vocabulary", f"{self.vocab_size:,} tokens"),
+            ("context", f"{self.max_context:,} tokens"),
+            ("windows", ", ".join(seen)),
+            ("dtype", self.dtype),
+            ("adapters", " ".join(self.adapters)),
+            ("on a GPU", self.reference or "the project's kernels"),
+        ]
+        return [row for row in rows if row[1]]
 
 
-def describe(model: str, revision: str | None) -> ModelFacts:
-    """Of a model of the Hub only small files are fetched. Raises ModelError, CheckpointError."""
-    config: ModelSpec = check_model(str(model_path()) if model == "demo" else model, revision)
+def describe(config: WorkerConfig) -> ModelFacts:
+    """Of a model of the Hub only small files are fetched.
+
+    Raises ModelError, CheckpointError, DeviceError, WorkerStartError.
+    """
+    place = str(model_path()) if config.model == "demo" else config.model
+    model = describe_model(place, config.revision)
+    devices = cuda_devices()
+    device = choose_device(config.device, devices, torch_build())
+    dtype = choose_dtype(config.dtype, device.kind, model.dtype, device.has_bfloat16)
+    base = base_spec(model, "", ())
+    on_gpu = device.kind == "cuda"
+    capability = devices[0].capability if on_gpu else _USUAL_GPU
     return ModelFacts(
-        model=model,
-        family=config.family,
-        layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_context=config.max_context,
-        dtype=config.dtype,
+        model=config.model,
+        family=model.family,
+        layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        max_context=model.max_context,
+        windows=dict(Counter(window for window in model.windows if window is not None)),
+        dtype=model.dtype,
+        adapters=(*base.layer_modules, *base.model_modules),
+        reference=_reference(model, dtype if on_gpu else "bfloat16", capability),
+        needs=_needs(config, device, model, base, dtype),
     )
+
+
+def _reference(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> str | None:
+    reason = unsupported(model, dtype, capability)
+    return None if reason is None else f"plain torch, which is slower: {reason}"
+
+
+def _needs(
+    config: WorkerConfig, device: ChosenDevice, model: ModelSpec, base: BaseSpec, dtype: SlabDtype
+) -> Needs:
+    engine = engine_config(config, device, Path(config.model), base, dtype)
+    weights = weights_bytes(model, dtype)
+    found = Needs(
+        device=device.kind,
+        dtype=dtype,
+        weights=weights,
+        kv_bytes=page_bytes(model, engine) // engine.page_size,
+        kv_memory=engine.kv_memory,
+        kv_tokens=0,
+        max_context=0,
+    )
+    try:
+        engine = _filled(model, engine, weights, device)
+        limits = executor_limits(model, engine)
+    except ConfigError as error:
+        return msgspec.structs.replace(found, problem=str(error))
+    return msgspec.structs.replace(
+        found,
+        kv_memory=engine.kv_memory,
+        kv_tokens=limits.num_pages * limits.page_size,
+        max_context=limits.max_context,
+    )
+
+
+def _filled(
+    model: ModelSpec, engine: EngineConfig, weights: int, device: ChosenDevice
+) -> EngineConfig:
+    """With the device's memory divided, as if nothing else ran there. Raises ConfigError."""
+    if device.kind == "cuda":
+        total = device.memory_bytes
+        return fill_device(model, engine, DeviceMemory(total, total, total - weights))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    taken = weights + engine.kv_memory + engine.adapter_memory + engine.host_arena_bytes
+    if taken > total:
+        raise ConfigError(
+            f"weights, keys and values and adapters take {taken / _GIB:.1f} GiB of"
+            f" {total / _GIB:.1f} GiB of memory"
+        )
+    return engine
+
+
+def _need_rows(needs: Needs) -> list[tuple[str, str]]:
+    rows = [
+        ("weights", f"{needs.weights / _GIB:.2f} GiB"),
+        ("a token", f"{needs.kv_bytes:,} bytes of keys and values"),
+    ]
+    if needs.problem is None:
+        of_each = f"of one sequence at most {needs.max_context:,}"
+        in_all = f"{needs.kv_tokens:,} tokens in {needs.kv_memory / _GIB:.2f} GiB"
+        rows.append(("cache", f"{in_all}; {of_each}"))
+    return rows

@@ -30,6 +30,7 @@ from server.model.ops.memory import (
     estimate_lines,
     executor_limits,
     fill_device,
+    weights_bytes,
 )
 from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.sizes import padded, padded_size
@@ -42,7 +43,7 @@ from server.model.sampling.to_draw import ToDraw
 from server.model.spec import ModelSpec
 from server.model.steps.rows import Rows
 from server.model.steps.step import Step
-from server.model.weights import ModelWeights, load_weights, weights_bytes
+from server.model.weights import ModelWeights, load_weights
 
 # As CUDA, its libraries and the CPU's allocator say it.
 _NO_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
@@ -281,7 +282,7 @@ def _build_parts(
     free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
     planned = config
     if on_gpu:
-        left = free - weights_bytes(model, dtype)
+        left = free - weights_bytes(model, config.dtype)
         planned = fill_device(model, config, DeviceMemory(total, free, left))
     executor_limits(model, planned)  # says what is wrong before the weights are read
     weights = load(model, dtype, device)

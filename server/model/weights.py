@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,11 +53,6 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     norm: Norm
     lm_head: DenseLinear
-
-
-def weights_bytes(model: ModelSpec, dtype: torch.dtype) -> int:
-    """What they take on the device."""
-    return sum(prod(shape) for shape in model.tensors().values()) * dtype.itemsize
 
 
 def load_weights(

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -116,7 +117,7 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
         log.warning("%s", device.note)
     base = read_base_spec(model.path, names)
     dtype = choose_dtype(config.dtype, device.kind, model_config.dtype, device.has_bfloat16)
-    engine = _engine_config(config, device, model, base, dtype)
+    engine = engine_config(config, device, model.path, base, dtype)
     card = model_card(
         model.path,
         names=names,
@@ -151,13 +152,10 @@ def _prepare(config: WorkerConfig, device: ChosenDevice, model: ModelFolder) -> 
     return Prepared(worker, supervisor, worker_id, names[0], engine, memory, merger, syncing)
 
 
-def _engine_config(
-    config: WorkerConfig,
-    device: ChosenDevice,
-    model: ModelFolder,
-    base: BaseSpec,
-    dtype: SlabDtype,
+def engine_config(
+    config: WorkerConfig, device: ChosenDevice, folder: Path, base: BaseSpec, dtype: SlabDtype
 ) -> EngineConfig:
+    """The engine's settings on this machine. folder: the model's. Raises WorkerStartError."""
     sizes = choose_sizes(config, device.kind, device.memory_bytes, _host_bytes())
     extent_bytes = choose_extent_bytes(base, dtype, sizes.adapter_memory)
     host_extents = sizes.host_adapter_memory // extent_bytes
@@ -167,7 +165,7 @@ def _engine_config(
             f"got {sizes.host_adapter_memory}"
         )
     return EngineConfig(
-        model_path=str(model.path),
+        model_path=str(folder),
         device=device.kind,
         dtype=dtype,
         page_size=config.page_size,

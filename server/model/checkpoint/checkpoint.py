@@ -104,17 +104,17 @@ def read_optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def read_config(folder: Path) -> ModelSpec:
+def read_config(folder: Path, name: str = CONFIG_FILE) -> ModelSpec:
     """The folder's ModelSpec. Raises CheckpointError listing everything unsupported."""
-    config = read_json(folder / CONFIG_FILE)
+    config = read_json(folder / name)
     generation = read_optional_json(folder / GENERATION_FILE)
     try:
         return read_model(config, generation)
     except ValueError as error:
-        raise UnservedError(folder / CONFIG_FILE, str(error)) from None
-    except (TypeError, AttributeError, OverflowError) as error:
+        raise UnservedError(folder / name, str(error)) from None
+    except (TypeError, AttributeError, ArithmeticError, KeyError, IndexError) as error:
         reason = f"an entry of another type or size than expected ({error})"
-        raise UnservedError(folder / CONFIG_FILE, reason) from None
+        raise UnservedError(folder / name, reason) from None
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:

@@ -1,8 +1,10 @@
 """How an engine's memory options turn into pages, extents and a context length. Pure arithmetic."""
 
+from math import prod
+
 import msgspec
 
-from adapters.manifest import ITEM_BYTES
+from adapters.manifest import ITEM_BYTES, SlabDtype
 from server.config import ConfigError, EngineConfig
 from server.engine.executor import ExecutorLimits
 from server.model.ops.sizes import MOST_PADDING
@@ -28,6 +30,11 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     total: int
     free_before: int
     free_now: int
+
+
+def weights_bytes(model: ModelSpec, dtype: SlabDtype) -> int:
+    """What they take on the device."""
+    return sum(prod(shape) for shape in model.tensors().values()) * ITEM_BYTES[dtype]
 
 
 def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:

@@ -110,6 +110,14 @@ def check_model(text: str, revision: str | None, *, with_tensors: bool = True) -
         return read_config(_config_folder(text, revision))
 
 
+def describe_model(text: str, revision: str | None) -> ModelSpec:
+    """As `check_model`, and of a `config.json` alone. Raises ModelError, CheckpointError."""
+    path = Path(text).expanduser()
+    with _readable(text):
+        is_file = path.is_file()
+    return read_config(path.parent, path.name) if is_file else check_model(text, revision)
+
+
 def local_folder(text: str) -> Path | None:
     """The folder that is meant; None = a Hub id is. Raises ModelError for what is neither."""
     folder = Path(text).expanduser()

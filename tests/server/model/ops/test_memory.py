@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,10 +17,10 @@ from server.model.ops.memory import (
     executor_limits,
     fill_device,
     split_prompts_bytes,
+    weights_bytes,
     workspace_bytes,
 )
 from server.model.spec import ModelSpec
-from server.model.weights import weights_bytes
 from server.worker.process.sizing import choose_sizes
 from tests.server.model.driver import engine_config
 
@@ -87,7 +86,7 @@ def test_too_little_gives_the_estimate_and_advice() -> None:
 
 def test_weights_are_known_before_they_are_read() -> None:
     """Of Llama-3.1-8B: 8,030,261,248 parameters."""
-    assert weights_bytes(MODEL, torch.bfloat16) == 8_030_261_248 * 2
+    assert weights_bytes(MODEL, "bfloat16") == 8_030_261_248 * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""`loraplex info MODEL`: what a model needs on this machine, from its config.json alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import model_info
+from launcher.__main__ import main
+from server.worker.process.device import CudaDevice, TorchBuild
+
+LLAMA_8B = Path("launcher/bench/engine/configs/llama-3.1-8b/config.json")
+KV_BYTES = 2 * 2 * 32 * 8 * 128
+H100 = CudaDevice("H100", (9, 0), 80 << 30)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_info, "cuda_devices", lambda: [H100])
+    monkeypatch.setattr(model_info, "torch_build", lambda: TorchBuild("2.9", "12.8"))
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    main(["info", *arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_a_gpu_what_is_left_is_for_keys_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    found = facts(capsys, str(LLAMA_8B))
+    needs = found["needs"]
+    assert (needs["device"], needs["dtype"]) == ("cuda", "bfloat16")
+    assert needs["weights"] == 8_030_261_248 * 2
+    assert needs["kv_bytes"] == KV_BYTES
+    assert needs["kv_memory"] < 0.9 * (80 << 30) - (8 << 30) - needs["weights"]
+    assert needs["kv_tokens"] == needs["kv_memory"] // (16 * KV_BYTES) * 16
+    assert needs["max_context"] == found["max_context"] == 131_072
+    assert needs["problem"] is None
+    assert found["reference"] is None
+
+
+@pytest.mark.usefixtures("gpu")
+def test_memory_options_count(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert facts(capsys, str(LLAMA_8B), "--kv-memory", "2GiB")["needs"]["kv_tokens"] == 1 << 14
+    monkeypatch.setenv("LORAPLEX_KV_MEMORY", "1GiB")
+    needs = facts(capsys, str(LLAMA_8B))["needs"]
+    assert (needs["kv_tokens"], needs["max_context"]) == (1 << 13, 1 << 13)
+    wide = facts(capsys, str(LLAMA_8B), "--dtype", "float32")
+    assert wide["needs"]["kv_bytes"] == 2 * KV_BYTES
+    assert "not in float32" in wide["reference"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_does_not_fit_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", str(LLAMA_8B), "--kv-memory", "1GiB", "--max-context", "9000"])
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{LLAMA_8B} can be served, but not here: --kv-memory is 1073741824")
+    assert len(others) < 16
+    main(["info", str(LLAMA_8B), "--adapter-memory", "70GiB"])
+    assert "not here: not enough GPU memory for a KV cache" in capsys.readouterr().out
+
+
+def test_windows_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        **json.loads(LLAMA_8B.read_text()),
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "sliding_window": 4096,
+        "layer_types": ["sliding_attention"] * 20 + ["full_attention"] * 12,
+    }
+    config.pop("rope_scaling", None)
+    path = tmp_path / "any name.json"
+    path.write_text(json.dumps(config))
+    main(["info", str(path)])
+    assert "  windows     4,096 tokens in 20 layers\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "expected a JSON object"),
+        ("{}", "names no model_type"),
+        ('{"model_type": "llama"}', "vocab_size must be a positive integer"),
+        ('{"model_type": "jamba"}', "it needs state-space layers"),
+        ('{"model_type": "llama", "num_hidden_layers": 1e400}', "num_hidden_layers"),
+        ('{"model_type": ["llama"]}', "is not served"),
+        ("\x00" * 9, "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+    ],
+)
+def test_of_what_is_no_model_one_sentence_is_said(
+    text: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        main(["info", str(path)])
+    assert end.value.code == 1
+    out, err = capsys.readouterr()
+    (line,) = (out + err).splitlines()
+    assert line.startswith(f"loraplex: {path}: ")
+    assert reason in line

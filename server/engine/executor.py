@@ -19,6 +19,8 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     max_rows: sequences that may hold a row at once. max_step_tokens: of one plan.
     adapter_slots: rows of the device table. arena_extents: extents of `extent_bytes` for adapters.
     max_guesses: tokens that a decode slice may compute beyond the row's last sample.
+    short_context: a sequence of more tokens has other keys and values, from its first token on.
+    A row is of one kind, that of the tokens it was started with; None = there is one kind.
     """
 
     num_pages: int
@@ -32,6 +34,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     arena_extents: int
     extent_bytes: int
     max_guesses: int = 0
+    short_context: int | None = None
 
 
 class Masks(NamedTuple):

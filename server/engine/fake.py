@@ -115,9 +115,12 @@ class FakeTicket:
 
 
 class _Row:
-    def __init__(self, start: RowStart) -> None:
+    def __init__(self, start: RowStart, limits: ExecutorLimits) -> None:
         self.start = start
         self.tokens = list(start.token_ids)
+        short, size = limits.short_context, len(start.token_ids)
+        self.kind = b"long" if short is not None and size > short else b""
+        self.most_tokens = limits.max_context if self.kind or short is None else short
         self.pages: list[int] = []
         self.num_computed = -1  # unknown before the first slice
         self.adapter: str | None = None
@@ -168,7 +171,7 @@ class CertifyingExecutor:
         for start in plan.new_rows:
             _check(0 <= start.seq_row < self.limits.max_rows, f"no row {start.seq_row}")
             _check(start.seq_row not in self._rows, f"row {start.seq_row} is in use")
-            self._rows[start.seq_row] = _Row(start)
+            self._rows[start.seq_row] = _Row(start, self.limits)
         for grant in plan.grants:
             self._grant(grant)
         rows = [piece.seq_row for piece in plan.slices]
@@ -295,7 +298,7 @@ class CertifyingExecutor:
         most = 0 if piece.constrained or not piece.sample else self.limits.max_guesses
         _check(piece.num_new > 0, "an empty slice")
         _check(known <= len(row.tokens) and end - known <= most, "tokens that are not there")
-        _check(end <= self.limits.max_context, "tokens beyond the context")
+        _check(end <= row.most_tokens, "tokens beyond the context, or of another kind")
         _check(len(row.pages) * self.limits.page_size >= end, "tokens without pages")
         if row.num_computed >= 0:
             _check(piece.start == row.num_computed, "a gap or an overlap in computed tokens")
@@ -322,14 +325,15 @@ class CertifyingExecutor:
             row.marks.append(mark)
         size = self.limits.page_size
         for i in range(-(-start // size)):
-            expected = row.marks[i * size : min(start, (i + 1) * size)]
+            places = range(i * size, min(start, (i + 1) * size))
+            expected = [row.marks[place] + row.kind for place in places]
             found = self._kv[row.pages[i]][: len(expected)]
             _check(found == expected, f"page {row.pages[i]} holds another prefix")
 
     def _write(self, row: _Row, seq_row: int, position: int, mark: _Mark) -> None:
         page = row.pages[position // self.limits.page_size]
         _check(self._holders[page] == {seq_row}, f"page {page} is written while it is shared")
-        self._kv[page][position % self.limits.page_size] = mark
+        self._kv[page][position % self.limits.page_size] = mark + row.kind
 
     def wait_idle(self) -> None:
         self._in_flight.clear()

@@ -304,7 +304,8 @@ def _build_parts(
         dtype=dtype,
         device=device,
     )
-    rows = Rows(limits.max_rows, limits.max_context, config.page_size, device)
+    size = (limits.max_rows, limits.max_context, config.page_size)
+    rows = Rows(*size, device, limits.short_context)
     parameters = RowSampling(limits.max_rows, model.vocab_size, model.eos_token_ids, device)
     return Parts(model, weights, KVCache(k, v), table, rows, parameters, limits, summary)
 

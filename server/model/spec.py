@@ -249,6 +249,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
         }
         if len(shared) != 1:
             raise ValueError("every layer must have the same heads and modules, and one must exist")
+        if len(self._switches) > 1:
+            raise ValueError("long factors must begin at the same length in every layer")
 
     def within(self, max_context: int) -> "ModelSpec":
         """The same for contexts of at most so many tokens: a window that no position can leave is
@@ -283,6 +285,17 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer."""
         return tuple(layer.attention.window for layer in self.layers)
+
+    @property
+    def short_context(self) -> int | None:
+        """Sequences of more tokens take the long factors of their rotation, for all their tokens;
+        None = no sequence does."""
+        return next(iter(self._switches), None)
+
+    @property
+    def _switches(self) -> set[int]:
+        ropes = {layer.attention.rope for layer in self.layers}
+        return {rope.original_context for rope in ropes if rope is not None and rope.long_factors}
 
     @property
     def num_heads(self) -> int:

@@ -154,6 +154,8 @@ def _load_layer(source: _Source, model: ModelSpec, index: int) -> LayerWeights:
 def _qk_norm(source: _Source, spec: AttentionSpec, index: int) -> torch.Tensor | None:
     if spec.q_norm is None or spec.k_norm is None:
         return None
-    q = source.norm(spec.q_norm, index).weight.expand(spec.num_heads, -1)
-    k = source.norm(spec.k_norm, index).weight.expand(spec.num_kv_heads, -1)
+    q, k = (
+        source.norm(norm, index).weight.view(-1, spec.head_dim).expand(heads, -1)
+        for norm, heads in ((spec.q_norm, spec.num_heads), (spec.k_norm, spec.num_kv_heads))
+    )
     return torch.cat((q, k))

@@ -1,7 +1,8 @@
 """KV pages: which sequences hold them, and which full pages a later prompt can read. Pure.
 
-A page's content is named by a SHA-256 chain over salt, adapter digest (or base) and all tokens up
-to its end. Only full pages are shared and nobody writes to a full page, so nothing is ever copied.
+A page's content is named by a SHA-256 chain over salt, adapter digest (or base), whether its
+sequence is long, and all tokens up to its end. Only full pages are shared and nobody writes to a
+full page, so nothing is ever copied.
 """
 
 from array import array
@@ -12,10 +13,11 @@ from hashlib import sha256
 PageHash = bytes
 
 
-def root_hash(salt: str, adapter: str | None) -> PageHash:
-    """Start of a chain. The base and an adapter never share a chain, whatever its digest."""
+def root_hash(salt: str, adapter: str | None, is_long: bool = False) -> PageHash:
+    """Start of a chain. The base and an adapter never share a chain, whatever its digest.
+    is_long: see `Sequence`."""
     kind = b"base" if adapter is None else b"adapter"
-    parts = (salt.encode(), kind, (adapter or "").encode())
+    parts = (salt.encode(), kind, (adapter or "").encode(), b"long" * is_long)
     return sha256(b"".join(len(p).to_bytes(8, "little") + p for p in parts)).digest()
 
 

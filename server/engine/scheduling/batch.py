@@ -20,6 +20,7 @@ class Batch:
         self.budget = limits.max_step_tokens
         self._page_size = limits.page_size
         self._max_guesses = limits.max_guesses
+        self._short_context = limits.short_context
         self._guesses_left = self.budget - num_running if limits.max_guesses else 0
 
     def start(self, sequence: Sequence) -> None:
@@ -79,10 +80,13 @@ class Batch:
 
     def _take_guesses(self, sequence: Sequence) -> int:
         """Guesses for a decode slice. They fit in the pages that the sequence has, and cannot go
-        beyond its last token. A mask holds for one token, so a constrained sequence has none."""
+        beyond its last token, nor make it long. A mask holds for one token, so a constrained
+        sequence has none."""
         if sequence.constraint is not None:
             return 0
         room = len(sequence.pages) * self._page_size - sequence.num_computed - 1
+        if self._short_context is not None and not sequence.is_long:
+            room = min(room, self._short_context - sequence.num_computed - 1)
         guesses = min(self._max_guesses, self._guesses_left, room, sequence.remaining - 1)
         guesses = max(0, guesses)
         self._guesses_left -= guesses

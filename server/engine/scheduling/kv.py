@@ -14,15 +14,16 @@ HASHED_PER_PLAN = 256
 
 
 class SequencePages:
-    """The page pool, as sequences use it."""
+    """The page pool, as sequences use it. short_context: see `ExecutorLimits`."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, short_context: int | None = None) -> None:
         self.pool = PagePool(num_pages, page_size)
         # Full prompt pages that are being computed: the next pages of each sequence, enough to
         # decide whether another sequence waits for them.
         self._computing: dict[PageHash, Sequence] = {}
         self._next_pages = -(-SHARE_WORTH_TOKENS // page_size)
         self._budget = HASHED_PER_PLAN
+        self._short_context = short_context
 
     def begin_plan(self) -> None:
         self._budget = HASHED_PER_PLAN
@@ -33,6 +34,8 @@ class SequencePages:
 
         others_wait: a step waits for this plan. Otherwise hashing delays nothing.
         """
+        if self._short_context is not None:
+            sequence.set_long(len(sequence.tokens) > self._short_context)
         hashes, size = sequence.hashes, self.pool.page_size
         full = 0 if sequence.needs_prompt_logprobs else (len(sequence.tokens) - 1) // size
         while len(hashes) < full:
@@ -81,6 +84,11 @@ class SequencePages:
     def missing(self, sequence: Sequence) -> int:
         """Pages that the sequence lacks for one more token."""
         return self.pool.pages_for(sequence.num_computed + 1) - len(sequence.pages)
+
+    def outgrown(self, sequence: Sequence) -> bool:
+        """Whether its next token makes it long, so that all its tokens must be computed again."""
+        limit = self._short_context
+        return limit is not None and not sequence.is_long and sequence.num_computed >= limit
 
     def publish(self, sequence: Sequence, num_computed: int) -> None:
         """Offer its full pages for reuse. Its first `num_computed` tokens are accepted, and their

@@ -39,7 +39,7 @@ class Scheduler:
     def __init__(self, limits: ExecutorLimits, config: SchedulerConfig) -> None:
         self.limits = limits
         self.config = config
-        self.pages = SequencePages(limits.num_pages, limits.page_size)
+        self.pages = SequencePages(limits.num_pages, limits.page_size, limits.short_context)
         self.arena = AdapterArena(limits.arena_extents, limits.extent_bytes, limits.adapter_slots)
         self.loads = AdapterLoads(self.arena, config.max_loading, config.drain_after_s)
         self.grammars = GrammarWaits()
@@ -57,9 +57,7 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self._now = 0.0
-        self._preemptions = 0
-        self._prefix_hit_tokens = 0
-        self._prompt_tokens = 0
+        self._preemptions = self._prefix_hit_tokens = self._prompt_tokens = 0
 
     # ---- requests
 
@@ -197,7 +195,7 @@ class Scheduler:
             wanted = sequence.num_wanted
             if wanted > 1:
                 longer.append(sequence)
-            elif wanted == 1 and sequence.can_run and self._grow(batch, sequence):
+            elif wanted == 1 and self._grow(batch, sequence):
                 batch.add(sequence)
         for sequence in (s for s in longer if s.can_run):
             self._admit(batch, sequence.precedence.priority)  # between two chunks: nothing is cut
@@ -236,20 +234,22 @@ class Scheduler:
 
     def _grow(self, batch: Batch, sequence: Sequence) -> bool:
         """Get a missing page for one more token. If none is free, preempt the youngest."""
-        while (missing := self.pages.missing(sequence)) > 0:
+        if sequence.can_run and self.pages.outgrown(sequence):
+            self._preempt(sequence)
+        while sequence.can_run and (missing := self.pages.missing(sequence)) > 0:
             pages = self.pages.pool.allocate(missing)
             if pages is not None:
                 batch.grant(sequence, pages)
                 return True
             if self._departing:
                 return False  # pages come free at a commit
-            victim = self._running[-1]
-            self._preemptions += 1
-            victim.leaving = True
-            self._settle(victim)
-            if victim is sequence:
-                return False
-        return True
+            self._preempt(self._running[-1])
+        return sequence.can_run
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._preemptions += 1
+        sequence.leaving = True
+        self._settle(sequence)
 
     def _admit(self, batch: Batch, priority: float = float("inf")) -> None:
         """Start waiting sequences whose priority value is below `priority`."""

@@ -48,6 +48,8 @@ class Sequence:
     in_flight: launched steps, not yet collected, that contain this sequence.
     pending: slices in flight that draw; each gives at least one token.
     leaving: the sequence is preempted as soon as no step in flight uses what it holds.
+    is_long: whether its keys and values are those of more tokens than
+    `ExecutorLimits.short_context`.
     constraint: which tokens it may draw, None = all. The constraint has taken every known token of
     the output.
     """
@@ -63,6 +65,7 @@ class Sequence:
     in_flight: int = 0
     pending: int = 0
     leaving: bool = False
+    is_long: bool = False
     constraint: Constraint | None = None
     seq_row: int = -1
     row_tokens: int = 0  # tokens known when the row was taken; later tokens were sampled on it
@@ -129,11 +132,20 @@ class Sequence:
         asked = self.request.sampling.prompt_logprobs is not None
         return asked and not self.started and not self.request.accepted_ids
 
+    def set_long(self, is_long: bool) -> None:
+        """Before it takes a row. Long sequences and others share no pages."""
+        if is_long != self.is_long:
+            self.is_long = is_long
+            self.hashes.clear()
+
+    def _root_hash(self) -> PageHash:
+        return root_hash(self.request.salt, self.adapter, self.is_long)
+
     def page_hash(self, page_size: int, page: int) -> PageHash:
         """The hash of page number `page`, which is full of known tokens. Hashes are kept."""
         hashes = self.hashes
         while len(hashes) <= page:
-            parent = hashes[-1] if hashes else root_hash(self.request.salt, self.adapter)
+            parent = hashes[-1] if hashes else self._root_hash()
             begin = len(hashes) * page_size
             hashes.append(page_hash(parent, self.tokens[begin : begin + page_size]))
         return hashes[page]

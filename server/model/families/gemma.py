@@ -43,7 +43,7 @@ def read_gemma2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Soft caps on scores and logits; a window in every other layer, from the first on."""
     config = fields.config
     sizes = _read_sizes(fields, kv_heads=4)
-    rope, max_context = read_rope(fields, sizes.positions)
+    rope, max_context = read_rope(fields, sizes)
     scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
     softcap = _read_softcap(fields, "attn_logit_softcapping", 50.0)
     window = config.get("sliding_window", _WINDOW)

@@ -12,7 +12,7 @@ from server.model.spec import ModelSpec
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     family.refuse_other_maths(fields)
     sizes = family.read_sizes(fields)
-    rope, max_context = read_rope(fields, sizes.positions)
+    rope, max_context = read_rope(fields, sizes)
     bias = bool(fields.config.get("attention_bias", False))
     biases = family.Biases(qkv=bias, o=bias, mlp=bool(fields.config.get("mlp_bias", False)))
     layer = family.layer(sizes, family.attention(sizes, rope), biases)

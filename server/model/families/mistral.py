@@ -15,7 +15,7 @@ _WINDOW = 4096
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     family.refuse_other_maths(fields)
     sizes = family.read_sizes(fields, kv_heads=_KV_HEADS)
-    rope, max_context = read_rope(fields, sizes.positions)
+    rope, max_context = read_rope(fields, sizes)
     windows = family.read_windows(fields, sizes, fields.config.get("sliding_window", _WINDOW))
     layers = [family.layer(sizes, family.attention(sizes, rope, window)) for window in windows]
     eos = family.read_eos(fields, generation, sizes, default=2)

@@ -15,7 +15,7 @@ _WINDOW_LAYERS = 28
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     family.refuse_other_maths(fields)
     sizes = family.read_sizes(fields)
-    rope, max_context = read_rope(fields, sizes.positions)
+    rope, max_context = read_rope(fields, sizes)
     biases = family.Biases(qkv=True)
     layers = [
         family.layer(sizes, family.attention(sizes, rope, window), biases)

@@ -2,80 +2,185 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
+from server.model.families.family import ModelSizes
 from server.model.families.fields import Fields
-from server.model.spec import RopeSpec
+from server.model.spec import RopeKind, RopeSpec
 
-_DEFAULT_THETA = 10_000.0
+Table = Mapping[str, Any]
+_PARTIAL = "partial_rotary_factor"
+# By `rope_type`. Dynamic NTK scaling changes nothing within `max_position_embeddings`, which is
+# the longest context for it.
+KINDS: Mapping[object, RopeKind] = {
+    "default": "default",
+    "linear": "linear",
+    "dynamic": "default",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+}
 
 
-def read_rope(fields: Fields, positions: int) -> tuple[RopeSpec, int]:
-    """The rotary embedding and the context it reaches. Both spellings of the keys are read:
-    `rope_theta` + `rope_scaling`, and `rope_parameters` (transformers 5)."""
-    table = fields.config.get("rope_scaling") or fields.config.get("rope_parameters") or {}
-    if not isinstance(table, Mapping) or any(isinstance(v, Mapping) for v in table.values()):
+class RopeRules(NamedTuple):
+    """What a family's code says where `config.json` says nothing.
+
+    partial: of `partial_rotary_factor`; None = the family turns whole heads. kinds: by `rope_type`.
+    original_context: None = as the table says, or all positions.
+    """
+
+    theta: float = 10_000.0
+    partial: float | None = None
+    kinds: Mapping[object, RopeKind] = KINDS
+    original_context: int | None = None
+
+
+LLAMA = RopeRules()
+
+
+def read_rope(fields: Fields, sizes: ModelSizes, rules: RopeRules = LLAMA) -> tuple[RopeSpec, int]:
+    """The rotary embedding of all layers and the context it reaches. Both spellings of the keys are
+    read: `rope_theta` + `rope_scaling`, and `rope_parameters` (transformers 5)."""
+    table = rope_table(fields)
+    if any(isinstance(value, Mapping) for value in table.values()):
         fields.refuse("rope_parameters: one table for all layers is supported")
         table = {}
-    partial = table.get("partial_rotary_factor", fields.config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        fields.refuse(f"partial_rotary_factor must be 1, got {partial!r}")
-    outer_theta = fields.number(fields.config, "rope_theta", _DEFAULT_THETA)
-    theta = fields.number(table, "rope_theta", outer_theta)
-    kind = table.get("rope_type") or table.get("type") or "default"
-    # Dynamic NTK scaling changes nothing within `max_position_embeddings`, our limit for it.
-    if kind in ("default", "dynamic"):
-        return RopeSpec(kind="default", theta=theta), positions
-    if kind == "linear":
-        factor = fields.number(table, "factor", None)
-        return RopeSpec("linear", theta, factor), int(positions * max(factor, 1.0))
-    if kind == "llama3":
-        return _llama3(fields, table, theta, positions), positions
-    if kind == "yarn":
-        rope = _yarn(fields, table, theta, positions)
-        return rope, max(positions, int(rope.factor * rope.original_context))
-    fields.refuse(f"rope_type must be default, linear, dynamic, llama3 or yarn, got {kind!r}")
-    return RopeSpec("default", theta), positions
+    return read_table(fields, table, sizes, rules)
 
 
-def _original_context(fields: Fields, table: Mapping[str, Any], positions: int) -> int:
+def rope_table(fields: Fields) -> Table:
+    """What `config.json` says of the rotation, beside single keys; empty where that is nothing."""
+    table = fields.config.get("rope_scaling") or fields.config.get("rope_parameters") or {}
+    if not isinstance(table, Mapping):
+        fields.refuse(f"rope_parameters must be a table, got {table!r}")
+        return {}
+    return table
+
+
+def read_table(
+    fields: Fields, table: Table, sizes: ModelSizes, rules: RopeRules = LLAMA
+) -> tuple[RopeSpec, int]:
+    """As `read_rope`, of this table."""
+    return _Source(fields, table, sizes, rules).rope()
+
+
+def original_context(
+    fields: Fields, table: Table, sizes: ModelSizes, rules: RopeRules = LLAMA
+) -> int:
+    """Tokens of a context before scaling."""
     key = "original_max_position_embeddings"
-    value = fields.config.get(key) or table.get(key)
-    return int(fields.number({key: value}, key, positions))
+    value = fields.config.get(key) or rules.original_context or table.get(key)
+    return int(fields.number({key: value}, key, sizes.positions))
 
 
-def _llama3(fields: Fields, table: Mapping[str, Any], theta: float, positions: int) -> RopeSpec:
-    low = fields.number(table, "low_freq_factor", None)
-    high = fields.number(table, "high_freq_factor", None)
-    if high <= low:
-        fields.refuse("high_freq_factor must be greater than low_freq_factor")
-    return RopeSpec(
-        kind="llama3",
-        theta=theta,
-        factor=fields.number(table, "factor", None),
-        original_context=_original_context(fields, table, positions),
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
+class _Source(NamedTuple):
+    """A table and what stands around it."""
 
+    fields: Fields
+    table: Table
+    sizes: ModelSizes
+    rules: RopeRules
 
-def _yarn(fields: Fields, table: Mapping[str, Any], theta: float, positions: int) -> RopeSpec:
-    original = _original_context(fields, table, positions)
-    factor = fields.number(table, "factor", positions / original)
-    mscale, all_dim = table.get("mscale"), table.get("mscale_all_dim")
-    attention = _yarn_mscale(factor, 1.0)
-    if mscale and all_dim:
-        attention = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim)
-    return RopeSpec(
-        kind="yarn",
-        theta=theta,
-        factor=factor,
-        original_context=original,
-        attention_factor=fields.number(table, "attention_factor", attention),
-        beta_fast=fields.number(table, "beta_fast", 32.0),
-        beta_slow=fields.number(table, "beta_slow", 1.0),
-        truncate=bool(table.get("truncate", True)),
-    )
+    def number(self, key: str, default: float | None = None) -> float:
+        return self.fields.number(self.table, key, default)
+
+    def rope(self) -> tuple[RopeSpec, int]:
+        outer_theta = self.fields.number(self.fields.config, "rope_theta", self.rules.theta)
+        theta = self.number("rope_theta", outer_theta)
+        plain = RopeSpec("default", theta, rotary_dim=self._rotary_dim())
+        positions = self.sizes.positions
+        named = self.table.get("rope_type") or self.table.get("type") or "default"
+        match self.rules.kinds.get(named):
+            case "default":
+                return plain, positions
+            case "linear":
+                factor = self.number("factor")
+                rope = replace(plain, kind="linear", factor=factor)
+                return rope, int(positions * max(factor, 1.0))
+            case "llama3":
+                return self._llama3(plain), positions
+            case "yarn":
+                rope = self._yarn(plain)
+                return rope, max(positions, int(rope.factor * rope.original_context))
+            case "longrope":
+                return self._longrope(plain), positions
+        *others, last = map(str, self.rules.kinds)
+        self.fields.refuse(f"rope_type must be {', '.join(others)} or {last}, got {named!r}")
+        return plain, positions
+
+    def _rotary_dim(self) -> int | None:
+        part = self.table.get(_PARTIAL)
+        part = self.fields.config.get(_PARTIAL) if part is None else part
+        if self.rules.partial is None:
+            if part not in (None, 1, 1.0):
+                self.fields.refuse(f"{_PARTIAL} must be 1, got {part!r}")
+            return None
+        head_dim = self.sizes.head_dim
+        part = self.fields.number({_PARTIAL: part}, _PARTIAL, self.rules.partial)
+        size = int(head_dim * part)
+        if not 0 < size <= head_dim or size % 2:
+            self.fields.refuse(f"{_PARTIAL} must give an even part of {head_dim}, got {part!r}")
+        return None if size == head_dim else size
+
+    def _original_context(self) -> int:
+        return original_context(*self)
+
+    def _llama3(self, plain: RopeSpec) -> RopeSpec:
+        low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
+        if high <= low:
+            self.fields.refuse("high_freq_factor must be greater than low_freq_factor")
+        return replace(
+            plain,
+            kind="llama3",
+            factor=self.number("factor"),
+            original_context=self._original_context(),
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+
+    def _yarn(self, plain: RopeSpec) -> RopeSpec:
+        original = self._original_context()
+        factor = self.number("factor", self.sizes.positions / original)
+        mscale, all_dim = self.table.get("mscale"), self.table.get("mscale_all_dim")
+        attention = _yarn_mscale(factor, 1.0)
+        if mscale and all_dim:
+            attention = _yarn_mscale(factor, mscale) / _yarn_mscale(factor, all_dim)
+        return replace(
+            plain,
+            kind="yarn",
+            factor=factor,
+            original_context=original,
+            attention_factor=self.number("attention_factor", attention),
+            beta_fast=self.number("beta_fast", 32.0),
+            beta_slow=self.number("beta_slow", 1.0),
+            truncate=bool(self.table.get("truncate", True)),
+        )
+
+    def _longrope(self, plain: RopeSpec) -> RopeSpec:
+        """LongRoPE (arXiv 2402.13753)."""
+        original = self._original_context()
+        factor = self.number("factor", self.sizes.positions / original)
+        attention = 1.0
+        if factor > 1 and original > 1:
+            attention = math.sqrt(1 + math.log(factor) / math.log(original))
+        count = (plain.rotary_dim or self.sizes.head_dim) // 2
+        return replace(
+            plain,
+            kind="longrope",
+            original_context=original,
+            attention_factor=self.number("attention_factor", attention),
+            short_factors=self._factors("short_factor", count),
+            long_factors=self._factors("long_factor", count),
+        )
+
+    def _factors(self, key: str, count: int) -> tuple[float, ...]:
+        values = self.table.get(key)
+        if not isinstance(values, list) or len(values) != count:
+            self.fields.refuse(f"{key} must be a list of {count} numbers")
+            return ()
+        return tuple(self.fields.number({key: value}, key, None) for value in values)
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:

@@ -83,4 +83,5 @@ def _on_scratch(rows: Rows, num_new: np.ndarray) -> StepLayout:
         token_rows=torch.full((tokens,), rows.scratch, device=rows.device),
         positions=torch.from_numpy(positions).to(rows.device),
         page_table=rows.page_table,
+        long_rows=rows.long_rows,
     )

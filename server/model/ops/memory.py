@@ -132,17 +132,19 @@ def executor_limits(model: ModelSpec, engine: EngineConfig) -> ExecutorLimits:
             f"--adapter-memory is {engine.adapter_memory} bytes; at least {engine.extent_bytes}"
             " (one extent) are needed"
         )
+    max_context = _max_context(model, engine, room, page)
     return ExecutorLimits(
         num_pages=num_pages,
         page_size=engine.page_size,
         max_rows=engine.max_running,
         max_step_tokens=engine.max_step_tokens,
-        max_context=_max_context(model, engine, room, page),
+        max_context=max_context,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         adapter_slots=engine.adapter_slots,
         arena_extents=extents,
         extent_bytes=engine.extent_bytes,
+        short_context=model.within(max_context).short_context,
     )
 
 

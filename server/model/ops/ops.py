@@ -37,6 +37,8 @@ class StepLayout:
     `start .. start + num_new`.
     token_rows, positions: int64 `[tokens]`, on the device. page_table: int64 `[rows, pages a row]`,
     on the device; entries beyond a sequence's own pages are stale and must not be followed.
+    long_rows: int64 `[rows]`, on the device: 1 = the row's sequence takes its rotation's long
+    factors (`ModelSpec.short_context`), else 0.
     """
 
     num_decodes: int
@@ -46,6 +48,7 @@ class StepLayout:
     token_rows: torch.Tensor
     positions: torch.Tensor
     page_table: torch.Tensor
+    long_rows: torch.Tensor
 
     @property
     def prompts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,9 +10,9 @@ from server.model.linear.dense import DenseLinear
 from server.model.lora.lora import AdapterTable, LoraBatch
 from server.model.lora.sites import Site
 from server.model.ops.ops import KVCache, StepLayout
-from server.model.ops.rope import cos_sin, inverse_frequencies
+from server.model.ops.rope import cos_sin, inverse_frequencies, rotate
 from server.model.ops.transfers import to_device
-from server.model.spec import Activation, AttentionSpec, ModelSpec, RopeSpec
+from server.model.spec import Activation, AttentionSpec, ModelSpec, PositionScale, RopeSpec
 from server.model.weights import Norm
 
 Masks = dict[int | None, torch.Tensor | None]
@@ -45,11 +45,12 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """rope: cos and sin, `[tokens, 1, head_dim / 2]`, of each rotation. slot_mapping: int64
-    `[tokens]`, page * page_size + offset. fresh_pages: those whose first token is written in this
-    step."""
+    """rope: cos and sin, `[tokens, 1, rotary_dim / 2]`, of each rotation. q_scales: `[tokens, 1,
+    1]`. slot_mapping: int64 `[tokens]`, page * page_size + offset. fresh_pages: those whose first
+    token is written in this step."""
 
     rope: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
+    q_scales: dict[PositionScale, torch.Tensor]
     slot_mapping: torch.Tensor
     fresh_pages: torch.Tensor
     decodes: tuple[DecodeGroup, ...]
@@ -64,13 +65,17 @@ class TorchOps:
         self.cache = cache
         self.table = table
         self.windows = tuple(set(model.windows))
-        ropes = {layer.attention.rope for layer in model.layers}
         self.device = cache.k.device
-        self._inv_freq = {
-            rope: inverse_frequencies(rope, model.head_dim, self.device)
-            for rope in ropes
-            if rope is not None
-        }
+        attentions = {layer.attention for layer in model.layers}
+        self._inv_freq = {a.rope: self._inverse_frequencies(a.rope) for a in attentions if a.rope}
+        self._q_scales = {a.q_scale for a in attentions if a.q_scale}
+
+    def _inverse_frequencies(self, rope: RopeSpec) -> torch.Tensor:
+        """`[n]`, or `[2, n]` where sequences may be long."""
+        forms = [False, True] if rope.long_factors else [False]
+        head_dim, device = self.model.head_dim, self.device
+        found = [inverse_frequencies(rope, head_dim, device, long=long) for long in forms]
+        return torch.stack(found) if len(found) > 1 else found[0]
 
     def lora(self, token_slots: np.ndarray) -> LoraBatch | None:
         return self.table.batch(token_slots)
@@ -80,15 +85,24 @@ class TorchOps:
         pages = layout.page_table[layout.token_rows, layout.positions // size]
         offsets = layout.positions % size
         return TorchPlan(
-            rope={
-                rope: cos_sin(layout.positions, inv_freq, rope.attention_factor)
-                for rope, inv_freq in self._inv_freq.items()
-            },
+            rope={rope: self._turns(rope, layout) for rope in self._inv_freq},
+            q_scales={scale: self._q_scale(scale, layout) for scale in self._q_scales},
             slot_mapping=pages * size + offsets,
             fresh_pages=pages[offsets == 0],
             decodes=self._decode_groups(layout, layout.num_decodes),
             chunks=self._chunks(layout, layout.num_decodes),
         )
+
+    def _turns(self, rope: RopeSpec, layout: StepLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        inv_freq = self._inv_freq[rope]
+        if rope.long_factors:
+            inv_freq = inv_freq[layout.long_rows[layout.token_rows]]
+        return cos_sin(layout.positions, inv_freq, rope.attention_factor)
+
+    def _q_scale(self, scale: PositionScale, layout: StepLayout) -> torch.Tensor:
+        steps = 1.0 + layout.positions // scale.context
+        factors = 1.0 + scale.beta * steps.log()
+        return factors.to(self.cache.k.dtype)[:, None, None]
 
     def _decode_groups(self, layout: StepLayout, decodes: int) -> tuple[DecodeGroup, ...]:
         """Group by page count up to a power of two, so that padding at most doubles the work."""
@@ -202,12 +216,26 @@ class TorchOps:
         qk: torch.Tensor
         qk, v = heads.split((num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if qk_norm is not None:
-            qk = self.rms_norm(qk, Norm(qk_norm, spec.qk_epsilon))
+            qk = self._qk_normed(spec, qk, qk_norm)
         if spec.rope is not None:
-            qk = _rotate(qk, *plan.rope[spec.rope])
+            qk = rotate(qk, *plan.rope[spec.rope], spec.rope)
         self._store(plan, self.cache.k[layer], qk[:, num_heads:])
         self._store(plan, self.cache.v[layer], v)
-        return qk[:, :num_heads]
+        q = qk[:, :num_heads]
+        return q if spec.q_scale is None else q * plan.q_scales[spec.q_scale]
+
+    def _qk_normed(
+        self, spec: AttentionSpec, qk: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """qk `[tokens, heads + kv_heads, head_dim]`; weight: as of `attend`."""
+        if not spec.norms_all_heads:
+            return self.rms_norm(qk, Norm(weight, spec.qk_epsilon))
+        sizes = (spec.num_heads, spec.num_kv_heads)
+        normed = [
+            self.rms_norm(x.flatten(1), Norm(w.flatten(), spec.qk_epsilon)).view_as(x)
+            for x, w in zip(qk.split(sizes, dim=1), weight.split(sizes), strict=True)
+        ]
+        return torch.cat(normed, dim=1)
 
     def _store(self, plan: TorchPlan, cache: torch.Tensor, new: torch.Tensor) -> None:
         # A reused page may hold another sequence's NaN behind the last token written.
@@ -276,13 +304,6 @@ def _attended(
     scores = torch.tanh(q @ keys.transpose(-1, -2) * (spec.scale / spec.softcap)) * spec.softcap
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
     return weights.to(q.dtype) @ values
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x `[tokens, heads, head_dim]`; cos, sin `[tokens, 1, head_dim / 2]`."""
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

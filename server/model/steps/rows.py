@@ -15,16 +15,25 @@ Write = tuple[int, int, Sequence[int]]
 class Rows:
     """tokens: int32 `[rows + 1, max_context + 1]`, prompt first; a sample is written behind its
     input, so the next step's input never visits the host. page_table: int64 `[rows + 1, pages a
-    row]`. scratch: the last row, which is no sequence's: batches are padded with it."""
+    row]`. long_rows: int64 `[rows + 1]`, 1 where a row was started with more tokens than
+    `short_context`. scratch: the last row, which is no sequence's: batches are padded with it."""
 
     def __init__(
-        self, max_rows: int, max_context: int, page_size: int, device: torch.device
+        self,
+        max_rows: int,
+        max_context: int,
+        page_size: int,
+        device: torch.device,
+        short_context: int | None = None,
     ) -> None:
+        """short_context: see `ModelSpec`."""
         self.device = device
+        self._short_context = short_context
         self.scratch = max_rows
         self.tokens = torch.zeros(max_rows + 1, max_context + 1, dtype=torch.int32, device=device)
         pages = -(-max_context // page_size)
         self.page_table = torch.zeros(max_rows + 1, pages, dtype=torch.int64, device=device)
+        self.long_rows = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self.prompt_len = np.zeros(max_rows, dtype=np.int64)
 
     def start(self, rows: Iterable[RowStart]) -> None:
@@ -32,6 +41,10 @@ class Rows:
         for row in rows:
             self.prompt_len[row.seq_row] = row.prompt_len
         self._scatter(self.tokens, [(r.seq_row, 0, r.token_ids) for r in rows])
+        if self._short_context is not None and rows:
+            is_long = [len(row.token_ids) > self._short_context for row in rows]
+            packed = to_device(np.array([[r.seq_row for r in rows], is_long]), self.device)
+            self.long_rows[packed[0]] = packed[1]
 
     def grant(self, grants: Iterable[PageGrant]) -> None:
         self._scatter(self.page_table, [(g.seq_row, g.first, g.pages) for g in grants])

@@ -48,7 +48,7 @@ class Step:
         token_rows = np.repeat(seq_rows, num_new)
         packed = to_device(np.stack((token_rows, positions)), rows.device)
         real, decodes = slice(len(padding), None), len(padding) + int(singles.sum())
-        page_table = rows.page_table
+        tables = (rows.page_table, rows.long_rows)
         return cls(
             slices=[plan.slices[i] for i in order],
             order=order,
@@ -58,5 +58,5 @@ class Step:
             ends=ends[real] - 1,
             token_slots=np.repeat(slots, num_new),
             samples=np.flatnonzero(samples[real]),
-            layout=StepLayout(decodes, seq_rows, starts, num_new, packed[0], packed[1], page_table),
+            layout=StepLayout(decodes, seq_rows, starts, num_new, packed[0], packed[1], *tables),
         )

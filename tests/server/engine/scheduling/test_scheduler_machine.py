@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_rows": st.integers(1, 4),
                 "max_step_tokens": st.integers(2, 20),
                 "max_guesses": st.sampled_from([0, 0, 3]),
+                "short_context": st.sampled_from([None, None, 1, 9, 24]),
             }
         ),
         eos_percent=st.sampled_from([0, 5, 30]),

@@ -31,7 +31,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def read_fused(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Phi 3's: q, k and v are one module of the checkpoint and of PEFT, gate and up another."""
     sizes = family.read_sizes(fields)
-    rope, max_context = read_rope(fields, sizes.positions)
+    rope, max_context = read_rope(fields, sizes)
     layer = family.layer(sizes, family.attention(sizes, rope))
     layer = replace(
         layer,

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from server.model.families import family
 from server.model.families.fields import Fields
-from server.model.families.rope import read_rope
+from server.model.families.rope import read_rope, read_table
 from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, NormsSpec, RopeSpec
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -21,7 +21,7 @@ _FULL_THETA, _WINDOWED_THETA = 1e6, 1e4
 def read_gemma(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     """Norms in Llama's places."""
     sizes = _read_sizes(fields, kv_heads=16)
-    rope, max_context = read_rope(fields, sizes.positions)
+    rope, max_context = read_rope(fields, sizes)
     if fields.config.get("hidden_activation") not in (None, _ACTIVATION):
         named = fields.config["hidden_activation"]
         fields.refuse(f"hidden_activation must be {_ACTIVATION}, got {named!r}")
@@ -103,14 +103,7 @@ def _read_gemma3_ropes(fields: Fields, sizes: family.ModelSizes) -> tuple[RopeSp
         "rope_theta": config.get("rope_local_base_freq", _WINDOWED_THETA),
         **_table(fields, tables, family.WINDOWED),
     }
-    first, second = (
-        read_rope(
-            fields.changed(rope_parameters=table, rope_scaling=None, rope_theta=None),
-            sizes.positions,
-        )[0]
-        for table in (full, windowed)
-    )
-    return first, second
+    return read_table(fields, full, sizes)[0], read_table(fields, windowed, sizes)[0]
 
 
 def _table(fields: Fields, of: Mapping[str, Any], key: str) -> Mapping[str, Any]:

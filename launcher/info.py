@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
+from launcher.families.known_models import served_families
 from server.worker.process.device import choose_device, cuda_devices, torch_build
 
 LIBRARIES = ("torch", "triton", "flashinfer-python", "tokenizers", "huggingface-hub")
@@ -31,6 +32,8 @@ class Ability(msgspec.Struct, frozen=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
+    """families: by `model_type`, the names that people know their models by."""
+
     loraplex: str
     python: str
     system: str
@@ -42,6 +45,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
     device: str
     dtype: str
     abilities: tuple[Ability, ...]
+    families: dict[str, str]
 
 
 def gather() -> MachineFacts:
@@ -79,6 +83,7 @@ def gather() -> MachineFacts:
             _kernels(on_gpu, libraries),
             _bfloat16(on_gpu, chosen.has_bfloat16),
         ),
+        families={name: known.covers for name, known in served_families().items()},
     )
 
 
@@ -158,6 +163,8 @@ def to_text(facts: MachineFacts) -> str:
     lines += [f"computes on {facts.device}, in {facts.dtype}", ""]
     for ability in facts.abilities:
         lines.append(f"  [{'x' if ability.available else ' '}] {ability.name}: {ability.detail}")
+    lines += ["", "families of models:"]
+    lines += [f"  {name:<11} {covers}".rstrip() for name, covers in facts.families.items()]
     return "\n".join(lines) + "\n"
 
 

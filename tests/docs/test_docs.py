@@ -12,6 +12,7 @@ import pytest
 
 from adapters.peft.fields import HARMLESS, REFUSED, USED
 from launcher import benchmarks_doc, metrics_doc
+from launcher.families import page as families_page
 from launcher.options_doc import render
 from router.api.errors import Dialect, error_answer, status_of
 from router.api.lorax.fields import SAID_HERE
@@ -242,6 +243,19 @@ def test_metrics_are_fresh() -> None:
 def test_configuration_is_fresh() -> None:
     assert page("configuration.md") == render(), (
         "run: .venv/bin/python -m launcher.options_doc > docs/reference/configuration.md"
+    )
+
+
+def test_families_are_fresh() -> None:
+    assert page("families.md") == families_page.render(), (
+        "run: .venv/bin/python -m launcher.families.page > docs/reference/families.md"
+    )
+
+
+def test_the_readme_lists_the_families() -> None:
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    assert f" {families_page.listed()}, from Hub-format folders" in readme, (
+        "put into README.md what this prints: .venv/bin/python -m launcher.families.page --list"
     )
 
 

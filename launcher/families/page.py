@@ -1,0 +1,69 @@
+"""docs/reference/families.md, written from the registry: `python -m launcher.families.page`; with
+`--list` the sentence of the README."""
+
+import sys
+
+from launcher.families.known_models import KnownModel, served_families
+from server.model.families.registry import FAMILIES, read_model
+from server.model.ops.kernel_limits import unsupported
+from server.model.ops.memory import weights_bytes
+from server.model.spec import ModelSpec
+
+_HEAD = """\
+# Families of models
+
+<!-- Written by `python -m launcher.families.page`; a test holds it fresh. -->
+
+A model is served if its `config.json` names one of these types, and says nothing that its family
+cannot compute. [Models](models.md) has the rules; `loraplex info MODEL` tries any `config.json`.
+
+| `model_type` | architecture | models |
+| --- | --- | --- |
+"""
+_KNOWN = """
+## On a GPU
+
+One known model of each family, in bfloat16, on a GPU of compute capability 9.0. What the kernels do
+not compute is computed by torch, on the GPU, too: right, and slower. Keys and values are those of
+one token; GB are 10^9 bytes.
+
+| model | weights | keys and values | computed by |
+| --- | --: | --: | --- |
+"""
+_CAPABILITY = (9, 0)
+
+
+def render() -> str:
+    """The whole page."""
+    families = served_families()
+    rows = [
+        f"| `{name}` | `{FAMILIES[name].architecture}` | {known.covers} |\n"
+        for name, known in families.items()
+    ]
+    examples = [_example(known) for known in families.values() if known.example]
+    return "".join([_HEAD, *rows, _KNOWN, *examples])
+
+
+def listed() -> str:
+    """All types, as the README lists them."""
+    *names, last = (f"`{name}`" for name in sorted(FAMILIES))
+    return f"{', '.join(names)} and {last}"
+
+
+def _example(known: KnownModel) -> str:
+    try:
+        model = read_model(known.config)
+    except ValueError as error:
+        return f"| {known.example} | | | {error} |\n"
+    reason = unsupported(model, "bfloat16", _CAPABILITY)
+    ways = "the project's kernels" if reason is None else f"torch: {reason}"
+    weights = weights_bytes(model, "bfloat16") / 1e9
+    return f"| {known.example} | {weights:.1f} GB | {_kv_bytes(model):,} bytes | {ways} |\n"
+
+
+def _kv_bytes(model: ModelSpec) -> int:
+    return 2 * 2 * model.kv_size * model.num_layers
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{listed()}\n" if "--list" in sys.argv else render())

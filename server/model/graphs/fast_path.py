@@ -23,8 +23,20 @@ from server.model.ops.lora_linear import LinearOutput
 from server.model.ops.memory import LOGITS_ROWS
 from server.model.ops.ops import StepLayout
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
-from server.model.ops.prompt_attention import MAX_PROMPTS, PromptAttention
-from server.model.ops.sizes import MOST_PADDING, graph_sizes, row_sizes, sizes_up_to, token_sizes
+from server.model.ops.prompt_attention import (
+    PromptAttention,
+    prompt_kernels,
+    prompts_in_graphs,
+)
+from server.model.ops.sizes import (
+    MAX_PROMPTS,
+    MOST_PADDING,
+    PromptRoom,
+    graph_sizes,
+    row_sizes,
+    sizes_up_to,
+    token_sizes,
+)
 from server.model.sampling.draws_cuda import CudaDraws
 from server.model.weights import LayerWeights
 
@@ -51,14 +63,14 @@ def build_fast(parts: Parts, graph_batches: Sequence[int] | None, phases: StartP
     phases.done("graphs")
     _tell_of_late_kernels()
     most = start.sizes[-1]
-    told = f"FlashInfer ({start.backend} for prompts), decode graphs for up to {most} sequences"
+    told = f"{start.prompt_kernels} for prompts, decode graphs for up to {most} sequences"
     return Built(decoder, start.draws, graphs, token_graphs, start.row_sizes, told)
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
     """sizes, prompt_sizes: sequences of decode graphs, tokens of those of steps with prompts.
-    row_sizes: of products outside graphs. backend: of prompts' attention."""
+    row_sizes: of products outside graphs. backend: FlashInfer's, of prompts' attention."""
 
     parts: Parts
     sizes: tuple[int, ...]
@@ -75,7 +87,7 @@ class _Start:
         sizes = tuple(sorted(graph_batches or graph_sizes(most_decodes)))
         prompt_sizes = _prompt_sizes(limits, parts.weights.layers[0].linears)
         backend = prompt_backend(torch.cuda.get_device_capability(rows.device))
-        captured = prompt_sizes if backend == "fa3" else ()
+        captured = prompt_sizes if prompts_in_graphs(parts.model, backend) else ()
         most = max(limits.max_rows + MOST_PADDING, sizes[-1])
         room = (most, max((most, *captured)))
         attention = PagedAttention(parts.model, parts.cache, backend, *room)
@@ -84,6 +96,12 @@ class _Start:
         draws = CudaDraws(rows, parts.parameters)
         outside = row_sizes(limits.max_rows, limits.max_step_tokens)
         return cls(parts, sizes, prompt_sizes, outside, backend, ops, draws)
+
+    @property
+    def prompt_kernels(self) -> str:
+        """For a person."""
+        names = sorted(set(prompt_kernels(self.parts.model)))
+        return " and ".join(names).replace("FlashInfer", f"FlashInfer ({self.backend})")
 
     @property
     def families(self) -> tuple[bool, ...]:
@@ -159,10 +177,10 @@ class _Start:
 
     def _token_graphs(self, decoder: CudaDecoder) -> TokenGraphs:
         parts, inside = self.parts, None
-        if self.backend == "fa3":
+        if prompts_in_graphs(parts.model, self.backend):
             page_table, most = parts.rows.page_table, self.prompt_sizes[-1]
-            pages = MAX_PROMPTS * page_table.shape[1]
-            prompts = PromptAttention(parts.model, parts.cache, "fa3", captured_pages=pages)
+            room = PromptRoom(most, MAX_PROMPTS * page_table.shape[1])
+            prompts = PromptAttention(parts.model, parts.cache, self.backend, room)
             most_decodes = min(most, parts.limits.max_rows)
             inside = GraphAttention(self.ops, prompts, page_table, most, most_decodes)
         return TokenGraphs(decoder, self.ops, self.prompt_sizes, inside)

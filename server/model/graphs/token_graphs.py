@@ -22,8 +22,7 @@ from server.model.ops.graph_attention import GraphAttention
 from server.model.ops.lora_linear import LinearOutput, Ready
 from server.model.ops.ops import StepLayout
 from server.model.ops.ops_cuda import CudaOps, CudaPlan
-from server.model.ops.prompt_attention import MAX_PROMPTS
-from server.model.ops.sizes import padded_size
+from server.model.ops.sizes import MAX_PROMPTS, padded_size
 from server.model.ops.transfers import to_device
 
 

@@ -1,4 +1,4 @@
-"""Attention of a step: decodes by the project's own kernel, prompts by FlashInfer's.
+"""Attention of a step: decodes by the project's own kernel, prompts by `PromptAttention`.
 
 A plan is made on the host from lengths that the host knows; page lists are gathered on the device.
 """
@@ -24,8 +24,7 @@ from server.model.spec import ModelSpec
 
 
 def prompt_backend(capability: tuple[int, int]) -> str:
-    """Of FlashInfer's for this compute capability; graphs can launch "fa3" alone, for what the
-    other launches depends on the plan."""
+    """Of FlashInfer's for this compute capability."""
     return "fa3" if capability == (9, 0) else "fa2"
 
 

@@ -1,60 +1,59 @@
-"""FlashInfer's attention of prompts, launched as it comes or from a CUDA graph."""
+"""Attention of prompts on a GPU, launched as it comes or from a CUDA graph.
 
-from typing import Any
+FlashInfer has one compiled module for each combination of windows and soft caps, of which some take
+minutes to compile where the user starts the server, and none for sinks and most head sizes. So one
+of its modules is used, for layers that see their whole context, and the project's own kernel for
+all others. `docs/internals/prompt-attention.md` says more.
+"""
 
-import flashinfer
+from typing import Literal
+
 import numpy as np
 import torch
 
-from server.kernels.attention.decode_inputs import gather_pages
-from server.model.ops.memory import split_prompts_bytes
+from server.model.ops.flashinfer_prompts import FlashInferPrompts
 from server.model.ops.ops import KVCache
-from server.model.ops.transfers import to_device
-from server.model.spec import ModelSpec
+from server.model.ops.sizes import PromptRoom
+from server.model.ops.tiled_prompts import TiledPrompts
+from server.model.spec import AttentionSpec, ModelSpec
 
-# Of one captured step. Steps of few tokens that have more are computed as they come.
-MAX_PROMPTS = 64
-_LEAST_WORKSPACE_BYTES = 1 << 20
-_INT_WORKSPACE_BYTES = 8 << 20
-# A plan's upload may still be on its way while the next is made.
-_PLAN_BUFFERS = 3
+PromptKernel = Literal["FlashInfer", "Triton"]
+_FLASHINFER_HEADS = (64, 128, 256)
+
+
+def prompt_kernel(attention: AttentionSpec) -> PromptKernel:
+    """Which computes a layer's attention of prompts."""
+    is_plain = attention.window is None and attention.softcap is None
+    if is_plain and attention.head_dim in _FLASHINFER_HEADS:
+        return "FlashInfer"
+    return "Triton"
+
+
+def prompt_kernels(model: ModelSpec) -> tuple[PromptKernel, ...]:
+    """Of each layer."""
+    return tuple(prompt_kernel(layer.attention) for layer in model.layers)
+
+
+def prompts_in_graphs(model: ModelSpec, backend: str) -> bool:
+    """backend: FlashInfer's, of which graphs can launch "fa3" alone: for what the other launches
+    depends on the plan."""
+    return backend == "fa3" or "FlashInfer" not in prompt_kernels(model)
 
 
 class PromptAttention:
     """Owns its workspace. One step at a time is planned; several may be in flight."""
 
     def __init__(
-        self, model: ModelSpec, cache: KVCache, backend: str, captured_pages: int = 0
+        self, model: ModelSpec, cache: KVCache, backend: str, captured: PromptRoom | None = None
     ) -> None:
-        """captured_pages: a graph launches it; then that many pages of context are the most that a
-        step can have, the first plan is of the most tokens, and all of at most MAX_PROMPTS."""
-        self._model, self._cache = model, cache
-        self._device = cache.k.device
-        self._captured = captured_pages > 0
-        nbytes = _LEAST_WORKSPACE_BYTES  # FA3 leaves nothing in it
-        if backend == "fa2":
-            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-            nbytes += split_prompts_bytes(model, processors)
-        workspace = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._pinned = [
-            torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True)
-            for _ in range(_PLAN_BUFFERS)
-        ]
-        self._plans = 0
-        buffers: dict[str, Any] = {}
-        if self._captured:
-            lengths = {
-                "qo_indptr_buf": MAX_PROMPTS + 1,
-                "paged_kv_indptr_buf": MAX_PROMPTS + 1,
-                "paged_kv_indices_buf": captured_pages,
-                "paged_kv_last_page_len_buf": MAX_PROMPTS,
-            }
-            buffers["use_cuda_graph"] = True
-            for name, length in lengths.items():
-                buffers[name] = torch.zeros(length, dtype=torch.int32, device=self._device)
-        self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, "NHD", backend=backend, **buffers
-        )
+        """backend: FlashInfer's. captured: a graph launches it, the first plan is of the most
+        tokens, all are of one page table, and of at most MAX_PROMPTS."""
+        self._kernels = prompt_kernels(model)
+        self._plans: dict[PromptKernel, FlashInferPrompts | TiledPrompts] = {}
+        if "FlashInfer" in self._kernels:
+            self._plans["FlashInfer"] = FlashInferPrompts(model, cache, backend, captured)
+        if "Triton" in self._kernels:
+            self._plans["Triton"] = TiledPrompts(model, cache, captured)
 
     def plan(
         self,
@@ -65,44 +64,16 @@ class PromptAttention:
     ) -> None:
         """All int64 `[prompts]`: prompts compute tokens `start .. start + num_new`, one after the
         other in the flat batch. page_table: int64 `[rows, pages a row]`, on the device."""
-        if self._captured:
-            # What pads has no tokens and no pages.
-            missing = MAX_PROMPTS - len(num_new)
-            seq_rows, starts, num_new = (
-                np.pad(a, (0, missing)) for a in (seq_rows, starts, num_new)
-            )
-        size, dtype, model = self._cache.page_size, self._cache.k.dtype, self._model
-        contexts = starts + num_new
-        counts = -(-contexts // size)
-        indptr = _pinned_indptr(counts)
-        last = np.where(counts > 0, contexts - (counts - 1) * size, 0).astype(np.int32)
-        # Real pages even where kernels are compiled and not launched.
-        pages = torch.zeros(int(counts.sum()), dtype=torch.int32, device=self._device)
-        rows = to_device(seq_rows, self._device)
-        gather_pages(rows, indptr.to(self._device, non_blocking=True), page_table, pages)
-        self._plans += 1
-        # Its upload goes by way of pinned memory that no plan in flight uses.
-        wrapper = self._wrapper
-        wrapper._pin_memory_int_workspace_buffer = self._pinned[self._plans % _PLAN_BUFFERS]
-        heads = (model.num_heads, model.num_kv_heads, model.head_dim, size)
-        wrapper.plan(
-            _pinned_indptr(num_new),
-            indptr,
-            pages,
-            torch.from_numpy(last).pin_memory(),
-            *heads,
-            causal=True,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-            max_token_per_sequence=int(num_new.max()),
-        )
+        for plan in self._plans.values():
+            plan.plan(seq_rows, starts, num_new, page_table)
 
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """q, out: `[tokens, heads, head_dim]`; keys and values are in their pages."""
-        self._wrapper.run(q, (self._cache.k[layer], self._cache.v[layer]), out=out)
-
-
-def _pinned_indptr(counts: np.ndarray) -> torch.Tensor:
-    indptr = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=indptr[1:])
-    return torch.from_numpy(indptr).pin_memory()
+    def run(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """q, out: `[tokens, heads, head_dim]`; keys and values are in their pages. sinks: float32
+        `[heads]`."""
+        self._plans[self._kernels[layer]].run(layer, q, out, sinks)

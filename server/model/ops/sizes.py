@@ -1,6 +1,7 @@
 """Numbers of rows that steps are padded to, so that all they launch was launched at start. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,6 +14,17 @@ _MOST_WORK = 250_000_000_000
 # Of steps outside graphs.
 _TOKENS_STEP = 128
 MOST_PADDING = _TOKENS_STEP - 1
+# Of one captured step. Steps of few tokens that have more are computed as they come.
+MAX_PROMPTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRoom:
+    """The most that the prompts, up to MAX_PROMPTS, of a captured step have: tokens, and pages of
+    their contexts together."""
+
+    tokens: int
+    pages: int
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self, qo_indptr: Any, indptr: Any, pages: Any, last: Any, *heads: int, **options: Any
     ) -> None:
         assert options["causal"]
+        assert options["sm_scale"] == 1.0
         assert self._prompts in (0, len(last))
         self._page_size = heads[3]
         self._bounds = qo_indptr.tolist()
@@ -34,7 +35,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._indptr, self._indices, self._last = indptr.tolist(), pages, last.tolist()
 
     def run(
-        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        q_scale: float,
     ) -> None:
         assert self._bounds[-1] == len(q) or (self._captured and self._bounds[-1] < len(q))
         for i, last in enumerate(self._last):
@@ -43,11 +48,15 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 continue
             context = (len(pages) - 1) * self._page_size + last
             rows = slice(self._bounds[i], self._bounds[i + 1])
-            out[rows] = _attend(q[rows], cache, pages, context)
+            out[rows] = _attend(q[rows], cache, pages, context, q_scale)
 
 
 def _attend(
-    q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], pages: torch.Tensor, context: int
+    q: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    pages: torch.Tensor,
+    context: int,
+    scale: float,
 ) -> torch.Tensor:
     """q `[n, heads, head_dim]`: the last n tokens of a context."""
     group = q.shape[1] // cache[0].shape[2]
@@ -56,7 +65,9 @@ def _attend(
         for c in cache
     )
     seen = torch.arange(context) <= torch.arange(context - len(q), context)[:, None]
-    attended = functional.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=seen)
+    attended = functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k, v, attn_mask=seen, scale=scale
+    )
     return attended.transpose(0, 1)
 
 
@@ -74,7 +85,7 @@ class Replay:
 def forget() -> None:
     """Of the modules that bound FlashInfer's names when they were imported, and what tests set."""
     of_ops = (
-        *("attention_cuda", "prompt_attention", "graph_attention"),
+        *("attention_cuda", "prompt_attention", "flashinfer_prompts", "graph_attention"),
         *("lora_strategy", "device_lora", "lora_linear", "ops_cuda"),
     )
     of_graphs = ("decode_graphs", "token_graphs", "end_graphs", "fast_path")

@@ -1,0 +1,284 @@
+"""Causal attention of prompts' chunks over paged keys and values, in one launch a layer.
+
+FlashAttention (https://arxiv.org/abs/2205.14135): a program takes a tile of a chunk's tokens, for
+all query heads of one kv head, and keeps a running softmax over keys. Windows, soft caps, sinks,
+scales and head sizes are a layer's own. No key and no page outside of what a tile's tokens see is
+read. What the host knows of lengths lies in the tiles: a launch of a graph finds others each time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from server.kernels.attention.scores import LOG2_E, ScoreRule, capped
+
+TILE_COLUMNS = 4
+_WIDEST_HEAD = 256
+# Below every score, and finite: what no key was seen for yet decays to nothing.
+_NO_SCORE = tl.constexpr(-1e30)
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """tokens: of a chunk, for which one program computes. block_m: their queries, with what pads
+    them; block_n: keys of a step of its loop."""
+
+    tokens: int
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# By head size, padded: queries and keys of a tile, warps and stages; page numbers, keys and products
+# take a stage each, so that of five one block of keys is on its way while another is computed.
+# First for multiprocessors with 227 KB of shared memory, then for 99 KB.
+_LARGE = {64: (128, 64, 8, 5), 128: (128, 64, 8, 5), 256: (128, 32, 8, 5)}
+_SMALL = {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 3)}
+
+
+def tile_shape(group: int, head_dim: int, capability: tuple[int, int]) -> TileShape:
+    """group: query heads of a kv head. capability: of the device. Raises ValueError for a head size
+    above 256."""
+    if head_dim > _WIDEST_HEAD:
+        raise ValueError(f"head sizes are at most {_WIDEST_HEAD}, not {head_dim}")
+    table = _LARGE if (9, 0) <= capability < (12, 0) else _SMALL
+    most, *others = table[max(64, triton.next_power_of_2(head_dim))]
+    block_m = max(most, triton.next_power_of_2(group))
+    return TileShape(block_m // group, block_m, *others)
+
+
+def cut_prompts(
+    seq_rows: np.ndarray, starts: np.ndarray, num_new: np.ndarray, tokens: int
+) -> np.ndarray:
+    """int32 `[tiles, 4]`: row of the page table, first token in the flat batch, its position, and
+    how many tokens of the at most `tokens` of a tile there are. Those with most keys come first.
+
+    All int64 `[prompts]`: prompts compute tokens `start .. start + num_new`, one after the other in
+    the flat batch.
+    """
+    counts = -(-num_new // tokens)
+    of = np.repeat(np.arange(len(counts)), counts)
+    begins = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens
+    firsts = (np.cumsum(num_new) - num_new)[of] + begins
+    positions, lengths = starts[of] + begins, np.minimum(num_new[of] - begins, tokens)
+    tiles = np.stack((seq_rows[of], firsts, positions, lengths), axis=1).astype(np.int32)
+    return tiles[np.argsort(-positions, kind="stable")]
+
+
+def max_tiles(tokens: int, prompts: int, shape: TileShape) -> int:
+    """Of at most so many prompts with so many tokens together."""
+    return tokens // shape.tokens + min(prompts, tokens)
+
+
+def prompt_attention(
+    q: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor,
+    tiles: torch.Tensor,
+    shape: TileShape,
+    rule: ScoreRule,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """q, out: `[tokens, heads, head_dim]`, contiguous; tokens of no tile are left as they are.
+    cache: k and v, `[pages, page_size, kv_heads, head_dim]`, contiguous, with the prompts' own.
+    page_table: int64 `[rows, pages a row]`. tiles: int32 `[tiles, 4]`, contiguous, as of
+    `cut_prompts`; a tile of no tokens computes nothing. sinks: float32 `[heads]`, a further score
+    of each softmax, neither scaled nor capped, that weighs no value; None = without. One kernel.
+    Raises ValueError where the shape is of other heads.
+    """
+    k_pages, v_pages = cache
+    page_size, kv_heads, head_dim = k_pages.shape[1:]
+    group = q.shape[1] // kv_heads
+    if shape.tokens != shape.block_m // group:
+        raise ValueError(f"tiles of {shape.tokens} tokens are not for {group} heads a kv head")
+    _prompt_attention_kernel[(kv_heads, len(tiles))](
+        q,
+        out,
+        k_pages,
+        v_pages,
+        page_table,
+        page_table.stride(0),
+        tiles,
+        q if sinks is None else sinks,
+        rule.inner,
+        rule.outer,
+        rule.window or 0,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        TOKENS=shape.tokens,
+        BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        CAPPED=rule.softcap is not None,
+        WINDOWED=rule.window is not None,
+        SINKS=sinks is not None,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["stride_pages", "inner", "outer", "window"],
+    do_not_specialize_on_alignment=["tiles_ptr", "sinks_ptr"],
+)
+def _prompt_attention_kernel(
+    q_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    stride_pages: tl.tensor,
+    tiles_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    inner: tl.tensor,
+    outer: tl.tensor,
+    window: tl.tensor,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
+) -> None:
+    """A program takes one tile for the query heads of one kv head. Row m of its block is query head
+    `m % GROUP` of the tile's token `m // GROUP`."""
+    kv_head = tl.program_id(0)
+    tile_ptr = tiles_ptr + tl.program_id(1) * 4
+    count = tl.load(tile_ptr + 3)
+    if count > 0:
+        start = tl.load(tile_ptr + 2)
+        pages_ptr = page_table_ptr + tl.load(tile_ptr).to(tl.int64) * stride_pages
+        m = tl.arange(0, BLOCK_M)
+        d = tl.arange(0, BLOCK_D)[None, :]
+        # Rows that pad compute what the last token does.
+        token = tl.minimum(m // GROUP, count - 1)
+        head = kv_head * GROUP + m % GROUP
+        row = (tl.load(tile_ptr + 1) + token).to(tl.int64) * (GROUP * KV_HEADS) + head
+        at = row[:, None] * HEAD_DIM + d
+        q = tl.load(q_ptr + at, mask=d < HEAD_DIM, other=0.0)
+        top = tl.full((BLOCK_M,), _NO_SCORE, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        if SINKS:
+            top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+            total += 1.0
+        top, total, acc = _attend_tile(
+            q, (top, total, tl.zeros((BLOCK_M, BLOCK_D), tl.float32)), start + token,
+            start, start + count, window, pages_ptr, k_ptr + kv_head * HEAD_DIM,
+            v_ptr + kv_head * HEAD_DIM, inner, outer, KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE,
+            BLOCK_N, CAPPED, WINDOWED,
+        )  # fmt: skip
+        live = (m < TOKENS * GROUP) & (m // GROUP < count)
+        result = acc * (1.0 / total)[:, None]
+        tl.store(
+            out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=live[:, None] & (d < HEAD_DIM)
+        )
+
+
+@triton.jit
+def _attend_tile(
+    q: tl.tensor,
+    so_far: tl.tuple,
+    positions: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    window: tl.tensor,
+    pages_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    inner: tl.tensor,
+    outer: tl.tensor,
+    STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+) -> tuple[Any, Any, Any]:
+    """Of a tile's tokens start .. end: first keys that left the windows of some, then those that
+    all see, then those that come after some. Returns what `_attend` does."""
+    begin = start * 0
+    if WINDOWED:
+        begin = tl.maximum(start + 1 - window, 0)
+        left = tl.maximum(end - window - begin, 0)
+        seen_by_all = begin + tl.cdiv(left, BLOCK_N) * BLOCK_N
+        so_far = _attend(
+            q, so_far, positions, begin, tl.minimum(seen_by_all, end), end, window, pages_ptr,
+            k_ptr, v_ptr, inner, outer, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED,
+            True,
+        )  # fmt: skip
+        begin = seen_by_all
+    diagonal = begin + tl.maximum(start + 1 - begin, 0) // BLOCK_N * BLOCK_N
+    so_far = _attend(
+        q, so_far, positions, begin, diagonal, end, window, pages_ptr,
+        k_ptr, v_ptr, inner, outer, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED, False,
+    )  # fmt: skip
+    return _attend(
+        q, so_far, positions, diagonal, end, end, window, pages_ptr,
+        k_ptr, v_ptr, inner, outer, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    so_far: tl.tuple,
+    positions: tl.tensor,
+    begin: tl.tensor,
+    stop: tl.tensor,
+    end: tl.tensor,
+    window: tl.tensor,
+    pages_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    inner: tl.tensor,
+    outer: tl.tensor,
+    STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tuple[Any, Any, Any]:
+    """Keys begin .. stop, in blocks, into the running softmax (arXiv:1805.02867): largest score and
+    sum, `[BLOCK_M]`, and weighted v, `[BLOCK_M, BLOCK_D]`. MASKED: some see not all of them."""
+    BLOCK_D: tl.constexpr = q.shape[1]
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    top, total, acc = so_far
+    for first in tl.range(begin, stop, BLOCK_N):
+        # Behind the end lies what nobody sees: the last key is read in its place.
+        token = tl.minimum(first + n, end - 1)
+        page = tl.load(pages_ptr + token // PAGE_SIZE)
+        at = ((page * PAGE_SIZE + token % PAGE_SIZE) * STRIDE)[:, None] + d
+        k = tl.load(k_ptr + at, mask=d < HEAD_DIM, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAPPED:
+            scores = capped(scores, inner)
+        if MASKED:
+            key = (first + n)[None, :]
+            seen = key <= positions[:, None]
+            if WINDOWED:
+                seen = seen & (key > positions[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1) * outer)
+        decay = tl.exp2(top - higher)
+        weights = tl.exp2(scores * outer - higher[:, None])
+        total = total * decay + tl.sum(weights, axis=1)
+        v = tl.load(v_ptr + at, mask=d < HEAD_DIM, other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        top = higher
+    return top, total, acc

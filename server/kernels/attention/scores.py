@@ -1,0 +1,36 @@
+"""From products of queries and keys to scores: scale and soft cap, in base 2 for the softmax."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """Of one layer. scale: of `q k^T`, more than 0. softcap: scores become `softcap * tanh(score /
+    softcap)`, None = as they are. window: a token sees that many latest tokens, itself included;
+    None = all."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+    @property
+    def inner(self) -> float:
+        """Of what the soft cap's tanh is taken; 1 without."""
+        return 1.0 if self.softcap is None else self.scale / self.softcap
+
+    @property
+    def outer(self) -> float:
+        """What makes scores to base 2 of products, or of their tanh."""
+        return (self.scale if self.softcap is None else self.softcap) * LOG2_E.value
+
+
+@triton.jit
+def capped(products: tl.tensor, inner: tl.tensor) -> Any:
+    """`tanh(inner * products)`, float32, with an absolute error of some 1e-7."""
+    return 1.0 - 2.0 / (tl.exp2(products * (inner * (2.0 * LOG2_E))) + 1.0)

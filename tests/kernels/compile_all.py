@@ -26,8 +26,10 @@ from server.kernels.attention.decode_attention import (
     max_items,
 )
 from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
+from server.kernels.attention.prompt_attention import prompt_attention, tile_shape
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
+from server.kernels.attention.scores import ScoreRule
 from server.kernels.launch.compile_ahead import compiled_together
 from server.kernels.launch.configs import KernelConfigs, Phase, read_configs
 from server.kernels.linear.skinny import MAX_ROWS, skinny_product
@@ -174,6 +176,20 @@ def attention(
     decode_attention(qkv, pending, *context, programmatic_launch=early)
 
 
+def prompts(capability: int, every_form: bool) -> None:
+    """Of every padded head size, with and without a window, a soft cap and sinks."""
+    table, tiles = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int32)
+    rules = ((ScoreRule(1.0, 50.0, 4096), torch.zeros(8)), (ScoreRule(1.0), None))
+    for head_dim in (64, 96, 256):
+        q, pages = (
+            torch.zeros(8, 8, head_dim, dtype=DTYPE),
+            torch.zeros(4, 16, 2, head_dim).to(DTYPE),
+        )
+        shape = tile_shape(4, head_dim, divmod(capability, 10))
+        for rule, sinks in rules if every_form else rules[:1]:
+            prompt_attention(q, (pages, pages), table, tiles, shape, rule, sinks, q.clone())
+
+
 def step() -> None:
     columns = torch.zeros(7, 4, dtype=torch.int32)
     tokens = torch.zeros(4, 8, dtype=torch.int32)
@@ -204,6 +220,7 @@ def main() -> None:
         if every_form:  # of the same forms as prefill's; numbers differ
             lora(configs, "mixed", 300, every_form)
         lora(configs, "prefill", 300, every_form)
+        prompts(capability, every_form)
         step()
         products(configs)
     print(*sorted(set(compiled)))

@@ -34,8 +34,8 @@ class TileShape:
     num_stages: int
 
 
-# By head size, padded: queries and keys of a tile, warps and stages; page numbers, keys and products
-# take a stage each, so that of five one block of keys is on its way while another is computed.
+# By head size, padded: queries and keys of a tile, warps and stages. Page numbers, keys and products
+# share the stages: of five, a block of keys is under way while another is computed, of three none.
 # First for multiprocessors with 227 KB of shared memory, then for 99 KB.
 _LARGE = {64: (128, 64, 8, 5), 128: (128, 64, 8, 5), 256: (128, 32, 8, 5)}
 _SMALL = {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 3)}

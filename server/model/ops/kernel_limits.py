@@ -5,7 +5,8 @@ from math import isclose
 
 from server.model.spec import LayerSpec, ModelSpec, RopeSpec
 
-_HEAD_DIMS = (64, 128, 256)
+# Head sizes are multiples of the one, up to the other.
+_HEAD_DIM_STEP, _WIDEST_HEAD = 16, 256
 
 
 def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> str | None:
@@ -16,8 +17,11 @@ def unsupported(model: ModelSpec, dtype: str, capability: tuple[int, int]) -> st
         return f"FlashInfer needs compute capability 8.0, this GPU has {found}"
     if dtype == "float32":
         return "FlashInfer computes in bfloat16 and float16, not in float32"
-    if model.head_dim not in _HEAD_DIMS:
-        return f"FlashInfer has head sizes {_HEAD_DIMS}, the model {model.head_dim}"
+    if model.head_dim % _HEAD_DIM_STEP or model.head_dim > _WIDEST_HEAD:
+        return (
+            f"the kernels' head sizes are multiples of {_HEAD_DIM_STEP} up to {_WIDEST_HEAD}, the"
+            f" model's is {model.head_dim}"
+        )
     windows = [window for window in model.windows if window is not None]
     if windows:
         return (

@@ -1,4 +1,4 @@
-"""The project's own attention of prompts, for layers of any window, soft cap, sinks and head size."""
+"""The project's own attention of prompts: any window, soft cap, sinks and head size."""
 
 import numpy as np
 import torch

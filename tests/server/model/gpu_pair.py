@@ -37,13 +37,12 @@ class Pair:
         mixed_tokens: int = 0,
         most_tokens: int = 0,
         backend: str = "fa2",
-        flashinfer: bool = True,
         **changes: Any,
     ) -> None:
         """adapters: in slots 0, 1, …; few_tokens, mixed_tokens: what LoRA takes for few, and for so
         many that their prompts and decodes are mixed; most_tokens: of steps with prompts that
         graphs take; 0 = as ever; backend: of prompts' attention, "fa3" with an H100's launch
-        parameters; flashinfer: it has this head size; changes: of `engine_config`."""
+        parameters, "none" as if FlashInfer had no head size; changes: of `engine_config`."""
         save_model(model, folder)
         for seed, (name, config) in enumerate(adapters.items()):
             model = add_adapter(model, name, config, seed + 1)
@@ -51,12 +50,19 @@ class Pair:
         self.reference = Driver(folder, **changes)
         fake_flashinfer.install(patch)
         from server.kernels.sampling import draw, greedy
-        from server.model.ops import attention_cuda, lora_strategy, ops_cuda, prompt_attention, sizes
+        from server.model.ops import (
+            attention_cuda,
+            lora_strategy,
+            ops_cuda,
+            prompt_attention,
+            sizes,
+        )
 
+        heads = range(0 if backend == "none" else 257)
         for module in (draw, greedy):  # shared out as on a GPU, but not among as many
             patch.setattr(module, "SPLITS", 2)
         patch.setattr(attention_cuda, "prompt_backend", lambda capability: backend)
-        patch.setattr(prompt_attention, "_FLASHINFER_HEADS", range(257 if flashinfer else 0))
+        patch.setattr(prompt_attention, "_FLASHINFER_HEADS", heads)
         if backend == "fa3":
             configs = read_configs("sm90", 2, programmatic_launch=False)
             patch.setattr(ops_cuda, "load_configs", lambda _: configs)

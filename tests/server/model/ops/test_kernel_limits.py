@@ -53,6 +53,15 @@ def test_other_maths_is_named(
     assert said is None if reason is None else reason in str(said)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "served"),
+    [(16, True), (80, True), (96, True), (256, True), (72, False), (272, False), (512, False)],
+)
+def test_head_sizes(head_dim: int, served: bool) -> None:
+    said = unsupported(read_model({**LLAMA, "head_dim": head_dim}), "bfloat16", (9, 0))
+    assert said is None if served else f"the model's is {head_dim}" in str(said)
+
+
 def test_other_devices_and_dtypes_are_named() -> None:
     model = read_model(LLAMA)
     assert "compute capability 8.0" in str(unsupported(model, "bfloat16", (7, 5)))

@@ -34,7 +34,7 @@ class TileShape:
     num_stages: int
 
 
-# By head size, padded: queries and keys of a tile, warps and stages. Page numbers, keys and products
+# By head size, padded: queries and keys of a tile, warps and stages. Page numbers, keys and sums
 # share the stages: of five, a block of keys is under way while another is computed, of three none.
 # First for multiprocessors with 227 KB of shared memory, then for 99 KB.
 _LARGE = {64: (128, 64, 8, 5), 128: (128, 64, 8, 5), 256: (128, 32, 8, 5)}
@@ -225,10 +225,11 @@ def _attend_tile(
         q, so_far, positions, begin, diagonal, end, window, pages_ptr,
         k_ptr, v_ptr, inner, outer, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED, False,
     )  # fmt: skip
-    return _attend(
+    so_far = _attend(
         q, so_far, positions, diagonal, end, end, window, pages_ptr,
         k_ptr, v_ptr, inner, outer, STRIDE, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAPPED, WINDOWED, True,
     )  # fmt: skip
+    return so_far[0], so_far[1], so_far[2]
 
 
 @triton.jit

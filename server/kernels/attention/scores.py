@@ -27,7 +27,8 @@ class ScoreRule:
     @property
     def outer(self) -> float:
         """What makes scores to base 2 of products, or of their tanh."""
-        return (self.scale if self.softcap is None else self.softcap) * LOG2_E.value
+        factor = self.scale if self.softcap is None else self.softcap
+        return factor * float(LOG2_E.value)
 
 
 @triton.jit

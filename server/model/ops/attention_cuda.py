@@ -69,7 +69,7 @@ class PagedAttention:
             decode = self._plan_decodes(layout, n)
         if n < len(layout.num_new):
             prefill = self._prompts
-            prefill.plan(*layout.prompts, layout.page_table)
+            prefill.plan(layout)
         return Attention(slice(n), decode, slice(n, None), prefill)
 
     def decode(

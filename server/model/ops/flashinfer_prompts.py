@@ -8,7 +8,7 @@ import torch
 
 from server.kernels.attention.decode_inputs import gather_pages
 from server.model.ops.memory import split_prompts_bytes
-from server.model.ops.ops import KVCache
+from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from server.model.ops.transfers import to_device
 from server.model.spec import ModelSpec
@@ -54,14 +54,9 @@ class FlashInferPrompts:
             workspace, "NHD", backend=backend, **buffers
         )
 
-    def plan(
-        self,
-        seq_rows: np.ndarray,
-        starts: np.ndarray,
-        num_new: np.ndarray,
-        page_table: torch.Tensor,
-    ) -> None:
+    def plan(self, layout: StepLayout) -> None:
         """As of `PromptAttention`."""
+        seq_rows, starts, num_new = layout.prompts
         if self._captured:
             # What pads has no tokens and no pages.
             missing = MAX_PROMPTS - len(num_new)
@@ -76,7 +71,7 @@ class FlashInferPrompts:
         # Real pages even where kernels are compiled and not launched.
         pages = torch.zeros(int(counts.sum()), dtype=torch.int32, device=self._device)
         rows = to_device(seq_rows, self._device)
-        gather_pages(rows, indptr.to(self._device, non_blocking=True), page_table, pages)
+        gather_pages(rows, indptr.to(self._device, non_blocking=True), layout.page_table, pages)
         self._plans += 1
         # Its upload goes by way of pinned memory that no plan in flight uses.
         wrapper = self._wrapper

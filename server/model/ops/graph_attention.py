@@ -73,7 +73,7 @@ class GraphAttention:
             items[0, items[0] >= 0] += first
         upload = torch.from_numpy(packed).pin_memory()
         self._packed.copy_(upload, non_blocking=True)
-        self._prompts.plan(*layout.prompts, self._page_table)
+        self._prompts.plan(layout)
 
     def _parts(self, packed: T, size: int) -> tuple[T, T, T]:
         """rows `[size]`, items and `[1]` tokens of a piece."""

@@ -8,11 +8,10 @@ all others. `docs/internals/prompt-attention.md` says more.
 
 from typing import Literal
 
-import numpy as np
 import torch
 
 from server.model.ops.flashinfer_prompts import FlashInferPrompts
-from server.model.ops.ops import KVCache
+from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.sizes import PromptRoom
 from server.model.ops.tiled_prompts import TiledPrompts
 from server.model.spec import AttentionSpec, ModelSpec
@@ -55,17 +54,11 @@ class PromptAttention:
         if "Triton" in self._kernels:
             self._plans["Triton"] = TiledPrompts(model, cache, captured)
 
-    def plan(
-        self,
-        seq_rows: np.ndarray,
-        starts: np.ndarray,
-        num_new: np.ndarray,
-        page_table: torch.Tensor,
-    ) -> None:
-        """All int64 `[prompts]`: prompts compute tokens `start .. start + num_new`, one after the
-        other in the flat batch. page_table: int64 `[rows, pages a row]`, on the device."""
+    def plan(self, layout: StepLayout) -> None:
+        """Of the layout's prompts, whose tokens follow one another from the first on in what `run`
+        gets."""
         for plan in self._plans.values():
-            plan.plan(seq_rows, starts, num_new, page_table)
+            plan.plan(layout)
 
     def run(
         self,

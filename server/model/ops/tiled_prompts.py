@@ -11,7 +11,7 @@ from server.kernels.attention.prompt_attention import (
     tile_shape,
 )
 from server.kernels.attention.scores import ScoreRule
-from server.model.ops.ops import KVCache
+from server.model.ops.ops import KVCache, StepLayout
 from server.model.ops.sizes import MAX_PROMPTS, PromptRoom
 from server.model.ops.transfers import to_device
 from server.model.spec import ModelSpec
@@ -37,16 +37,10 @@ class TiledPrompts:
         """Of a captured step."""
         return max_tiles(tokens, MAX_PROMPTS, self._shape)
 
-    def plan(
-        self,
-        seq_rows: np.ndarray,
-        starts: np.ndarray,
-        num_new: np.ndarray,
-        page_table: torch.Tensor,
-    ) -> None:
+    def plan(self, layout: StepLayout) -> None:
         """As of `PromptAttention`."""
-        self._page_table = page_table
-        tiles = cut_prompts(seq_rows, starts, num_new, self._shape.tokens)
+        self._page_table = layout.page_table
+        tiles = cut_prompts(*layout.prompts, self._shape.tokens)
         if self._captured:  # what pads has no tokens
             tiles = np.pad(tiles, ((0, len(self._tiles) - len(tiles)), (0, 0)))
             self._tiles.copy_(to_device(tiles, self._device))

@@ -10,6 +10,7 @@ from adapters.peft.tensor_names import (
     Naming,
     Spelling,
     TensorName,
+    is_of_images,
     meant_by_any,
     parse_tensor_name,
     spelling_of,
@@ -110,11 +111,12 @@ class _Sorter:
         if layer and int(layer["layer"]) >= self._base.num_layers:
             message = f"{stored_name}: the base model has {self._base.num_layers} layers"
             return "layer_out_of_range", stored_name, message
-        return (
-            "unknown_module",
-            stored_name,
-            f"{stored_name}: the base model has no module {name.path}",
-        )
+        message = f"{stored_name}: the base model has no module {name.path}"
+        if is_of_images(name.path):
+            message = (
+                f"{stored_name}: {name.path} belongs to the part for images, which is not served"
+            )
+        return "unknown_module", stored_name, message
 
 
 def _is_comparable(

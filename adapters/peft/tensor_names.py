@@ -29,6 +29,10 @@ _DEFAULT_ADAPTER = "default"
 _OF_BODY = ("layers.", "embed_tokens")
 _BODY, _HEAD = "model.", "lm_head"
 _WITHIN = "the text model within a larger model"
+# Parts beside that text model.
+_OF_IMAGES = re.compile(
+    r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|connector)\..+"
+)
 
 
 class TensorName(msgspec.Struct, frozen=True):
@@ -77,6 +81,8 @@ NAMINGS = (
     Naming(_WITHIN, "model.language_model.", ""),
     Naming(_WITHIN, "language_model.model.", "language_model."),
     Naming(_WITHIN, "language_model.", None),
+    Naming(_WITHIN, "model.text_model.", ""),
+    Naming(_WITHIN, "text_model.", None),
 )
 
 
@@ -128,6 +134,11 @@ def spelling_of(names: Iterable[TensorName]) -> Spelling:
         has_prefix=prefixes[True] >= prefixes[False],
         adapter=max(adapters, key=lambda adapter: adapters[adapter], default=_DEFAULT_ADAPTER),
     )
+
+
+def is_of_images(path: str) -> bool:
+    """Whether a larger model calls a module of its part for images so."""
+    return _OF_IMAGES.fullmatch(path) is not None
 
 
 def meant_by_any(path: str) -> str | None:

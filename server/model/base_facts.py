@@ -15,9 +15,9 @@ from server.model.checkpoint.checkpoint import (
     Shard,
     base_digest,
     read_config,
-    read_shards,
     tables,
 )
+from server.model.checkpoint.text_part import model_shards
 from server.model.spec import base_spec
 from server.model.tokenizer.base_ends import end_token_ids
 from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
@@ -30,7 +30,7 @@ def read_base_spec(folder: Path, names: tuple[str, ...]) -> BaseSpec:
     """What adapters for this model are validated against. Reads the embeddings once, for their
     digests. Raises CheckpointError, also for a tied head that is stored and is another."""
     model = read_config(folder)
-    shards = {name: shard for shard in read_shards(folder) for name in shard.tensors}
+    shards = {name: shard for shard in model_shards(folder, model) for name in shard.tensors}
     tensors = tables(shards, model)
     with ThreadPoolExecutor(len(tensors)) as threads:  # seconds each, at the start
         found = tuple(threads.map(partial(_digest, shards), tensors))

@@ -92,15 +92,17 @@ class Decoder(Generic[P, L, Y]):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From a layer's attention to the next layer's product of q, k and v, or the end."""
         ops, sites, layers = self.ops, self.sites.layers[layer], self.weights.layers
-        weights, mlp = layers[layer], self.spec.layers[layer].mlp
+        weights, spec = layers[layer], self.spec.layers[layer]
         is_last = layer + 1 == len(layers)
         next_norm = self.weights.norm if is_last else layers[layer + 1].pre_attention
         delta = ops.linear(attended, weights.o, lora, sites.o)
-        normed, hidden = ops.add_norm(delta, hidden, weights.pre_mlp, weights.post_attention)
+        normed, hidden = ops.add_norm(
+            delta, hidden, weights.pre_mlp, weights.post_attention, spec.residual_scale
+        )
         gate_up = ops.linear(normed, weights.gate_up, lora, sites.gate_up)
-        inner = ops.gated(gate_up, mlp.activation)
+        inner = ops.gated(gate_up, spec.mlp.activation)
         delta = ops.linear(inner, weights.down, lora, sites.down)
-        return ops.add_norm(delta, hidden, next_norm, weights.post_mlp)
+        return ops.add_norm(delta, hidden, next_norm, weights.post_mlp, spec.residual_scale)
 
     def logits(
         self, normed: torch.Tensor, lora: L | None, out: torch.Tensor | None = None

@@ -171,7 +171,8 @@ class NormsSpec(msgspec.Struct, frozen=True):
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
-    """One block: attention, MLP, their norms and matrices. Paths are relative to the layer."""
+    """One block: attention, MLP, their norms and matrices. Paths are relative to the layer.
+    residual_scale: what attention and MLP give is multiplied by it before the residual sum."""
 
     attention: AttentionSpec
     mlp: MlpSpec
@@ -180,6 +181,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
     o: LinearSpec
     gate_up: LinearSpec
     down: LinearSpec
+    residual_scale: float = 1.0
 
     @property
     def linears(self) -> tuple[LinearSpec, LinearSpec, LinearSpec, LinearSpec]:
@@ -228,6 +230,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """A decoder. dtype: as the checkpoint names that of its weights.
 
     extra_layers: stored beyond the last, to predict further tokens; they are not computed.
+    is_text_part: of a larger model, whose checkpoint holds other parts, too.
     Raises ValueError where layers differ in what all must share: heads and modules.
     """
 
@@ -240,6 +243,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     dtype: str
     extra_layers: int = 0
+    is_text_part: bool = False
 
     def __post_init__(self) -> None:
         shared = {

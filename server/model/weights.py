@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from server.model.checkpoint.checkpoint import CheckpointError, Shard, read_shards, tables
+from server.model.checkpoint.checkpoint import CheckpointError, Shard, tables
 from server.model.checkpoint.tensor_table import check_tensors, kinds
+from server.model.checkpoint.text_part import model_shards
 from server.model.linear.dense import DenseLinear
 from server.model.spec import AttentionSpec, LinearSpec, ModelSpec, NormSpec, layer_path
 
@@ -60,7 +61,7 @@ def load_weights(
 ) -> ModelWeights:
     """Read the checkpoint, cast to `dtype`. Raises CheckpointError with everything that is missing,
     unexpected or of another shape."""
-    shards = read_shards(folder)
+    shards = model_shards(folder, model)
     left_out = check_tensors(folder, shards, model)
     if left_out:
         log.info("%d stored tensors change no token and are left out: %s", *kinds(left_out))
@@ -79,7 +80,11 @@ class _Source:
     def __init__(self, shards: tuple[Shard, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
-        self._shard_of = {name: shard.path for shard in shards for name in shard.tensors}
+        self._stored = {
+            name: (shard.path, tensor.name)
+            for shard in shards
+            for name, tensor in shard.tensors.items()
+        }
         try:
             self._files = {
                 shard.path: safe_open(str(shard.path), framework="pt", device="cpu")
@@ -89,11 +94,11 @@ class _Source:
             raise CheckpointError(f"cannot read the weights: {error}") from None
 
     def _mapped(self, name: str) -> torch.Tensor:
-        path = self._shard_of[name]
+        path, stored = self._stored[name]
         try:
-            tensor: torch.Tensor = self._files[path].get_tensor(name)
+            tensor: torch.Tensor = self._files[path].get_tensor(stored)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {name}: {error}") from None
+            raise CheckpointError(f"{path}: {stored}: {error}") from None
         return tensor
 
     def get(self, name: str) -> torch.Tensor:

@@ -50,8 +50,10 @@ class UnservedError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One entry of a shard's header. dtype: as safetensors spells it. begin, end: file offsets."""
+    """One entry of a shard's header. name: in the file. dtype: as safetensors spells it. begin,
+    end: file offsets."""
 
+    name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
@@ -182,7 +184,7 @@ def _read_shard(path: Path) -> Shard:
     try:
         entries = json.loads(header)
         tensors = {
-            str(name): _stored(entry, 8 + length, nbytes)
+            str(name): _stored(str(name), entry, 8 + length, nbytes)
             for name, entry in entries.items()
             if name != "__metadata__"
         }
@@ -191,11 +193,11 @@ def _read_shard(path: Path) -> Shard:
     return Shard(path, nbytes, header, tensors)
 
 
-def _stored(entry: dict[str, Any], data: int, nbytes: int) -> StoredTensor:
+def _stored(name: str, entry: dict[str, Any], data: int, nbytes: int) -> StoredTensor:
     begin, end = (operator.index(offset) for offset in entry["data_offsets"])
     if not 0 <= begin <= end <= nbytes - data:
         raise ValueError("a tensor lies outside the file; is the download complete?")
     shape, dtype = tuple(operator.index(n) for n in entry["shape"]), str(entry["dtype"])
     if dtype in DTYPE_BYTES and end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
         raise ValueError(f"{dtype} {list(shape)} does not take {end - begin} bytes")
-    return StoredTensor(dtype, shape, data + begin, data + end)
+    return StoredTensor(name, dtype, shape, data + begin, data + end)

@@ -9,9 +9,9 @@ from server.model.checkpoint.checkpoint import (
     CheckpointError,
     Shard,
     read_config,
-    read_shards,
     tables,
 )
+from server.model.checkpoint.text_part import model_shards
 from server.model.spec import ModelSpec
 
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -26,6 +26,11 @@ _LEFT_OUT = {
     "value head": re.compile(r"v_head\..+"),
     "multi-token prediction": re.compile(r"(model\.)?mtp(_layers|_block)?\..+"),
 }
+# Parts of a larger model whose text part is served.
+_IMAGES = "the part for images"
+_OF_IMAGES = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..+"
+)
 _PREDICTION = "multi-token prediction"
 # What only a layer beyond the last has, whose work is to predict further tokens.
 _OF_PREDICTION = re.compile(
@@ -44,7 +49,7 @@ def check_folder(folder: Path, *, with_tensors: bool = True) -> ModelSpec:
     """
     model = read_config(folder)
     if with_tensors:
-        check_tensors(folder, read_shards(folder), model)
+        check_tensors(folder, model_shards(folder, model), model)
     return model
 
 
@@ -64,7 +69,11 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
     ignored = {model.head.tensor} if model.head.tied else set()
     others = [name for name in stored if name not in expected and name not in ignored]
     beyond = _predicting_layers(others, model)
-    left_out = tuple(name for name in others if _kind(name, beyond) is not None)
+    left_out = tuple(
+        name
+        for name in others
+        if _kind(name, beyond) is not None or (model.is_text_part and _OF_IMAGES.fullmatch(name))
+    )
     wrong = [
         f"{name} (expected {list(shape)}, got {stored[name].dtype} {list(stored[name].shape)})"
         for name, shape in expected.items()
@@ -84,7 +93,10 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
 
 def kinds(left_out: Collection[str]) -> tuple[int, str]:
     """How many, and what they are, for people."""
-    counts = Counter(_kind(name, frozenset()) or _PREDICTION for name in left_out)
+    counts = Counter(
+        _IMAGES if _OF_IMAGES.fullmatch(name) else _kind(name, frozenset()) or _PREDICTION
+        for name in left_out
+    )
     return len(left_out), ", ".join(f"{kind} ({count})" for kind, count in counts.items())
 
 

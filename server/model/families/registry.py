@@ -6,7 +6,10 @@ A key that would change the maths and is not implemented is refused by name; not
 from collections.abc import Mapping
 from typing import Any
 
-from server.model.families import gemma, llama, mistral, qwen2, qwen3
+from msgspec.structs import replace
+
+from server.model.families import gemma, granite, llama, mistral, qwen2, qwen3
+from server.model.families.composite import COMPOSITES, Text, text_of
 from server.model.families.family import Family
 from server.model.families.fields import Fields
 from server.model.families.refusals import other_family, other_forms
@@ -17,6 +20,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("GemmaForCausalLM", gemma.read_gemma),
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3),
+    "granite": Family("GraniteForCausalLM", granite.read),
     "llama": Family("LlamaForCausalLM", llama.read),
     "mistral": Family("MistralForCausalLM", mistral.read),
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read),
@@ -30,13 +34,17 @@ def read_model(config: Mapping[str, Any], generation: Mapping[str, Any] | None =
     Raises ValueError: of a model of another type with that alone, else with every unsupported
     or malformed key at once, what matters most first.
     """
-    reason = other_family(config, FAMILIES)
+    reason = other_family(config, {*FAMILIES, *COMPOSITES})
     if reason is not None:
         raise ValueError(reason)
-    family, fields = FAMILIES[config["model_type"]], Fields(config)
-    for reason in other_forms(config, family.architecture):
+    model_type = config["model_type"]
+    composite = COMPOSITES.get(model_type)
+    text = Text(model_type, dict(config)) if composite is None else text_of(config)
+    family, fields = FAMILIES[text.family], Fields(text.config)
+    architecture = family.architecture if composite is None else composite.architecture
+    for reason in other_forms({**text.config, "architectures": None, **config}, architecture):
         fields.refuse(reason)
     model = family.read(fields, generation or {})
     if fields.problems:
         raise ValueError("this model is not supported: " + "; ".join(fields.problems))
-    return model.within(model.max_context)
+    return replace(model.within(model.max_context), is_text_part=composite is not None)

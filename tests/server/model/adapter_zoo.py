@@ -43,7 +43,10 @@ ZOO: dict[str, Callable[[Sequence[str]], LoraConfig]] = {
 
 
 def zoo_of(variant: Variant) -> dict[str, LoraConfig]:
-    return {**{name: make(variant.targets) for name, make in ZOO.items()}, **variant.others()}
+    zoo = {name: make(variant.targets) for name, make in ZOO.items()}
+    for config in zoo.values():
+        config.exclude_modules = variant.excluded
+    return {**zoo, **variant.others()}
 
 
 def with_zoo(model: PreTrainedModel, configs: Mapping[str, LoraConfig] | None = None) -> PeftModel:

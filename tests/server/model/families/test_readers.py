@@ -47,17 +47,18 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     model = make_model(name)
     config = read_model(json.loads(model.config.to_json_string()))
     spec = base_spec(config, "d" * 64, ("base",))
-    modules = dict(model.named_modules())
+    decoder: Any = model.get_decoder()
+    modules = dict(decoder.named_modules())
     assert spec.num_layers == config.num_layers == 3
     assert set(spec.layer_modules) == set(VARIANTS[name].targets)
     for layer in range(spec.num_layers):
         for short, shape in spec.layer_modules.items():
-            weight: Any = modules[f"model.layers.{layer}.{shape.path}"].weight
+            weight: Any = modules[f"layers.{layer}.{shape.path}"].weight
             assert shape.path.endswith(short)
             assert tuple(weight.shape) == (shape.out_features, shape.in_features)
     embed, head = spec.model_modules["embed_tokens"], spec.model_modules["lm_head"]
-    embedding: Any = modules[embed.path].weight
-    output: Any = modules[head.path].weight
+    embedding: Any = decoder.embed_tokens.weight
+    output: Any = model.get_output_embeddings().weight
     assert tuple(embedding.shape) == (embed.in_features, embed.out_features)
     assert tuple(output.shape) == (head.out_features, head.in_features)
 
@@ -66,10 +67,11 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
 def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
     model = make_model(name)
     config = read_model(json.loads(model.config.to_json_string()))
-    rotary: Any = model.model.rotary_emb
+    decoder: Any = model.get_decoder()
+    rotary = decoder.rotary_emb
     for index, layer in enumerate(config.layers):
         by_kind = hasattr(rotary, "layer_types")
-        prefix = f"{model.config.layer_types[index]}_" if by_kind else ""
+        prefix = f"{decoder.config.layer_types[index]}_" if by_kind else ""
         rope = layer.attention.rope
         assert rope is not None
         expected = getattr(rotary, f"{prefix}inv_freq")

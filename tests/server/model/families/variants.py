@@ -11,18 +11,29 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLForConditionalGeneration,
+    SmolVLMForConditionalGeneration,
 )
+
+from tests.server.model.families import text_parts
+from tests.server.model.families.text_parts import OF_IMAGES
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LLAMA3_ROPE = {
@@ -49,6 +60,7 @@ class Variant(NamedTuple):
     """config, model: transformers' classes. settings: what differs from `hub_models.SIZES`.
 
     targets: the modules of a layer that adapters may change, the MLP's last behind all others.
+    excluded: a pattern of modules that no adapter changes.
     others: adapters of this variant alone, by name, beside those of the zoo.
     is_adapted: False where another row of the same modules has adapters, which then run there.
     """
@@ -57,6 +69,7 @@ class Variant(NamedTuple):
     model: Callable[..., Any]
     settings: Mapping[str, Any] = {}
     targets: tuple[str, ...] = SEVEN
+    excluded: str | None = None
     others: Callable[[], Mapping[str, LoraConfig]] = no_others
     is_adapted: bool = True
 
@@ -67,6 +80,7 @@ _QWEN2 = Variant(Qwen2Config, Qwen2ForCausalLM)
 _QWEN3 = Variant(Qwen3Config, Qwen3ForCausalLM)
 _GEMMA = Variant(GemmaConfig, GemmaForCausalLM)
 _GEMMA3 = Variant(Gemma3TextConfig, Gemma3ForCausalLM)
+_GRANITE = Variant(GraniteConfig, GraniteForCausalLM)
 _GEMMA2 = Variant(Gemma2Config, Gemma2ForCausalLM)
 
 
@@ -123,6 +137,14 @@ VARIANTS: dict[str, Variant] = {
         attention_bias=True,
         is_adapted=False,
     ),
+    "granite": _of(
+        _GRANITE,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.22,
+        logits_scaling=0.5,
+        attention_bias=True,
+    ),
     "llama2": _of(_LLAMA, num_key_value_heads=4, is_adapted=False),
     "llama3": _of(_LLAMA, rope_parameters=LLAMA3_ROPE),
     "llama-biases-tied": _of(_LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
@@ -152,4 +174,41 @@ VARIANTS: dict[str, Variant] = {
     ),
     "qwen3": _of(_QWEN3, head_dim=24, tie_word_embeddings=True),
     "qwen3-biases": _of(_QWEN3, head_dim=16, attention_bias=True, is_adapted=False),
+    "gemma3-images": Variant(
+        text_parts.gemma3, Gemma3ForConditionalGeneration, _GEMMA3_SETTINGS, excluded=OF_IMAGES
+    ),
+    "qwen2.5-vl": Variant(
+        text_parts.qwen25_vl,
+        Qwen2_5_VLForConditionalGeneration,
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        excluded=OF_IMAGES,
+    ),
+    "qwen3-vl": Variant(
+        text_parts.qwen3_vl,
+        Qwen3VLForConditionalGeneration,
+        {
+            "head_dim": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 4, 4],
+                "mrope_interleaved": True,
+            },
+        },
+        excluded=OF_IMAGES,
+    ),
+    "smolvlm": Variant(text_parts.smolvlm, SmolVLMForConditionalGeneration, excluded=OF_IMAGES),
+    "idefics3": Variant(
+        text_parts.idefics3,
+        Idefics3ForConditionalGeneration,
+        excluded=OF_IMAGES,
+        is_adapted=False,
+    ),
+    "mistral3": Variant(
+        text_parts.mistral3,
+        Mistral3ForConditionalGeneration,
+        {"sliding_window": 7},
+        excluded=OF_IMAGES,
+    ),
 }

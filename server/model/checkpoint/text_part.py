@@ -1,0 +1,53 @@
+"""The tensors of a text part within the checkpoint of a larger model. No torch.
+
+Savers put the text part under prefixes of their own; here all get the names that the part alone
+would have.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from server.model.checkpoint.checkpoint import (
+    CheckpointError,
+    Shard,
+    StoredTensor,
+    read_shards,
+)
+from server.model.spec import ModelSpec
+
+_BODY = re.compile(
+    r"(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.text_model\.|"
+    r"model\.)(?P<rest>(?:layers|embed_tokens|norm)\..+)"
+)
+_HEAD = re.compile(r"(?:language_model\.)?(?P<head>lm_head\..+)")
+
+
+def model_shards(folder: Path, model: ModelSpec) -> tuple[Shard, ...]:
+    """As `read_shards`, with the names of `ModelSpec.tensors`. Raises CheckpointError, also where
+    two tensors would have one name."""
+    shards = read_shards(folder)
+    if not model.is_text_part:
+        return shards
+    seen: dict[str, str] = {}
+    return tuple(replace(shard, tensors=_renamed(shard, seen)) for shard in shards)
+
+
+def _renamed(shard: Shard, seen: dict[str, str]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for stored, tensor in shard.tensors.items():
+        name = plain_name(stored)
+        other = seen.setdefault(name, stored)
+        if other != stored:
+            raise CheckpointError(f"{shard.path}: {stored} and {other} are the same tensor")
+        tensors[name] = tensor
+    return tensors
+
+
+def plain_name(stored: str) -> str:
+    """What a checkpoint of the text part alone calls a tensor; one of another part as it is."""
+    found = _BODY.fullmatch(stored)
+    if found is not None:
+        return f"model.{found['rest']}"
+    found = _HEAD.fullmatch(stored)
+    return stored if found is None else found["head"]

@@ -1,0 +1,155 @@
+"""Models of several parts (text, images), of which the text part is served. Pure.
+
+Their `config.json` holds that of the text part in `text_config`, or flat beside the other keys.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from adapters.violations import shown
+
+TEXT = "text_config"
+_TIED = "tie_word_embeddings"
+_ROPES = ("rope_scaling", "rope_parameters")
+# transformers saves of a text part only what differs from its class.
+_QWEN25_TEXT: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 80,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+_QWEN3_TEXT: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 128000,
+    "rope_theta": 5e5,
+}
+_GEMMA3_TEXT: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
+}
+_LLAMA_TEXT: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_MISTRAL_TEXT: dict[str, Any] = {
+    **_LLAMA_TEXT,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+}
+
+
+class TextPart(NamedTuple):
+    """family: of the text part, a key of `registry.FAMILIES`. usual: what its class says where
+    `config.json` says nothing."""
+
+    family: str
+    usual: Mapping[str, Any] = {}
+
+
+class Composite(NamedTuple):
+    """architecture: the class that `config.json` names. texts: by `model_type` of `text_config`,
+    the first where that names none. is_tied: where no `config.json` says so."""
+
+    architecture: str
+    texts: Mapping[str, TextPart]
+    is_tied: bool = False
+
+
+_LLAMA = Composite("", {"llama": TextPart("llama", _LLAMA_TEXT)})
+# By `model_type`.
+COMPOSITES: dict[str, Composite] = {
+    "gemma3": Composite(
+        "Gemma3ForConditionalGeneration",
+        {"gemma3_text": TextPart("gemma3_text", _GEMMA3_TEXT)},
+        is_tied=True,
+    ),
+    "idefics3": _LLAMA._replace(architecture="Idefics3ForConditionalGeneration"),
+    "mistral3": Composite(
+        "Mistral3ForConditionalGeneration",
+        {"mistral": TextPart("mistral", _MISTRAL_TEXT)},
+    ),
+    "qwen2_5_vl": Composite(
+        "Qwen2_5_VLForConditionalGeneration",
+        {"qwen2_5_vl_text": TextPart("qwen2", _QWEN25_TEXT)},
+    ),
+    "qwen3_vl": Composite(
+        "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": TextPart("qwen3", _QWEN3_TEXT)}
+    ),
+    "smolvlm": _LLAMA._replace(architecture="SmolVLMForConditionalGeneration"),
+}
+
+
+class Text(NamedTuple):
+    """The text part of a composite model. config: as a model of `family` alone would say it."""
+
+    family: str
+    config: dict[str, Any]
+
+
+def text_of(config: Mapping[str, Any]) -> Text:
+    """config: of a composite model. Raises ValueError: it has no text part that is served."""
+    model_type = config["model_type"]
+    composite = COMPOSITES[model_type]
+    inner = config.get(TEXT)
+    if inner is None:
+        inner = {key: value for key, value in config.items() if not key.endswith("_config")}
+        inner.pop("model_type")
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{TEXT} must be a table, got {shown(inner)}")
+    first = next(iter(composite.texts))
+    part = composite.texts.get(str(inner.get("model_type", first)))
+    if part is None:
+        raise ValueError(
+            f"{TEXT}: a text part of type {shown(inner.get('model_type'))} is not served; served of"
+            f" {model_type} is {' or '.join(composite.texts)}"
+        )
+    text = {**part.usual, **inner, **_of_both(config, inner, composite), "model_type": model_type}
+    for key in _ROPES:
+        if isinstance(text.get(key), Mapping):
+            text[key] = _of_text_alone(text[key])
+    return Text(part.family, text)
+
+
+def _of_both(
+    config: Mapping[str, Any], inner: Mapping[str, Any], composite: Composite
+) -> dict[str, Any]:
+    """What stands beside `text_config`, or in it, or in both."""
+    tied = [table[_TIED] for table in (config, inner) if table.get(_TIED) is not None]
+    found: dict[str, Any] = {_TIED: any(tied) if tied else composite.is_tied}
+    for key in ("dtype", "torch_dtype", "eos_token_id"):
+        if config.get(key) is not None:
+            found[key] = config[key]
+    return found
+
+
+def _of_text_alone(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Three axes of positions turn a section of each head. Of text all three are the same, so that
+    sections change nothing."""
+    plain = {
+        key: value
+        for key, value in rope.items()
+        if key not in ("mrope_section", "mrope_interleaved")
+    }
+    for key in ("type", "rope_type"):
+        if plain.get(key) == "mrope":
+            plain[key] = "default"
+    return plain

@@ -1,0 +1,38 @@
+"""Granite 3: Llama with factors of embedding, scores, branches and logits. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from server.model.families import family
+from server.model.families.fields import Fields
+from server.model.families.rope import read_rope
+from server.model.spec import ModelSpec
+
+
+def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    family.refuse_other_maths(fields)
+    config = fields.config
+    sizes = family.read_sizes(fields)
+    rope, max_context = read_rope(fields, sizes.positions)
+    bias = bool(config.get("attention_bias", False))
+    biases = family.Biases(qkv=bias, o=bias, mlp=bool(config.get("mlp_bias", False)))
+    embedding, scale, residual, logits = (
+        fields.number(config, key, 1.0)
+        for key in (
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+        )
+    )
+    layer = family.layer(sizes, family.attention(sizes, rope, scale=scale), biases)
+    layers = (replace(layer, residual_scale=residual),) * sizes.layers
+    eos = family.read_eos(fields, generation, sizes, default=2)
+    model = family.model(fields, sizes, layers, max_context, eos)
+    return replace(
+        model,
+        embedding=replace(model.embedding, scale=embedding),
+        head=replace(model.head, scale=1.0 / logits),
+    )

@@ -15,7 +15,7 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     family.refuse_other_maths(fields)
     config = fields.config
     sizes = family.read_sizes(fields)
-    rope, max_context = read_rope(fields, sizes.positions)
+    rope, max_context = read_rope(fields, sizes)
     bias = bool(config.get("attention_bias", False))
     biases = family.Biases(qkv=bias, o=bias, mlp=bool(config.get("mlp_bias", False)))
     embedding, scale, residual, logits = (

@@ -92,7 +92,7 @@ class _Source(NamedTuple):
         plain = RopeSpec("default", theta, rotary_dim=self._rotary_dim())
         positions = self.sizes.positions
         named = self.table.get("rope_type") or self.table.get("type") or "default"
-        match self.rules.kinds.get(named):
+        match self.rules.kinds.get(str(named)):
             case "default":
                 return plain, positions
             case "linear":

@@ -44,10 +44,10 @@ def refusal(**changes: Any) -> str:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
-    model = make_model(name)
+    model: Any = make_model(name)
     config = read_model(json.loads(model.config.to_json_string()))
     spec = base_spec(config, "d" * 64, ("base",))
-    decoder: Any = model.get_decoder()
+    decoder = model.get_decoder()
     modules = dict(decoder.named_modules())
     assert spec.num_layers == config.num_layers == 3
     assert set(spec.layer_modules) == set(VARIANTS[name].targets)
@@ -65,9 +65,9 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
-    model = make_model(name)
+    model: Any = make_model(name)
     config = read_model(json.loads(model.config.to_json_string()))
-    decoder: Any = model.get_decoder()
+    decoder = model.get_decoder()
     rotary = decoder.rotary_emb
     for index, layer in enumerate(config.layers):
         by_kind = hasattr(rotary, "layer_types")

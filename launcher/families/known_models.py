@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from server.model.families.registry import FAMILIES
+from server.model.families.registry import architectures
 
 _FILE = Path(__file__).with_name("known_models.json")
 
@@ -24,4 +24,4 @@ class KnownModel(msgspec.Struct, frozen=True):
 def served_families() -> dict[str, KnownModel]:
     """Every family of the registry, by `model_type`; one that nobody has described yet is empty."""
     known = msgspec.json.decode(_FILE.read_bytes(), type=dict[str, KnownModel])
-    return {name: known.get(name, KnownModel()) for name in sorted(FAMILIES)}
+    return {name: known.get(name, KnownModel()) for name in sorted(architectures())}

@@ -4,7 +4,7 @@
 import sys
 
 from launcher.families.known_models import KnownModel, served_families
-from server.model.families.registry import FAMILIES, read_model
+from server.model.families.registry import architectures, read_model
 from server.model.ops.kernel_limits import unsupported
 from server.model.ops.memory import weights_bytes
 from server.model.spec import ModelSpec
@@ -35,10 +35,9 @@ _CAPABILITY = (9, 0)
 
 def render() -> str:
     """The whole page."""
-    families = served_families()
+    families, served = served_families(), architectures()
     rows = [
-        f"| `{name}` | `{FAMILIES[name].architecture}` | {known.covers} |\n"
-        for name, known in families.items()
+        f"| `{name}` | `{served[name]}` | {known.covers} |\n" for name, known in families.items()
     ]
     examples = [_example(known) for known in families.values() if known.example]
     return "".join([_HEAD, *rows, _KNOWN, *examples])
@@ -46,7 +45,7 @@ def render() -> str:
 
 def listed() -> str:
     """All types, as the README lists them."""
-    *names, last = (f"`{name}`" for name in sorted(FAMILIES))
+    *names, last = (f"`{name}`" for name in sorted(architectures()))
     return f"{', '.join(names)} and {last}"
 
 

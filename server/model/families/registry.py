@@ -28,13 +28,19 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def architectures() -> dict[str, str]:
+    """The class that `config.json` names, by `model_type`: of all that is served, larger models
+    whose text part is served included."""
+    return {name: of.architecture for name, of in (*FAMILIES.items(), *COMPOSITES.items())}
+
+
 def read_model(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:
     """Read `config.json` (and `generation_config.json`, whose end-of-sequence ids win).
 
     Raises ValueError: of a model of another type with that alone, else with every unsupported
     or malformed key at once, what matters most first.
     """
-    reason = other_family(config, {*FAMILIES, *COMPOSITES})
+    reason = other_family(config, architectures())
     if reason is not None:
         raise ValueError(reason)
     model_type = config["model_type"]

@@ -31,7 +31,10 @@ FAMILIES: dict[str, Family] = {
 def architectures() -> dict[str, str]:
     """The class that `config.json` names, by `model_type`: of all that is served, larger models
     whose text part is served included."""
-    return {name: of.architecture for name, of in (*FAMILIES.items(), *COMPOSITES.items())}
+    return {
+        **{name: family.architecture for name, family in FAMILIES.items()},
+        **{name: composite.architecture for name, composite in COMPOSITES.items()},
+    }
 
 
 def read_model(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelSpec:

@@ -137,7 +137,7 @@ def spelling_of(names: Iterable[TensorName]) -> Spelling:
 
 
 def is_of_images(path: str) -> bool:
-    """Whether a larger model calls a module of its part for images so."""
+    """Whether a larger model calls a module, or a tensor, of its part for images so."""
     return _OF_IMAGES.fullmatch(path) is not None
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from adapters.peft.tensor_names import is_of_images
 from server.model.checkpoint.checkpoint import (
     CheckpointError,
     Shard,
@@ -26,11 +27,8 @@ _LEFT_OUT = {
     "value head": re.compile(r"v_head\..+"),
     "multi-token prediction": re.compile(r"(model\.)?mtp(_layers|_block)?\..+"),
 }
-# Parts of a larger model whose text part is served.
+# A part of a larger model whose text part is served.
 _IMAGES = "the part for images"
-_OF_IMAGES = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\..+"
-)
 _PREDICTION = "multi-token prediction"
 # What only a layer beyond the last has, whose work is to predict further tokens.
 _OF_PREDICTION = re.compile(
@@ -72,7 +70,7 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
     left_out = tuple(
         name
         for name in others
-        if _kind(name, beyond) is not None or (model.is_text_part and _OF_IMAGES.fullmatch(name))
+        if _kind(name, beyond) is not None or (model.is_text_part and is_of_images(name))
     )
     wrong = [
         f"{name} (expected {list(shape)}, got {stored[name].dtype} {list(stored[name].shape)})"
@@ -94,7 +92,7 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
 def kinds(left_out: Collection[str]) -> tuple[int, str]:
     """How many, and what they are, for people."""
     counts = Counter(
-        _IMAGES if _OF_IMAGES.fullmatch(name) else _kind(name, frozenset()) or _PREDICTION
+        _IMAGES if is_of_images(name) else _kind(name, frozenset()) or _PREDICTION
         for name in left_out
     )
     return len(left_out), ", ".join(f"{kind} ({count})" for kind, count in counts.items())

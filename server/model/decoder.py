@@ -85,7 +85,8 @@ class Decoder(Generic[P, L, Y]):
         hidden = self.ops.embed(token_ids, self.weights.embed, lora, self.sites.embed)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
-        return self.ops.rms_norm(hidden, self.weights.layers[0].pre_attention), hidden
+        norm = self.weights.layers[0].pre_attention
+        return hidden if norm is None else self.ops.rms_norm(hidden, norm), hidden
 
     def after_attention(
         self, layer: int, attended: torch.Tensor, hidden: torch.Tensor, lora: L | None

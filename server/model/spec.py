@@ -162,10 +162,10 @@ class MlpSpec(msgspec.Struct, frozen=True):
 
 class NormsSpec(msgspec.Struct, frozen=True):
     """Norms of one layer. pre_*: of what attention and MLP read. post_*: of what they give, before
-    the residual sum; None = it is summed as it is."""
+    the residual sum. None = read, or summed, as it is."""
 
-    pre_attention: NormSpec
-    pre_mlp: NormSpec
+    pre_attention: NormSpec | None
+    pre_mlp: NormSpec | None
     post_attention: NormSpec | None = None
     post_mlp: NormSpec | None = None
 

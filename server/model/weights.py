@@ -35,8 +35,8 @@ class LayerWeights:
     o: DenseLinear
     gate_up: DenseLinear
     down: DenseLinear
-    pre_attention: Norm
-    pre_mlp: Norm
+    pre_attention: Norm | None
+    pre_mlp: Norm | None
     post_attention: Norm | None
     post_mlp: Norm | None
     qk_norm: torch.Tensor | None
@@ -148,8 +148,8 @@ def _load_layer(source: _Source, model: ModelSpec, index: int) -> LayerWeights:
         o=source.linear(spec.o, index),
         gate_up=source.linear(spec.gate_up, index),
         down=source.linear(spec.down, index),
-        pre_attention=source.norm(norms.pre_attention, index),
-        pre_mlp=source.norm(norms.pre_mlp, index),
+        pre_attention=optional(norms.pre_attention),
+        pre_mlp=optional(norms.pre_mlp),
         post_attention=optional(norms.post_attention),
         post_mlp=optional(norms.post_mlp),
         qk_norm=_qk_norm(source, spec.attention, index),

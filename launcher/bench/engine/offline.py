@@ -90,6 +90,9 @@ def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -
     def norm(spec: NormSpec) -> Norm:
         return Norm(ones(spec.size), spec.epsilon)
 
+    def optional(spec: NormSpec | None) -> Norm | None:
+        return None if spec is None else norm(spec)
+
     def layer(spec: LayerSpec) -> LayerWeights:
         norms, attention = spec.norms, spec.attention
         heads = attention.num_heads + attention.num_kv_heads
@@ -98,10 +101,10 @@ def random_weights(model: ModelSpec, dtype: torch.dtype, device: torch.device) -
             o=linear(spec.o),
             gate_up=linear(spec.gate_up),
             down=linear(spec.down),
-            pre_attention=norm(norms.pre_attention),
-            pre_mlp=norm(norms.pre_mlp),
-            post_attention=norm(norms.post_attention) if norms.post_attention else None,
-            post_mlp=norm(norms.post_mlp) if norms.post_mlp else None,
+            pre_attention=optional(norms.pre_attention),
+            pre_mlp=optional(norms.pre_mlp),
+            post_attention=optional(norms.post_attention),
+            post_mlp=optional(norms.post_mlp),
             qk_norm=ones(heads, attention.head_dim) if attention.q_norm else None,
         )
 

@@ -7,6 +7,8 @@ rotary embedding. A family says what differs.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from server.model.families.fields import Fields
 from server.model.spec import (
     Activation,
@@ -73,10 +75,14 @@ class ModelSizes(NamedTuple):
 
 
 def read_sizes(
-    fields: Fields, *, kv_heads: int | None = None, head_dim: int | None = None
+    fields: Fields,
+    *,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    epsilon: float = 1e-6,
 ) -> ModelSizes:
-    """kv_heads, head_dim: where `config.json` says nothing; None = as many as heads, and `hidden /
-    heads`."""
+    """kv_heads, head_dim, epsilon: where `config.json` says nothing; None = as many as heads, and
+    `hidden / heads`."""
     before = len(fields.problems)
     vocab, hidden, inner, layers, heads, positions = (
         fields.positive(key)
@@ -99,7 +105,7 @@ def read_sizes(
         fields.refuse(f"{heads} attention heads do not divide among {kv_heads} key-value heads")
     if is_sound and head_dim % 2:
         fields.refuse(f"head_dim must be even, got {head_dim}")
-    epsilon = fields.number(fields.config, "rms_norm_eps", 1e-6)
+    epsilon = fields.number(fields.config, "rms_norm_eps", epsilon)
     return ModelSizes(
         vocab, hidden, inner, layers, heads, kv_heads, head_dim, positions, epsilon, is_sound
     )
@@ -183,7 +189,7 @@ def read_windowed(
 
 def attention(
     sizes: ModelSizes,
-    rope: RopeSpec,
+    rope: RopeSpec | None,
     window: int | None = None,
     *,
     scale: float | None = None,
@@ -239,6 +245,11 @@ def layer(
         ),
         down=LinearSpec("down", inner, (Part("mlp.down_proj", hidden),), "row", biases.mlp),
     )
+
+
+def fused(linear: LinearSpec, path: str) -> LinearSpec:
+    """The same matrix as one module, which the checkpoint and PEFT know whole."""
+    return msgspec.structs.replace(linear, parts=(Part(path, linear.out_features),))
 
 
 def llama_norms(sizes: ModelSizes) -> NormsSpec:

@@ -1,5 +1,6 @@
 """Reads numbers from a model's JSON tables; collects every problem, not the first only. Pure."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,20 @@ class Fields:
 
     def refuse(self, problem: str) -> None:
         self.problems.append(problem)
+
+    def only(self, key: str, usual: object) -> None:
+        """Refuse another value at the top level than the usual one, or null."""
+        value = self.config.get(key)
+        if value is not None and value != usual:
+            self.refuse(f"{key} must be {json.dumps(usual)}, got {value!r}")
+
+    def table(self, of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        """A table in a table; empty where nothing is said."""
+        value = of.get(key) or {}
+        if isinstance(value, Mapping):
+            return value
+        self.refuse(f"{key} must be a table, got {value!r}")
+        return {}
 
     def positive(self, key: str, default: int | None = None) -> int:
         """A positive integer at the top level; 1 when it is malformed."""

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from server.model.families import family
 from server.model.families.fields import Fields
-from server.model.families.rope import read_rope, read_table
-from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, NormsSpec, RopeSpec
+from server.model.families.rope import read_rope, read_table, read_tables
+from server.model.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, NormsSpec
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _HEAD_DIM = 256
@@ -70,7 +70,9 @@ def read_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
         return (layer + 1) % pattern > 0
 
     windows = family.read_windows(fields, sizes, config.get("sliding_window", _WINDOW), has_window)
-    full, windowed = _read_gemma3_ropes(fields, sizes)
+    local_theta = config.get("rope_local_base_freq", _WINDOWED_THETA)
+    tables = read_tables(fields, config.get("rope_theta", _FULL_THETA), local_theta)
+    full, windowed = (read_table(fields, table, sizes)[0] for table in tables)
     ropes = [windowed if has else full for has in family.read_windowed(fields, sizes, has_window)]
     scale = fields.number(config, "query_pre_attn_scalar", _SCALAR) ** -0.5
     attentions = [
@@ -84,35 +86,6 @@ def read_gemma3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     layers = _layers(fields, sizes, attentions)
     cap = _read_softcap(fields, "final_logit_softcapping", None)
     return _model(fields, generation, sizes, layers, sizes.positions, cap)
-
-
-def _read_gemma3_ropes(fields: Fields, sizes: family.ModelSizes) -> tuple[RopeSpec, RopeSpec]:
-    """Of layers without a window, and of those with one. `rope_parameters` has a table for each
-    (transformers 5); single keys are those of the former, but for `rope_local_base_freq`."""
-    config = fields.config
-    tables = _table(fields, config, "rope_parameters")
-    if not set(tables) <= {family.FULL, family.WINDOWED}:
-        fields.refuse(f"rope_parameters must have tables {family.FULL} and {family.WINDOWED}")
-        tables = {}
-    full = {
-        "rope_theta": config.get("rope_theta", _FULL_THETA),
-        **_table(fields, tables, family.FULL),
-        **_table(fields, config, "rope_scaling"),
-    }
-    windowed = {
-        "rope_theta": config.get("rope_local_base_freq", _WINDOWED_THETA),
-        **_table(fields, tables, family.WINDOWED),
-    }
-    return read_table(fields, full, sizes)[0], read_table(fields, windowed, sizes)[0]
-
-
-def _table(fields: Fields, of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Empty where nothing is said."""
-    table = of.get(key) or {}
-    if isinstance(table, Mapping):
-        return table
-    fields.refuse(f"{key} must be a table, got {table!r}")
-    return {}
 
 
 def _read_sizes(fields: Fields, kv_heads: int) -> family.ModelSizes:

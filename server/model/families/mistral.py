@@ -1,15 +1,30 @@
-"""Mistral, and Ministral with windows in some layers. Pure."""
+"""Mistral, Ministral with windows in some layers, and Ministral 3. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from server.model.families import family
 from server.model.families.fields import Fields
-from server.model.families.rope import read_rope
-from server.model.spec import ModelSpec
+from server.model.families.rope import original_context, read_rope, rope_table
+from server.model.spec import ModelSpec, PositionScale
 
 _KV_HEADS = 8
 _WINDOW = 4096
+_BETA = "llama_4_scaling_beta"
+# Ministral 3's, where `config.json` says nothing.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}
 
 
 def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
@@ -18,5 +33,24 @@ def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
     rope, max_context = read_rope(fields, sizes)
     windows = family.read_windows(fields, sizes, fields.config.get("sliding_window", _WINDOW))
     layers = [family.layer(sizes, family.attention(sizes, rope, window)) for window in windows]
+    eos = family.read_eos(fields, generation, sizes, default=2)
+    return family.model(fields, sizes, layers, max_context, eos)
+
+
+def read_ministral3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Queries grow with their position."""
+    family.refuse_other_maths(fields)
+    fields.only("layer_types", None)
+    if not rope_table(fields):
+        fields = fields.changed(rope_parameters=_YARN)
+    sizes = family.read_sizes(fields, kv_heads=_KV_HEADS, head_dim=128, epsilon=1e-5)
+    rope, max_context = read_rope(fields, sizes)
+    table = rope_table(fields)
+    scale = PositionScale(fields.number(table, _BETA, None), original_context(fields, table, sizes))
+    windows = family.read_windows(fields, sizes, fields.config.get("sliding_window"))
+    layers = [
+        family.layer(sizes, replace(family.attention(sizes, rope, window), q_scale=scale))
+        for window in windows
+    ]
     eos = family.read_eos(fields, generation, sizes, default=2)
     return family.model(fields, sizes, layers, max_context, eos)

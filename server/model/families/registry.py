@@ -8,7 +8,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from server.model.families import gemma, granite, llama, mistral, qwen2, qwen3
+from server.model.families import (
+    gemma,
+    glm,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    phi,
+    qwen2,
+    qwen3,
+    smollm,
+)
 from server.model.families.composite import COMPOSITES, Text, text_of
 from server.model.families.family import Family
 from server.model.families.fields import Fields
@@ -21,10 +32,17 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3),
     "granite": Family("GraniteForCausalLM", granite.read),
+    "glm": Family("GlmForCausalLM", glm.read_glm),
+    "glm4": Family("Glm4ForCausalLM", glm.read_glm4),
     "llama": Family("LlamaForCausalLM", llama.read),
+    "ministral3": Family("Ministral3ForCausalLM", mistral.read_ministral3),
     "mistral": Family("MistralForCausalLM", mistral.read),
+    "olmo2": Family("Olmo2ForCausalLM", olmo.read_olmo2),
+    "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3),
+    "phi3": Family("Phi3ForCausalLM", phi.read),
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read),
     "qwen3": Family("Qwen3ForCausalLM", qwen3.read),
+    "smollm3": Family("SmolLM3ForCausalLM", smollm.read),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from server.model.families import family
 from server.model.families.family import ModelSizes
 from server.model.families.fields import Fields
 from server.model.spec import RopeKind, RopeSpec
@@ -52,11 +53,24 @@ def read_rope(fields: Fields, sizes: ModelSizes, rules: RopeRules = LLAMA) -> tu
 
 def rope_table(fields: Fields) -> Table:
     """What `config.json` says of the rotation, beside single keys; empty where that is nothing."""
-    table = fields.config.get("rope_scaling") or fields.config.get("rope_parameters") or {}
-    if not isinstance(table, Mapping):
-        fields.refuse(f"rope_parameters must be a table, got {table!r}")
-        return {}
-    return table
+    old = fields.table(fields.config, "rope_scaling")
+    return old or fields.table(fields.config, "rope_parameters")
+
+
+def read_tables(fields: Fields, theta: object, windowed_theta: object) -> tuple[Table, Table]:
+    """Of layers without a window, and of those with one. `rope_parameters` has a table for each
+    (transformers 5); `rope_scaling` and the two of `rope_theta` are what single keys say."""
+    config = fields.config
+    tables = fields.table(config, "rope_parameters")
+    if not set(tables) <= {family.FULL, family.WINDOWED}:
+        fields.refuse(f"rope_parameters must have tables {family.FULL} and {family.WINDOWED}")
+        tables = {}
+    full = {
+        "rope_theta": theta,
+        **fields.table(tables, family.FULL),
+        **fields.table(config, "rope_scaling"),
+    }
+    return full, {"rope_theta": windowed_theta, **fields.table(tables, family.WINDOWED)}
 
 
 def read_table(

@@ -15,20 +15,34 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLForConditionalGeneration,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     SmolVLMForConditionalGeneration,
 )
 
@@ -76,6 +90,20 @@ class Variant(NamedTuple):
 
 _LLAMA = Variant(LlamaConfig, LlamaForCausalLM)
 _MISTRAL = Variant(MistralConfig, MistralForCausalLM)
+_FUSED_GLM = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
+_GLM_SETTINGS = {"head_dim": 16, "pad_token_id": 0}
+_GLM = Variant(GlmConfig, GlmForCausalLM, _GLM_SETTINGS, _FUSED_GLM)
+_GLM4 = Variant(Glm4Config, Glm4ForCausalLM, _GLM_SETTINGS, _FUSED_GLM)
+_MINISTRAL3 = Variant(Ministral3Config, Ministral3ForCausalLM, {"head_dim": 16})
+_OLMO2 = Variant(Olmo2Config, Olmo2ForCausalLM)
+_OLMO3 = Variant(Olmo3Config, Olmo3ForCausalLM)
+_PHI3 = Variant(
+    Phi3Config,
+    Phi3ForCausalLM,
+    {"pad_token_id": 0},
+    ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+)
+_SMOLLM3 = Variant(SmolLM3Config, SmolLM3ForCausalLM, {"pad_token_id": 0})
 _QWEN2 = Variant(Qwen2Config, Qwen2ForCausalLM)
 _QWEN3 = Variant(Qwen3Config, Qwen3ForCausalLM)
 _GEMMA = Variant(GemmaConfig, GemmaForCausalLM)
@@ -107,6 +135,18 @@ _GEMMA3_SETTINGS: dict[str, Any] = {
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 30000.0, "factor": 8.0},
+    },
+}
+
+# `test_long_rope.py` has sequences beyond the original context.
+_LONG_ROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 2.0],
+        "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 9.0],
+        "partial_rotary_factor": 0.75,
     },
 }
 
@@ -161,6 +201,49 @@ VARIANTS: dict[str, Variant] = {
     "mistral": _of(_MISTRAL, sliding_window=None, is_adapted=False),
     "mistral-window": _of(_MISTRAL, sliding_window=7),
     "mistral-head-dim": _of(_MISTRAL, head_dim=32, sliding_window=None, is_adapted=False),
+    "glm": _of(_GLM, attention_bias=True, tie_word_embeddings=True),
+    "glm4": _GLM4,
+    "glm4-plain-yarn": _of(
+        _GLM4,
+        attention_bias=False,
+        rope_parameters={**YARN_ROPE, "partial_rotary_factor": 0.25},
+        is_adapted=False,
+    ),
+    "ministral3": _of(
+        _MINISTRAL3,
+        rope_parameters={
+            **YARN_ROPE,
+            "original_max_position_embeddings": 8,
+            "factor": 32.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
+    "olmo2": _of(_OLMO2, num_key_value_heads=2),
+    "olmo2-biases": _of(_OLMO2, num_key_value_heads=4, attention_bias=True, is_adapted=False),
+    "olmo3": _of(
+        _OLMO3,
+        num_hidden_layers=4,
+        sliding_window=7,
+        rope_parameters={
+            "full_attention": YARN_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+        },
+    ),
+    "phi3": _of(_PHI3, sliding_window=9, is_adapted=False),
+    "phi3-long": _of(_PHI3, **_LONG_ROPE, tie_word_embeddings=True),
+    "smollm3": _of(_SMOLLM3, num_hidden_layers=4),
+    "smollm3-windows": _of(
+        _SMOLLM3,
+        no_rope_layers=[0, 1, 1, 1],
+        use_sliding_window=True,
+        sliding_window=7,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+        is_adapted=False,
+    ),
     "qwen2": _QWEN2,
     "qwen2-tied-yarn": _of(
         _QWEN2, tie_word_embeddings=True, rope_parameters=YARN_ROPE, is_adapted=False

@@ -1,0 +1,51 @@
+"""GLM 4: rotation of neighbouring pairs in the first half of each head, fused gate and up. Pure."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from server.model.families import family
+from server.model.families.fields import Fields
+from server.model.families.rope import RopeRules, read_rope
+from server.model.spec import ModelSpec, NormSpec, NormsSpec
+
+_ROPE = RopeRules(partial=0.5)
+_EPSILON = 1.5625e-07
+_EOS = [151329, 151336, 151338]
+
+
+def read_glm(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """The first GLM 4: norms in Llama's places."""
+    return _read(fields, generation, family.llama_norms)
+
+
+def read_glm4(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """GLM 4 0414: norms behind attention and MLP, too."""
+    return _read(fields, generation, _glm4_norms)
+
+
+def _glm4_norms(sizes: family.ModelSizes) -> NormsSpec:
+    return replace(
+        family.llama_norms(sizes),
+        post_attention=NormSpec("post_self_attn_layernorm", sizes.hidden, sizes.epsilon),
+        post_mlp=NormSpec("post_mlp_layernorm", sizes.hidden, sizes.epsilon),
+    )
+
+
+def _read(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    norms: Callable[[family.ModelSizes], NormsSpec],
+) -> ModelSpec:
+    family.refuse_other_maths(fields)
+    sizes = family.read_sizes(fields, kv_heads=2, head_dim=128, epsilon=_EPSILON)
+    rope, max_context = read_rope(fields, sizes, _ROPE)
+    biases = family.Biases(qkv=bool(fields.config.get("attention_bias", True)))
+    of = family.attention(sizes, replace(rope, interleaved=True))
+    layer = family.layer(sizes, of, biases, norms(sizes))
+    layer = replace(layer, gate_up=family.fused(layer.gate_up, "mlp.gate_up_proj"))
+    if fields.config.get("eos_token_id") is None:
+        fields = fields.changed(eos_token_id=_EOS)
+    eos = family.read_eos(fields, generation, sizes)
+    return family.model(fields, sizes, (layer,) * sizes.layers, max_context, eos)

@@ -1,0 +1,88 @@
+"""OLMo 2 and 3: norms behind attention and MLP alone, and of q and k over all heads. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from server.model.families import family
+from server.model.families.fields import Fields
+from server.model.families.rope import RopeRules, read_rope, read_table, read_tables
+from server.model.spec import AttentionSpec, ModelSpec, NormSpec, NormsSpec
+
+_EOS = 50279
+_WINDOW = 4096
+_OLMO3 = RopeRules(theta=5e5)
+
+
+def read_olmo2(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    sizes = _read_sizes(fields)
+    rope, max_context = read_rope(fields, sizes)
+    attentions = [family.attention(sizes, rope)] * sizes.layers
+    return _model(fields, generation, sizes, attentions, max_context)
+
+
+def read_olmo3(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    """Windows in three of four layers, whose rotation is another than that of the fourth."""
+    sizes = _read_sizes(fields)
+
+    def has_window(layer: int) -> bool:
+        return (layer + 1) % 4 > 0
+
+    window = fields.config.get("sliding_window", _WINDOW)
+    windows = family.read_windows(fields, sizes, window, has_window)
+    full, windowed = read_tables(fields, _OLMO3.theta, _OLMO3.theta)
+    if not fields.table(fields.config, "rope_parameters"):
+        fields.only("rope_theta", _OLMO3.theta)  # transformers gives it to one kind of layer alone
+    for table in (full, windowed):
+        if table.get("truncate", True) is not True:
+            fields.refuse("truncate must be true, since transformers reads no other for OLMo 3")
+    (rope, max_context), (windowed_rope, _) = (
+        read_table(fields, table, sizes, _OLMO3) for table in (full, windowed)
+    )
+    attentions = [
+        family.attention(sizes, windowed_rope if has else rope, each)
+        for has, each in zip(family.read_windowed(fields, sizes, has_window), windows, strict=True)
+    ]
+    return _model(fields, generation, sizes, attentions, max_context)
+
+
+def _read_sizes(fields: Fields) -> family.ModelSizes:
+    family.refuse_other_maths(fields)
+    fields.only("clip_qkv", None)
+    return family.read_sizes(fields, epsilon=1e-5)
+
+
+def _model(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    sizes: family.ModelSizes,
+    attentions: Sequence[AttentionSpec],
+    max_context: int,
+) -> ModelSpec:
+    def norm(path: str, size: int) -> NormSpec:
+        return NormSpec(path, size, sizes.epsilon)
+
+    norms = NormsSpec(
+        pre_attention=None,
+        pre_mlp=None,
+        post_attention=norm("post_attention_layernorm", sizes.hidden),
+        post_mlp=norm("post_feedforward_layernorm", sizes.hidden),
+    )
+    bias = bool(fields.config.get("attention_bias", False))
+    biases = family.Biases(qkv=bias, o=bias)
+    layers = [
+        family.layer(
+            sizes,
+            replace(
+                of,
+                q_norm=norm("self_attn.q_norm", of.q_size),
+                k_norm=norm("self_attn.k_norm", of.kv_size),
+            ),
+            biases,
+            norms,
+        )
+        for of in attentions
+    ]
+    eos = family.read_eos(fields, generation, sizes, default=_EOS)
+    return family.model(fields, sizes, layers, max_context, eos)

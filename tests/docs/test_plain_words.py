@@ -21,6 +21,7 @@ BANNED = re.compile(r"\b(told|tells? (of|apart)|of ours|of before|takes? up(?! t
 _FENCED = re.compile(r"^```.*?^```", re.M | re.S)
 _LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 _CODE = re.compile(r"`[^`]+`")
+_CODES = re.compile(r"CODE(,\s+CODE)*\s+and\s+CODE")
 # A sentence ends where a capital, a code or a number follows; a colon or semicolon ends one, too.
 _END = re.compile(r"(?<=[.!?:;])\s+")
 
@@ -39,10 +40,10 @@ def blocks(text: str) -> Iterator[str]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Link texts stand for links; a piece of code counts as one word."""
+    """Link texts stand for links; a piece of code, or a list of them, counts as one word."""
     for block in blocks(text):
         plain = _CODE.sub("CODE", _LINK.sub(r"\1", block)).replace("**", "")
-        yield from _END.split(plain)
+        yield from _END.split(_CODES.sub("CODE", plain))
 
 
 def length(sentence: str) -> int:

@@ -13,6 +13,12 @@ class Fields:
         self.config = config
         self.problems: list[str] = []
 
+    def changed(self, **keys: Any) -> "Fields":
+        """As if `config.json` said this; what is refused is refused here too."""
+        other = Fields({**self.config, **keys})
+        other.problems = self.problems
+        return other
+
     def refuse(self, problem: str) -> None:
         self.problems.append(problem)
 

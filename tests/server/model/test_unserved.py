@@ -39,11 +39,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
     "phi": {"architectures": ["PhiForCausalLM"], "partial_rotary_factor": 0.4},
-    "phi3": {
-        "architectures": ["Phi3ForCausalLM"],
-        "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
-        "rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]},
-    },
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
     "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 60},
     "qwen3_5": {
@@ -64,7 +59,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
     },
     "cohere": {"architectures": ["CohereForCausalLM"], "logit_scale": 0.0625},
-    "olmo2": {"architectures": ["Olmo2ForCausalLM"], **TEXT},
+    "olmo": {"architectures": ["OlmoForCausalLM"], **TEXT, "clip_qkv": 8.0},
     "stablelm": {"architectures": ["StableLmForCausalLM"], "partial_rotary_factor": 0.25},
     "starcoder2": {"architectures": ["Starcoder2ForCausalLM"], "sliding_window": 4096},
     "nemotron_h": {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-M*"},

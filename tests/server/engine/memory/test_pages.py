@@ -20,6 +20,7 @@ def test_hashes_tell_every_part_of_the_identity_apart() -> None:
     page = [1, 2]
     roots = [
         root_hash("", None),
+        root_hash("", None, True),
         root_hash("", "base"),
         root_hash("base", None),
         root_hash("ab", "c"),

@@ -46,8 +46,7 @@ class Engine:
 
     def __init__(self, folder: Path, max_step_tokens: int) -> None:
         model = make_long()
-        options = {"max_step_tokens": max_step_tokens, "max_running": 6}
-        self.driver = Driver(save_model(model, folder), **options)
+        self.driver = Driver(save_model(model, folder), max_step_tokens=max_step_tokens)
         self.oracle = add_adapter(model, ADAPTER, zoo_of(VARIANTS[NAME])[ADAPTER], 0)
         self.slab = pack(self.oracle, ADAPTER)
         self.scheduler = Scheduler(self.driver.executor.limits, SchedulerConfig())
@@ -97,7 +96,9 @@ class Engine:
         adapter = ADAPTER if request.adapter else None
         ids = [*request.prompt_ids, *request.accepted_ids]
         for event in self.events[key]:
-            for token_id, found in zip(event.event.token_ids, event.event.logprobs, strict=True):
+            for token_id, found in zip(
+                event.event.token_ids, event.event.logprobs or (), strict=True
+            ):
                 expected = reference_logprobs(self.oracle, adapter, ids)
                 tolerance = TOLERANCE + 10 * rounding(self.oracle, adapter, ids, expected)
                 got = torch.full_like(expected[-1], torch.nan)

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from server.model.families.registry import read_model
 from server.model.ops.rope import inverse_frequencies
-from server.model.spec import ModelSpec, RopeSpec, base_spec
+from server.model.spec import ModelSpec, PositionScale, RopeSpec, base_spec
 from tests.server.model.families.variants import LLAMA3_ROPE, VARIANTS
 from tests.server.model.hub_models import make_model
 
@@ -73,7 +73,9 @@ def test_inverse_frequencies_equal_those_of_transformers(name: str) -> None:
         by_kind = hasattr(rotary, "layer_types")
         prefix = f"{decoder.config.layer_types[index]}_" if by_kind else ""
         rope = layer.attention.rope
-        assert rope is not None
+        if rope is None:
+            assert not decoder.config.no_rope_layers[index]
+            continue
         expected = getattr(rotary, f"{prefix}inv_freq")
         assert torch.equal(inverse_frequencies(rope, config.head_dim), expected)
         factor = getattr(rotary, f"{prefix}attention_scaling")
@@ -195,6 +197,67 @@ def test_windows_that_contexts_cannot_leave_are_none() -> None:
 )
 def test_refused_by_name(changes: dict[str, Any], words: str) -> None:
     assert words in refusal(**changes)
+
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+MINISTRAL: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "words"),
+    [
+        ("phi3", {"attention_bias": True}, "attention_bias"),
+        ("phi3", {"mlp_bias": True}, "mlp_bias"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias"),
+        ("phi3", {"interpolate_factor": 2}, "interpolate_factor"),
+        ("phi3", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
+        ("phi3", {"rope_scaling": {**LONG, "short_factor": [1.0] * 7}}, "short_factor"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": 3}}, "long_factor"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": [0.0] * 8}}, "long_factor"),
+        ("phi3", {"rope_scaling": LONG, "partial_rotary_factor": 0.5}, "short_factor"),
+        ("phi3", {"partial_rotary_factor": 0.2}, "even part"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ("glm4", {"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters"),
+        ("olmo3", {"rope_theta": 1e4}, "rope_theta"),
+        ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
+        ("smollm3", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
+        ("ministral3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "scaling_beta"),
+        ("ministral3", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+    ],
+)
+def test_refused_of_one_family(model_type: str, changes: dict[str, Any], words: str) -> None:
+    family = {"model_type": model_type, "architectures": [], "num_key_value_heads": 2}
+    assert words in refusal(**{**family, "head_dim": 16, "eos_token_id": 2, **changes})
+
+
+def test_phi_reads_both_names_of_long_rope() -> None:
+    phi: dict[str, Any] = {
+        "model_type": "phi3",
+        "architectures": [],
+        "max_position_embeddings": 8192,
+        "eos_token_id": 2,
+    }
+    model = read(**phi, rope_scaling=LONG)
+    assert model == read(**phi, rope_scaling={**LONG, "type": "su"})
+    assert model.short_context == 4096
+    assert model.within(4096).short_context is None
+
+
+def test_ministral_grows_queries_by_the_original_context() -> None:
+    family = {"model_type": "ministral3", "architectures": [], "num_key_value_heads": 2}
+    table = {**MINISTRAL, "original_max_position_embeddings": 64}
+    scale = read(**family, rope_parameters=table).layers[0].attention.q_scale
+    assert scale == PositionScale(0.1, 64)
+    usual = read(**family).layers[0].attention
+    assert usual.q_scale == PositionScale(0.1, 16384)
+    assert usual.rope is not None
+    assert usual.rope.kind == "yarn"
 
 
 def test_what_says_the_usual_changes_nothing() -> None:

@@ -224,7 +224,7 @@ VARIANTS: dict[str, Variant] = {
     "olmo2-biases": _of(_OLMO2, num_key_value_heads=4, attention_bias=True, is_adapted=False),
     "olmo3": _of(
         _OLMO3,
-        num_hidden_layers=4,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         sliding_window=7,
         rope_parameters={
             "full_attention": YARN_ROPE,
@@ -233,7 +233,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "phi3": _of(_PHI3, sliding_window=9, is_adapted=False),
     "phi3-long": _of(_PHI3, **_LONG_ROPE, tie_word_embeddings=True),
-    "smollm3": _of(_SMOLLM3, num_hidden_layers=4),
+    "smollm3": _of(_SMOLLM3, no_rope_layer_interval=3),
     "smollm3-windows": _of(
         _SMOLLM3,
         no_rope_layers=[0, 1, 1, 1],

@@ -232,8 +232,9 @@ MINISTRAL: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "llama_4_scalin
     ],
 )
 def test_refused_of_one_family(model_type: str, changes: dict[str, Any], words: str) -> None:
-    family = {"model_type": model_type, "architectures": [], "num_key_value_heads": 2}
-    assert words in refusal(**{**family, "head_dim": 16, "eos_token_id": 2, **changes})
+    family: dict[str, Any] = {"model_type": model_type, "architectures": []}
+    family |= {"num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 2}
+    assert words in refusal(**{**family, **changes})
 
 
 def test_phi_reads_both_names_of_long_rope() -> None:
@@ -250,7 +251,8 @@ def test_phi_reads_both_names_of_long_rope() -> None:
 
 
 def test_ministral_grows_queries_by_the_original_context() -> None:
-    family = {"model_type": "ministral3", "architectures": [], "num_key_value_heads": 2}
+    family: dict[str, Any] = {"model_type": "ministral3", "architectures": []}
+    family |= {"num_key_value_heads": 2}
     table = {**MINISTRAL, "original_max_position_embeddings": 64}
     scale = read(**family, rope_parameters=table).layers[0].attention.q_scale
     assert scale == PositionScale(0.1, 64)

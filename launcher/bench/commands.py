@@ -15,13 +15,13 @@ from launcher.command_line import Parser
 
 ABOUT = """\
 Measure. `decode`, `prefill` and `throughput` run the engine in this process on random weights;
-`lora-kernels` times LoRA alone and over the base, `masks` what grammars cost the host; `placement`
-compares placement policies on simulated fleets, `fairness` floods them; `router` measures a router
-before a worker without an engine; `overload` asks a fleet of processes for more than it can do;
-`serve` loads a running server, `streams` watches steady streams while adapters are loaded beside
-them, `adapters` registers, loads and unloads many, and `make-model` writes a model and adapters to
-do that with. `cold-adapters` times adapters from their folder to host memory, `adapter-copies` from
-there to the device.
+`lora-kernels` times LoRA alone and over the base, `prompt-attention` one layer's attention of
+prompts, `masks` what grammars cost the host; `placement` compares placement policies on simulated
+fleets, `fairness` floods them; `router` measures a router before a worker without an engine;
+`overload` asks a fleet of processes for more than it can do; `serve` loads a running server,
+`streams` watches steady streams while adapters are loaded beside them, `adapters` registers, loads
+and unloads many, and `make-model` writes a model and adapters to do that with. `cold-adapters`
+times adapters from their folder to host memory, `adapter-copies` from there to the device.
 
   loraplex bench decode --config llama-3.1-8b --dummy-weights --batch 1,8,32 --adapters 0,1,8
   loraplex bench placement --adapters 512,1024,4096 --shape zipf --shape drift

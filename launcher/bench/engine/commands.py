@@ -1,6 +1,7 @@
 """The actions of `loraplex bench` that run the engine or its kernels in this process."""
 
 import argparse
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ import msgspec
 
 from launcher.bench.engine.local_commands import DTYPES, add_config
 from launcher.bench.load.commands import add_draws, drawn
-from launcher.bench.option_types import lora_rank, lora_ranks, whole, wholes
+from launcher.bench.option_types import above, lora_rank, lora_ranks, whole, wholes
 from launcher.bench.output import print_fields, print_points
 from launcher.command_line import Parser
 from launcher.options import OptionError
@@ -23,7 +24,7 @@ _MOST_ADAPTERS = 100_000
 
 
 def add_engine_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
-    """`decode`, `prefill`, `throughput`, `lora-kernels` and `masks`."""
+    """`decode`, `prefill`, `throughput`, `lora-kernels`, `prompt-attention` and `masks`."""
     for name, about, run in (
         ("decode", "time of a decode step", run_decode),
         ("prefill", "prompt tokens a second", run_prefill),
@@ -36,11 +37,28 @@ def add_engine_commands(actions: "argparse._SubParsersAction[Parser]") -> None:
     kernels.add_argument("--rank", action="append", choices=("16", "64", "mix"))
     kernels.add_argument("--replays", type=whole(1), default=20)
     kernels.set_defaults(run=run_lora_kernels)
+    _add_prompt_attention(actions.add_parser("prompt-attention", help="one layer's, of prompts"))
     masks = actions.add_parser("masks", help="what grammars cost the host")
     masks.add_argument("--vocabulary", type=whole(300), default=128_256, help="tokens [128256]")
     masks.add_argument("--schemas", type=whole(1), default=64, help="all different [64]")
     masks.add_argument("--threads", type=whole(1), default=4, help="that fill masks [4]")
     masks.set_defaults(run=run_masks)
+
+
+def _add_prompt_attention(parser: Parser) -> None:
+    parser.add_argument("--heads", type=whole(1), default=32, help="of queries [32]")
+    parser.add_argument("--kv-heads", type=whole(1), default=8, help="[8]")
+    parser.add_argument("--head-size", type=whole(16, 256), default=128, help="[128]")
+    parser.add_argument("--window", type=whole(1), help="tokens that a token sees [all]")
+    parser.add_argument("--softcap", type=above(0.0), help="of scores [none]")
+    parser.add_argument("--sinks", action="store_true", help="with a sink for each head")
+    parser.add_argument("--chunks", type=wholes(1), metavar="N,…", default=(1, 4))
+    parser.add_argument("--tokens", type=wholes(1), metavar="N,…", default=(512, 2048, 8192))
+    parser.add_argument(
+        "--before", type=wholes(0), metavar="N,…", default=(0,), help="tokens before a chunk [0]"
+    )
+    parser.add_argument("--replays", type=whole(1), default=20)
+    parser.set_defaults(run=run_prompt_attention)
 
 
 def _add_engine(parser: Parser) -> None:
@@ -189,6 +207,24 @@ def run_lora_kernels(arguments: argparse.Namespace) -> None:
     require_cuda("bench lora-kernels needs one")
     results = measure(POINTS, arguments.rank or [*RANKS], arguments.replays)
     print_points(results, arguments.json, table)
+
+
+def run_prompt_attention(arguments: argparse.Namespace) -> None:
+    """Raises BenchError."""
+    from launcher.bench.engine.offline import require_cuda
+    from launcher.bench.engine.prompt_times import PromptLayer, measure, table
+
+    require_cuda("bench prompt-attention needs one")
+    layer = PromptLayer(
+        arguments.heads,
+        arguments.kv_heads,
+        arguments.head_size,
+        arguments.window,
+        arguments.softcap,
+        arguments.sinks,
+    )
+    points = tuple(product(arguments.chunks, arguments.tokens, arguments.before))
+    print_points(measure(layer, points, arguments.replays), arguments.json, table)
 
 
 def run_masks(arguments: argparse.Namespace) -> None:

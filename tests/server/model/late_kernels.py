@@ -1,8 +1,9 @@
 """Which kernels steps need that no start asks for: `python -m tests.server.model.late_kernels fa3`.
 
-As on an H100 or H200, or (`fa2`) on an A100, with tensors of the CPU: kernels are asked for, and
-none is compiled or launched, so that steps compute nothing of use. Prints how many the start asks
-for, then each case with those that it asks for in addition.
+As on an H100 or H200, or (`fa2`) on an A100, or (`windows`) on an H100 with windows in all layers
+but the first, with tensors of the CPU: kernels are asked for, and none is compiled or launched, so
+that steps compute nothing of use. Prints how many the start asks for, then each case with those
+that it asks for in addition.
 """
 
 import os
@@ -51,8 +52,12 @@ CASES: tuple[tuple[int, tuple[int, ...], int, SamplingParams], ...] = (
     *((80, slots, 100, GREEDY) for slots in ((BASE,), (LAYERS,), (LAYERS, ODD))),
     (80, (BASE, LAYERS, ODD, HEAD, EMBEDDING), 100, SCORED),
 )
-# By what attends to their prompts: an architecture, and processors.
-GPUS = {"fa3": ("sm90", 132), "fa2": ("sm80", 108)}
+# An architecture, processors, FlashInfer's backend and a model.
+GPUS = {
+    "fa3": ("sm90", 132, "fa3", "llama3"),
+    "fa2": ("sm80", 108, "fa2", "llama3"),
+    "windows": ("sm90", 132, "fa3", "qwen2-window"),
+}
 asked: set[str] = set()
 
 
@@ -67,8 +72,9 @@ def zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda *shape, **options: make(*shape, **options).zero_()
 
 
-def started(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Driver:
-    """On what stands for a GPU, with all adapters in their slots. backend: of prompts."""
+def started(folder: Path, gpu: str, patch: pytest.MonkeyPatch) -> Driver:
+    """On what stands for a GPU, with all adapters in their slots. gpu: of GPUS."""
+    arch, processors, backend, variant = GPUS[gpu]
     fake_flashinfer.install(patch)
     from server.model.graphs import fast_path, warm_up
     from server.model.ops import attention_cuda, ops_cuda
@@ -81,7 +87,6 @@ def started(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Driver:
     patch.setattr(fast_path._Start, "rehearse", rehearse)
     for module in (attention_cuda, fast_path):
         patch.setattr(module, "prompt_backend", lambda _: backend)
-    arch, processors = GPUS[backend]
     configs = read_configs(arch, processors, programmatic_launch=arch == "sm90")
     patch.setattr(ops_cuda, "load_configs", lambda _: configs)
     # Nor need what is no kernel of ours be computed.
@@ -90,7 +95,7 @@ def started(folder: Path, backend: str, patch: pytest.MonkeyPatch) -> Driver:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         patch.setattr(owner, name, zeroed(getattr(owner, name)))
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
-    model = make_model("llama3", num_hidden_layers=2, max_position_embeddings=4096, **sizes)
+    model = make_model(variant, num_hidden_layers=2, max_position_embeddings=4096, **sizes)
     save_model(model, folder)
     for slot, adapter in ADAPTERS.items():
         model = add_adapter(model, str(slot), adapter, slot)
@@ -122,11 +127,11 @@ def serve(
 
 
 def main() -> int:
-    backend = sys.argv[1]
-    compile_for(int(GPUS[backend][0].removeprefix("sm")))
+    gpu = sys.argv[1]
+    compile_for(int(GPUS[gpu][0].removeprefix("sm")))
     triton.knobs.runtime.jit_cache_hook = note
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        driver = started(Path(folder), backend, patch)
+        driver = started(Path(folder), gpu, patch)
         print("start", len(asked))
         for case in CASES:
             known = set(asked)

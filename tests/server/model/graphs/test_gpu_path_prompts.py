@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 from server.protocol import SamplingParams
 from tests.server.model import fake_flashinfer
-from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, step
+from tests.server.model.driver import EVERY_LOGPROB, Driver, Stream, generate, step
 from tests.server.model.gpu_pair import Pair, answer, prompt
 from tests.server.model.hub_models import make_model
 
@@ -35,6 +35,18 @@ def beside_decodes(driver: Driver) -> list[Stream]:
     step(driver, [(short, CHUNK), (long, CHUNK)])
     while not later.output:
         step(driver, [(short, 1), (long, 0 if long.output else CHUNK), (later, CHUNK)])
+    for stream in streams:
+        stream.free()
+    return streams
+
+
+def prompts_alone(driver: Driver) -> list[Stream]:
+    """In chunks, with a token of output each."""
+    streams = [
+        Stream(driver, row, prompt(n, row), slot=slot, sampling=SCORED)
+        for row, (n, slot) in enumerate([(LONG, -1), (SHORT, 0), (CHUNK + 2, 0)])
+    ]
+    generate(driver, streams, 1, CHUNK)
     for stream in streams:
         stream.free()
     return streams
@@ -72,6 +84,20 @@ def test_windows_of_some_layers_or_all(
         found, expected = beside_decodes(pair.gpu), beside_decodes(pair.reference)
         assert any(taken < -CHUNK for taken in pair.graphs)
         assert_same(found, expected)
+        pair.close()
+    fake_flashinfer.forget()
+
+
+@pytest.mark.parametrize("backend", ["fa3", pytest.param("fa2", marks=pytest.mark.exhaustive)])
+def test_soft_caps_and_other_scales(backend: str, tmp_path: Path) -> None:
+    """Prompts alone, longer than the windows of Gemma 2's odd layers."""
+    model = make_model("gemma2", **SIZES)
+    with pytest.MonkeyPatch.context() as patch:
+        pair = Pair(model, ADAPTERS, tmp_path, patch, backend=backend, max_running=6)
+        layers = pair.gpu.executor._decoder.spec.layers
+        assert {layer.attention.window is None for layer in layers} == {False, True}
+        assert all(layer.attention.softcap is not None for layer in layers)
+        assert_same(prompts_alone(pair.gpu), prompts_alone(pair.reference))
         pair.close()
     fake_flashinfer.forget()
 

@@ -2,14 +2,13 @@
 
 import pytest
 
+from tests.grids import beyond
 from tests.kernels.interpreter import run_uninterpreted
 
 
-@pytest.mark.parametrize("backend", ["fa3", pytest.param("fa2", marks=pytest.mark.exhaustive)])
-def test_no_step_needs_a_kernel_that_the_start_has_not_asked_for(
-    backend: str,
-) -> None:
-    told = run_uninterpreted("tests.server.model.late_kernels", backend)
+@pytest.mark.parametrize("gpu", beyond(2, ["fa3", "windows", "fa2"]))
+def test_no_step_needs_a_kernel_that_the_start_has_not_asked_for(gpu: str) -> None:
+    told = run_uninterpreted("tests.server.model.late_kernels", gpu)
     first, *cases = told.splitlines()
     assert int(first.removeprefix("start ")) > 50
     assert len(cases) > 20

@@ -1,0 +1,134 @@
+"""Which kernel attends to a layer's prompts, and that both give what float64 gives."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from server.kernels.attention.scores import ScoreRule
+from server.model.families.registry import read_model
+from server.model.ops.ops import KVCache, StepLayout
+from server.model.spec import ModelSpec
+from tests.kernels.test_prompt_attention import attended
+from tests.server.model import fake_flashinfer
+
+PAGE, ROWS, PAGES_A_ROW = 16, 3, 24
+SLICES = ((2, 0, 130), (0, 33, 17), (1, 300, 60))  # row, start, tokens
+CHANGES: tuple[dict[str, Any], ...] = ({}, {"scale": 0.3}, {"window": 40}, {"softcap": 5.0})
+
+
+def model_of(head_dim: int) -> ModelSpec:
+    """A layer for each of CHANGES."""
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": len(CHANGES),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "max_position_embeddings": 512,
+    }
+    model = read_model(config)
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, **change))
+        for layer, change in zip(model.layers, CHANGES, strict=True)
+    )
+    return replace(model, layers=layers)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """With a stand-in for FlashInfer on the CPU."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.param == "cuda":
+        if interpreted or not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        yield torch.device("cuda")
+        return
+    if not interpreted:
+        pytest.skip("kernels on the CPU need TRITON_INTERPRET=1")
+    with pytest.MonkeyPatch.context() as patch:
+        fake_flashinfer.install(patch)
+        yield torch.device("cpu")
+    fake_flashinfer.forget()
+
+
+def layout_of(slices: Sequence[tuple[int, int, int]], page_table: torch.Tensor) -> StepLayout:
+    seq_rows, starts, num_new = np.ascontiguousarray(np.array(slices).T)
+    nothing = torch.zeros(0, dtype=torch.int64, device=page_table.device)
+    return StepLayout(0, seq_rows, starts, num_new, nothing, nothing, page_table, nothing)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_layers_of_every_kind(device: torch.device, head_dim: int, captured: bool) -> None:
+    """Captured: for a step of more tokens than this one."""
+    from server.model.ops.attention_cuda import prompt_backend
+    from server.model.ops.prompt_attention import PromptAttention, prompt_kernels
+    from server.model.ops.sizes import MAX_PROMPTS, PromptRoom
+
+    model, dtype = model_of(head_dim), torch.bfloat16 if device.type == "cuda" else torch.float32
+    plain = "Triton" if head_dim == 96 else "FlashInfer"
+    assert prompt_kernels(model) == (plain, plain, "Triton", "Triton")
+    capability = torch.cuda.get_device_capability(device)
+    backend = prompt_backend(capability) if device.type == "cuda" else "fa3"
+    if captured and backend != "fa3" and plain == "FlashInfer":
+        pytest.skip("graphs launch FlashInfer's FA3 alone")
+    torch.manual_seed(head_dim)
+    shape = (len(CHANGES), ROWS * PAGES_A_ROW, PAGE, model.num_kv_heads, head_dim)
+    cache = KVCache(*(torch.randn(shape).to(device, dtype) for _ in "kv"))
+    page_table = torch.randperm(ROWS * PAGES_A_ROW).view(ROWS, PAGES_A_ROW).to(device)
+    tokens, most = sum(n for _, _, n in SLICES), 250
+    room = PromptRoom(most, MAX_PROMPTS * PAGES_A_ROW) if captured else None
+    prompts = PromptAttention(model, cache, backend, room)
+    q = torch.randn(most if captured else tokens, model.num_heads, head_dim).to(device, dtype)
+    outs = [torch.zeros_like(q) for _ in model.layers]
+    launches: list[Callable[[], None]] = [
+        partial(prompts.run, number, q, out) for number, out in enumerate(outs)
+    ]
+    if captured:
+        prompts.plan(layout_of([(0, 0, most)], page_table))
+        launches = [replayed(launch, device) for launch in launches]
+    prompts.plan(layout_of(SLICES, page_table))
+    for launch in launches:
+        launch()
+    tolerance = 5e-5 if dtype == torch.float32 else 2e-2
+    for number, out in enumerate(outs):
+        wanted = expected(model, number, q, (cache.k[number], cache.v[number]), page_table)
+        torch.testing.assert_close(out[:tokens].double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def expected(
+    model: ModelSpec,
+    number: int,
+    q: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor],
+    page_table: torch.Tensor,
+) -> torch.Tensor:
+    spec = model.layers[number].attention
+    rule, found, first = ScoreRule(spec.scale, spec.softcap, spec.window), [], 0
+    for row, start, n in SLICES:
+        k, v = (each[page_table[row]].flatten(0, 1)[: start + n].double() for each in pages)
+        found.append(attended(q[first : first + n].double(), k, v, start, rule, None))
+        first += n
+    return torch.cat(found)
+
+
+def replayed(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """From a graph, where there are any."""
+    if device.type == "cpu":
+        return launch
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    replay: Callable[[], None] = graph.replay
+    return replay

@@ -11,6 +11,7 @@ from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype
 from launcher.demo import model_path
 from server.config import ConfigError, EngineConfig, WorkerConfig
+from server.model.base_spec import base_spec
 from server.model.ops.kernel_limits import unsupported
 from server.model.ops.memory import (
     DeviceMemory,
@@ -19,7 +20,7 @@ from server.model.ops.memory import (
     page_bytes,
     weights_bytes,
 )
-from server.model.spec import ModelSpec, base_spec
+from server.model.spec import ModelSpec
 from server.worker.process.device import ChosenDevice, choose_device, cuda_devices, torch_build
 from server.worker.process.model_source import describe_model
 from server.worker.process.sizing import choose_dtype

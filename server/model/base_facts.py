@@ -10,6 +10,7 @@ import numpy as np
 
 from adapters.base import BaseSpec
 from adapters.safetensors.floats import float_digest
+from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import (
     CheckpointError,
     Shard,
@@ -18,7 +19,6 @@ from server.model.checkpoint.checkpoint import (
     tables,
 )
 from server.model.checkpoint.text_part import model_shards
-from server.model.spec import base_spec
 from server.model.tokenizer.base_ends import end_token_ids
 from server.model.tokenizer.base_templates import chat_templates, template_tokens, usable_templates
 from server.model.tokenizer.base_tokenizer import TOKENIZER_FILE, read_tokenizer

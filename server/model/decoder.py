@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from server.model.linear.experts import MoeWeights
 from server.model.lora.sites import Sites
 from server.model.ops.ops import Ops
 from server.model.spec import ModelSpec
@@ -100,10 +101,18 @@ class Decoder(Generic[P, L, Y]):
         normed, hidden = ops.add_norm(
             delta, hidden, weights.pre_mlp, weights.post_attention, spec.residual_scale
         )
-        gate_up = ops.linear(normed, weights.gate_up, lora, sites.gate_up)
-        inner = ops.gated(gate_up, spec.mlp.activation)
-        delta = ops.linear(inner, weights.down, lora, sites.down)
+        delta = self._mlp(layer, normed, lora)
         return ops.add_norm(delta, hidden, next_norm, weights.post_mlp, spec.residual_scale)
+
+    def _mlp(self, layer: int, normed: torch.Tensor, lora: L | None) -> Y:
+        """What a layer's MLP or experts give."""
+        ops, sites = self.ops, self.sites.layers[layer]
+        weights = self.weights.layers[layer].mlp
+        if isinstance(weights, MoeWeights):
+            return ops.moe(normed, weights, lora, sites)
+        gate_up = ops.linear(normed, weights.gate_up, lora, sites.gate_up)
+        inner = ops.gated(gate_up, weights.spec.activation)
+        return ops.linear(inner, weights.down, lora, sites.down)
 
     def logits(
         self, normed: torch.Tensor, lora: L | None, out: torch.Tensor | None = None

@@ -5,18 +5,17 @@ memory, and the products to time at start. A family (`server.model.families`) re
 `config.json`.
 """
 
-from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import msgspec
 
-from adapters.base import BaseSpec, ModuleShape, SiteKind, module_path
+from adapters.base import ModuleShape, SiteKind, module_name, module_path
+from server.model.moe_spec import ExpertStorage, MoeSpec, Tensors
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
 # How several devices share a matrix: by output features, by input features, or not at all.
 Sharding = Literal["column", "row", "none"]
-Tensors = Iterator[tuple[str, tuple[int, ...]]]
 
 
 class RopeSpec(msgspec.Struct, frozen=True):
@@ -68,25 +67,29 @@ class NormSpec(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One module of a matrix. path: as PEFT and the checkpoint name it, `self_attn.q_proj`."""
+    """One module of a matrix. path: as PEFT and the checkpoint name it, `self_attn.q_proj`; of
+    experts `mlp.experts.{}.w1`, for the number of one."""
 
     path: str
     out_features: int
 
     @property
     def name(self) -> str:
-        return self.path.rpartition(".")[2]
+        return module_name(self.path)
 
 
 class LinearSpec(msgspec.Struct, frozen=True):
     """`x W^T + bias`. kind: of its site. parts: modules with the same input, whose rows lie one
-    below the other; one part where the checkpoint stores the matrix whole."""
+    below the other; one part where the checkpoint stores the matrix whole. experts: how many such
+    matrices there are, of the same shape; then `stored` says how."""
 
     kind: SiteKind
     in_features: int
     parts: tuple[Part, ...]
     sharding: Sharding
     bias: bool = False
+    experts: int = 1
+    stored: ExpertStorage | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,15 +107,22 @@ class LinearSpec(msgspec.Struct, frozen=True):
 
     def tensors(self) -> Tensors:
         """Names and shapes of what the checkpoint holds."""
+        if self.stored is not None:
+            shape = (self.experts, self.out_features, self.in_features)
+            parts = [(part.path, part.out_features) for part in self.parts]
+            yield from self.stored.tensors(shape, parts, bias=self.bias)
+            return
         for part in self.parts:
             yield f"{part.path}.weight", (part.out_features, self.in_features)
             if self.bias:
                 yield f"{part.path}.bias", (part.out_features,)
 
-    def modules(self) -> dict[str, ModuleShape]:
-        """By PEFT's short name."""
+    def modules(self, layers: tuple[int, ...] | None = None) -> dict[str, ModuleShape]:
+        """By PEFT's short name. layers: those that have them; None = all."""
         return {
-            part.name: ModuleShape(part.path, self.in_features, part.out_features)
+            part.name: ModuleShape(
+                part.path, self.in_features, part.out_features, self.experts, layers
+            )
             for part in self.parts
         }
 
@@ -171,11 +181,12 @@ class NormsSpec(msgspec.Struct, frozen=True):
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
-    """One block: attention, MLP, their norms and matrices. Paths are relative to the layer.
+    """One block: attention, MLP or experts, their norms and matrices. Paths are relative to the
+    layer.
     residual_scale: what attention and MLP give is multiplied by it before the residual sum."""
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
     norms: NormsSpec
     qkv: LinearSpec
     o: LinearSpec
@@ -192,6 +203,8 @@ class LayerSpec(msgspec.Struct, frozen=True):
         """Names, relative to the layer, and shapes of what the checkpoint holds."""
         for linear in self.linears:
             yield from linear.tensors()
+        if isinstance(self.mlp, MoeSpec):
+            yield from self.mlp.router_tensors(self.gate_up.in_features)
         norms, attention = self.norms, self.attention
         of_blocks = (norms.pre_attention, norms.post_attention, norms.pre_mlp, norms.post_mlp)
         for norm in (*of_blocks, attention.q_norm, attention.k_norm):
@@ -231,7 +244,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     extra_layers: stored beyond the last, to predict further tokens; they are not computed.
     is_text_part: of a larger model, whose checkpoint holds other parts, too.
-    Raises ValueError where layers differ in what all must share: heads and modules.
+    Raises ValueError where layers differ in what all must share: heads, and the modules of each
+    kind of site.
     """
 
     family: str
@@ -246,12 +260,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     is_text_part: bool = False
 
     def __post_init__(self) -> None:
-        shared = {
-            (a.num_heads, a.num_kv_heads, a.head_dim, *layer.linears)
-            for layer in set(self.layers)
-            for a in (layer.attention,)
-        }
-        if len(shared) != 1:
+        kinds = set(self.layers)
+        heads = {(a.num_heads, a.num_kv_heads, a.head_dim) for a in (k.attention for k in kinds)}
+        linears = {linear for layer in kinds for linear in layer.linears}
+        if len(heads) != 1 or len(linears) != len({linear.kind for linear in linears}):
             raise ValueError("every layer must have the same heads and modules, and one must exist")
         if len(self._switches) > 1:
             raise ValueError("long factors must begin at the same length in every layer")
@@ -348,37 +360,3 @@ def _within(layer: LayerSpec, max_context: int) -> LayerSpec:
         rope = msgspec.structs.replace(rope, long_factors=())
         attention = msgspec.structs.replace(attention, rope=rope)
     return msgspec.structs.replace(layer, attention=attention)
-
-
-def base_spec(
-    model: ModelSpec,
-    digest: str,
-    names: tuple[str, ...],
-    embedding_digests: Mapping[str, str] | None = None,
-    tokens: dict[str, int] | None = None,
-    eos_token_ids: tuple[int, ...] = (),
-) -> BaseSpec:
-    """The module table that adapters for this model are validated against."""
-    linears = model.layers[0].linears
-    embedding = model.embedding
-    return BaseSpec(
-        digest=digest,
-        names=names,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        vocab_size=model.vocab_size,
-        layer_modules={
-            name: shape for linear in linears for name, shape in linear.modules().items()
-        },
-        model_modules={
-            "embed_tokens": ModuleShape(embedding.path, embedding.vocab_size, embedding.size),
-            **model.head.linear.modules(),
-        },
-        sites={
-            "embed_tokens": ("embed_tokens",),
-            **{linear.kind: linear.names for linear in (*linears, model.head.linear)},
-        },
-        embedding_digests=dict(embedding_digests or {}),
-        tokens=tokens,
-        eos_token_ids=eos_token_ids,
-    )

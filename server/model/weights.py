@@ -9,10 +9,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from server.model.checkpoint.checkpoint import CheckpointError, Shard, tables
+from server.model.checkpoint.expert_forms import as_stored
+from server.model.checkpoint.expert_tensors import ExpertTensors
 from server.model.checkpoint.tensor_table import check_tensors, kinds
 from server.model.checkpoint.text_part import model_shards
 from server.model.linear.dense import DenseLinear
-from server.model.spec import AttentionSpec, LinearSpec, ModelSpec, NormSpec, layer_path
+from server.model.linear.experts import ExpertsLinear, MoeWeights
+from server.model.moe_spec import MoeSpec
+from server.model.spec import (
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+    layer_path,
+)
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +37,24 @@ class Norm(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """What `spec` computes with."""
+
+    spec: MlpSpec
+    gate_up: DenseLinear
+    down: DenseLinear
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer, as `server.model.spec.LayerSpec` names its parts.
+    """One layer, as `server.model.spec.LayerSpec` names its parts. mlp: as its `mlp` says.
 
     qk_norm: `[heads + kv_heads, head_dim]`, one row a head of q, then of k.
     """
 
     qkv: DenseLinear
     o: DenseLinear
-    gate_up: DenseLinear
-    down: DenseLinear
+    mlp: MlpWeights | MoeWeights
     pre_attention: Norm | None
     pre_mlp: Norm | None
     post_attention: Norm | None
@@ -43,7 +63,11 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[DenseLinear, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
+        """The matrices that every token is multiplied with."""
+        mlp = self.mlp
+        if isinstance(mlp, MoeWeights):
+            return self.qkv, self.o, mlp.router
+        return self.qkv, self.o, mlp.gate_up, mlp.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +86,7 @@ def load_weights(
     """Read the checkpoint, cast to `dtype`. Raises CheckpointError with everything that is missing,
     unexpected or of another shape."""
     shards = model_shards(folder, model)
+    model = as_stored(model, {name for shard in shards for name in shard.tensors})
     left_out = check_tensors(folder, shards, model)
     if left_out:
         log.info("%d stored tensors change no token and are left out: %s", *kinds(left_out))
@@ -124,6 +149,15 @@ class _Source:
         bias = self.stack(tuple(f"{path}.bias" for path in paths)) if spec.bias else None
         return DenseLinear(weight, bias)
 
+    def experts(self, spec: LinearSpec, layer: int) -> ExpertsLinear:
+        tensors = ExpertTensors(spec, lambda path: self._mapped(layer_path(layer, path)))
+        shape = (spec.experts, spec.out_features, spec.in_features)
+        weight = tensors.fill(torch.empty(shape, dtype=self.dtype, device=self.device))
+        if not spec.bias:
+            return ExpertsLinear(weight)
+        bias = torch.empty(shape[:2], dtype=self.dtype, device=self.device)
+        return ExpertsLinear(weight, tensors.fill_bias(bias))
+
     def norm(self, spec: NormSpec, layer: int | None = None) -> Norm:
         name = f"{_path(spec.path, layer)}.weight"
         weight = self.get(name)
@@ -146,13 +180,26 @@ def _load_layer(source: _Source, model: ModelSpec, index: int) -> LayerWeights:
     return LayerWeights(
         qkv=source.linear(spec.qkv, index),
         o=source.linear(spec.o, index),
-        gate_up=source.linear(spec.gate_up, index),
-        down=source.linear(spec.down, index),
+        mlp=_load_mlp(source, spec, index),
         pre_attention=optional(norms.pre_attention),
         pre_mlp=optional(norms.pre_mlp),
         post_attention=optional(norms.post_attention),
         post_mlp=optional(norms.post_mlp),
         qk_norm=_qk_norm(source, spec.attention, index),
+    )
+
+
+def _load_mlp(source: _Source, spec: LayerSpec, index: int) -> MlpWeights | MoeWeights:
+    if not isinstance(spec.mlp, MoeSpec):
+        gate_up, down = source.linear(spec.gate_up, index), source.linear(spec.down, index)
+        return MlpWeights(spec.mlp, gate_up, down)
+    router = layer_path(index, spec.mlp.router)
+    bias = source.get(f"{router}.bias") if spec.mlp.router_bias else None
+    return MoeWeights(
+        spec.mlp,
+        DenseLinear(source.get(f"{router}.weight"), bias),
+        source.experts(spec.gate_up, index),
+        source.experts(spec.down, index),
     )
 
 

@@ -16,11 +16,11 @@ from launcher.bench.report import percentile
 from server.engine.executor import AdapterCopy, CopyOver
 from server.engine.memory.residency import AdapterArena
 from server.engine.shared_memory import HostMemory
+from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.lora.adapter_copies import AdapterCopies
 from server.model.lora.lora import DTYPES, AdapterTable
 from server.model.lora.sites import Sites
-from server.model.spec import base_spec
 
 _ROUNDS = 4
 _PLAIN_ROUNDS = 10

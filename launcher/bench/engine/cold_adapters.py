@@ -19,8 +19,8 @@ from adapters.sources.local import LocalSource
 from adapters.store.store import AdapterStore, FetchPhase
 from launcher.bench.engine.offline import EXTENT_BYTES
 from server.engine.shared_memory import HostMemory
+from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
-from server.model.spec import base_spec
 
 _ROOM = 1 << 40
 _PIECE = 256 << 10

@@ -14,9 +14,10 @@ from launcher.bench.engine.made_schemas import endless_json
 from launcher.bench.engine.offline import GREEDY, EngineSizes, Load, OfflineEngine, token_bytes
 from launcher.bench.engine.step_times import StepTimes
 from launcher.bench.errors import BenchError
+from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.lora.lora import DTYPES
-from server.model.spec import ModelSpec, base_spec
+from server.model.spec import ModelSpec
 from server.protocol import SamplingParams
 
 # Of the shorter of the two runs whose difference is a step's time.

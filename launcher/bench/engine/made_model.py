@@ -19,9 +19,9 @@ import torch
 
 from adapters.base import BaseSpec
 from launcher.bench.engine.made_tokenizer import tokenizer_json
+from server.model.base_spec import base_spec
 from server.model.checkpoint.checkpoint import read_config
 from server.model.checkpoint.model_files import CONFIG_FILE, INDEX_FILE
-from server.model.spec import base_spec
 
 # How safetensors spells them. In eight bits an adapter takes half the disk; it is packed as ever.
 STORED = {

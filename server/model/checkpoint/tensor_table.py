@@ -12,10 +12,13 @@ from server.model.checkpoint.checkpoint import (
     read_config,
     tables,
 )
+from server.model.checkpoint.expert_forms import as_stored
 from server.model.checkpoint.text_part import model_shards
 from server.model.spec import ModelSpec
 
 _FLOAT_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_MXFP4_DTYPES = frozenset({"U8"})
+_MXFP4_TENSORS = ("_blocks", "_scales")
 _MAX_LISTED = 8
 _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,6})\.(?P<rest>.+)")
 # What a checkpoint carries along and transformers leaves out when it loads the model.
@@ -62,7 +65,7 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
         raise CheckpointError(
             f"{folder}: quantised weights ({quantised}) are not served; serve the original"
         )
-    expected = model.tensors()
+    expected = as_stored(model, stored).tensors()
     expected[tables(stored, model)[0]] = expected.pop(model.embedding.tensor)
     ignored = {model.head.tensor} if model.head.tied else set()
     others = [name for name in stored if name not in expected and name not in ignored]
@@ -76,7 +79,7 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
         f"{name} (expected {list(shape)}, got {stored[name].dtype} {list(stored[name].shape)})"
         for name, shape in expected.items()
         if name in stored
-        and (stored[name].shape != shape or stored[name].dtype not in _FLOAT_DTYPES)
+        and (stored[name].shape != shape or stored[name].dtype not in _dtypes(name))
     ]
     unfit = {
         "missing": [name for name in expected if name not in stored],
@@ -87,6 +90,10 @@ def check_tensors(folder: Path, shards: Sequence[Shard], model: ModelSpec) -> tu
     if problems:
         raise CheckpointError(f"{folder}: tensors do not fit config.json: {'; '.join(problems)}")
     return left_out
+
+
+def _dtypes(name: str) -> frozenset[str]:
+    return _MXFP4_DTYPES if name.endswith(_MXFP4_TENSORS) else _FLOAT_DTYPES
 
 
 def kinds(left_out: Collection[str]) -> tuple[int, str]:

@@ -14,10 +14,12 @@ from server.model.families import (
     granite,
     llama,
     mistral,
+    mixtral,
     olmo,
     phi,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm,
 )
 from server.model.families.composite import COMPOSITES, Text, text_of
@@ -37,11 +39,13 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", llama.read),
     "ministral3": Family("Ministral3ForCausalLM", mistral.read_ministral3),
     "mistral": Family("MistralForCausalLM", mistral.read),
+    "mixtral": Family("MixtralForCausalLM", mixtral.read),
     "olmo2": Family("Olmo2ForCausalLM", olmo.read_olmo2),
     "olmo3": Family("Olmo3ForCausalLM", olmo.read_olmo3),
     "phi3": Family("Phi3ForCausalLM", phi.read),
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read),
     "qwen3": Family("Qwen3ForCausalLM", qwen3.read),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.read),
     "smollm3": Family("SmolLM3ForCausalLM", smollm.read),
 }
 

@@ -4,7 +4,7 @@ Owns where an adapter's bytes lie and what they mean; which adapter lies where i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -33,10 +33,15 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class SiteWeights:
-    """a_t: A transposed, `[in_features, sum(ranks)]`. All tensors are views into the arena."""
+    """a_t: A transposed, `[in_features, sum(ranks)]`. All tensors are views into the arena; at a
+    site of experts each has the experts in front."""
 
     a_t: torch.Tensor
     projections: tuple[Projection, ...]
+
+    def of_expert(self, expert: int) -> "SiteWeights":
+        projections = tuple(replace(p, b_t=p.b_t[expert]) for p in self.projections)
+        return SiteWeights(self.a_t[expert], projections)
 
 
 class Adapter:
@@ -210,6 +215,22 @@ class LoraBatch:
             if weights is not None:
                 bridge = x[segment.begin : segment.end] @ weights.a_t
                 _expand(weights, bridge, y[segment.begin : segment.end])
+
+    def add_expert(
+        self, site: Site, expert: int, tokens: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        """As `add`, of one expert and the rows that it has. tokens: int64 `[rows]`, ascending,
+        their places in the batch; x `[rows, in]`, y `[rows, out]`."""
+        if site.number not in self.sites:
+            return
+        for segment in self.segments:
+            weights = segment.weights.get(site.number)
+            if weights is None:
+                continue
+            borders = torch.tensor((segment.begin, segment.end), device=tokens.device)
+            rows = slice(*torch.searchsorted(tokens, borders).tolist())
+            of_expert = weights.of_expert(expert)
+            _expand(of_expert, x[rows] @ of_expert.a_t, y[rows])
 
     def add_embedding(self, site: Site, token_ids: torch.Tensor, y: torch.Tensor) -> None:
         """The same for an embedding: a token's row of A^T is gathered."""

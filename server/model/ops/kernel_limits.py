@@ -3,6 +3,7 @@ Pure."""
 
 from math import isclose
 
+from server.model.moe_spec import MoeSpec
 from server.model.spec import LayerSpec, ModelSpec, RopeSpec
 
 # Head sizes are multiples of the one, up to the other.
@@ -42,6 +43,8 @@ def _other_maths(layer: LayerSpec) -> str | None:
         return "norms of q and k over all heads are left to the reference attention"
     if attention.q_scale is not None:
         return "a scale of q by position is left to the reference attention"
+    if isinstance(layer.mlp, MoeSpec):
+        return "experts are left to the reference operations"
     return None
 
 

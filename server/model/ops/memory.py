@@ -7,8 +7,9 @@ import msgspec
 from adapters.manifest import ITEM_BYTES, SlabDtype
 from server.config import ConfigError, EngineConfig
 from server.engine.executor import ExecutorLimits
+from server.model.moe_spec import MoeSpec
 from server.model.ops.sizes import MOST_PADDING
-from server.model.spec import ModelSpec
+from server.model.spec import LayerSpec, ModelSpec
 
 # CUDA's context, modules and handles, captured graphs, attention workspaces.
 _FIXED_WORKSPACE = 2 << 30
@@ -46,8 +47,8 @@ def page_bytes(model: ModelSpec, engine: EngineConfig) -> int:
 def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     """Upper estimate of what a step needs beside weights, KV cache and adapters."""
     item = ITEM_BYTES[engine.dtype]
-    inner = max(layer.mlp.size for layer in model.layers)
-    widths = 4 * model.hidden_size + 3 * model.q_size + 3 * inner
+    inner = max(_inner_width(layer, model.hidden_size) for layer in model.layers)
+    widths = 4 * model.hidden_size + 3 * model.q_size + inner
     activations = engine.max_step_tokens * widths * item
     # Of every row in the model's dtype twice: those of the graphs, and those of a step outside.
     rows = engine.max_running + MOST_PADDING
@@ -64,6 +65,15 @@ def workspace_bytes(model: ModelSpec, engine: EngineConfig) -> int:
     tables = engine.max_running * row + LOGITS_ROWS * context * 4
     tables += context * model.head_dim * 4 + records
     return _FIXED_WORKSPACE + 2 * activations + logits + masks + pieces + tables
+
+
+def _inner_width(layer: LayerSpec, hidden: int) -> int:
+    """Numbers that a token needs within the MLP; with experts those of each that it has, whose
+    inputs and results lie apart from the token's."""
+    width = 3 * layer.mlp.size
+    if isinstance(layer.mlp, MoeSpec):
+        return layer.mlp.top_k * (width + 2 * hidden)
+    return width
 
 
 def split_prompts_bytes(model: ModelSpec, processors: int) -> int:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from server.model.linear.dense import DenseLinear
-from server.model.lora.sites import Site
+from server.model.linear.experts import MoeWeights
+from server.model.lora.sites import LayerSites, Site
 from server.model.spec import Activation
 from server.model.weights import Norm
 
@@ -123,4 +124,11 @@ class Ops(Protocol[P, L, Y]):
 
     def gated(self, gate_up: Y, activation: Activation) -> torch.Tensor:
         """`activation(gate) * up` of `[tokens, 2 n]`, gate first -> `[tokens, n]`."""
+        ...
+
+    def moe(self, x: torch.Tensor, weights: MoeWeights, lora: L | None, sites: LayerSites) -> Y:
+        """What a layer's experts give for normed rows, as `weights.spec` says: `[tokens, hidden]`
+        -> `[tokens, hidden]`. A token's experts are summed in the order of their weights, so that
+        the sum depends on nothing else of the batch. The adapters' deltas are those of each expert
+        at `sites.gate_up` and `sites.down`."""
         ...

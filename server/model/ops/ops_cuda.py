@@ -14,8 +14,9 @@ from server.kernels.pointwise.add_norm import add_norm, rms_norm
 from server.kernels.pointwise.gated import gated
 from server.kernels.pointwise.gated_lora import gated_lora
 from server.model.linear.dense import DenseLinear
+from server.model.linear.experts import MoeWeights
 from server.model.lora.lora import AdapterTable
-from server.model.lora.sites import Site
+from server.model.lora.sites import LayerSites, Site
 from server.model.ops.attention_cuda import Attention, PagedAttention
 from server.model.ops.device_lora import DeviceLora, LoraBatches
 from server.model.ops.lora_linear import (
@@ -236,3 +237,8 @@ class CudaOps:
                 return gated_lora(y, gate_up.lora, config, activation, gate_up.shrunk)
             case _:
                 assert_never(gate_up)
+
+    def moe(
+        self, x: torch.Tensor, weights: MoeWeights, lora: DeviceLora | None, sites: LayerSites
+    ) -> LinearOutput:
+        raise TypeError("`unsupported` refuses models with experts")

@@ -14,8 +14,8 @@ from adapters.peft.validate import AdapterLimits, validate
 from adapters.safetensors.header import header_size, parse_header
 from adapters.slab.layout import make_layout
 from adapters.violations import Findings
+from server.model.base_spec import base_spec
 from server.model.families.registry import read_model
-from server.model.spec import base_spec
 from tests.slab_files import read_payload, write_slab
 
 

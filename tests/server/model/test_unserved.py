@@ -39,7 +39,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "t5": {"architectures": ["T5ForConditionalGeneration"], "d_model": 512, "num_layers": 6},
     "whisper": {"architectures": ["WhisperForConditionalGeneration"], "d_model": 384},
     "phi": {"architectures": ["PhiForCausalLM"], "partial_rotary_factor": 0.4},
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
     "qwen2_moe": {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 60},
     "qwen3_5": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],

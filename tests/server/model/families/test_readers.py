@@ -8,9 +8,10 @@ import torch
 from msgspec.structs import replace
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from server.model.base_spec import base_spec
 from server.model.families.registry import read_model
 from server.model.ops.rope import inverse_frequencies
-from server.model.spec import ModelSpec, PositionScale, RopeSpec, base_spec
+from server.model.spec import ModelSpec, PositionScale, RopeSpec
 from tests.server.model.families.variants import LLAMA3_ROPE, VARIANTS
 from tests.server.model.hub_models import make_model
 
@@ -53,6 +54,9 @@ def test_base_spec_is_the_module_table_of_transformers(name: str) -> None:
     assert set(spec.layer_modules) == set(VARIANTS[name].targets)
     for layer in range(spec.num_layers):
         for short, shape in spec.layer_modules.items():
+            assert shape.is_in(layer) == (f"layers.{layer}.{shape.path}" in modules)
+            if not shape.is_in(layer):
+                continue
             weight: Any = modules[f"layers.{layer}.{shape.path}"].weight
             assert shape.path.endswith(short)
             assert tuple(weight.shape) == (shape.out_features, shape.in_features)

@@ -29,6 +29,8 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -40,6 +42,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLForConditionalGeneration,
     SmolLM3Config,
     SmolLM3ForCausalLM,
@@ -110,6 +114,18 @@ _GEMMA = Variant(GemmaConfig, GemmaForCausalLM)
 _GEMMA3 = Variant(Gemma3TextConfig, Gemma3ForCausalLM)
 _GRANITE = Variant(GraniteConfig, GraniteForCausalLM)
 _GEMMA2 = Variant(Gemma2Config, Gemma2ForCausalLM)
+
+
+# The other ways to compute experts know no float64.
+_EXPERTS: dict[str, Any] = {"experts_implementation": "eager", "num_experts_per_tok": 3}
+_MIXTRAL = Variant(
+    MixtralConfig, MixtralForCausalLM, {**_EXPERTS, "num_local_experts": 5}, targets=SEVEN[:4]
+)
+_QWEN3_MOE = Variant(
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    {**_EXPERTS, "num_experts": 7, "moe_intermediate_size": 40, "head_dim": 24},
+)
 
 
 def _of(family: Variant, *, is_adapted: bool = True, **settings: Any) -> Variant:
@@ -201,6 +217,21 @@ VARIANTS: dict[str, Variant] = {
     "mistral": _of(_MISTRAL, sliding_window=None, is_adapted=False),
     "mistral-window": _of(_MISTRAL, sliding_window=7),
     "mistral-head-dim": _of(_MISTRAL, head_dim=32, sliding_window=None, is_adapted=False),
+    "mixtral": _of(_MIXTRAL, sliding_window=None),
+    "mixtral-window": _of(_MIXTRAL, sliding_window=7, is_adapted=False),
+    "qwen3-moe": _QWEN3_MOE._replace(targets=SEVEN[:4]),
+    # Experts in the first and the last layer alone. PEFT would target them under the names of the
+    # dense layer's modules.
+    "qwen3-moe-dense-layer": _of(
+        _QWEN3_MOE, mlp_only_layers=[1], norm_topk_prob=True, attention_bias=True, is_adapted=False
+    ),
+    "qwen3-moe-step": _of(
+        _QWEN3_MOE,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=9,
+        is_adapted=False,
+    ),
     "glm": _of(_GLM, attention_bias=True, tie_word_embeddings=True),
     "glm4": _GLM4,
     "glm4-plain-yarn": _of(

@@ -20,10 +20,11 @@ from adapters.peft.validate import LoraTensors, ModuleLora
 from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
 from adapters.violations import Findings
+from server.model.base_spec import base_spec
 from server.model.families.registry import read_model
 from server.model.lora.lora import AdapterTable
 from server.model.lora.sites import Sites
-from server.model.spec import ModelSpec, base_spec
+from server.model.spec import ModelSpec
 from tests.server.model.hub_models import make_model
 
 ITEM_BYTES = 2

@@ -1,0 +1,62 @@
+"""What adapters may change of a model, as its ModelSpec says. Pure."""
+
+from collections.abc import Mapping
+
+from adapters.base import BaseSpec, ModuleShape
+from server.model.moe_spec import MoeSpec
+from server.model.spec import LinearSpec, ModelSpec
+
+
+def base_spec(
+    model: ModelSpec,
+    digest: str,
+    names: tuple[str, ...],
+    embedding_digests: Mapping[str, str] | None = None,
+    tokens: dict[str, int] | None = None,
+    eos_token_ids: tuple[int, ...] = (),
+) -> BaseSpec:
+    """The module table that adapters for this model are validated against."""
+    linears = _adapted(model)
+    embedding = model.embedding
+    return BaseSpec(
+        digest=digest,
+        names=names,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        layer_modules={
+            name: shape
+            for linear, layers in linears.items()
+            for name, shape in linear.modules(layers).items()
+        },
+        model_modules={
+            "embed_tokens": ModuleShape(embedding.path, embedding.vocab_size, embedding.size),
+            **model.head.linear.modules(),
+        },
+        sites={
+            "embed_tokens": ("embed_tokens",),
+            **{linear.kind: linear.names for linear in (*linears, model.head.linear)},
+        },
+        embedding_digests=dict(embedding_digests or {}),
+        tokens=tokens,
+        eos_token_ids=eos_token_ids,
+        routers=tuple(
+            dict.fromkeys(
+                layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoeSpec)
+            )
+        ),
+    )
+
+
+def _adapted(model: ModelSpec) -> dict[LinearSpec, tuple[int, ...] | None]:
+    """The matrices that adapters may change, in the order of a step, and the layers that have them;
+    None = all."""
+    found: dict[LinearSpec, list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        for linear in layer.linears:
+            if linear.experts == 1:
+                found.setdefault(linear, []).append(index)
+    return {
+        linear: None if len(layers) == model.num_layers else tuple(layers)
+        for linear, layers in found.items()
+    }

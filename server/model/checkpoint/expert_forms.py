@@ -1,0 +1,49 @@
+"""Which form a checkpoint's experts have, as the names of its tensors tell. No torch."""
+
+from collections.abc import Container
+from itertools import chain
+
+from msgspec.structs import replace
+
+from server.model.moe_spec import ExpertForm, ExpertStorage, MoeSpec
+from server.model.spec import LayerSpec, LinearSpec, ModelSpec, layer_path
+
+
+def as_stored(model: ModelSpec, names: Container[str]) -> ModelSpec:
+    """The same, with experts in the form that a checkpoint with these tensors holds. Where it holds
+    none, as the family says."""
+    forms = chain.from_iterable(
+        _forms(layer_path(index, linear.stored.path), linear.stored, names)
+        for index, layer in enumerate(model.layers)
+        for linear in layer.linears
+        if linear.stored is not None
+    )
+    form = next(forms, None)
+    if form is None:
+        return model
+    return replace(model, layers=tuple(_layer(layer, form) for layer in model.layers))
+
+
+def _forms(path: str, stored: ExpertStorage, names: Container[str]) -> list[ExpertForm]:
+    if path in names:
+        return ["stacked"]
+    if stored.form == "stacked" and f"{path}_blocks" in names:
+        return ["mxfp4"]
+    return []
+
+
+def _layer(layer: LayerSpec, form: ExpertForm) -> LayerSpec:
+    moe, stored = layer.mlp, layer.gate_up.stored
+    if stored is None or not isinstance(moe, MoeSpec):
+        return layer
+    if form == "stacked":  # the router lies beside the experts
+        block, router = stored.path.rsplit(".", 2)[0], moe.router.rpartition(".")[2]
+        moe = replace(moe, router=f"{block}.{router}")
+    gate_up, down = _linear(layer.gate_up, form), _linear(layer.down, form)
+    return replace(layer, mlp=moe, gate_up=gate_up, down=down)
+
+
+def _linear(linear: LinearSpec, form: ExpertForm) -> LinearSpec:
+    if linear.stored is None:
+        return linear
+    return replace(linear, stored=replace(linear.stored, form=form))

@@ -1,0 +1,18 @@
+"""MXFP4, as OCP's Microscaling Formats 1.0 defines it: blocks of FP4 (E2M1) with a scale (E8M0)."""
+
+import torch
+
+# By a code's four bits: sign, two of the exponent, one of the mantissa.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+_SCALE_BIAS = 127
+
+
+def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """blocks: uint8 `[rows, n, 16]`, the lower four bits first; scales: uint8 `[rows, n]`, powers
+    of two -> float32 `[rows, 32 n]`. Exact, also when it is rounded to bfloat16: a value has two
+    significant bits."""
+    values = torch.tensor(_VALUES, dtype=torch.float32, device=blocks.device)
+    codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
+    exponents = scales.to(torch.int32) - _SCALE_BIAS
+    return torch.ldexp(values[codes.int()], exponents.unsqueeze(-1)).flatten(-2)

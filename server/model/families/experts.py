@@ -1,0 +1,88 @@
+"""Layers of experts, as most families that have them spell these. Pure."""
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from server.model.families import family
+from server.model.families.family import ModelSizes
+from server.model.families.fields import Fields
+from server.model.moe_spec import ExpertStorage, MoeSpec
+from server.model.spec import LayerSpec, LinearSpec, Part
+
+# What other families with experts have, as their configurations spell it.
+_SHARED = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size")
+_GROUPS = ("n_group", "topk_group")
+# Two spellings of one number.
+_COUNTS = ("num_local_experts", "num_experts")
+
+
+class ExpertNames(NamedTuple):
+    """of: the module of one expert, for its number; gate, up, down: its matrices. stacked: the
+    module that holds the weights of all."""
+
+    of: str
+    gate: str
+    up: str
+    down: str
+    stacked: str = "mlp.experts"
+
+
+def refuse_other_routing(fields: Fields) -> None:
+    """What a softmax over all experts is not, with these experts alone."""
+    config = fields.config
+    for key in _SHARED:
+        if config.get(key):
+            fields.refuse(f"{key}: experts that every token shares are not served")
+    for key in _GROUPS:
+        if (config.get(key) or 1) != 1:
+            fields.refuse(f"{key} must be 1, got {config[key]!r}: groups of experts are not served")
+    if config.get("scoring_func", "softmax") != "softmax":
+        fields.refuse(f"scoring_func must be 'softmax', got {config['scoring_func']!r}")
+
+
+def read_counts(fields: Fields, *, default: int, default_of_token: int) -> tuple[int, int]:
+    """The number of experts and of those that a token has; defaults: where `config.json` says
+    nothing."""
+    named = [key for key in _COUNTS if fields.config.get(key) is not None]
+    counts = [fields.positive(key) for key in named] or [default]
+    if len({*counts}) > 1:
+        fields.refuse(f"{' and '.join(named)} must be the same, got {counts}")
+    experts, top_k = counts[0], fields.positive("num_experts_per_tok", default_of_token)
+    if top_k > experts:
+        fields.refuse(f"num_experts_per_tok is {top_k}, but there are {experts} experts")
+    return experts, top_k
+
+
+def read_same_windows(fields: Fields, sizes: ModelSizes, window: object) -> tuple[int | None, ...]:
+    """As `family.read_windows`, for a family whose layers all have the window."""
+    kinds = fields.config.get("layer_types") or ()
+    if window and any(kind != "sliding_attention" for kind in kinds):
+        fields.refuse("layer_types: in this family all layers have the window")
+    return family.read_windows(fields, sizes, window)
+
+
+def sparse(layer: LayerSpec, moe: MoeSpec, names: ExpertNames) -> LayerSpec:
+    """The same with experts in place of its MLP, all without bias."""
+    hidden = layer.gate_up.in_features
+    gate, up, down = (f"{names.of}.{name}" for name in (names.gate, names.up, names.down))
+    return replace(
+        layer,
+        mlp=moe,
+        gate_up=LinearSpec(
+            "experts_gate_up",
+            hidden,
+            (Part(gate, moe.size), Part(up, moe.size)),
+            "column",
+            experts=moe.experts,
+            stored=ExpertStorage(f"{names.stacked}.gate_up_proj"),
+        ),
+        down=LinearSpec(
+            "experts_down",
+            moe.size,
+            (Part(down, hidden),),
+            "row",
+            experts=moe.experts,
+            stored=ExpertStorage(f"{names.stacked}.down_proj"),
+        ),
+    )

@@ -1,0 +1,37 @@
+"""Mixtral: Mistral with experts in every layer. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from server.model.families import experts, family
+from server.model.families.fields import Fields
+from server.model.families.rope import RopeRules, read_rope
+from server.model.moe_spec import MoeSpec
+from server.model.spec import ModelSpec
+
+_KV_HEADS = 8
+_EPSILON = 1e-5
+_NAMES = experts.ExpertNames("block_sparse_moe.experts.{}", gate="w1", up="w3", down="w2")
+
+
+def read(fields: Fields, generation: Mapping[str, Any]) -> ModelSpec:
+    family.refuse_other_maths(fields)
+    experts.refuse_other_routing(fields)
+    sizes = family.read_sizes(fields, kv_heads=_KV_HEADS, epsilon=_EPSILON)
+    rope, max_context = read_rope(fields, sizes, RopeRules(theta=1_000_000.0))
+    count, top_k = experts.read_counts(fields, default=8, default_of_token=2)
+    moe = MoeSpec(
+        experts=count,
+        top_k=top_k,
+        size=sizes.inner,
+        router="block_sparse_moe.gate",
+        rule="softmax_top_k_normed",
+        wide_weights=True,
+    )
+    windows = experts.read_same_windows(fields, sizes, fields.config.get("sliding_window"))
+    layers = [
+        experts.sparse(family.layer(sizes, family.attention(sizes, rope, window)), moe, _NAMES)
+        for window in windows
+    ]
+    eos = family.read_eos(fields, generation, sizes, default=2)
+    return family.model(fields, sizes, layers, max_context, eos)

@@ -1,0 +1,46 @@
+"""The weights of a layer of experts."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from server.model.linear.dense import DenseLinear
+from server.model.moe_spec import MoeSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsLinear:
+    """`x W^T + bias` of one expert or another. weight: `[experts, out_features, in_features]`, the
+    rows of gate before those of up; bias: `[experts, out_features]`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """x: `[rows, in_features]` -> `[rows, out_features]`."""
+        bias = None if self.bias is None else self.bias[expert]
+        return functional.linear(x, self.weight[expert], bias)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """What `spec` computes with. router: its product are the experts' logits."""
+
+    spec: MoeSpec
+    router: DenseLinear
+    gate_up: ExpertsLinear
+    down: ExpertsLinear

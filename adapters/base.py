@@ -79,7 +79,12 @@ def module_name(path: str) -> str:
 
 def module_path(shape: ModuleShape, layer: int) -> str:
     """A module's name in the whole model. layer: 0-based, or -1 outside the layers."""
-    return shape.path if layer < 0 else f"model.layers.{layer}.{shape.path}"
+    return shape.path if layer < 0 else layer_path(layer, shape.path)
+
+
+def layer_path(layer: int, path: str) -> str:
+    """The whole name of what a layer has at `path`."""
+    return f"model.layers.{layer}.{path}"
 
 
 class BaseSpec(msgspec.Struct, frozen=True):

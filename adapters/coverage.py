@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-# A layer (-1 of `embed_tokens` and `lm_head`) and a module's short name.
-Site = tuple[int, str]
+# A layer (-1 of `embed_tokens` and `lm_head`), a module's short name, and the expert that has it,
+# where each expert has a module of its own.
+Site = tuple[int, str] | tuple[int, str, int]
 
 _SHOWN_RUNS = 8
 
@@ -58,9 +59,9 @@ class Coverage(msgspec.Struct, frozen=True, gc=False):
 def coverage_of(present: Iterable[Site], missing: Iterable[Site]) -> Coverage:
     """present: targeted sites that have weights. missing: targeted sites that have none."""
     there, absent = frozenset(present), frozenset(missing)
-    layers = {layer for layer, _ in there if layer >= 0}
-    targeted = layers | {layer for layer, _ in absent if layer >= 0}
-    lacking = {name for layer, name in absent if layer < 0 or layer in layers}
+    layers = {layer for layer, *_ in there if layer >= 0}
+    targeted = layers | {layer for layer, *_ in absent if layer >= 0}
+    lacking = {name for layer, name, *_ in absent if layer < 0 or layer in layers}
     return Coverage(
         modules=len(there),
         targeted=len(there | absent),

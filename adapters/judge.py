@@ -24,12 +24,12 @@ from adapters.peft.files import (
     weight_files,
 )
 from adapters.peft.inferred_base import infer_base
+from adapters.peft.lora_tensors import LoraTensors
 from adapters.peft.targeting import Targeting
 from adapters.peft.tokenizer_files import TOKENIZER_FILES, read_tokenizer_files
 from adapters.peft.validate import (
     WEIGHTS_FILE,
     AdapterLimits,
-    LoraTensors,
     SlabRoom,
     check_base_name,
     check_config,
@@ -209,8 +209,7 @@ class _Reading:
         self._slab: SlabDtype = "float32" if room is None else room.dtype
         copies = adapter.base_copies if adapter and not base.is_inferred else ()
         self._copies = {tensor.name: module for module, tensor in copies}
-        modules = adapter.modules if adapter else ()
-        self._sealed = {tensor.name for module in modules for tensor in (module.a, module.b)}
+        self._sealed = {tensor.name for tensor in (adapter.tensors if adapter else ())}
         self._fingerprint = Fingerprint()
 
     def check_values(self, findings: Findings) -> int:
@@ -264,7 +263,7 @@ def _check_room(adapter: LoraTensors, base: BaseSpec, limits: AdapterLimits) -> 
 
 def _manifest(digest: str, adapter: LoraTensors, text: AdapterText) -> AdapterManifest:
     template = text.template
-    tensors = [tensor for module in adapter.modules for tensor in (module.a, module.b)]
+    tensors = adapter.tensors
     return AdapterManifest(
         digest=digest,
         base=adapter.config.base_model_name_or_path,

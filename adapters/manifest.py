@@ -113,8 +113,12 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
         rank 0 = not targeted (its b_offset is 0 and means nothing).
     a_offset: A of all projections stacked, `[sum(ranks), in_features]` row-major;
         for `embed_tokens` it is A transposed, `[vocab, rank]`, so that a token reads one row.
-    b_offsets: each B is `[out_features, rank]` row-major, as PEFT stores it.
+        Of experts `[experts, a_rank, in_features]`.
+    b_offsets: each B is `[out_features, rank]` row-major, as PEFT stores it; of experts
+        `[experts, out_features, rank]`.
     scales: `lora_alpha / r` or `lora_alpha / sqrt(r)` (rsLoRA); not folded into the weights.
+    shares_a: all projections have the same A, which is stored once. So it is where one tensor
+        holds gate and up of all experts.
     """
 
     layer: int
@@ -123,6 +127,12 @@ class SiteLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
     scales: tuple[float, ...]
     a_offset: int
     b_offsets: tuple[int, ...]
+    shares_a: bool = False
+
+    @property
+    def a_rank(self) -> int:
+        """Rows of the stacked A."""
+        return max(self.ranks) if self.shares_a else sum(self.ranks)
 
 
 class SlabLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from adapters.base import BaseSpec
 from adapters.manifest import SlabDtype, SlabLayout
-from adapters.peft.validate import LoraTensors
+from adapters.peft.lora_tensors import LoraTensors
 from adapters.safetensors.file import open_weights
 from adapters.safetensors.floats import Raw
 from adapters.slab.file import SlabFile, write_slab_file

@@ -13,7 +13,8 @@ from adapters.base import BaseSpec, ModuleShape, module_path
 from adapters.coverage import Coverage, coverage_of
 from adapters.errors import AdapterError
 from adapters.merge.recipe import MergeRecipe
-from adapters.peft.validate import AdapterLimits, LoraTensors, ModuleLora
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora
+from adapters.peft.validate import AdapterLimits
 from adapters.slab.layout import room_problem
 from adapters.violations import Findings
 
@@ -48,6 +49,10 @@ class MergedModule(msgspec.Struct, frozen=True):
     parts: tuple[MergePart, ...]
 
     @property
+    def shares_a(self) -> bool:
+        return False
+
+    @property
     def nbytes(self) -> int:
         return self.lora_rank * (self.shape.in_features + self.shape.out_features) * _ITEM_BYTES
 
@@ -70,10 +75,7 @@ def plan_merge(
 
     members: parallel to `recipe.members`. Raises AdapterError `invalid`, `too_large`.
     """
-    sites: defaultdict[_Site, list[tuple[int, ModuleLora]]] = defaultdict(list)
-    for index, member in enumerate(members):
-        for lora in member.modules:
-            sites[lora.layer, lora.module].append((index, lora))
+    sites = _sites(recipe, members)
     largest = max(lora.lora_rank for parts in sites.values() for _, lora in parts)
     findings = Findings()
     modules: list[MergedModule] = []
@@ -117,6 +119,25 @@ def merged_coverage(members: Sequence[LoraTensors]) -> Coverage:
     present = {site for member in members for site in member.sites}
     missing = {site for member in members for site in member.missing}
     return coverage_of(present, missing - present)
+
+
+def _sites(
+    recipe: MergeRecipe, members: Sequence[LoraTensors]
+) -> Mapping[_Site, list[tuple[int, ModuleLora]]]:
+    """Each member's LoRA of each module. Raises AdapterError `invalid` for LoRA on experts."""
+    sites: defaultdict[_Site, list[tuple[int, ModuleLora]]] = defaultdict(list)
+    findings = Findings()
+    for index, member in enumerate(members):
+        for lora in member.modules:
+            if isinstance(lora, ModuleLora):
+                sites[lora.layer, lora.module].append((index, lora))
+                continue
+            digest = recipe.members[index].digest
+            message = f"{digest} changes {lora.module}; LoRA on experts cannot be merged"
+            findings.add("unsupported_merge", digest, message)
+            break
+    findings.raise_if_any()
+    return sites
 
 
 def _check_size(plan: MergePlan, base: BaseSpec, limits: AdapterLimits) -> None:

@@ -38,12 +38,16 @@ _TEXTS = {"true": True, "false": False}
 _Number = TypeVar("_Number", int, float)
 
 
-class PeftConfig(msgspec.Struct, frozen=True):
+class PeftConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """The used part of a LoRA config; each field means what PEFT's field of that name means.
+
+    Fields with defaults came later: a config without them keeps the digest it always had.
 
     target_modules, exclude_modules: a pattern for the whole path of a module, or names of its end.
     rank_pattern, alpha_pattern: pairs in the file's order; the first that matches wins.
     starts_at_zero: a targeted module without saved tensors changes nothing.
+    target_parameters: names of the end of a parameter's path. peft_version: "" without them, as it
+        counts for them alone.
     """
 
     base_model_name_or_path: str
@@ -60,6 +64,8 @@ class PeftConfig(msgspec.Struct, frozen=True):
     fan_in_fan_out: bool
     starts_at_zero: bool
     ensure_weight_tying: bool
+    target_parameters: tuple[str, ...] = ()
+    peft_version: str = ""
 
     def scale(self, lora_rank: int, lora_alpha: float) -> float:
         """What `B A x` is multiplied with: alpha / r, or alpha / sqrt(r) for rsLoRA."""
@@ -131,6 +137,7 @@ def _is_name(value: object) -> bool:
 
 
 def _read(reader: "_Reader") -> PeftConfig:
+    parameters = reader.names("target_parameters")
     config = PeftConfig(
         base_model_name_or_path=reader.text("base_model_name_or_path"),
         revision=reader.text("revision"),
@@ -146,8 +153,10 @@ def _read(reader: "_Reader") -> PeftConfig:
         fan_in_fan_out=reader.flag("fan_in_fan_out", texts=True),
         starts_at_zero=reader.raw.get("init_lora_weights", True) in INIT_FROM_ZERO,
         ensure_weight_tying=reader.flag("ensure_weight_tying"),
+        target_parameters=parameters,
+        peft_version=reader.text("peft_version") if parameters else "",
     )
-    if not config.target_modules:
+    if not config.target_modules and not parameters:
         reader.refuse("target_modules", "missing or empty: the adapter targets nothing")
     for key, given in (
         ("layers_to_transform", config.layers_to_transform is not None),

@@ -21,6 +21,7 @@ USED = frozenset(
         "rank_pattern",
         "revision",
         "target_modules",
+        "target_parameters",
         "use_rslora",
     }
 )
@@ -65,7 +66,6 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "modules_to_save": (None, []),
     "monteclora_config": (None,),
     "swift_type": (None, "LORA"),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "use_bdlora": (None, False),
     "use_dora": (None, False),

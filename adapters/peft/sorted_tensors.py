@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from adapters.base import BaseModule, BaseSpec, base_modules
+from adapters.base import ANY_EXPERT, BaseModule, BaseSpec, base_modules
+from adapters.peft.stacked import holders
+from adapters.peft.targeted import router_paths
 from adapters.peft.tensor_names import (
     Naming,
     Spelling,
@@ -19,15 +21,18 @@ from adapters.safetensors.header import FLOAT_DTYPES, TensorInfo
 from adapters.violations import Findings, shown
 
 _LAYER = re.compile(r"model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\..+")
+_EXPERT = re.compile(r"(?P<head>.+\.)(?P<expert>0|[1-9][0-9]{0,5})(?P<tail>\.[^.]+)")
 
 
 class SortedTensors(msgspec.Struct, frozen=True):
     """naming: how the adapter calls the modules. pairs: path in the base -> side (`A`, `B`) ->
-    tensor. copies: short name -> a copy of the base's own weights."""
+    tensor. copies: short name -> a copy of the base's own weights. has_experts: some pairs are of
+    modules that each expert has."""
 
     naming: Naming
     pairs: Mapping[str, dict[str, TensorInfo]]
     copies: tuple[tuple[str, TensorInfo], ...]
+    has_experts: bool = False
 
 
 def sort_tensors(
@@ -40,7 +45,9 @@ def sort_tensors(
     # Of a tensor that is there twice, the odd spelling is the duplicate.
     for tensor, name in sorted(named, key=lambda each: not (each[1] and spelling.is_of(each[1]))):
         sorter.add(tensor, name)
-    return SortedTensors(spelling.naming, sorter.pairs, tuple(sorter.copies))
+    return SortedTensors(
+        spelling.naming, sorter.pairs, tuple(sorter.copies), has_experts=sorter.has_experts
+    )
 
 
 class _Sorter:
@@ -52,17 +59,37 @@ class _Sorter:
         self._spelling = spelling
         self._base = base
         self._findings = findings
-        self._table = {module.path: module for module in base_modules(base)}
+        self.has_experts = False
+        modules = {module.path: module for module in base_modules(base)}
+        # By path: with the experts' number left open, how many experts there are.
+        self._experts = {
+            path: module.shape.experts
+            for path, module in modules.items()
+            if module.shape.is_of_experts
+        }
+        self._table = {path: modules[path] for path in modules.keys() - self._experts.keys()}
+        self._holders = frozenset(holders(base))
+        self._routers = frozenset(router_paths(base))
 
     def add(self, tensor: TensorInfo, name: TensorName | None) -> None:
         path = None if name is None else meant_by_any(name.path)
-        module = None if path is None else self._table.get(path)
-        if name is None or module is None or (not name.side and module.layer >= 0):
+        if name is None or path is None:
             self._findings.add(*self._unknown(tensor.name, name, path))
-        elif not name.side:
-            self._add_copy(tensor, name, module)
+        elif path in self._table and not name.side and self._table[path].layer < 0:
+            self._add_copy(tensor, name, self._table[path])
+        elif not name.side or not self._is_known(path):
+            self._findings.add(*self._unknown(tensor.name, name, path))
         else:
-            self._add_side(tensor, name, module)
+            self._add_side(tensor, name, path)
+
+    def _is_known(self, path: str) -> bool:
+        """Whether there may be LoRA of it."""
+        if path in self._table or path in self._holders:
+            return True
+        open_path, expert = _expert_of(path)
+        is_known = expert < self._experts.get(open_path, 0)
+        self.has_experts |= is_known
+        return is_known
 
     def _add_copy(self, tensor: TensorInfo, name: TensorName, module: BaseModule) -> None:
         if self._is_spelled_alike(tensor, name) and _is_comparable(
@@ -70,18 +97,19 @@ class _Sorter:
         ):
             self.copies.append((module.name, tensor))
 
-    def _add_side(self, tensor: TensorInfo, name: TensorName, module: BaseModule) -> None:
-        is_embedding = module.name == "embed_tokens"
-        there = self.pairs.get(module.path, {}).get(name.side)
+    def _add_side(self, tensor: TensorInfo, name: TensorName, path: str) -> None:
+        module = self._table.get(path)
+        is_embedding = module is not None and module.name == "embed_tokens"
+        there = self.pairs.get(path, {}).get(name.side)
         if is_embedding is not name.is_embedding or is_embedding is name.has_weight:
             kind = "lora_embedding_A/B" if is_embedding else "lora_A/B.weight"
-            message = f"{tensor.name}: LoRA of {module.path} is stored as {kind}"
+            message = f"{tensor.name}: LoRA of {path} is stored as {kind}"
             self._findings.add("misplaced_tensor", tensor.name, message)
         elif there is not None:
             message = f"{tensor.name}: the same tensor is stored twice, also as {there.name}"
             self._findings.add("duplicate_tensor", tensor.name, message)
         elif self._is_spelled_alike(tensor, name):
-            self.pairs.setdefault(module.path, {})[name.side] = tensor
+            self.pairs.setdefault(path, {})[name.side] = tensor
 
     def _is_spelled_alike(self, tensor: TensorInfo, name: TensorName) -> bool:
         """Like most tensors. PEFT loads one spelling at a time: another may be of another model."""
@@ -111,12 +139,25 @@ class _Sorter:
         if layer and int(layer["layer"]) >= self._base.num_layers:
             message = f"{stored_name}: the base model has {self._base.num_layers} layers"
             return "layer_out_of_range", stored_name, message
+        if path in self._routers:
+            message = f"{stored_name}: LoRA on routers, which choose experts, is not served"
+            return "unsupported_target", stored_name, message
+        experts = self._experts.get(_expert_of(path or "")[0])
+        if experts is not None:
+            message = f"{stored_name}: the base model has {experts} experts"
+            return "expert_out_of_range", stored_name, message
         message = f"{stored_name}: the base model has no module {name.path}"
         if is_of_images(name.path):
             message = (
                 f"{stored_name}: {name.path} belongs to the part for images, which is not served"
             )
         return "unknown_module", stored_name, message
+
+
+def _expert_of(path: str) -> tuple[str, int]:
+    """A path with its expert's number left open, and the number; or what is no module's path."""
+    found = _EXPERT.fullmatch(path)
+    return (found["head"] + ANY_EXPERT + found["tail"], int(found["expert"])) if found else ("", 0)
 
 
 def _is_comparable(

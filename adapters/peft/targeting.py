@@ -34,6 +34,7 @@ class Targeting:
         compiler = _Compiler(findings)
         self._targets = _Names(config.target_modules, "target_modules", compiler)
         self._excluded = _Names(config.exclude_modules, "exclude_modules", compiler)
+        self._parameters = _Names(config.target_parameters, "target_parameters", compiler)
         self._ranks = _Overrides(config.rank_pattern, "rank_pattern", compiler)
         self._alphas = _Overrides(config.alpha_pattern, "alpha_pattern", compiler)
         self._layer_index = _layer_expressions(config, findings)
@@ -52,7 +53,13 @@ class Targeting:
             return True
         return self._targets.match(path) and self._in_layers(path)
 
+    def targets_parameter(self, path: str) -> bool:
+        """Whether PEFT would adapt this parameter of the base. Neither `exclude_modules` nor
+        `layers_to_transform` speak of parameters."""
+        return self._parameters.match(path)
+
     def lora_rank(self, path: str) -> int:
+        """path: of a module, or of a parameter."""
         return self._ranks.get(path, self.config.lora_rank)
 
     def lora_alpha(self, path: str) -> float:
@@ -75,6 +82,8 @@ class _Names:
 
     def __init__(self, value: str | tuple[str, ...], key: str, compiler: "_Compiler") -> None:
         self.names = frozenset() if isinstance(value, str) else frozenset(value)
+        # A model of many experts has many modules, of which most end in nothing that is named.
+        self._ends = frozenset(name.rpartition(".")[2] for name in self.names)
         self._pattern: _Matches | None = None
         if isinstance(value, str) and value and value.lower() != _ALL_LINEAR:
             self._pattern = compiler.compile(value, key)
@@ -82,7 +91,7 @@ class _Names:
     def match(self, path: str) -> bool:
         if self._pattern is not None:
             return self._pattern(path)
-        rest = path if self.names else ""
+        rest = path if path.rpartition(".")[2] in self._ends else ""
         while rest:
             if rest in self.names:
                 return True

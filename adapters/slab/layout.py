@@ -1,12 +1,13 @@
 """Where each tensor of a validated adapter lies in its slab. Pure arithmetic; moves no bytes."""
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
-from adapters.base import MODEL_SITES, BaseSpec, SiteKind
+from adapters.base import MODEL_SITES, BaseSpec, ModuleShape, SiteKind
 from adapters.manifest import ITEM_BYTES, SiteLayout, SlabDtype, SlabLayout
 from adapters.peft.validate import SlabRoom
 
@@ -15,15 +16,19 @@ _OPEN_EXTENTS = 16
 
 
 class PlacedMatrix(msgspec.Struct, frozen=True):
-    """One matrix of the slab. offset: bytes from its start. shape: as stored, row-major."""
+    """One matrix of the slab, or one of each expert. offset: bytes from the slab's start. shape: as
+    stored, row-major."""
 
     offset: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     nbytes: int
 
 
 class RankedModule(Protocol):
-    """Of a module's LoRA what its place in a slab depends on; as in `ModuleLora`."""
+    """Of a module's LoRA what its place in a slab depends on; as in `ModuleLora`.
+
+    shares_a: the site's other modules have the same A, and the same rank.
+    """
 
     @property
     def layer(self) -> int: ...
@@ -33,6 +38,8 @@ class RankedModule(Protocol):
     def lora_rank(self) -> int: ...
     @property
     def scale(self) -> float: ...
+    @property
+    def shares_a(self) -> bool: ...
 
 
 class Packable(Protocol):
@@ -88,23 +95,34 @@ def room_problem(adapter: Packable, base: BaseSpec, room: SlabRoom) -> str | Non
 
 
 def a_matrix(site: SiteLayout, base: BaseSpec, item_bytes: int) -> PlacedMatrix:
-    """The stacked A of a site; for `embed_tokens`, A transposed."""
-    in_features = _shape(base, site.kind, 0)[0]
-    total = sum(site.ranks)
-    shape = (in_features, total) if site.kind == "embed_tokens" else (total, in_features)
-    return PlacedMatrix(site.a_offset, shape, shape[0] * shape[1] * item_bytes)
+    """The stacked A of a site; for `embed_tokens`, A transposed; of experts one A each."""
+    module = _module(base, site.kind, 0)
+    shape: tuple[int, ...] = (site.a_rank, module.in_features)
+    if site.kind == "embed_tokens":
+        shape = shape[::-1]
+    return _matrix(site.a_offset, module, shape, item_bytes)
 
 
 def b_matrices(
     site: SiteLayout, base: BaseSpec, item_bytes: int
 ) -> tuple[PlacedMatrix | None, ...]:
-    """The B of each projection of a site; None where it is not targeted."""
+    """The B of each projection of a site, or of each expert's; None where it is not targeted."""
     result: list[PlacedMatrix | None] = []
     for index, lora_rank in enumerate(site.ranks):
-        shape = (_shape(base, site.kind, index)[1], lora_rank)
-        placed = PlacedMatrix(site.b_offsets[index], shape, shape[0] * shape[1] * item_bytes)
+        module = _module(base, site.kind, index)
+        shape = (module.out_features, lora_rank)
+        placed = _matrix(site.b_offsets[index], module, shape, item_bytes)
         result.append(placed if lora_rank else None)
     return tuple(result)
+
+
+def _matrix(
+    offset: int, module: ModuleShape, shape: tuple[int, ...], item_bytes: int
+) -> PlacedMatrix:
+    """shape: of one expert's."""
+    if module.is_of_experts:
+        shape = (module.experts, *shape)
+    return PlacedMatrix(offset, shape, math.prod(shape) * item_bytes)
 
 
 def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
@@ -117,11 +135,10 @@ def _site_order(base: BaseSpec) -> Iterator[tuple[int, SiteKind]]:
     yield -1, MODEL_SITES[1]
 
 
-def _shape(base: BaseSpec, kind: SiteKind, projection: int) -> tuple[int, int]:
-    """(in, out) features. Projections of a site share their input."""
+def _module(base: BaseSpec, kind: SiteKind, projection: int) -> ModuleShape:
+    """Projections of a site share their input, and their experts."""
     modules = base.model_modules if kind in MODEL_SITES else base.layer_modules
-    module = modules[base.sites[kind][projection]]
-    return module.in_features, module.out_features
+    return modules[base.sites[kind][projection]]
 
 
 def _place_site(
@@ -132,14 +149,21 @@ def _place_site(
     item_bytes: int,
     cursor: "_Cursor",
 ) -> SiteLayout:
-    ranks = tuple(module.lora_rank if module else 0 for module in modules)
-    a_offset = cursor.place(sum(ranks) * _shape(base, kind, 0)[0] * item_bytes)
-    b_offsets = tuple(
-        cursor.place(lora_rank * _shape(base, kind, index)[1] * item_bytes) if lora_rank else 0
-        for index, lora_rank in enumerate(ranks)
+    site = SiteLayout(
+        layer,
+        kind,
+        ranks=tuple(module.lora_rank if module else 0 for module in modules),
+        scales=tuple(module.scale if module else 0.0 for module in modules),
+        a_offset=0,
+        b_offsets=(0,) * len(modules),
+        shares_a=all(module is not None and module.shares_a for module in modules),
     )
-    scales = tuple(module.scale if module else 0.0 for module in modules)
-    return SiteLayout(layer, kind, ranks, scales, a_offset, b_offsets)
+    a_offset = cursor.place(a_matrix(site, base, item_bytes).nbytes)
+    b_offsets = tuple(
+        cursor.place(matrix.nbytes) if matrix else 0
+        for matrix in b_matrices(site, base, item_bytes)
+    )
+    return msgspec.structs.replace(site, a_offset=a_offset, b_offsets=b_offsets)
 
 
 class _Cursor:

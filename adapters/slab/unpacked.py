@@ -7,7 +7,7 @@ from adapters.base import BaseSpec
 from adapters.content_check import ContentCheck
 from adapters.errors import AdapterError
 from adapters.manifest import SlabLayout
-from adapters.peft.validate import LoraTensors
+from adapters.peft.lora_tensors import LoraTensors
 from adapters.safetensors.file import WeightsFile
 from adapters.slab.memory import SlabMemory
 from adapters.slab.pack import DamagedError, pack_weights

@@ -29,7 +29,8 @@ from adapters.merge.job import MergeJob, write_ends, write_job
 from adapters.merge.plan import merged_coverage, plan_merge
 from adapters.merge.recipe import MergeRecipe
 from adapters.peft.files import fetched_bytes, read_index, small_files, weight_files
-from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits, LoraTensors
+from adapters.peft.lora_tensors import LoraTensors
+from adapters.peft.validate import WEIGHTS_FILE, AdapterLimits
 from adapters.ref import AdapterRef, RefSource, format_ref, is_pinned, shown_name, shown_place
 from adapters.safetensors.file import WeightsFile, join_files, open_weights
 from adapters.slab.file import SlabError, SlabFile, SlabSource, write_slab_file

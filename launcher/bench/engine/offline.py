@@ -16,7 +16,7 @@ from adapters.base import BaseSpec
 from adapters.grammar.vocabulary import Vocabulary, make_vocabulary
 from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from adapters.peft.config import parse_config
-from adapters.peft.validate import LoraTensors, ModuleLora
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import make_layout
 from adapters.violations import Findings

@@ -8,7 +8,7 @@ import msgspec
 
 from adapters.manifest import SlabLayout
 from adapters.peft.config import parse_config
-from adapters.peft.validate import LoraTensors, ModuleLora
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import make_layout
 from adapters.violations import Findings

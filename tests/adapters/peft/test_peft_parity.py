@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapters.base import BaseSpec
 from adapters.judge import judge_folder
-from adapters.peft.validate import AdapterLimits, LoraTensors
+from adapters.peft.lora_tensors import LoraTensors
+from adapters.peft.validate import AdapterLimits
 from adapters.safetensors.file import open_weights
 from adapters.safetensors.floats import float_digest, read_floats
 from tests.adapter_folders import ALL_PROJECTIONS, small_base

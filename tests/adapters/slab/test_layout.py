@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from adapters.base import BaseSpec, ModuleShape
 from adapters.manifest import ITEM_BYTES, SlabDtype, SlabLayout
 from adapters.peft.config import parse_config
-from adapters.peft.validate import LoraTensors, ModuleLora, SlabRoom
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora
+from adapters.peft.validate import SlabRoom
 from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import (
     ALIGNMENT,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from adapters.base import MODEL_SITES, BaseSpec, SiteKind
 from adapters.manifest import SiteLayout, SlabLayout
 from adapters.peft.config import parse_config
-from adapters.peft.validate import LoraTensors, ModuleLora
+from adapters.peft.lora_tensors import LoraTensors, ModuleLora
 from adapters.safetensors.header import TensorInfo
 from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices, make_layout
 from adapters.violations import Findings

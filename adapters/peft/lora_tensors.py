@@ -1,0 +1,151 @@
+"""The tensors of a validated adapter, in the base's modules. Pure."""
+
+from typing import Protocol
+
+import msgspec
+
+from adapters.coverage import Coverage, Site, coverage_of
+from adapters.peft.config import PeftConfig
+from adapters.peft.tensor_names import WHOLE, Naming
+from adapters.safetensors.header import TensorInfo
+
+
+class PlacedLora(Protocol):
+    """LoRA of one module, or of one that all experts of a layer have, in any form:
+    `y += scale * B (A x)`.
+
+    layer: 0-based, -1 for `embed_tokens` and `lm_head`. module: its short name. shares_a: the
+    site's other modules have the same A. tensors: all that it is made of. sites: what has them.
+    """
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def lora_rank(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def shares_a(self) -> bool: ...
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]: ...
+    @property
+    def sites(self) -> tuple[Site, ...]: ...
+
+
+class ModuleLora(msgspec.Struct, frozen=True, gc=False):
+    """LoRA of one module. a: `[lora_rank, in_features]`; b: `[out_features, lora_rank]`."""
+
+    layer: int
+    module: str
+    lora_rank: int
+    scale: float
+    a: TensorInfo
+    b: TensorInfo
+
+    @property
+    def shares_a(self) -> bool:
+        return False
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return self.a, self.b
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return ((self.layer, self.module),)
+
+
+class ExpertPair(msgspec.Struct, frozen=True, gc=False):
+    """LoRA of one expert's module, as in `ModuleLora`. factor: its scale over that of all."""
+
+    expert: int
+    lora_rank: int
+    factor: float
+    a: TensorInfo
+    b: TensorInfo
+
+
+class ExpertsLora(msgspec.Struct, frozen=True):
+    """LoRA of a module of each expert, a pair of tensors for each. Experts without a pair stay as
+    the base has them. lora_rank: the largest of any. scale: the largest of any by magnitude."""
+
+    layer: int
+    module: str
+    lora_rank: int
+    scale: float
+    pairs: tuple[ExpertPair, ...]
+
+    @property
+    def shares_a(self) -> bool:
+        return False
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return tuple(tensor for pair in self.pairs for tensor in (pair.a, pair.b))
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return tuple((self.layer, self.module, pair.expert) for pair in self.pairs)
+
+
+class StackedLora(msgspec.Struct, frozen=True):
+    """LoRA of the rows that one module has of a tensor of all experts (`ExpertWeight`), one pair
+    for all of that tensor, as PEFT's `ParamWrapper` saves it.
+
+    a: `[experts * lora_rank, in]`, experts outermost. b: `[out, lora_rank * experts]`, experts
+    innermost. rows: of `out`, those of this module.
+    is_swapped: a reads what should be written and b writes what should be read:
+        a `[experts * lora_rank, out]`, b `[in, lora_rank * experts]`.
+    shares_a: other modules have other rows.
+    """
+
+    layer: int
+    module: str
+    lora_rank: int
+    scale: float
+    a: TensorInfo
+    b: TensorInfo
+    rows: range
+    is_swapped: bool
+    shares_a: bool
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        return self.a, self.b
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return ((self.layer, self.module),)
+
+
+class LoraTensors(msgspec.Struct, frozen=True):
+    """A validated adapter. modules: by layer, then by name.
+
+    base_copies: module -> the base's own weights, saved beside the adapter; to be compared with
+    `BaseSpec.embedding_digests` before the adapter is served, and otherwise not used.
+    missing: targeted modules without tensors; they stay as the base has them.
+    naming: how the adapter calls the modules.
+    """
+
+    config: PeftConfig
+    modules: tuple[ModuleLora | ExpertsLora | StackedLora, ...]
+    base_copies: tuple[tuple[str, TensorInfo], ...] = ()
+    missing: tuple[Site, ...] = ()
+    naming: Naming = WHOLE
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The targeted modules that have tensors."""
+        return tuple(site for module in self.modules for site in module.sites)
+
+    @property
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        """Each once: modules may share them."""
+        found = {tensor.name: tensor for module in self.modules for tensor in module.tensors}
+        return tuple(found.values())
+
+    @property
+    def coverage(self) -> Coverage:
+        return coverage_of(self.sites, self.missing)

@@ -1,0 +1,144 @@
+"""Which numbers of an adapter's tensors go where in its slab, for every form of saved LoRA."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from adapters.base import BaseSpec
+from adapters.manifest import ITEM_BYTES, SiteLayout, SlabLayout
+from adapters.peft.lora_tensors import ExpertsLora, LoraTensors, ModuleLora, StackedLora
+from adapters.safetensors.floats import Raw
+from adapters.safetensors.header import TensorInfo
+from adapters.slab.layout import PlacedMatrix, a_matrix, b_matrices
+from adapters.slab.memory import SlabMemory
+
+# Of a slab, whatever its dtype.
+Numbers = npt.NDArray[np.unsignedinteger]
+_Lora = ModuleLora | ExpertsLora | StackedLora
+
+
+class Target(NamedTuple):
+    """Some numbers of a tensor, and their place. rows: which rows of the tensor. columns: which
+    columns. place: of each number, indexed by row first, then in the order of the columns, in one
+    dimension or several. factor: what the numbers are multiplied with."""
+
+    tensor: TensorInfo
+    place: Numbers
+    rows: range
+    columns: slice = slice(None)
+    factor: float = 1.0
+
+    @property
+    def whole(self) -> Raw | None:
+        """The place of the whole tensor, if the slab has the same numbers in the same order."""
+        everything = len(self.rows) == self.tensor.shape[0] and self.columns == slice(None)
+        if everything and self.factor == 1 and self.place.flags.c_contiguous:
+            return self.place.reshape(-1).view(np.uint8)
+        return None
+
+    def write(self, first: int, block: Numbers) -> None:
+        """block: rows of the tensor from row `first` on."""
+        rows = self.rows
+        begin = max(0, -(-(first - rows.start) // rows.step))
+        end = min(len(rows), -(-(first + len(block) - rows.start) // rows.step))
+        if begin >= end:
+            return
+        chosen = block[rows[begin] - first : rows[end - 1] - first + 1 : rows.step, self.columns]
+        place = self.place[begin:end]
+        place[...] = chosen.reshape(place.shape)
+
+
+class Region(NamedTuple):
+    """One matrix of the slab, or one of each expert, and what goes there."""
+
+    offset: int
+    numbers: Numbers
+    targets: list[Target]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes
+
+    def prepare(self) -> None:
+        """Zeros where nothing may be written: experts of a smaller rank, or without LoRA."""
+        if sum(target.place.size for target in self.targets) < self.numbers.size:
+            self.numbers[...] = 0
+
+
+def all_regions(
+    adapter: LoraTensors, base: BaseSpec, layout: SlabLayout, memory: SlabMemory
+) -> Iterator[Region]:
+    modules: dict[tuple[int, str], _Lora] = {
+        (lora.layer, lora.module): lora for lora in adapter.modules
+    }
+    item_bytes = ITEM_BYTES[layout.dtype]
+
+    def region(placed: PlacedMatrix) -> Region:
+        raw = np.frombuffer(memory.at(placed.offset, placed.nbytes), np.uint8)
+        return Region(placed.offset, raw.view(f"<u{item_bytes}").reshape(placed.shape), [])
+
+    for site in layout.sites:
+        loras = [modules.get((site.layer, name)) for name in base.sites[site.kind]]
+        a = region(a_matrix(site, base, item_bytes))
+        a.targets.extend(_a_targets(site, loras, a.numbers))
+        yield a
+        for lora, placed in zip(loras, b_matrices(site, base, item_bytes), strict=True):
+            if lora is not None and placed is not None:
+                b = region(placed)
+                b.targets.extend(_b_targets(lora, b.numbers))
+                yield b
+
+
+def _a_targets(
+    site: SiteLayout, loras: Sequence[_Lora | None], numbers: Numbers
+) -> Iterator[Target]:
+    """numbers: the stacked A, `[a_rank, in]`; of the embedding `[in, a_rank]`; of experts
+    `[experts, a_rank, in]`."""
+    begin = 0
+    for lora in loras:
+        if lora is None:
+            continue
+        ranks = slice(begin, begin + lora.lora_rank)
+        if isinstance(lora, ModuleLora):
+            place = numbers.T if site.kind == "embed_tokens" else numbers
+            yield Target(lora.a, place[ranks], _rows(lora.a))
+        elif isinstance(lora, ExpertsLora):
+            for pair in lora.pairs:
+                place = numbers[pair.expert, begin : begin + pair.lora_rank]
+                yield Target(pair.a, place, _rows(pair.a))
+        else:
+            yield _stacked_a(lora, numbers[:, ranks])
+        if site.shares_a:
+            return
+        begin += lora.lora_rank
+
+
+def _b_targets(lora: _Lora, numbers: Numbers) -> Iterator[Target]:
+    """numbers: `[out, rank]`; of experts `[experts, out, rank]`."""
+    if isinstance(lora, ModuleLora):
+        yield Target(lora.b, numbers, _rows(lora.b))
+    elif isinstance(lora, ExpertsLora):
+        for pair in lora.pairs:
+            place = numbers[pair.expert, :, : pair.lora_rank]
+            yield Target(pair.b, place, _rows(pair.b), factor=pair.factor)
+    elif not lora.is_swapped:
+        # Columns are ranks, and within a rank experts.
+        yield Target(lora.b, numbers.transpose(1, 2, 0), lora.rows)
+    else:
+        columns = slice(lora.rows.start, lora.rows.stop, lora.rows.step)
+        for expert, own in enumerate(numbers):
+            rows = range(expert * lora.lora_rank, (expert + 1) * lora.lora_rank)
+            yield Target(lora.a, own.T, rows, columns)
+
+
+def _stacked_a(lora: StackedLora, numbers: Numbers) -> Target:
+    """numbers: `[experts, rank, in]`, nothing between its experts."""
+    if lora.is_swapped:
+        return Target(lora.b, numbers.transpose(2, 1, 0), _rows(lora.b))
+    return Target(lora.a, numbers.reshape(-1, numbers.shape[-1]), _rows(lora.a))
+
+
+def _rows(tensor: TensorInfo) -> range:
+    return range(tensor.shape[0])

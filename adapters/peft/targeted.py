@@ -56,7 +56,11 @@ def targeted_paths(matcher: Targeting, base: BaseSpec, naming: Naming) -> dict[s
 
 def check_parameters(names: tuple[str, ...], base: BaseSpec, findings: Findings) -> None:
     """Refuses names in `target_parameters` of what is not served."""
-    if base.is_inferred or not names:
+    if not names:
+        return
+    if base.is_inferred:
+        message = "target_parameters can only be checked against the base model; name it"
+        findings.add("needs_base", "target_parameters", message)
         return
     known = {*_stacked_paths(base), *(path + _WEIGHT for path in module_paths(base))}
     routers = {path + _WEIGHT for path in router_paths(base)}

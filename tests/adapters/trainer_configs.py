@@ -205,7 +205,7 @@ OTHER: dict[str, tuple[Config, str]] = {
     "trained tokens": (PEFT_0_15 | {"trainable_token_indices": [1]}, "unsupported_feature"),
     "activated LoRA": (PEFT_0_18 | {"alora_invocation_tokens": [5]}, "unsupported_feature"),
     "QA-LoRA": (PEFT_0_17 | {"use_qalora": True}, "unsupported_feature"),
-    "experts' parameters": (PEFT_0_17 | {"target_parameters": ["w1"]}, "unsupported_feature"),
+    "experts' parameters": (PEFT_0_17 | {"target_parameters": ["w1"]}, "unknown_target"),
     "repeated layers": (PEFT_0_11 | {"layer_replication": [[0, 2]]}, "unsupported_feature"),
     "AdaLoRA": (PEFT_0_5 | {"peft_type": "ADALORA"}, "unsupported_peft_type"),
     "another tuner of ms-swift": (PEFT_0_11 | {"swift_type": "SCETUNING"}, "unsupported_feature"),

@@ -128,14 +128,12 @@ def _sites(
     sites: defaultdict[_Site, list[tuple[int, ModuleLora]]] = defaultdict(list)
     findings = Findings()
     for index, member in enumerate(members):
-        for lora in member.modules:
-            if isinstance(lora, ModuleLora):
-                sites[lora.layer, lora.module].append((index, lora))
-                continue
+        for lora in member.ordinary:
+            sites[lora.layer, lora.module].append((index, lora))
+        if len(member.ordinary) < len(member.modules):
             digest = recipe.members[index].digest
-            message = f"{digest} changes {lora.module}; LoRA on experts cannot be merged"
+            message = f"{digest} changes experts; LoRA on experts cannot be merged"
             findings.add("unsupported_merge", digest, message)
-            break
     findings.raise_if_any()
     return sites
 

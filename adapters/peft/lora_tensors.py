@@ -1,7 +1,5 @@
 """The tensors of a validated adapter, in the base's modules. Pure."""
 
-from typing import Protocol
-
 import msgspec
 
 from adapters.coverage import Coverage, Site, coverage_of
@@ -10,51 +8,38 @@ from adapters.peft.tensor_names import WHOLE, Naming
 from adapters.safetensors.header import TensorInfo
 
 
-class PlacedLora(Protocol):
+class PlacedLora(msgspec.Struct, frozen=True):
     """LoRA of one module, or of one that all experts of a layer have, in any form:
     `y += scale * B (A x)`.
 
-    layer: 0-based, -1 for `embed_tokens` and `lm_head`. module: its short name. shares_a: the
-    site's other modules have the same A. tensors: all that it is made of. sites: what has them.
+    layer: 0-based, -1 for `embed_tokens` and `lm_head`. module: its short name.
     """
-
-    @property
-    def layer(self) -> int: ...
-    @property
-    def module(self) -> str: ...
-    @property
-    def lora_rank(self) -> int: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def shares_a(self) -> bool: ...
-    @property
-    def tensors(self) -> tuple[TensorInfo, ...]: ...
-    @property
-    def sites(self) -> tuple[Site, ...]: ...
-
-
-class ModuleLora(msgspec.Struct, frozen=True, gc=False):
-    """LoRA of one module. a: `[lora_rank, in_features]`; b: `[out_features, lora_rank]`."""
 
     layer: int
     module: str
     lora_rank: int
     scale: float
+
+    @property
+    def shares_a(self) -> bool:
+        """The site's other modules have the same A."""
+        return False
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The modules that have tensors."""
+        return ((self.layer, self.module),)
+
+
+class ModuleLora(PlacedLora, frozen=True, gc=False):
+    """LoRA of one module. a: `[lora_rank, in_features]`; b: `[out_features, lora_rank]`."""
+
     a: TensorInfo
     b: TensorInfo
 
     @property
-    def shares_a(self) -> bool:
-        return False
-
-    @property
     def tensors(self) -> tuple[TensorInfo, ...]:
         return self.a, self.b
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        return ((self.layer, self.module),)
 
 
 class ExpertPair(msgspec.Struct, frozen=True, gc=False):
@@ -67,19 +52,11 @@ class ExpertPair(msgspec.Struct, frozen=True, gc=False):
     b: TensorInfo
 
 
-class ExpertsLora(msgspec.Struct, frozen=True):
+class ExpertsLora(PlacedLora, frozen=True):
     """LoRA of a module of each expert, a pair of tensors for each. Experts without a pair stay as
     the base has them. lora_rank: the largest of any. scale: the largest of any by magnitude."""
 
-    layer: int
-    module: str
-    lora_rank: int
-    scale: float
     pairs: tuple[ExpertPair, ...]
-
-    @property
-    def shares_a(self) -> bool:
-        return False
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
@@ -90,7 +67,7 @@ class ExpertsLora(msgspec.Struct, frozen=True):
         return tuple((self.layer, self.module, pair.expert) for pair in self.pairs)
 
 
-class StackedLora(msgspec.Struct, frozen=True):
+class StackedLora(PlacedLora, frozen=True):
     """LoRA of the rows that one module has of a tensor of all experts (`ExpertWeight`), one pair
     for all of that tensor, as PEFT's `ParamWrapper` saves it.
 
@@ -98,26 +75,22 @@ class StackedLora(msgspec.Struct, frozen=True):
     innermost. rows: of `out`, those of this module.
     is_swapped: a reads what should be written and b writes what should be read:
         a `[experts * lora_rank, out]`, b `[in, lora_rank * experts]`.
-    shares_a: other modules have other rows.
+    has_others: other modules have the other rows.
     """
 
-    layer: int
-    module: str
-    lora_rank: int
-    scale: float
     a: TensorInfo
     b: TensorInfo
     rows: range
     is_swapped: bool
-    shares_a: bool
+    has_others: bool
+
+    @property
+    def shares_a(self) -> bool:
+        return self.has_others
 
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
         return self.a, self.b
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        return ((self.layer, self.module),)
 
 
 class LoraTensors(msgspec.Struct, frozen=True):
@@ -134,6 +107,11 @@ class LoraTensors(msgspec.Struct, frozen=True):
     base_copies: tuple[tuple[str, TensorInfo], ...] = ()
     missing: tuple[Site, ...] = ()
     naming: Naming = WHOLE
+
+    @property
+    def ordinary(self) -> tuple[ModuleLora, ...]:
+        """LoRA of modules that are not of experts."""
+        return tuple(module for module in self.modules if isinstance(module, ModuleLora))
 
     @property
     def sites(self) -> tuple[Site, ...]:

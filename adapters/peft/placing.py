@@ -13,7 +13,7 @@ from adapters.peft.targeting import Targeting
 from adapters.violations import Findings
 
 
-class Placer:
+class ModulePlacer:
     """What is wrong is added to `findings`."""
 
     def __init__(

@@ -121,5 +121,5 @@ def stacked_loras(
             b=pair["B"],
             rows=rows,
             is_swapped=swapped,
-            shares_a=len(names) > 1,
+            has_others=len(names) > 1,
         )

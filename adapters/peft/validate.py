@@ -13,7 +13,7 @@ from adapters.base_names import names_base, normal_name
 from adapters.manifest import SlabDtype
 from adapters.peft.config import MAX_RANK, PeftConfig
 from adapters.peft.lora_tensors import LoraTensors
-from adapters.peft.placing import Placer
+from adapters.peft.placing import ModulePlacer
 from adapters.peft.sorted_tensors import sort_tensors
 from adapters.peft.targeted import check_parameters, targeted_paths
 from adapters.peft.targeting import Targeting
@@ -83,7 +83,7 @@ def place_tensors(
         findings.add("no_tensors", WEIGHTS_FILE, "the weights file has no LoRA tensors")
     if matcher is None or not matcher.is_sound:
         return None
-    return Placer(matcher, found, base, limits.max_lora_rank, findings).place()
+    return ModulePlacer(matcher, found, base, limits.max_lora_rank, findings).place()
 
 
 def check_config(

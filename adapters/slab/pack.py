@@ -26,7 +26,7 @@ from adapters.safetensors.floats import (
 )
 from adapters.safetensors.header import DTYPE_BYTES, TensorInfo
 from adapters.slab.memory import SlabMemory
-from adapters.slab.targets import Numbers, Region, Target, all_regions
+from adapters.slab.targets import Numbers, Region, SlabTarget, all_regions
 from adapters.violations import Findings
 
 
@@ -50,7 +50,7 @@ def pack_weights(
     findings = Findings()
     packer = _Packer(weights, layout, check, findings)
     regions = list(all_regions(adapter, base, layout, target))
-    of_tensor: dict[str, tuple[TensorInfo, list[Target]]] = {}
+    of_tensor: dict[str, tuple[TensorInfo, list[SlabTarget]]] = {}
     for region in regions:
         region.prepare()
         for part in region.targets:
@@ -87,7 +87,7 @@ class _Packer:
         self._rows = np.empty(0, np.uint8)
         self._fitting = True
 
-    def pack(self, tensor: TensorInfo, targets: list[Target]) -> None:
+    def pack(self, tensor: TensorInfo, targets: list[SlabTarget]) -> None:
         self._fitting = True
         whole = targets[0].whole if len(targets) == 1 else None
         if whole is not None:

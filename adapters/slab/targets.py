@@ -19,7 +19,7 @@ Numbers = npt.NDArray[np.unsignedinteger]
 _Lora = ModuleLora | ExpertsLora | StackedLora
 
 
-class Target(NamedTuple):
+class SlabTarget(NamedTuple):
     """Some numbers of a tensor, and their place. rows: which rows of the tensor. columns: which
     columns. place: of each number, indexed by row first, then in the order of the columns, in one
     dimension or several. factor: what the numbers are multiplied with."""
@@ -55,7 +55,7 @@ class Region(NamedTuple):
 
     offset: int
     numbers: Numbers
-    targets: list[Target]
+    targets: list[SlabTarget]
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +93,7 @@ def all_regions(
 
 def _a_targets(
     site: SiteLayout, loras: Sequence[_Lora | None], numbers: Numbers
-) -> Iterator[Target]:
+) -> Iterator[SlabTarget]:
     """numbers: the stacked A, `[a_rank, in]`; of the embedding `[in, a_rank]`; of experts
     `[experts, a_rank, in]`."""
     begin = 0
@@ -103,11 +103,11 @@ def _a_targets(
         ranks = slice(begin, begin + lora.lora_rank)
         if isinstance(lora, ModuleLora):
             place = numbers.T if site.kind == "embed_tokens" else numbers
-            yield Target(lora.a, place[ranks], _rows(lora.a))
+            yield SlabTarget(lora.a, place[ranks], _rows(lora.a))
         elif isinstance(lora, ExpertsLora):
             for pair in lora.pairs:
                 place = numbers[pair.expert, begin : begin + pair.lora_rank]
-                yield Target(pair.a, place, _rows(pair.a))
+                yield SlabTarget(pair.a, place, _rows(pair.a))
         else:
             yield _stacked_a(lora, numbers[:, ranks])
         if site.shares_a:
@@ -115,29 +115,29 @@ def _a_targets(
         begin += lora.lora_rank
 
 
-def _b_targets(lora: _Lora, numbers: Numbers) -> Iterator[Target]:
+def _b_targets(lora: _Lora, numbers: Numbers) -> Iterator[SlabTarget]:
     """numbers: `[out, rank]`; of experts `[experts, out, rank]`."""
     if isinstance(lora, ModuleLora):
-        yield Target(lora.b, numbers, _rows(lora.b))
+        yield SlabTarget(lora.b, numbers, _rows(lora.b))
     elif isinstance(lora, ExpertsLora):
         for pair in lora.pairs:
             place = numbers[pair.expert, :, : pair.lora_rank]
-            yield Target(pair.b, place, _rows(pair.b), factor=pair.factor)
+            yield SlabTarget(pair.b, place, _rows(pair.b), factor=pair.factor)
     elif not lora.is_swapped:
         # Columns are ranks, and within a rank experts.
-        yield Target(lora.b, numbers.transpose(1, 2, 0), lora.rows)
+        yield SlabTarget(lora.b, numbers.transpose(1, 2, 0), lora.rows)
     else:
         columns = slice(lora.rows.start, lora.rows.stop, lora.rows.step)
         for expert, own in enumerate(numbers):
             rows = range(expert * lora.lora_rank, (expert + 1) * lora.lora_rank)
-            yield Target(lora.a, own.T, rows, columns)
+            yield SlabTarget(lora.a, own.T, rows, columns)
 
 
-def _stacked_a(lora: StackedLora, numbers: Numbers) -> Target:
+def _stacked_a(lora: StackedLora, numbers: Numbers) -> SlabTarget:
     """numbers: `[experts, rank, in]`, nothing between its experts."""
     if lora.is_swapped:
-        return Target(lora.b, numbers.transpose(2, 1, 0), _rows(lora.b))
-    return Target(lora.a, numbers.reshape(-1, numbers.shape[-1]), _rows(lora.a))
+        return SlabTarget(lora.b, numbers.transpose(2, 1, 0), _rows(lora.b))
+    return SlabTarget(lora.a, numbers.reshape(-1, numbers.shape[-1]), _rows(lora.a))
 
 
 def _rows(tensor: TensorInfo) -> range:

@@ -96,8 +96,7 @@ def _mixtral() -> Any:
 
 def _qwen3_moe() -> Any:
     config = Qwen3MoeConfig(
-        **_SIZES,
-        head_dim=8,
+        **_SIZES | {"head_dim": 8},
         intermediate_size=40,
         moe_intermediate_size=INNER,
         num_hidden_layers=3,

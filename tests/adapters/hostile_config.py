@@ -20,7 +20,6 @@ _FEATURES: dict[str, Any] = {
     "megatron_config": {},
     "modules_to_save": ["embed_tokens"],
     "monteclora_config": {},
-    "target_parameters": ["mlp.experts.gate_up_proj"],
     "trainable_token_indices": [3],
     "use_bdlora": {"target_modules_bd_a": []},
     "use_dora": True,

@@ -75,7 +75,7 @@ def logits_of_judged(folder: Path, base: BaseSpec = BASE) -> Any:
     assert judge_folder(folder).manifest.targets == judge_folder(folder, base).manifest.targets
     modules = BASE.layer_modules | BASE.model_modules
     with open_weights(folder / WEIGHTS) as weights, torch.no_grad():
-        for lora in adapter.modules:
+        for lora in adapter.ordinary:
             a, b = (
                 torch.from_numpy(read_floats(weights.read(t), t.dtype).reshape(t.shape).copy())
                 for t in (lora.a, lora.b)

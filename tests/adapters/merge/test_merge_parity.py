@@ -101,7 +101,7 @@ def deltas_of(folder: Path) -> Deltas:
     adapter = judge_folder(folder, BASE, LIMITS).tensors
     found: Deltas = {}
     with open_weights(folder / "adapter_model.safetensors") as weights:
-        for module in adapter.modules:
+        for module in adapter.ordinary:
             a, b = (
                 weights.read(tensor).view("<f4").reshape(tensor.shape)
                 for tensor in (module.a, module.b)

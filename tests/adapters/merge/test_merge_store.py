@@ -56,7 +56,9 @@ class Store:
             def read(tensor: Any) -> npt.NDArray[Any]:
                 return read_floats(weights.read(tensor), tensor.dtype).reshape(tensor.shape)
 
-            return {(m.layer, m.module): m.scale * (read(m.b) @ read(m.a)) for m in adapter.modules}
+            return {
+                (m.layer, m.module): m.scale * (read(m.b) @ read(m.a)) for m in adapter.ordinary
+            }
 
     def merge(self, *pairs: tuple[str, float], **options: Any) -> str:
         return self.store.merge(recipe(*pairs, **options), run_job).digest

@@ -87,7 +87,7 @@ def test_harmless_settings_are_accepted(changes: dict[str, Any]) -> None:
         ({"modules_to_save": ["lm_head"]}, "unsupported_feature", "modules_to_save"),
         ({"trainable_token_indices": [1]}, "unsupported_feature", "trainable_token_indices"),
         ({"alora_invocation_tokens": [5]}, "unsupported_feature", "alora_invocation_tokens"),
-        ({"target_parameters": ["x"]}, "unknown_target", "target_parameters"),
+        ({"target_parameters": [1]}, "bad_value", "target_parameters"),
         ({"layer_replication": [[0, 2]]}, "unsupported_feature", "layer_replication"),
         ({"use_qalora": True}, "unsupported_feature", "use_qalora"),
         ({"use_bdlora": {}}, "unsupported_feature", "use_bdlora"),

@@ -82,7 +82,7 @@ def loaded_by_us(folder: Path, base: BaseSpec = BASE) -> dict[tuple[str, int], A
     adapter: LoraTensors = judge_folder(folder, base, LIMITS).tensors
     found = {}
     with open_weights(folder / "adapter_model.safetensors") as weights:
-        for module in adapter.modules:
+        for module in adapter.ordinary:
             a, b = (
                 read_floats(weights.read(tensor), tensor.dtype).reshape(tensor.shape)
                 for tensor in (module.a, module.b)

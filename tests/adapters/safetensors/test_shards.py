@@ -84,7 +84,7 @@ def test_as_transformers_saves_it(tmp_path: Path) -> None:
     state = model.get_adapter_state_dict()
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     with open_shards(tmp_path, index, WEIGHTS) as weights:
-        for lora in adapter.modules:
+        for lora in adapter.ordinary:
             name = lora.a.name.removeprefix("base_model.model.")
             assert weights.read(lora.a).tobytes() == state[name].numpy().tobytes()
 

@@ -137,7 +137,7 @@ def test_packing_in_pieces_is_packing_as_a_whole(
     layout = make_layout(judged.tensors, BASE, judged.manifest.digest, dtype, EXTENT)
     expected = bytearray(layout.nbytes)
     item = ITEM_BYTES[dtype]
-    modules = {(module.layer, module.module): module for module in judged.tensors.modules}
+    modules = {(module.layer, module.module): module for module in judged.tensors.ordinary}
     with open_weights(folder / WEIGHTS_FILE) as weights:
 
         def whole(tensor: TensorInfo) -> "np.ndarray[Any, np.dtype[Any]]":
@@ -170,7 +170,7 @@ def test_what_is_packed_is_what_was_judged(how: str, tmp_path: Path) -> None:
     judged = judge_folder(folder, BASE, AdapterLimits())
     layout = make_layout(judged.tensors, BASE, judged.manifest.digest, "float32", EXTENT)
     whole = path.read_bytes()
-    first = min(tensor.start for m in judged.tensors.modules for tensor in (m.a, m.b))
+    first = min(tensor.start for m in judged.tensors.ordinary for tensor in (m.a, m.b))
     positions = [first, first + 5, len(whole) // 2, len(whole) - 1]
     if how == "digest":
         positions.append(first - 1)

@@ -89,7 +89,7 @@ def test_values_are_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
         assert new.dtype == dtype
         assert torch.equal(new.T.contiguous().view(torch.uint8), tensor.view(torch.uint8))
     x = np.linspace(-1, 1, HIDDEN)
-    for module in judge_folder(out).tensors.modules:
+    for module in judge_folder(out).tensors.ordinary:
         name = module.a.name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         if tensors[f"{name}.lora_a"].shape[0] != HIDDEN:
             continue

@@ -9,7 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from adapters.base import ModuleShape, SiteKind, module_name, module_path
+from adapters.base import ModuleShape, SiteKind, module_name
+from adapters.base import layer_path as layer_path
 from server.model.moe_spec import ExpertStorage, MoeSpec, Tensors
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
@@ -345,11 +346,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
         for index, layer in enumerate(self.layers):
             shapes.update((layer_path(index, name), shape) for name, shape in layer.tensors())
         return shapes
-
-
-def layer_path(layer: int, path: str) -> str:
-    """The whole name of a module or tensor of a layer, 0-based."""
-    return module_path(ModuleShape(path, 0, 0), layer)
 
 
 def _within(layer: LayerSpec, max_context: int) -> LayerSpec:

@@ -10,25 +10,15 @@ from router.api.lorax.fields import check_fields
 from router.api.lorax.merge import MergedAdapters, choose_merge
 from router.api.request.body import decode_plain, require, typed
 from router.api.request.fields import (
-    CacheSalt,
-    LogitBias,
-    NonNegative,
-    Penalty,
     Positive,
-    Priority,
-    Probability,
-    RepetitionPenalty,
     StopString,
-    TopK,
-    UnitInterval,
-    check_sizes,
     check_stops,
     choose_adapter,
     credential,
-    salt_of,
     temperature_of,
 )
 from router.api.request.formatter import ApiLimits
+from router.api.request.generation_fields import GenerationFields, check_counts, with_fields
 from router.api.request.shapes import check_ends, format_shape, only_shape
 from router.call import (
     AdapterChoice,
@@ -44,29 +34,20 @@ from server.protocol import SamplingParams
 Route = Literal["/", "/generate", "/generate_stream"]
 
 
-class LoraxParameters(msgspec.Struct, frozen=True):
+class LoraxParameters(GenerationFields, frozen=True, kw_only=True):
     """Every field may be null or absent. Neither sampling field set: greedy.
 
     adapter_id: alias or reference; null or "" = the base. details: adds `details` to the answer.
     merged_adapters: not beside an adapter_id. add_special_tokens: around `inputs`; true by default.
-    grammar: TGI's name for response_format. From min_p on: extensions.
+    grammar: TGI's name for response_format.
     """
 
     adapter_id: str | None = None
-    adapter_source: str | None = None
     merged_adapters: MergedAdapters | None = None
-    api_token: str | None = None
     best_of: Positive | None = None
     temperature: Annotated[float, Meta(ge=0, le=1e4)] | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    top_k: TopK | None = None
-    top_p: Probability | None = None
-    typical_p: Probability | None = None
     do_sample: bool | None = None
     max_new_tokens: Positive | None = None
-    ignore_eos_token: bool | None = None
     return_full_text: bool | None = None
     stop: list[StopString] | None = None
     truncate: Positive | None = None
@@ -79,13 +60,6 @@ class LoraxParameters(msgspec.Struct, frozen=True):
     response_format: dict[str, Any] | None = None
     grammar: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
-    min_p: UnitInterval | None = None
-    min_tokens: NonNegative | None = None
-    stop_token_ids: list[NonNegative] | None = None
-    logit_bias: LogitBias | None = None
-    skip_special_tokens: bool | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
 
 
 class LoraxBody(msgspec.Struct, frozen=True):
@@ -134,9 +108,6 @@ def parse(
         seed=given.seed,
         add_special_tokens=given.add_special_tokens is not False,
         truncate=given.truncate,
-        skip_special_tokens=given.skip_special_tokens is not False,
-        cache_salt=salt_of(given.cache_salt),
-        priority=given.priority or 0,
         shape=_shape(given),
     )
     options = LoraxOptions(
@@ -146,7 +117,7 @@ def parse(
         show_seed=call.sampling.temperature > 0,
         alternatives=given.return_k_alternatives is not None,
     )
-    return LoraxRequest(call, options)
+    return LoraxRequest(with_fields(call, given), options)
 
 
 def _shape(given: LoraxParameters) -> Shape | None:
@@ -216,14 +187,8 @@ def _is_sampling(given: LoraxParameters) -> bool:
 
 
 def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool) -> SamplingParams:
-    check_sizes(given, limits)
+    check_counts(given, given.max_new_tokens, limits)
     seed, alternatives = given.seed, given.return_k_alternatives
-    least, most = given.min_tokens or 0, given.max_new_tokens
-    require(
-        most is None or least <= most,
-        f"expected at most the {most} tokens to generate, got {least}",
-        "min_tokens",
-    )
     require(seed is None or seed < 2**64, "expected a 64-bit unsigned integer", "seed")
     require(
         (alternatives or 0) <= limits.max_logprobs,
@@ -232,6 +197,7 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
     )
     temperature = 1.0 if given.temperature is None else given.temperature
     advised = limits.sampling_defaults
+    least = advised.get("min_tokens", 0) if given.min_tokens is None else given.min_tokens
     return SamplingParams(
         temperature=temperature_of(temperature) if _is_sampling(given) else 0.0,
         top_k=max(0, given.top_k or 0),
@@ -241,7 +207,7 @@ def _sampling(given: LoraxParameters, limits: ApiLimits, *, with_logprobs: bool)
         repetition_penalty=given.repetition_penalty or advised.get("repetition_penalty", 1.0),
         frequency_penalty=given.frequency_penalty or 0.0,
         presence_penalty=given.presence_penalty or 0.0,
-        min_tokens=int(advised.get("min_tokens", 0)) if given.min_tokens is None else least,
+        min_tokens=int(least),
         ignore_eos=bool(given.ignore_eos_token),
         stop_token_ids=tuple(given.stop_token_ids or ()),
         logit_bias=given.logit_bias or {},

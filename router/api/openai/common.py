@@ -9,26 +9,17 @@ from router.api.openai.answer import AnswerOptions, UsageIn
 from router.api.request.body import decode_plain, require, typed
 from router.api.request.fields import (
     MAX_INT32,
-    CacheSalt,
-    LogitBias,
     NonNegative,
-    Penalty,
     Positive,
-    Priority,
-    Probability,
-    RepetitionPenalty,
     StopString,
-    TopK,
-    UnitInterval,
-    check_sizes,
     check_stops,
     choose_adapter,
     credential,
-    salt_of,
     temperature_of,
     within_base,
 )
 from router.api.request.formatter import ApiLimits
+from router.api.request.generation_fields import GenerationFields, check_counts, with_fields
 from router.api.request.known_elsewhere import check_unknown, check_unknown_parts, same, unsupported
 from router.api.request.shapes import StructuredOutputs
 from router.call import BASE_PLACEHOLDERS, AdapterChoice, GenerationCall
@@ -54,11 +45,10 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class SharedBody(msgspec.Struct, frozen=True, kw_only=True):
+class SharedBody(GenerationFields, frozen=True, kw_only=True):
     """Fields of every route; every optional one may be null.
 
-    model: an adapter's alias or reference, or the base's name, or both with a colon between. From
-    top_k on: extensions. priority: how far behind the key's own the request stands.
+    model: an adapter's alias or reference, or the base's name, or both with a colon between.
     """
 
     model: str
@@ -66,29 +56,13 @@ class SharedBody(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[StopString] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Probability | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
     user: str | None = None
-    top_k: TopK | None = None
-    min_p: UnitInterval | None = None
-    typical_p: Probability | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
-    ignore_eos_token: bool | None = None
-    min_tokens: NonNegative | None = None
-    stop_token_ids: list[NonNegative] | None = None
-    adapter_source: str | None = None
-    api_token: str | None = None
     lora_path: str | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: Priority | None = None
-    cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
@@ -188,7 +162,7 @@ def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) ->
         "truncation_side",
     )
     return msgspec.structs.replace(
-        call,
+        with_fields(call, request),
         stop=check_stops([stop] if isinstance(stop, str) else stop or [], limits),
         include_stop=bool(request.include_stop_str_in_output),
         stream=bool(request.stream),
@@ -197,10 +171,7 @@ def with_shared(call: GenerationCall, request: SharedBody, limits: ApiLimits) ->
         truncate=cut,
         truncate_keeps="first" if request.truncation_side == "right" else "last",
         user=request.user,
-        skip_special_tokens=request.skip_special_tokens is not False,
         spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
-        cache_salt=salt_of(request.cache_salt),
-        priority=request.priority or 0,
     )
 
 
@@ -234,13 +205,7 @@ def sampling_of(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """What the request says, else the model's own defaults, else OpenAI's. Raises RequestError."""
-    check_sizes(request, limits)
-    least = request.min_tokens
-    require(
-        max_tokens is None or (least or 0) <= max_tokens,
-        f"expected at most the {max_tokens} tokens to generate, got {least}",
-        "min_tokens",
-    )
+    check_counts(request, max_tokens, limits)
     for name, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         most = limits.max_logprobs
         require((asked or 0) <= most, f"expected at most {most}, got {asked}", name)

@@ -1,8 +1,7 @@
 """Ranges that several APIs share, as types; and which adapter a caller names. Pure."""
 
 from collections.abc import Collection
-from hashlib import sha256
-from typing import Annotated, Protocol, cast, get_args
+from typing import Annotated, cast, get_args
 
 from msgspec import Meta
 
@@ -38,11 +37,6 @@ def temperature_of(value: float) -> float:
     return 0.0 if value < LEAST_TEMPERATURE else value
 
 
-def salt_of(cache_salt: str | None) -> str:
-    """Its SHA-256: a salt may be a secret, and has the length of one on the wire."""
-    return sha256(cache_salt.encode()).hexdigest() if cache_salt else ""
-
-
 def check_stops(stops: list[str], limits: ApiLimits) -> tuple[str, ...]:
     most = limits.max_stop_sequences
     require(len(stops) <= most, f"expected at most {most} stop strings, got {len(stops)}", "stop")
@@ -53,26 +47,6 @@ def check_stops(stops: list[str], limits: ApiLimits) -> tuple[str, ...]:
             "stop",
         )
     return tuple(stops)
-
-
-class Sized(Protocol):
-    """A body with lists that are bounded."""
-
-    @property
-    def logit_bias(self) -> LogitBias | None: ...
-
-    @property
-    def stop_token_ids(self) -> list[NonNegative] | None: ...
-
-
-def check_sizes(body: Sized, limits: ApiLimits) -> None:
-    """Raises RequestError."""
-    for name, given, most in (
-        ("logit_bias", body.logit_bias, limits.max_logit_bias),
-        ("stop_token_ids", body.stop_token_ids, limits.max_stop_token_ids),
-    ):
-        size = len(given or ())
-        require(size <= most, f"expected at most {most} entries, got {size}", name)
 
 
 def within_base(model: str, base_names: Collection[str]) -> str:

@@ -1,0 +1,72 @@
+"""The fields that LoRAX's and OpenAI's bodies have in common, and their checks. Pure."""
+
+from hashlib import sha256
+
+import msgspec
+
+from router.api.request.body import require
+from router.api.request.fields import (
+    CacheSalt,
+    LogitBias,
+    NonNegative,
+    Penalty,
+    Priority,
+    Probability,
+    RepetitionPenalty,
+    TopK,
+    UnitInterval,
+)
+from router.api.request.formatter import ApiLimits
+from router.call import GenerationCall
+
+
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Each may be null. priority: how far behind the key's own the request stands."""
+
+    adapter_source: str | None = None
+    api_token: str | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: UnitInterval | None = None
+    typical_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    min_tokens: NonNegative | None = None
+    stop_token_ids: list[NonNegative] | None = None
+    ignore_eos_token: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+
+
+def check_counts(fields: GenerationFields, max_tokens: int | None, limits: ApiLimits) -> None:
+    """max_tokens: to generate; None = all that fit. Raises RequestError."""
+    for name, given, most in (
+        ("logit_bias", fields.logit_bias, limits.max_logit_bias),
+        ("stop_token_ids", fields.stop_token_ids, limits.max_stop_token_ids),
+    ):
+        size = len(given or ())
+        require(size <= most, f"expected at most {most} entries, got {size}", name)
+    least = fields.min_tokens or 0
+    require(
+        max_tokens is None or least <= max_tokens,
+        f"expected at most the {max_tokens} tokens to generate, got {least}",
+        "min_tokens",
+    )
+
+
+def with_fields(call: GenerationCall, fields: GenerationFields) -> GenerationCall:
+    """The call, and what the fields say beside its sampling."""
+    return msgspec.structs.replace(
+        call,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        cache_salt=salt_of(fields.cache_salt),
+        priority=fields.priority or 0,
+    )
+
+
+def salt_of(cache_salt: str | None) -> str:
+    """Its SHA-256: a salt may be a secret, and has the length of one on the wire."""
+    return sha256(cache_salt.encode()).hexdigest() if cache_salt else ""

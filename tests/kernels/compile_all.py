@@ -30,6 +30,7 @@ from server.kernels.attention.prompt_attention import prompt_attention, tile_sha
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
 from server.kernels.attention.scores import ScoreRule
+from server.kernels.attention.rotation import QkNorm, Rotation
 from server.kernels.launch.compile_ahead import compiled_together
 from server.kernels.launch.configs import KernelConfigs, Phase, read_configs
 from server.kernels.linear.skinny import MAX_ROWS, skinny_product
@@ -51,6 +52,9 @@ from server.kernels.sampling.greedy import DrawMasks, GreedyScratch, greedy_appe
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 WIDTHS = (512, 128, 128)
+HALVES, NONE = Rotation(torch.zeros(8, 64)), Rotation(torch.zeros(8, 0))
+PART = Rotation(torch.zeros(8, 48), q_scale=torch.zeros(8))
+NEIGHBOURS = Rotation(torch.zeros(8, 32), interleaved=True)
 ACTIVATIONS: tuple[Activation, ...] = ("gelu_tanh", "silu")
 
 
@@ -109,8 +113,7 @@ def lora(configs: KernelConfigs, phase: Phase, rows: int, every_form: bool) -> N
             for activation in ACTIVATIONS:
                 gated(y, of, activation, programmatic_launch=early)
             norms(y, of, early)
-        attention(rows, delta, torch.zeros(10, 64, dtype=DTYPE), early)
-        attention(1, None, None, early)
+        attentions(rows, delta, early)
     elif phase == "prefill":
         many_tokens(configs, y, pending, every_form)
 
@@ -123,6 +126,13 @@ def norms(y: torch.Tensor, delta: PendingDelta | None, early: bool) -> None:
     rms_norm(hidden, norm, programmatic_launch=early)
 
 
+def attentions(rows: int, delta: PendingDelta, early: bool) -> None:
+    weights = torch.zeros(10, 64, dtype=DTYPE)
+    for all_heads, rotation in ((False, PART), (True, NEIGHBOURS), (True, NONE)):
+        attention(rows, delta, QkNorm(weights, 1e-5, all_heads), rotation, early)
+    attention(1, None, None, HALVES, early)
+
+
 def many_tokens(
     configs: KernelConfigs, y: torch.Tensor, pending: PendingLora, every_form: bool
 ) -> None:
@@ -131,10 +141,10 @@ def many_tokens(
         down = allocate_workspace(rows, DTYPE, CPU, 16, width)
         gated_lora(y, pending, configs.fused_shrink(rows), "silu", down)
     places, (k, v) = torch.zeros(rows, dtype=torch.int64), torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
-    context = (torch.zeros(8, 64), places, places, k, v)
-    norms = (torch.zeros(10, 64, dtype=DTYPE), None)
-    for norm in norms if every_form else norms[:1]:
-        rope_append_lora(y, pending, 3, *context, norm, 1e-5, configs.rope(rows))
+    norm = QkNorm(torch.zeros(10, 64, dtype=DTYPE), 1e-5)
+    forms = [(PART, norm), (HALVES, norm), (HALVES, None), (NEIGHBOURS, None)]
+    for rotation, of in forms if every_form else forms[:1]:
+        rope_append_lora(y, pending, 3, rotation, places, places, k, v, of, configs.rope(rows))
 
 
 def products(configs: KernelConfigs) -> None:
@@ -155,7 +165,7 @@ def products(configs: KernelConfigs) -> None:
 
 
 def attention(
-    rows: int, pending: PendingDelta | None, norm: torch.Tensor | None, early: bool
+    rows: int, pending: PendingDelta | None, norm: QkNorm | None, rotation: Rotation, early: bool
 ) -> None:
     heads, kv_heads, head_dim = 8, 2, 64
     items = np.zeros((2, max_items(rows)), dtype=np.int32)
@@ -171,8 +181,7 @@ def attention(
     scratch = DecodeScratch(rows, heads, head_dim, CPU)
     qkv = torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=DTYPE)
     out = torch.zeros(rows, heads, head_dim, dtype=DTYPE)
-    cos_sin = torch.zeros(8, head_dim)
-    context = (view, (pages[0], pages[1]), cos_sin, (norm, 1e-5), scratch, out)
+    context = (view, (pages[0], pages[1]), rotation, norm, scratch, out)
     decode_attention(qkv, pending, *context, programmatic_launch=early)
 
 
@@ -205,9 +214,10 @@ def step() -> None:
         for rows in (of, masked):
             draw_append(scores, rows, parameters, tokens, GreedyScratch(4, CPU), finite=True)
     k, v = torch.zeros(2, 4, 16, 2, 64, dtype=DTYPE)
-    qkv, cos_sin = torch.zeros(4, 6 * 64, dtype=DTYPE), torch.zeros(8, 64)
-    for norm in (None, torch.zeros(4, 64, dtype=DTYPE)):
-        rope_append(qkv, cos_sin, positions, positions, k, v, norm, 1e-5)
+    qkv, weights = torch.zeros(4, 6 * 64, dtype=DTYPE), torch.zeros(4, 64, dtype=DTYPE)
+    norms = (None, QkNorm(weights, 1e-5), QkNorm(weights, 1e-5, all_heads=True), None)
+    for rotation, norm in zip((HALVES, PART, NEIGHBOURS, NONE), norms, strict=True):
+        rope_append(qkv, rotation, positions, positions, k, v, norm)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.kernels.attention.rope_append_lora import rope_append_lora
+from server.kernels.attention.rotation import Rotation
 from server.kernels.launch.configs import Phase, load_configs, read_configs
 from server.kernels.lora.expand import expand
 from server.kernels.lora.pending import PendingDelta, PendingLora
@@ -111,7 +112,7 @@ def test_the_rotation_that_expands_checks_its_arguments() -> None:
     workspace = allocate_workspace(4, torch.float32, CPU, CONFIGS.max_split("decode", 4))
     pending = PendingLora(table, 0, segments, workspace)
     qkv, k, v = torch.zeros(4, 6 * 16), torch.zeros(2, 4, 2, 16), torch.zeros(2, 4, 2, 16)
-    angles, places = torch.zeros(9, 16), torch.zeros(4, dtype=torch.int64)
+    rotation, places = Rotation(torch.zeros(9, 16)), torch.zeros(4, dtype=torch.int64)
 
     def rotate(
         qkv: torch.Tensor = qkv,
@@ -120,10 +121,11 @@ def test_the_rotation_that_expands_checks_its_arguments() -> None:
         positions: torch.Tensor = places,
         slots: torch.Tensor = places,
         v: torch.Tensor = v,
+        rotation: Rotation = rotation,
     ) -> None:
         config = CONFIGS.rope(4)
-        context = (positions, slots, k, v, None, 1e-5, config)
-        rope_append_lora(qkv, pending, num_decodes, angles, *context)
+        context = (rotation, positions, slots, k, v, None, config)
+        rope_append_lora(qkv, pending, num_decodes, *context)
 
     with pytest.raises(ValueError, match=r"qkv is torch.float16 .*torch.float32"):
         rotate(qkv.half())
@@ -149,6 +151,8 @@ def test_the_rotation_that_expands_checks_its_arguments() -> None:
         rotate(v=v.half())
     with pytest.raises(ValueError, match=r"v_pages is .*\[2, 4, 1, 16\]"):
         rotate(v=v[:, :, :1].clone())
+    with pytest.raises(ValueError, match="20 features turn, a head has 16"):
+        rotate(rotation=Rotation(torch.zeros(9, 20)))
     with pytest.raises(ValueError, match="site 2"):
         rotate(pending=replace(pending, site=2))
 

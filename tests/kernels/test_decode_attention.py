@@ -17,9 +17,11 @@ from server.kernels.attention.decode_attention import (
     max_items,
     rows_of_each_shape,
 )
+from server.kernels.attention.rotation import QkNorm
 from server.kernels.lora.pending import PendingDelta
 from server.kernels.lora.table import LoraTable
 from tests.grids import sparse
+from tests.kernels.rotations import TURNS, Turn, as_cached, normed, rotated
 
 EPSILON = 1e-5
 
@@ -40,7 +42,10 @@ class Case:
         device: torch.device,
         dtype: torch.dtype,
         page_size: int = 16,
+        turn: Turn = TURNS["halves"],
+        norm: bool | None = None,
     ) -> None:
+        """norm: over all heads, over each, None = without."""
         torch.manual_seed(len(contexts))
         self.page_size = page_size
         self.contexts, (self.heads, self.kv_heads, self.head_dim) = contexts, shape
@@ -59,9 +64,9 @@ class Case:
         size = (sum(counts), page_size, self.kv_heads, self.head_dim)
         self.k, self.v = (torch.randn(size).to(device, dtype) for _ in "kv")
         self.qkv = torch.randn(batch, self.all_heads * self.head_dim).to(device, dtype)
-        inv_freq = 100.0 ** -torch.linspace(0, 1, self.head_dim // 2)
-        self.angles = (torch.arange(longest)[:, None] * inv_freq).to(device)
-        self.norm = torch.randn(self.heads + self.kv_heads, self.head_dim).to(device, dtype)
+        self.rotation = turn.rotation(self.head_dim, longest, device)
+        weights = torch.randn(self.heads + self.kv_heads, self.head_dim).to(device, dtype)
+        self.norm = None if norm is None else QkNorm(weights, EPSILON, all_heads=norm)
         for row, n in enumerate(contexts):  # what lies beyond a context must not be read
             pages = self.page_table[batch - row, : counts[row]]
             for cache in (self.k, self.v):
@@ -81,39 +86,30 @@ class Case:
         positions = torch.tensor(self.contexts, device=self.device) - 1
         return DecodeBatchView(rows, positions, self.page_table, work)
 
-    def run(
-        self, norm: bool, pending: PendingDelta | None = None, room: int | None = None
-    ) -> torch.Tensor:
+    def run(self, pending: PendingDelta | None = None, room: int | None = None) -> torch.Tensor:
         """room: sequences that scratch is made for; None = these."""
         batch, view = len(self.contexts), self.view()
         scratch = DecodeScratch(room or batch, self.heads, self.head_dim, self.device)
         out = torch.full(
             (batch, self.heads, self.head_dim), 7.0, dtype=self.dtype, device=self.device
         )
-        cos_sin = torch.cat((self.angles.cos(), self.angles.sin()), dim=-1)
-        weights = (self.norm if norm else None, EPSILON)
         for _ in range(2):  # the scratch must be as new after a launch
-            context = (view, (self.k, self.v), cos_sin, weights, scratch, out)
+            context = (view, (self.k, self.v), self.rotation, self.norm, scratch, out)
             early = self.device.type == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
             decode_attention(self.qkv, pending, *context, programmatic_launch=early)
         assert not bool(scratch.done.any())
         return out
 
-    def expected(self, norm: bool, delta: torch.Tensor | None = None) -> list[torch.Tensor]:
+    def expected(self, delta: torch.Tensor | None = None) -> list[torch.Tensor]:
         """Attention of each sequence, and the k and v it appends, in float64 on the CPU."""
         qkv = self.qkv.double().cpu()
         if delta is not None:
             qkv = qkv + delta.double().cpu()
         x = qkv.view(len(self.contexts), self.all_heads, self.head_dim)
         qk, new_v = x[:, : -self.kv_heads], x[:, -self.kv_heads :]
-        if norm:
-            factor = torch.rsqrt(qk.square().mean(-1, keepdim=True) + EPSILON)
-            qk = qk * factor * self.norm.double().cpu()
         positions = torch.tensor(self.contexts) - 1
-        angles = self.angles.double().cpu()[positions][:, None]
-        first, second = qk.chunk(2, dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        qk = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        qk = rotated(normed(qk, self.heads, self.norm), self.heads, self.rotation, positions)
+        qk = as_cached(qk, self.rotation)
         results = []
         for row, n in enumerate(self.contexts):
             pages = self.page_table[len(self.contexts) - row, : -(-n // self.page_size)]
@@ -143,20 +139,33 @@ class Case:
 SHAPES = [(4, 2, 64), (14, 2, 64), (3, 3, 32), (8, 1, 48), (24, 1, 256)]
 
 
-@pytest.mark.parametrize(("shape", "norm"), sparse(SHAPES, [False, True]))
+@pytest.mark.parametrize(("shape", "norm"), sparse(SHAPES, [None, False, True]))
 def test_short_and_long_contexts(
-    device: torch.device, shape: tuple[int, int, int], norm: bool
+    device: torch.device, shape: tuple[int, int, int], norm: bool | None
 ) -> None:
-    case = Case([1, 17, 300, 16, 1100], shape, device, torch.float32)
-    expected = case.expected(norm)
-    case.check(case.run(norm), expected)
+    case = Case([1, 17, 300, 16, 1100], shape, device, torch.float32, norm=norm)
+    expected = case.expected()
+    case.check(case.run(), expected)
+
+
+@pytest.mark.parametrize(
+    ("turn", "shape", "norm"),
+    sparse(list(TURNS), [(4, 2, 64), (3, 1, 48), (2, 2, 80)], [None, False, True]),
+)
+def test_every_rotation(
+    device: torch.device, turn: str, shape: tuple[int, int, int], norm: bool | None
+) -> None:
+    """Cached keys lie in their pages as the rotation leaves them."""
+    case = Case([1, 17, 40], shape, device, torch.float32, 16, TURNS[turn], norm)
+    expected = case.expected()
+    case.check(case.run(), expected)
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 24, 32, 64])
 def test_pages_of_any_size(device: torch.device, page_size: int) -> None:
     case = Case([1, 33, 300, 64, 129], (4, 2, 32), device, torch.float32, page_size)
-    expected = case.expected(False)
-    case.check(case.run(False), expected)
+    expected = case.expected()
+    case.check(case.run(), expected)
 
 
 @pytest.mark.parametrize("page_size", [128, 256])
@@ -165,8 +174,8 @@ def test_pieces_that_begin_within_a_tile_of_a_page(device: torch.device, page_si
     case = Case(contexts, (2, 1, 32), device, torch.float32, page_size)
     piece = cut_contexts(np.array(contexts), np.zeros((2, max_items(2)), dtype=np.int32))
     assert piece % _shape(2, 2, 32)[0] != 0
-    expected = case.expected(False)
-    case.check(case.run(False), expected)
+    expected = case.expected()
+    case.check(case.run(), expected)
 
 
 @pytest.mark.parametrize(("kv_heads", "page_size"), [(4, 16), (6, 16), (6, 24)])
@@ -178,8 +187,8 @@ def test_many_programs(
     contexts = [1, 16, 17, 33, 48, 65, 2, 32]
     case = Case(contexts, (kv_heads, kv_heads, 32), device, torch.float32, page_size)
     assert _shape(kv_heads * len(contexts), 1, 32) != _shape(1, 1, 32)
-    expected = case.expected(False)
-    case.check(case.run(False), expected)
+    expected = case.expected()
+    case.check(case.run(), expected)
 
 
 @pytest.mark.gpu
@@ -191,15 +200,17 @@ def test_half_precision(batch: int, dtype: torch.dtype, shape: tuple[int, int, i
         pytest.skip("no CUDA device")
     contexts = [1 + 97 * i % 700 for i in range(batch - 1)] + [9000]
     case = Case(contexts, shape, torch.device("cuda"), dtype)
-    expected = case.expected(False)
-    case.check(case.run(False), expected)
+    expected = case.expected()
+    case.check(case.run(), expected)
 
 
 @pytest.mark.parametrize("ranks", [(3, 0, 5), (0, 2, 0), (1, 1, 1)])
+@pytest.mark.parametrize("norm", [None, True])
 def test_delta_is_added_where_an_adapter_touches(
-    device: torch.device, ranks: tuple[int, int, int]
+    device: torch.device, ranks: tuple[int, int, int], norm: bool | None
 ) -> None:
-    case = Case([5, 40, 260], (4, 2, 64), device, torch.float32)
+    turn = TURNS["neighbours" if norm else "halves"]
+    case = Case([5, 40, 260], (4, 2, 64), device, torch.float32, turn=turn, norm=norm)
     widths = [4 * 64, 2 * 64, 2 * 64]
     delta = torch.full_like(case.qkv, float("nan"))
     start = 0
@@ -211,8 +222,8 @@ def test_delta_is_added_where_an_adapter_touches(
     table.write(1, 1, 256, [512] * 3, ranks, [1.0] * 3)
     table.upload(1)
     slots = torch.tensor([-1, 1, 0], dtype=torch.int32, device=device)
-    expected = case.expected(False, delta.nan_to_num(0))
-    case.check(case.run(False, PendingDelta(table, 1, slots, delta)), expected)
+    expected = case.expected(delta.nan_to_num(0))
+    case.check(case.run(PendingDelta(table, 1, slots, delta)), expected)
 
 
 def test_pieces_cover_every_context_once() -> None:
@@ -232,4 +243,4 @@ def test_pieces_cover_every_context_once() -> None:
 def test_a_batch_that_scratch_has_no_room_for_is_refused() -> None:
     case = Case([5, 40, 300], (4, 2, 64), torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match="scratch is for 2 sequences, the batch has 3"):
-        case.run(False, room=2)
+        case.run(room=2)

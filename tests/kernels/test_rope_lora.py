@@ -5,6 +5,7 @@ import torch
 
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
+from server.kernels.attention.rotation import QkNorm
 from server.kernels.launch.configs import load_configs
 from server.kernels.lora.pending import PendingLora
 from server.kernels.lora.reference import lora_reference
@@ -12,6 +13,7 @@ from server.kernels.lora.segments import route
 from server.kernels.lora.shrink import shrink
 from tests.grids import sparse
 from tests.kernels.batches import SITE, Adapters, assert_close, make_batch
+from tests.kernels.rotations import TURNS
 
 IN_FEATURES, PAGE, PAGES = 96, 16, 16
 # Tiles that are full, in part and of few rows, rows without an adapter, and untouched sites.
@@ -50,9 +52,14 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "step"), sparse([(4, 2, 64), (5, 1, 80)], STEPS))
+@pytest.mark.parametrize(
+    ("shape", "step", "turn"), sparse([(4, 2, 64), (5, 1, 80)], STEPS, list(TURNS))
+)
 def test_rotation_of_a_product(
-    device: torch.device, shape: tuple[int, int, int], step: tuple[int, bool, torch.dtype]
+    device: torch.device,
+    shape: tuple[int, int, int],
+    step: tuple[int, bool, torch.dtype],
+    turn: str,
 ) -> None:
     """Decodes get the sum in place and nothing else; of prompts the product is not written. k and
     v of tokens without a place go nowhere. step: decodes, whether there is a norm, and the type."""
@@ -63,19 +70,20 @@ def test_rotation_of_a_product(
     tokens = len(SLOTS)
     widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
     total = lora_reference(y, x, SLOTS, adapters.weights, widths).to(device, dtype)
-    cos_sin = torch.randn(50, head_dim, device=device)
+    rotation = TURNS[turn].rotation(head_dim, 50, device)
     positions = torch.randint(0, 50, (tokens,), device=device)
     slots = torch.randperm(PAGES * PAGE, device=device)[:tokens]
     slots[7::9] = -1
-    weights = torch.randn(heads + kv_heads, head_dim, device=device).to(dtype) if norm else None
+    weights = torch.randn(heads + kv_heads, head_dim, device=device).to(dtype)
+    of_norm = QkNorm(weights, 1e-5) if norm else None
     caches = torch.empty(4, PAGES, PAGE, kv_heads, head_dim, device=device, dtype=dtype)
     caches.fill_(float("nan"))  # what is not written
     prompts = slice(num_decodes, tokens)
-    places = (cos_sin, positions[prompts], slots[prompts])
-    expected = rope_append(total[prompts], *places, caches[0], caches[1], weights, 1e-5)
+    places = (rotation, positions[prompts], slots[prompts])
+    expected = rope_append(total[prompts], *places, caches[0], caches[1], of_norm)
 
     qkv = y.clone()
-    context = (cos_sin, positions, slots, caches[2], caches[3], weights, 1e-5)
+    context = (rotation, positions, slots, caches[2], caches[3], of_norm)
     pending, config = shrunk(adapters, x), load_configs(device).rope(len(x))
     q = rope_append_lora(qkv, pending, num_decodes, *context, config)
 
@@ -93,3 +101,14 @@ def test_rotation_of_a_product(
     if num_decodes:
         assert_close(qkv[:num_decodes], total[:num_decodes], dtype)
     assert torch.equal(qkv[num_decodes:], y[num_decodes:])
+
+
+def test_a_norm_over_all_heads_is_refused() -> None:
+    device, shape = torch.device("cpu"), (2, 1, 16)
+    adapters, x, y = made(device, torch.float32, shape)
+    norm = QkNorm(torch.ones(3, 16), 1e-5, all_heads=True)
+    places, pages = torch.zeros(2, len(x), dtype=torch.int64), torch.zeros(2, 1, PAGE, 1, 16)
+    rotation = TURNS["halves"].rotation(16, 50, device)
+    context = (rotation, *places, *pages, norm, load_configs(device).rope(len(x)))
+    with pytest.raises(ValueError, match="a norm over all heads"):
+        rope_append_lora(y, shrunk(adapters, x), 0, *context)

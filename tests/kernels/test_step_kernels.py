@@ -5,41 +5,38 @@ import torch
 
 from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
 from server.kernels.attention.rope_append import rope_append
+from server.kernels.attention.rotation import QkNorm
 from server.kernels.sampling.greedy import GreedyScratch, greedy_append
+from tests.grids import sparse
+from tests.kernels.rotations import TURNS, as_cached, normed, rotated
 
 PAGE = 4
 
 
-def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """x `[tokens, heads, head_dim]`; angles `[tokens, 1, head_dim / 2]`; all float32."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (14, 2, 64), (3, 3, 48)])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "turn", "norm"),
+    sparse([(4, 2, 64), (14, 2, 64), (3, 3, 48), (9, 1, 192)], list(TURNS), [None, False, True]),
+)
 def test_rope_append(
-    device: torch.device, heads: int, kv_heads: int, head_dim: int, norm: bool
+    device: torch.device, shape: tuple[int, int, int], turn: str, norm: bool | None
 ) -> None:
+    """shape: heads, kv heads, head_dim. norm: over all heads, over each, None = without."""
+    heads, kv_heads, head_dim = shape
     torch.manual_seed(heads)
     tokens, pages = 5, 7
     all_heads = heads + 2 * kv_heads
     qkv = torch.randn(tokens, all_heads * head_dim, device=device)
     positions = torch.tensor([9, 0, 3, 3, 21], device=device)
     slots = torch.tensor([5, 26, 0, 13, 12], device=device)
-    inv_freq = 100.0 ** -torch.linspace(0, 1, head_dim // 2, device=device)
-    table = torch.arange(30, device=device)[:, None] * inv_freq
-    weight = torch.randn(heads + kv_heads, head_dim, device=device) if norm else None
+    rotation = TURNS[turn].rotation(head_dim, 30, device)
+    weights = torch.randn(heads + kv_heads, head_dim, device=device)
+    of_norm = None if norm is None else QkNorm(weights, 1e-5, all_heads=norm)
     k, v = (torch.full((pages, PAGE, kv_heads, head_dim), 7.0, device=device) for _ in "kv")
     expected = qkv.clone().view(tokens, all_heads, head_dim)
-    qk = expected[:, : heads + kv_heads]
-    if weight is not None:
-        qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + 1e-5) * weight
-    qk = rotated(qk, table[positions][:, None])
+    qk = normed(expected[:, : heads + kv_heads], heads, of_norm)
+    qk = as_cached(rotated(qk, heads, rotation, positions), rotation)
 
-    cos_sin = torch.cat((table.cos(), table.sin()), dim=-1)
-    q = rope_append(qkv, cos_sin, positions, slots, k, v, weight, 1e-5)
+    q = rope_append(qkv, rotation, positions, slots, k, v, of_norm)
 
     torch.testing.assert_close(q, qk[:, :heads], atol=1e-5, rtol=1e-5)
     flat_k, flat_v = k.flatten(0, 1), v.flatten(0, 1)

@@ -22,6 +22,7 @@ from server.kernels.attention.decode_attention import (
     decode_attention,
     max_items,
 )
+from server.kernels.attention.rotation import Rotation
 from server.kernels.launch.configs import KernelConfigs, load_configs
 from server.kernels.linear.skinny_lora import SkinnyLora, skinny_product_lora
 from server.kernels.linear.stack import stack_rows
@@ -231,13 +232,13 @@ class _Attention:
             torch.randn(shape, dtype=DTYPE, device="cuda"),
             torch.randn(shape, dtype=DTYPE, device="cuda"),
         )
-        self.cos_sin = torch.randn(PAGE, HEAD_DIM, device="cuda")
+        self.rotation = Rotation(torch.randn(PAGE, HEAD_DIM, device="cuda"))
         device = torch.device("cuda")
         self.scratch = DecodeScratch(batch, HEADS, HEAD_DIM, device)
         self.out = torch.empty(batch, HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
 
     def run(self, qkv: torch.Tensor, pending: PendingDelta | None, early: bool) -> None:
-        context = (self.view, self.cache, self.cos_sin, (None, 0.0), self.scratch, self.out)
+        context = (self.view, self.cache, self.rotation, None, self.scratch, self.out)
         decode_attention(qkv, pending, *context, programmatic_launch=early)
 
 

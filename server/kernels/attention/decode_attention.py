@@ -14,7 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.attention.rope_append import norm
+from server.kernels.attention.rotation import (
+    QkNorm,
+    Rotation,
+    load_angles,
+    norm_and_rotate,
+    norm_arguments,
+    norm_factors,
+    norm_switch,
+    pair_columns,
+)
 from server.kernels.launch.launch import follow
 from server.kernels.lora.pending import PendingDelta, delta_arguments
 from server.kernels.lora.record import ranks_at, record_of
@@ -76,12 +85,14 @@ class DecodeScratch:
 @dataclass(frozen=True, slots=True)
 class DecodeBatchView:
     """Where a batch's sequences stand. rows: int32 `[batch]`, rows of the page table; positions:
-    int64 `[batch]` of the new tokens; page_table: int64 `[rows, pages a row]`."""
+    int64 `[batch]` of the new tokens; page_table: int64 `[rows, pages a row]`. turns: int64
+    `[batch]`, rows of the rotation's tables, where these are not the positions."""
 
     rows: torch.Tensor
     positions: torch.Tensor
     page_table: torch.Tensor
     work: DecodeItems
+    turns: torch.Tensor | None = None
 
 
 def decode_attention(
@@ -89,38 +100,39 @@ def decode_attention(
     pending: PendingDelta | None,
     batch: DecodeBatchView,
     cache: tuple[torch.Tensor, torch.Tensor],
-    cos_sin: torch.Tensor,
-    norm: tuple[torch.Tensor | None, float],
+    rotation: Rotation,
+    norm: QkNorm | None,
     scratch: DecodeScratch,
     out: torch.Tensor,
     *,
     programmatic_launch: bool,
 ) -> None:
     """qkv: `[batch, (heads + 2 kv_heads) * head_dim]`, contiguous; pending: LoRA of it, computed
-    beside it. cache: k and v, `[pages, page_size, kv_heads, head_dim]`, contiguous. cos_sin:
-    float32 `[positions, head_dim]`, cosines first. norm: weights `[heads + kv_heads, head_dim]` of
-    an RMS norm before the rotation, or None, and its epsilon. out: `[batch, heads, head_dim]`. One
-    kernel. Raises ValueError where scratch has no room for the batch, or the delta does not fit.
+    beside it. cache: k and v, `[pages, page_size, kv_heads, head_dim]`, contiguous; features of k
+    lie as `rotation.py` says. out: `[batch, heads, head_dim]`. One kernel, and one for a norm over
+    all heads. Raises ValueError where scratch has no room for the batch, the delta does not fit, or
+    more turns than a head has.
     """
     if len(qkv) > len(scratch.done) or batch.work.items.shape[1] > len(scratch.sums):
         raise ValueError(f"scratch is for {len(scratch.done)} sequences, the batch has {len(qkv)}")
     k_pages, v_pages = cache
     page_size, kv_heads, head_dim = k_pages.shape[1:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    weights, epsilon = norm
+    sizes = (heads * head_dim, kv_heads * head_dim)
+    factors = norm_factors(qkv, pending, norm, sizes, programmatic_launch=programmatic_launch)
     group = heads // kv_heads
     block_n, num_warps = _shape(kv_heads * len(qkv), group, head_dim)
     _decode_attention_kernel[(kv_heads, batch.work.items.shape[1])](
         qkv,
         *delta_arguments(qkv, pending),
         out,
-        cos_sin,
-        cos_sin if weights is None else weights,
-        epsilon,
+        rotation.tables,
+        *norm_arguments(norm, qkv, factors),
         k_pages,
         v_pages,
         batch.rows,
         batch.positions,
+        batch.positions if batch.turns is None else batch.turns,
         batch.page_table,
         batch.page_table.stride(0),
         batch.work.items,
@@ -136,11 +148,13 @@ def decode_attention(
         BLOCK_Q=triton.next_power_of_2(group),
         BLOCK_H=max(16, triton.next_power_of_2(head_dim // 2)),
         BLOCK_N=block_n,
-        NORM=weights is not None,
+        NORM=norm_switch(norm),
+        TURNS=batch.turns is not None,
         LORA=pending is not None,
         PDL=programmatic_launch,
         num_warps=num_warps,
         launch_pdl=programmatic_launch,
+        **rotation.switches(head_dim),
     )
 
 
@@ -165,7 +179,7 @@ def _shape(programs: int, group: int, head_dim: int) -> tuple[int, int]:
 @triton.jit(
     do_not_specialize=["epsilon", "stride_pages", "site", "num_sites"],
     do_not_specialize_on_alignment=[
-        *("slots_ptr", "rows_ptr", "positions_ptr", "items_ptr", "piece_ptr")
+        *("slots_ptr", "rows_ptr", "positions_ptr", "turns_ptr", "items_ptr", "piece_ptr")
     ],
 )
 def _decode_attention_kernel(
@@ -176,13 +190,15 @@ def _decode_attention_kernel(
     site: tl.tensor,
     num_sites: tl.tensor,
     out_ptr: tl.tensor,
-    cos_sin_ptr: tl.tensor,
+    tables: tl.tuple,
     norm_ptr: tl.tensor,
     epsilon: tl.tensor,
+    factors_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     positions_ptr: tl.tensor,
+    turns_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     stride_pages: tl.tensor,
     items_ptr: tl.tensor,
@@ -199,8 +215,12 @@ def _decode_attention_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NORM: tl.constexpr,
+    TURNS: tl.constexpr,
     LORA: tl.constexpr,
     PDL: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     """A program takes one piece of one sequence for the query heads of one kv head."""
     follow(PDL)
@@ -214,10 +234,11 @@ def _decode_attention_kernel(
         slot = tl.load(slots_ptr + seq) if LORA else seq * 0 - 1
         row = seq.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
         ranks_ptr = ranks_at(ints_ptr, record_of(slot, site, num_sites))
+        turn = tl.load(turns_ptr + seq) if TURNS else position.to(tl.int64)
         token = _new_token(
             qkv_ptr + row, delta_ptr + row, ranks_ptr, slot, kv_head,
-            norm_ptr, epsilon, cos_sin_ptr + position.to(tl.int64) * HEAD_DIM,
-            GROUP, KV_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H, NORM, LORA,
+            (norm_ptr, epsilon, factors_ptr + seq.to(tl.int64) * 2), tables, turn,
+            GROUP, KV_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, SCALED,
         )  # fmt: skip
         so_far = _attend_piece(
             token, number * piece, piece, position, pages_ptr, k_ptr, v_ptr, kv_head, scale_log2,
@@ -242,9 +263,9 @@ def _new_token(
     ranks_ptr: tl.tensor,
     slot: tl.tensor,
     kv_head: tl.tensor,
-    norm_ptr: tl.tensor,
-    epsilon: tl.tensor,
-    cos_sin_ptr: tl.tensor,
+    norm: tl.tuple,
+    tables: tl.tuple,
+    turn: tl.tensor,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -252,9 +273,12 @@ def _new_token(
     BLOCK_H: tl.constexpr,
     NORM: tl.constexpr,
     LORA: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> tuple[Any, Any, Any]:
     """Halves of q, each `[BLOCK_Q, BLOCK_H]`, of k and of v, each `[1, BLOCK_H]`, of the token, as
-    they are used."""
+    they are used. norm: weights, epsilon, factors of the token. turn: row of the tables."""
     HEADS: tl.constexpr = GROUP * KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     touched = slot >= 0
@@ -268,15 +292,17 @@ def _new_token(
     inside = (tl.arange(0, BLOCK_H) < HALF)[None, :]
     q = _rotated(
         x_ptr, delta_ptr, rank_q, kv_head * GROUP + g, (g < GROUP) & inside,
-        norm_ptr, epsilon, cos_sin_ptr, HEAD_DIM, BLOCK_H, NORM, LORA,
+        norm, tables, turn, HEAD_DIM, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, SCALED,
     )  # fmt: skip
     k_head = tl.zeros((1, 1), tl.int32) + (HEADS + kv_head)
     k = _rotated(
         x_ptr, delta_ptr, rank_k, k_head, inside,
-        norm_ptr, epsilon, cos_sin_ptr, HEAD_DIM, BLOCK_H, NORM, LORA,
+        (norm[0], norm[1], norm[2] + 1), tables, turn,
+        HEAD_DIM, BLOCK_H, NORM, LORA, PAIRS, INTERLEAVED, False,
     )  # fmt: skip
     dtype = x_ptr.dtype.element_ty
-    a, b = _adapted(x_ptr, delta_ptr, rank_v, k_head + KV_HEADS, inside, HEAD_DIM, BLOCK_H, LORA)
+    at = (k_head + KV_HEADS) * HEAD_DIM + tl.arange(0, BLOCK_H)[None, :]
+    a, b = _adapted(x_ptr, delta_ptr, rank_v, at, HALF, inside, HALF, BLOCK_H, LORA)
     return q, k, (a.to(dtype), b.to(dtype))
 
 
@@ -285,22 +311,22 @@ def _adapted(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     rank: tl.tensor,
-    head: tl.tensor,
+    at: tl.tensor,
+    apart: tl.tensor,
     live: tl.tensor,
-    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     LORA: tl.constexpr,
 ) -> tuple[Any, Any]:
-    """Halves of heads with LoRA, float32 `[n, BLOCK_H]`; head `[n, 1]`, live `[n, BLOCK_H]`."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    h = tl.arange(0, BLOCK_H)[None, :]
-    at = head * HEAD_DIM + h
+    """Halves of heads with LoRA, float32 `[n, BLOCK_H]`; at, live: as many, where the first half
+    lies, and which of it there is; apart: how far behind it the second one lies."""
     a = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + at + HALF, mask=live, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + at + apart, mask=live, other=0.0).to(tl.float32)
     if LORA:
+        h = tl.arange(0, BLOCK_H)[None, :]
         touched = live & (h < tl.where(rank > 0, HALF, 0))
         a += tl.load(delta_ptr + at, mask=touched, other=0.0).to(tl.float32)
-        b += tl.load(delta_ptr + at + HALF, mask=touched, other=0.0).to(tl.float32)
+        b += tl.load(delta_ptr + at + apart, mask=touched, other=0.0).to(tl.float32)
     return a, b
 
 
@@ -311,25 +337,32 @@ def _rotated(
     rank: tl.tensor,
     head: tl.tensor,
     live: tl.tensor,
-    norm_ptr: tl.tensor,
-    epsilon: tl.tensor,
-    cos_sin_ptr: tl.tensor,
+    norm: tl.tuple,
+    tables: tl.tuple,
+    turn: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     NORM: tl.constexpr,
     LORA: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> tuple[Any, Any]:
-    """Halves of heads of q or k, with LoRA, normed and rotated, in x's dtype; arguments as of
-    `_adapted`."""
+    """Halves of heads of q or k, with LoRA, normed and rotated, in x's dtype; head `[n, 1]`, live
+    `[n, BLOCK_H]`; norm, turn: as of `_new_token`, the factor first."""
     HALF: tl.constexpr = HEAD_DIM // 2
     dtype = x_ptr.dtype.element_ty
     h = tl.arange(0, BLOCK_H)[None, :]
-    a, b = _adapted(x_ptr, delta_ptr, rank, head, live, HEAD_DIM, BLOCK_H, LORA)
-    if NORM:
-        a, b = norm(a, b, norm_ptr + head * HEAD_DIM + h, live, epsilon, dtype, HALF)
-    cos = tl.load(cos_sin_ptr + h, mask=h < HALF, other=0.0)
-    sin = tl.load(cos_sin_ptr + HALF + h, mask=h < HALF, other=0.0)
-    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+    inside = h < HALF
+    column, apart = pair_columns(h, inside, PAIRS, INTERLEAVED, HALF)
+    at = head * HEAD_DIM + column
+    raw = _adapted(x_ptr, delta_ptr, rank, at, apart, live, HALF, BLOCK_H, LORA)
+    angles = load_angles(tables, turn, h, inside, True, PAIRS, SCALED)
+    factor = tl.load(norm[2]) if NORM == 2 else 1.0
+    a, b = norm_and_rotate(
+        raw, norm[0] + at, apart, (live, norm[1], factor), angles, True, HALF, NORM
+    )
+    return a.to(dtype), b.to(dtype)
 
 
 @triton.jit

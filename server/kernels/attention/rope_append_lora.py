@@ -10,7 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from server.kernels.attention.rope_append import norm_and_rotate
+from server.kernels.attention.rotation import (
+    QkNorm,
+    Rotation,
+    in_halves,
+    load_angles,
+    norm_and_rotate,
+    norm_arguments,
+    norm_switch,
+    pair_columns,
+)
 from server.kernels.launch.configs import RopeLoraConfig
 from server.kernels.launch.launch import load_first
 from server.kernels.lora.checks import check_context, check_whole_tiles
@@ -31,13 +40,12 @@ def rope_append_lora(
     qkv: torch.Tensor,
     pending: PendingLora,
     num_decodes: int,
-    cos_sin: torch.Tensor,
+    rotation: Rotation,
     positions: torch.Tensor,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    qk_norm: torch.Tensor | None,
-    epsilon: float,
+    norm: QkNorm | None,
     config: RopeLoraConfig,
 ) -> torch.Tensor:
     """Of `qkv + scale * v B^T`, v of the site's `shrink`: the first `num_decodes` rows are written
@@ -45,8 +53,11 @@ def rope_append_lora(
 
     As `rope_append` with `expand` before it, but that the sum of what is rotated is not rounded
     before. For tiles of more than 16 rows. positions, slots: of all tokens; k and v of one at -1
-    are left out. qkv: in the adapters' dtype. One kernel. Raises ValueError on a mismatch.
+    are left out. qkv: in the adapters' dtype. One kernel. Raises ValueError on a mismatch, and for
+    a norm over all heads, which must be expanded first.
     """
+    if norm is not None and norm.all_heads:
+        raise ValueError("a norm over all heads needs the sum that is rotated")
     segments, workspace, table = pending.segments, pending.workspace, pending.table
     tokens, (kv_heads, head_dim) = len(qkv), k_pages.shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -57,10 +68,10 @@ def rope_append_lora(
     items = segments.max_tiles * (heads + 2 * kv_heads)
     _rope_lora_kernel[(min(items, config.num_programs),)](
         (qkv, q, k_pages, v_pages),
-        (cos_sin, cos_sin if qk_norm is None else qk_norm),
+        rotation.tables,
         positions,
         slots,
-        epsilon,
+        *norm_arguments(norm, qkv, None)[:2],
         (workspace.planes, workspace.planes.stride(1), workspace.planes.stride(0)),
         workspace.splits,
         (segments.order, segments.tiles, segments.num_tiles),
@@ -76,12 +87,13 @@ def rope_append_lora(
         BLOCK_M=segments.tile_rows,
         MAX_HEADS=config.max_heads,
         STAGES=config.num_stages,
-        NORM=qk_norm is not None,
+        NORM=norm_switch(norm),
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         PDL=config.programmatic_launch,
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
         launch_pdl=config.programmatic_launch,
+        **rotation.switches(head_dim),
     )
     return q
 
@@ -131,6 +143,7 @@ def _rope_lora_kernel(
     tables: tl.tuple,
     positions_ptr: tl.tensor,
     slots_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
     epsilon: tl.tensor,
     planes: tl.tuple,
     splits_ptr: tl.tensor,
@@ -150,6 +163,9 @@ def _rope_lora_kernel(
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     """An item is (tile of rows, some heads of one projection), round robin; as in `shrink`."""
     order_ptr, tiles_ptr, num_tiles_ptr = routed
@@ -170,9 +186,10 @@ def _rope_lora_kernel(
         ahead = item + 2 * step
         slot, later_tile = load_tile(tiles_ptr, ahead // blocks, ahead < items)
         _rope_tile(
-            targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes,
+            targets, tables, positions_ptr, slots_ptr, (norm_ptr, epsilon), num_decodes,
             planes, splits, order_ptr, tile, projection, _Cut(item % blocks, n0, n01, heads),
             HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
+            PAIRS, INTERLEAVED, SCALED,
         )  # fmt: skip
         projection, tile, next_tile = next_projection, next_tile, later_tile
 
@@ -229,7 +246,7 @@ def _rope_tile(
     tables: tl.tuple,
     positions_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    epsilon: tl.tensor,
+    norm: tl.tuple,
     num_decodes: tl.tensor,
     planes: tl.tuple,
     splits: tl.tensor,
@@ -245,6 +262,9 @@ def _rope_tile(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     """What the projection's weights and v are, and which heads; few rows or many."""
     planes_ptr, stride_v, stride_plane = planes
@@ -262,14 +282,16 @@ def _rope_tile(
     if v.rows <= SMALL:
         few = tile_rows(order_ptr, v.rows, SMALL)
         _rope_rows(
-            targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, few, span, low,
+            targets, tables, positions_ptr, slots_ptr, norm, num_decodes, few, span, low,
             HEADS, KV_HEADS, HALF, MAX_SPLIT, SMALL, STAGES, NORM, PRECISION,
+            PAIRS, INTERLEAVED, SCALED,
         )  # fmt: skip
     else:
         many = tile_rows(order_ptr, v.rows, BLOCK_M)
         _rope_rows(
-            targets, tables, positions_ptr, slots_ptr, epsilon, num_decodes, many, span, low,
+            targets, tables, positions_ptr, slots_ptr, norm, num_decodes, many, span, low,
             HEADS, KV_HEADS, HALF, MAX_SPLIT, BLOCK_M, STAGES, NORM, PRECISION,
+            PAIRS, INTERLEAVED, SCALED,
         )  # fmt: skip
 
 
@@ -286,7 +308,7 @@ def _rope_rows(
     tables: tl.tuple,
     positions_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    epsilon: tl.tensor,
+    norm: tl.tuple,
     num_decodes: tl.tensor,
     rows: tl.tensor,
     span: _Span,
@@ -299,10 +321,12 @@ def _rope_rows(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     """Where each row is read and goes, for the projection's first head, and its angles."""
     qkv_ptr, q_ptr, k_pages_ptr, v_pages_ptr = targets
-    cos_sin_ptr, norm_ptr = tables
     is_q, is_qk = span.is_q, span.is_qk
     live = tl.arange(0, BLOCK_M) < low.v.rows
     column = tl.where(is_q, 0, tl.where(is_qk, HEADS, HEADS + KV_HEADS)) * 2 * HALF
@@ -315,13 +339,12 @@ def _rope_rows(
     turned = tl.where(is_qk, HALF, 0)
     real = live[:, None] & (d < turned)
     position = tl.load(positions_ptr + rows, mask=live, other=0)[:, None]
-    angle = cos_sin_ptr + position * (2 * HALF) + d
-    cos = tl.load(angle, mask=real, other=0.0)
-    sin = tl.load(angle + HALF, mask=real, other=0.0)
+    angles = load_angles(tables, position, d, real, is_q, PAIRS, SCALED)
     _rope_ranks(
         (y_rows, target_rows, rows < num_decodes, live, place >= 0),
-        (norm_ptr + column, epsilon, cos, sin, turned), low, span.head, span.end,
+        (norm[0] + column, norm[1], angles, turned), low, span.head, span.end,
         HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, STAGES, NORM, PRECISION,
+        PAIRS, INTERLEAVED,
     )  # fmt: skip
 
 
@@ -339,6 +362,8 @@ def _rope_ranks(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ) -> None:
     """As many ranks at a time as the adapter has, as far as registers go."""
     rank = low.b.rank
@@ -346,26 +371,31 @@ def _rope_ranks(
         _rope_heads(
             rows, rotation, low.v, low.b, low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 16, True, 1, NORM, PRECISION,
+            PAIRS, INTERLEAVED,
         )  # fmt: skip
     elif rank <= 16:
         _rope_heads(
             rows, rotation, low.v, even(low.b), low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 16, False, STAGES, NORM, PRECISION,
+            PAIRS, INTERLEAVED,
         )  # fmt: skip
     elif rank <= 32:
         _rope_heads(
             rows, rotation, low.v, even(low.b), low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 32, False, STAGES, NORM, PRECISION,
+            PAIRS, INTERLEAVED,
         )  # fmt: skip
     elif rank <= 64:
         _rope_heads(
             rows, rotation, low.v, even(low.b), low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 64, False, STAGES, NORM, PRECISION,
+            PAIRS, INTERLEAVED,
         )  # fmt: skip
     else:
         _rope_heads(
             rows, rotation, low.v, even(low.b), low.scale, head, end,
             HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, 32, True, 1, NORM, PRECISION,
+            PAIRS, INTERLEAVED,
         )  # fmt: skip
 
 
@@ -387,43 +417,71 @@ def _rope_heads(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ) -> None:
     """Heads head .. end of a tile's rows. LOOPED: BLOCK_R columns of B at a time; else
     v is read once, and heads of the product and of B are prefetched."""
     y_rows, target_rows, decode, live, placed = rows
-    norm_ptr, epsilon, cos, sin, turned = rotation
+    norm_ptr, epsilon, angles, turned = rotation
     d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R)
     real = live[:, None] & (d < HALF)[None, :]
     kept, moved = real & decode[:, None], real & (placed & (decode == 0))[:, None]
     rotated = (d < turned)[None, :]
+    column, apart = pair_columns(d[None, :], rotated, PAIRS, INTERLEAVED, HALF)
     dtype: tl.constexpr = y_rows.dtype.element_ty
+    HALVES: tl.constexpr = in_halves(PAIRS, INTERLEAVED, HALF)
+    END: tl.constexpr = HALF if HALVES else 2 * HALF
     if not LOOPED:
         total = load_v(v, r, b.rank, MAX_SPLIT, BLOCK_M)
     for h in tl.range(head, end, num_stages=STAGES):
         at = h * 2 * HALF + d[None, :]
-        first = tl.load(y_rows[:, None] + at, mask=real, other=0.0)
-        second = tl.load(y_rows[:, None] + at + HALF, mask=real, other=0.0)
-        b_first = LoraB(b.ptr + h * 2 * HALF * b.rank, b.rank)
-        b_second = LoraB(b_first.ptr + HALF * b.rank, b.rank)
+        source = y_rows[:, None] + (h * 2 * HALF + column)
+        first = tl.load(source, mask=real, other=0.0)
+        second = tl.load(source + apart, mask=real, other=0.0)
+        b_first, b_second, n_first, n_second = _rows_of_b(b, h, d, column, apart, HALF, HALVES)
         if LOOPED:
             delta_first = low_rank_one(
-                v, b_first, d, HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, BLOCK_R, PRECISION
+                v, b_first, n_first, END, MAX_SPLIT, BLOCK_M, BLOCK_D, BLOCK_R, PRECISION
             )
             delta_second = low_rank_one(
-                v, b_second, d, HALF, MAX_SPLIT, BLOCK_M, BLOCK_D, BLOCK_R, PRECISION
+                v, b_second, n_second, END, MAX_SPLIT, BLOCK_M, BLOCK_D, BLOCK_R, PRECISION
             )
         else:
-            delta_first = product(total, load_b(b_first, d, r, HALF), BLOCK_M, PRECISION)
-            delta_second = product(total, load_b(b_second, d, r, HALF), BLOCK_M, PRECISION)
+            delta_first = product(total, load_b(b_first, n_first, r, END), BLOCK_M, PRECISION)
+            delta_second = product(total, load_b(b_second, n_second, r, END), BLOCK_M, PRECISION)
         first = first.to(tl.float32) + scale * delta_first
         second = second.to(tl.float32) + scale * delta_second
         new_first, new_second = norm_and_rotate(
-            first, second, norm_ptr + at, rotated, epsilon, cos, sin, rotated, dtype, HALF, NORM
-        )
+            (first, second), norm_ptr + (h * 2 * HALF + column), apart,
+            (rotated, epsilon, 1.0), angles, rotated, HALF, NORM,
+        )  # fmt: skip
         new_first = tl.where(decode[:, None], first, new_first).to(dtype)
         new_second = tl.where(decode[:, None], second, new_second).to(dtype)
         # A choice between addresses would cost the vectors.
-        tl.store(y_rows[:, None] + at, new_first, mask=kept)
-        tl.store(y_rows[:, None] + at + HALF, new_second, mask=kept)
+        tl.store(source, new_first, mask=kept)
+        tl.store(source + apart, new_second, mask=kept)
         tl.store(target_rows[:, None] + at, new_first, mask=moved)
         tl.store(target_rows[:, None] + at + HALF, new_second, mask=moved)
+
+
+@triton.jit
+def _rows_of_b(
+    b: LoraB,
+    h: tl.tensor,
+    d: tl.tensor,
+    column: tl.tensor,
+    apart: tl.tensor,
+    HALF: tl.constexpr,
+    HALVES: tl.constexpr,
+) -> tuple[Any, Any, Any, Any]:
+    """B of head h for the first and the second features of pairs d, and which of its rows: they end
+    at HALF where features lie in halves, else at twice that."""
+    b_first = LoraB(b.ptr + h * 2 * HALF * b.rank, b.rank)
+    if HALVES:
+        return b_first, LoraB(b_first.ptr + HALF * b.rank, b.rank), d, d
+    else:
+        last: tl.constexpr = 2 * HALF
+        first = tl.where(d < HALF, tl.reshape(column, d.shape[0]), last)
+        second = tl.where(d < HALF, tl.reshape(column + apart, d.shape[0]), last)
+        return b_first, b_first, first, second

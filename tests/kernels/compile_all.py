@@ -29,8 +29,8 @@ from server.kernels.attention.decode_inputs import gather_inputs, gather_pages
 from server.kernels.attention.prompt_attention import prompt_attention, tile_shape
 from server.kernels.attention.rope_append import rope_append
 from server.kernels.attention.rope_append_lora import rope_append_lora
-from server.kernels.attention.scores import ScoreRule
 from server.kernels.attention.rotation import QkNorm, Rotation
+from server.kernels.attention.scores import ScoreRule
 from server.kernels.launch.compile_ahead import compiled_together
 from server.kernels.launch.configs import KernelConfigs, Phase, read_configs
 from server.kernels.linear.skinny import MAX_ROWS, skinny_product
